@@ -1,0 +1,1 @@
+"""From files to the tensors this rank needs: shards, index, stream, packing, decoding, loading."""

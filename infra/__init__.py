@@ -1,0 +1,1 @@
+"""The outside world: launching, tracking, progress, checkpoints, watchdog."""

@@ -1,0 +1,1 @@
+"""The models and the program: components, planner, trainer and the `omni` command. Third parties import only this."""

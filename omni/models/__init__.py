@@ -1,0 +1,1 @@
+"""Components: the LLM, the encoders and the registry they are found in."""

@@ -1,0 +1,1 @@
+"""Encoders that ship with the platform."""

@@ -1,0 +1,1 @@
+"""Planner, trainer, optimizer, evaluation, parity."""

@@ -1,0 +1,1 @@
+"""Where things live, how tensors move and what it costs."""

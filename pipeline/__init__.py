@@ -1,0 +1,1 @@
+"""When each piece of work runs: StepPlan, schedules, verifier, simulator, engine."""
