@@ -1,0 +1,248 @@
+"""Fetching in the background: reading, decoding and tokenising what this rank needs, ahead of its step."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataloader.format import DataError, Item, Sample, SampleError
+from dataloader.reader import Reader
+from dataloader.tokenizer import Tokenizer
+from dataloader.tokens import SampleMeta, tokenize
+
+TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+_WORK_SIZE = 16  # samples a thread takes at a time
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What a rank needs for a step: texts to tokenise, items to decode as (source, sample id, item index)."""
+
+    texts: tuple[tuple[str, SampleMeta], ...]
+    items: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An item that could not be decoded, and why."""
+
+    source: str
+    sample: int
+    item: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The answer to a Fetch, in its order.
+
+    `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them; an item that could not be decoded
+    is None and named in `failures`. `wait_s` is how long `get` waited.
+    """
+
+    texts: list[TextArrays]
+    items: list[np.ndarray | None]
+    failures: tuple[Failure, ...]
+    wait_s: float
+
+
+class _Work(NamedTuple):
+    kind: str  # "texts" or "items"
+    places: tuple[int, ...]
+
+
+class _Job:
+    """A fetch under way; everything but the lists' elements is guarded by the loader's lock."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch = fetch
+        self.todo = deque(_works(fetch))
+        self.total = len(self.todo)
+        self.done = 0
+        self.running: dict[int, str] = {}  # by thread
+        self.started = False
+        self.wanted = False
+        self.error: BaseException | None = None
+        self.texts: list[TextArrays | None] = [None] * len(fetch.texts)
+        self.items: list[np.ndarray | None] = [None] * len(fetch.items)
+        self.failures: list[tuple[int, Failure]] = []
+
+
+class Loader:
+    """Threads that work off submitted fetches in order, at most `depth` of them ahead of `get`.
+
+    A fetch that `get` waits for is worked on whatever the depth. The threads are daemons: a reader that
+    hangs keeps neither `get` (which times out) nor the process from ending.
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, Reader],
+        tokenizer: Tokenizer,
+        decoders: Mapping[str, Callable[[Item], np.ndarray]],
+        num_threads: int = 1,
+        depth: int = 2,
+    ) -> None:
+        if num_threads < 1 or depth < 1:
+            raise ValueError(f"num_threads {num_threads} and depth {depth} must be at least 1")
+        self._readers = readers
+        self._tokenizer = tokenizer
+        self._decoders = decoders
+        self._depth = depth
+        self._jobs: dict[int, _Job] = {}  # submitted and not collected, in order
+        self._closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name=f"loader-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, key: int, fetch: Fetch) -> None:
+        """Queue a fetch; returns at once. `key` is free to choose and must not be in use."""
+        sources = {source for source, _ in fetch.texts} | {source for source, _, _ in fetch.items}
+        unknown = sorted(sources - set(self._readers))
+        if unknown:
+            raise ValueError(
+                f"fetch {key} asks for unknown sources {unknown}: known are {sorted(self._readers)}"
+            )
+        with self._changed:
+            self._check_open()
+            if key in self._jobs:
+                raise ValueError(f"fetch {key} was submitted and not collected yet: use another key")
+            self._jobs[key] = _Job(fetch)
+            self._changed.notify_all()
+
+    def get(self, key: int, timeout_s: float) -> Fetched:
+        """Wait for a submitted fetch and hand it out, once.
+
+        Raises TimeoutError saying what it waits for (the fetch stays and may be asked for again), or the
+        error that reading it raised.
+        """
+        begin = time.monotonic()
+        with self._changed:
+            self._check_open()
+            if key not in self._jobs:
+                raise ValueError(
+                    f"fetch {key} was never submitted, or was collected: waiting are {list(self._jobs)}"
+                )
+            job = self._jobs[key]
+            job.wanted = True
+            self._changed.notify_all()
+            ready = self._changed.wait_for(
+                lambda: self._closed or job.error is not None or job.done == job.total, timeout_s
+            )
+            self._check_open()
+            if not ready:
+                raise TimeoutError(
+                    f"fetch {key} is not ready after {timeout_s} s: {job.done} of {job.total} parts are "
+                    f"done, waiting for: {'; '.join(job.running.values()) or 'a free thread'}"
+                )
+            del self._jobs[key]
+            self._changed.notify_all()  # one fetch fewer ahead
+        if job.error is not None:
+            raise job.error
+        texts = [arrays for arrays in job.texts if arrays is not None]
+        assert len(texts) == len(job.texts)
+        failures = tuple(failure for _, failure in sorted(job.failures, key=lambda pair: pair[0]))
+        return Fetched(texts, job.items, failures, time.monotonic() - begin)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the threads, waiting at most `timeout_s` for those in the middle of a read."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the loader is closed")
+
+    def _run(self, number: int) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                if self._closed:
+                    return
+                job = self._next()
+                assert job is not None
+                work = job.todo.popleft()
+                job.started = True
+                job.running[number] = _describe(job.fetch, work)
+            error: BaseException | None = None
+            try:
+                (self._load_texts if work.kind == "texts" else self._load_items)(job, work.places)
+            except BaseException as caught:  # surfaces in get(): a thread must never die with a fetch
+                error = caught
+            with self._changed:
+                del job.running[number]
+                job.done += 1
+                if error is not None and job.error is None:
+                    job.error = error
+                    job.todo.clear()
+                self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        """The fetch to work on: one that is waited for, else the first within the depth."""
+        jobs = [job for job in self._jobs.values() if job.todo]
+        ahead = sum(job.started for job in self._jobs.values())
+        wanted = [job for job in jobs if job.wanted]
+        allowed = [job for job in jobs if job.started or ahead < self._depth]
+        return next(iter(wanted + allowed), None)
+
+    def _load_texts(self, job: _Job, places: Sequence[int]) -> None:
+        for place in places:
+            source, meta = job.fetch.texts[place]
+            sample = self._readers[source].read(meta.id, text=True, items=False)
+            job.texts[place] = tokenize(sample, meta, self._tokenizer)
+
+    def _load_items(self, job: _Job, places: Sequence[int]) -> None:
+        last: tuple[str, int] | None = None
+        sample = Sample("", "")
+        for place in places:
+            source, sample_id, index = job.fetch.items[place]
+            if (source, sample_id) != last:
+                sample = self._readers[source].read(sample_id, text=False, items=True)
+                last = (source, sample_id)
+            if not 0 <= index < len(sample.items):
+                raise DataError(
+                    f"sample {sample.id!r} ({sample_id} of source {source!r}) has {len(sample.items)} items, "
+                    f"not item {index}: index and shards disagree; check with omni data verify"
+                )
+            item = sample.items[index]
+            if item.modality not in self._decoders:
+                raise DataError(
+                    f"sample {sample.id!r} of source {source!r}: no decoder for modality {item.modality!r}, "
+                    f"there are {sorted(self._decoders)}: add its encoder or leave out the source"
+                )
+            try:
+                job.items[place] = self._decoders[item.modality](item)
+            except SampleError as error:
+                failure = Failure(source, sample_id, index, str(error))
+                with self._changed:
+                    job.failures.append((place, failure))
+
+
+def _works(fetch: Fetch) -> list[_Work]:
+    """A fetch in parts for threads; in the order of sample ids, so that row groups are read once."""
+    texts = sorted(range(len(fetch.texts)), key=lambda i: (fetch.texts[i][0], fetch.texts[i][1].id))
+    items = sorted(range(len(fetch.items)), key=lambda i: fetch.items[i])
+    parts: list[tuple[str, list[int]]] = [("texts", texts), ("items", items)]
+    return [
+        _Work(kind, tuple(order[begin : begin + _WORK_SIZE]))
+        for kind, order in parts
+        for begin in range(0, len(order), _WORK_SIZE)
+    ]
+
+
+def _describe(fetch: Fetch, work: _Work) -> str:
+    first: Any = (fetch.texts if work.kind == "texts" else fetch.items)[work.places[0]]
+    sample = first[1].id if work.kind == "texts" else first[1]
+    return f"{len(work.places)} {work.kind} from source {first[0]!r}, sample {sample} on"

@@ -1,0 +1,1 @@
+"""Recipes: where a dataset's samples come from."""

@@ -1,0 +1,77 @@
+"""A full check of a dataset: every file, row, item and count."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dataloader.format import DataError, Item, SampleError, validate_sample
+from dataloader.index import Index
+from dataloader.reader import Reader
+from dataloader.tokenizer import Tokenizer
+from dataloader.tokens import count_text
+
+_EXAMPLES = 5
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found: problems by reason with a few examples, and what was not checked."""
+
+    samples: int
+    items: int
+    problems: dict[str, int]
+    examples: tuple[str, ...]
+    not_decoded: dict[str, int]
+
+
+def verify_dataset(
+    path: str | Path, tokenizer: Tokenizer, decoders: Mapping[str, Callable[[Item], np.ndarray]]
+) -> Report:
+    """Read every row, decode every item that has a decoder, and compare with index and manifest.
+
+    Reasons are `unreadable`, `invalid`, `undecodable` and `miscounted`. Raises DataError if the dataset
+    cannot be opened at all (missing or resized files).
+    """
+    index = Index.open(path, tokenizer.name)
+    reader = Reader(path)
+    problems: Counter[str] = Counter()
+    not_decoded: Counter[str] = Counter()
+    examples: list[str] = []
+    items = 0
+
+    def found(reason: str, what: str) -> None:
+        problems[reason] += 1
+        if problems[reason] <= _EXAMPLES:
+            examples.append(f"{reason}: {what}")
+
+    for i in range(len(index)):
+        try:
+            sample = reader.read(i, text=True, items=True)
+        except DataError as error:
+            found("unreadable", f"sample {i}: {error}")
+            continue
+        try:
+            validate_sample(sample)
+        except DataError as error:
+            found("invalid", str(error))
+            continue
+        items += len(sample.items)
+        text_tokens, ats = count_text(sample, tokenizer)
+        meta = index.meta(i, "", lambda modality, size: (0, 0))
+        recorded = [(item.modality, item.at, item.size) for item in meta.items]
+        counted = [(item.modality, at, item.size) for item, at in zip(sample.items, ats, strict=True)]
+        if (meta.text_tokens, recorded) != (text_tokens, counted):
+            found("miscounted", f"sample {sample.id!r} ({i}): the index disagrees with the shard")
+        for position, item in enumerate(sample.items):
+            if item.modality not in decoders:
+                not_decoded[item.modality] += 1
+                continue
+            try:
+                decoders[item.modality](item)
+            except SampleError as error:
+                found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {error}")
+    reader.close()
+    return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded))

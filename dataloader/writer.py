@@ -1,0 +1,248 @@
+"""Writing a dataset: shards, index and manifest, into a folder that appears only when it is complete."""
+
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloader.format import (
+    FORMAT_VERSION,
+    INDEX_SCHEMA,
+    MANIFEST,
+    SHARD_SCHEMA,
+    DataError,
+    Manifest,
+    Sample,
+    Shard,
+    Totals,
+    check_files,
+    read_manifest,
+    validate_sample,
+    write_manifest,
+)
+from dataloader.tokenizer import Tokenizer
+from dataloader.tokens import count_text
+
+INDEX_FILE = "index.arrow"
+INDEX_BATCH_ROWS = 65_536  # rows of the index held in memory while writing
+
+
+class DatasetWriter:
+    """Context manager that writes one dataset; `add` samples inside `with`.
+
+    Everything goes to `<path>.partial` beside the target, which is renamed when the block ends well: a
+    build that is cut short leaves the dataset at `path`, if any, as it was. Row groups hold
+    `rows_per_group` samples, all but the dataset's last one full: sample `i` lives in group
+    `i // rows_per_group`. `recipe` says what the dataset was built from.
+
+    Raises DataError if `path` exists and `overwrite` is false, if a sample breaks the format, or if no
+    sample was added.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tokenizer: Tokenizer,
+        rows_per_group: int = 32,
+        groups_per_shard: int = 64,
+        overwrite: bool = False,
+        recipe: str = "",
+    ) -> None:
+        if rows_per_group < 1 or groups_per_shard < 1:
+            raise ValueError(
+                f"rows_per_group {rows_per_group} and groups_per_shard {groups_per_shard} must be positive"
+            )
+        self.path = Path(path).resolve()  # behind a link, so that renames stay on one file system
+        self._partial = self.path.with_name(self.path.name + ".partial")
+        self._tokenizer = tokenizer
+        self._rows_per_group = rows_per_group
+        self._groups_per_shard = groups_per_shard
+        self._overwrite = overwrite
+        self._recipe = recipe
+        self._rows: list[dict[str, Any]] = []
+        self._index_rows: list[dict[str, Any]] = []
+        self._shard: pq.ParquetWriter | None = None
+        self._groups_in_shard = 0
+        self._rows_in_shard = 0
+        self._shards: list[Shard] = []
+        self._modalities: dict[str, int] = {}
+        self._item_counts: dict[str, int] = {}
+        self._num_samples = 0
+        self._text_tokens = 0
+        self._bytes = 0
+
+    def __enter__(self) -> "DatasetWriter":
+        if _is_present(self.path) and not self._overwrite:
+            raise DataError(f"{self.path} exists: choose another folder or overwrite it (--overwrite)")
+        if self._partial.exists():
+            shutil.rmtree(self._partial)  # left by a build that was cut short
+        self._partial.mkdir(parents=True)
+        self._index = pa.ipc.new_file(str(self._partial / INDEX_FILE), INDEX_SCHEMA)
+        return self
+
+    def add(self, sample: Sample) -> None:
+        """Append one sample."""
+        validate_sample(sample)
+        text_tokens, ats = count_text(sample, self._tokenizer)
+        for item in sample.items:
+            self._modalities.setdefault(item.modality, len(self._modalities))
+            self._item_counts[item.modality] = self._item_counts.get(item.modality, 0) + 1
+        size = len(sample.text.encode("utf-8")) + sum(len(item.data) for item in sample.items)
+        self._rows.append(_row(sample))
+        self._index_rows.append(
+            {
+                "text_tokens": text_tokens,
+                "bytes": size,
+                "items": [
+                    {"modality": self._modalities[item.modality], "at": at, "size": item.size}
+                    for item, at in zip(sample.items, ats, strict=True)
+                ],
+            }
+        )
+        self._num_samples += 1
+        self._text_tokens += text_tokens
+        self._bytes += size
+        if len(self._rows) == self._rows_per_group:
+            self._write_group()
+        if len(self._index_rows) == INDEX_BATCH_ROWS:
+            self._write_index()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._num_samples == 0:
+            self._discard()
+            raise DataError(f"{self.path}: no sample was added: a dataset needs at least one")
+        if kind is not None:
+            self._discard()
+            return
+        self._finish()
+        self._publish()
+
+    def _write_group(self) -> None:
+        if self._shard is None:
+            # Statistics would store the smallest and largest image; checksums tell damage from a bad image.
+            self._shard = pq.ParquetWriter(
+                self._partial / f"shard-{len(self._shards):05d}.parquet",
+                SHARD_SCHEMA,
+                compression="none",
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+        table = pa.Table.from_pylist(self._rows, schema=SHARD_SCHEMA)
+        self._shard.write_table(table, row_group_size=self._rows_per_group)
+        self._rows_in_shard += len(self._rows)
+        self._groups_in_shard += 1
+        self._rows = []
+        if self._groups_in_shard == self._groups_per_shard:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        assert self._shard is not None
+        self._shard.close()
+        self._shard = None
+        name = f"shard-{len(self._shards):05d}.parquet"
+        self._shards.append(Shard(name, _sync(self._partial / name), self._rows_in_shard))
+        self._groups_in_shard = self._rows_in_shard = 0
+
+    def _write_index(self) -> None:
+        self._index.write_batch(pa.RecordBatch.from_pylist(self._index_rows, schema=INDEX_SCHEMA))
+        self._index_rows = []
+
+    def _finish(self) -> None:
+        if self._rows:
+            self._write_group()
+        if self._shard is not None:
+            self._close_shard()
+        if self._index_rows:
+            self._write_index()
+        self._index.close()
+        index = Shard(INDEX_FILE, _sync(self._partial / INDEX_FILE), self._num_samples)
+        manifest = Manifest(
+            format_version=FORMAT_VERSION,
+            recipe=self._recipe,
+            tokenizer=self._tokenizer.name,
+            num_samples=self._num_samples,
+            rows_per_group=self._rows_per_group,
+            shards=tuple(self._shards),
+            index=index,
+            modalities=tuple(self._modalities),
+            totals=Totals(self._text_tokens, self._bytes, self._item_counts),
+        )
+        write_manifest(self._partial, manifest)
+        _sync(self._partial / MANIFEST)
+
+    def _publish(self) -> None:
+        # Two renames: no file system swaps folders portably. In between `<path>.old` is the good dataset,
+        # and the next build puts it back.
+        old = _old(self.path)
+        if self.path.exists():
+            if old.exists():
+                shutil.rmtree(old)
+            os.rename(self.path, old)
+        os.rename(self._partial, self.path)
+        if old.exists():
+            shutil.rmtree(old)
+
+    def _discard(self) -> None:
+        if self._shard is not None:
+            self._shard.close()
+        self._index.close()
+        shutil.rmtree(self._partial)
+
+
+def is_intact(path: str | Path, recipe: str, tokenizer: str) -> bool:
+    """Whether `path` holds a complete dataset of this recipe and tokenizer, so that building it is a no-op.
+
+    Returns False if nothing is there; raises DataError if what is there is damaged or another dataset.
+    """
+    path = Path(path).resolve()
+    if not _is_present(path):
+        return False
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    if (manifest.recipe, manifest.tokenizer) != (recipe, tokenizer):
+        raise DataError(
+            f"{path} holds another dataset (recipe {manifest.recipe!r}, tokenizer {manifest.tokenizer!r}; "
+            f"asked for {recipe!r}, {tokenizer!r}): choose another folder or overwrite it (--overwrite)"
+        )
+    return True
+
+
+def _is_present(path: Path) -> bool:
+    """Whether a dataset is at `path`; DataError if it is anything else, which is never replaced."""
+    if not path.exists() and _old(path).exists():
+        os.rename(_old(path), path)  # an earlier replacement was cut between its two renames
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return False
+    if not (path / MANIFEST).is_file():
+        raise DataError(f"{path} exists and is not a dataset: choose another folder, or remove it yourself")
+    return True
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(path.name + ".old")
+
+
+def _row(sample: Sample) -> dict[str, Any]:
+    targets = None
+    if sample.targets is not None:
+        targets = [{"start": start, "stop": stop} for start, stop in sample.targets]
+    return {
+        "id": sample.id,
+        "text": sample.text,
+        "targets": targets,
+        "items": [vars(item) for item in sample.items],
+    }
+
+
+def _sync(file: Path) -> int:
+    """Size in bytes of a finished file, once it is on disk: a rename must not publish one that is not."""
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+        return os.fstat(handle.fileno()).st_size

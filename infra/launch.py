@@ -1,0 +1,182 @@
+"""Start the ranks of one machine under torchrun, hand signals on, and leave nothing behind.
+
+This process stays light (no torch): it owns the agent, the agent owns the workers.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its workers
+AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills everything
+STRAGGLERS_S = 5  # what is left after the agent gets between SIGTERM and SIGKILL
+LAUNCH_ID = "OMNI_LAUNCH_ID"  # marks every process of one launch through its environment
+TAIL_LINES = 40
+
+
+def launch_local(
+    config_path: Path,
+    ranks: int,
+    module: str,
+    log: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Run `python -m <module> <config_path>` on `ranks` local processes and return the exit code.
+
+    The code is torchrun's; 128 + n if it died of signal n, or if SIGTERM or SIGINT arrived here, was handed
+    on and ended the run. After such a signal the workers have TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (50
+    unless set) to save and leave, torchrun 10 more, then everything is killed; a second signal kills at
+    once. No process of the launch outlives this call.
+
+    Output goes to this process's stdout and stderr, or is appended to the file `log`, whose last lines are
+    shown when the run fails. `env` is added to the environment. OMP_NUM_THREADS is cores // ranks unless
+    set. `max_restarts`: how often torchrun restarts all workers after one died. Needs the main thread.
+    Raises ValueError for a missing configuration and for ranks < 1.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: a launch needs at least one rank")
+    if not config_path.is_file():
+        raise ValueError(f"config_path={config_path} does not exist: give the config.yaml of a run folder")
+    command = _torchrun(config_path.absolute(), ranks, module, max_restarts)
+    environment = _environment(ranks, env or {})
+    grace_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + AGENT_MARGIN_S
+
+    with _noting_signals() as received, _output(log) as stream:
+        # A session of its own: Ctrl-C in the terminal reaches the agent once, from here, and not by itself.
+        agent = subprocess.Popen(
+            command, env=environment, stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            code = _wait(agent, received, grace_s)
+        finally:
+            _kill_group(agent)
+            _end_stragglers(environment[LAUNCH_ID])
+
+    if code < 0:
+        code = 128 - code
+    elif code and received:
+        code = 128 + received[0]
+    if code and log is not None:
+        print(_tail(log), file=sys.stderr)
+    where = f", output in {log}" if log is not None else ""
+    print(f"run folder {config_path.absolute().parent}: exit code {code}{where}", file=sys.stderr, flush=True)
+    return code
+
+
+def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        # Without it workers connect to this machine's host name, which need not resolve.
+        "--local-addr=127.0.0.1",
+        f"--max-restarts={max_restarts}",
+        "-m",
+        module,
+        str(config_path),
+    ]
+
+
+def _environment(ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(WORKERS_GRACE_S),
+    }
+    fixed = {
+        # With the agent's store shared, a restart finds stale gloo addresses and mostly fails.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        LAUNCH_ID: uuid.uuid4().hex,
+    }
+    return {**defaults, **os.environ, **extra, **fixed}
+
+
+def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float) -> int:
+    """The agent's return code. The first signal is handed on to the agent, which signals the workers, and
+    gives them `grace_s` seconds; a second one gives none.
+    """
+    kill_at: float | None = None
+    while True:
+        try:
+            return agent.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            if received and kill_at is None:
+                agent.send_signal(received[0])
+                kill_at = time.monotonic() + grace_s
+            if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
+                _kill_group(agent)
+
+
+@contextmanager
+def _noting_signals() -> Iterator[list[int]]:
+    """The list to which SIGTERM and SIGINT are appended as they arrive."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill_group(agent: subprocess.Popen[bytes]) -> None:
+    if agent.poll() is None:
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+
+def _end_stragglers(launch_id: str) -> None:
+    """End what is left of a launch: workers have their own sessions, so a killed agent leaves them running.
+
+    SIGTERM first: a tracker's writer process still flushes.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in _of_launch(launch_id):
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        give_up = time.monotonic() + STRAGGLERS_S
+        while _of_launch(launch_id) and time.monotonic() < give_up:
+            time.sleep(0.1)
+
+
+def _of_launch(launch_id: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # gone by now, a zombie, or another user's
+            if process.environ().get(LAUNCH_ID) == launch_id:
+                found.append(process)
+    return found
+
+
+@contextmanager
+def _output(log: Path | None) -> Iterator[int | None]:
+    if log is None:
+        yield None  # inherited: the workers see the terminal
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        yield file.fileno()
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 64 * 1024))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-TAIL_LINES:])

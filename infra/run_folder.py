@@ -1,0 +1,155 @@
+"""A run is a folder: its names, and writing into it so that a crash never leaves half a file.
+
+`metrics.jsonl` and `samples.jsonl` hold one JSON object a line. Floats are written with Python's repr, so
+they read back bitwise. JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and
+"-Infinity", which `float()` turns back into the number.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+STEP_KEYS = ("progress/step", "step")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run, by name. Constructing it touches nothing; `create` makes the folders."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """Make the folder and its `checkpoints/`; an existing one is kept as it is."""
+        folder = cls(Path(path).absolute())
+        folder.checkpoints.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One line a step, the source of truth of every tracker."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """One line a step: which samples it trained on."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The final numbers of the run, JSON."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` atomically: a reader, even after a crash, sees the old or the new file."""
+    with _replacing(path) as file:
+        file.write(text)
+
+
+def write_json(path: Path, obj: object) -> None:
+    """Replace `path` by `obj` as indented JSON, atomically."""
+    write_text(path, json.dumps(_encode(obj), indent=2, allow_nan=False) + "\n")
+
+
+def append_line(file: TextIO, obj: object) -> None:
+    """Append `obj` as one JSON line and flush: a killed process loses at most the line it was writing."""
+    file.write(json.dumps(_encode(obj), allow_nan=False) + "\n")
+    file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The records of a metrics.jsonl, non-finite values as floats again, without a cut-short last line.
+
+    A missing file has no records. Raises ValueError for a broken line that is not the last.
+    """
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        records = [record for _, record in _whole_lines(file)]
+    return [{key: float(v) if isinstance(v, str) else v for key, v in record.items()} for record in records]
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drop from a JSONL file, atomically, the lines of steps above `step`, and a cut-short last line.
+
+    A resumed run calls it with the checkpoint's step before it appends. A line's step is its "progress/step"
+    (metrics) or "step" (samples). A missing file is left missing. Raises ValueError for a line without a step
+    and for a broken line that is not the last.
+    """
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as old, _replacing(path) as new:
+        for line, record in _whole_lines(old):
+            found = [record[key] for key in STEP_KEYS if key in record]
+            if not found:
+                raise ValueError(f"{path}: this line has none of the keys {STEP_KEYS}: {line[:80]!r}")
+            if found[0] <= step:
+                new.write(line.rstrip("\n") + "\n")
+
+
+def set_aside(path: Path) -> None:
+    """Rename a file or folder, if it exists, to the first free of `<name>.1`, `<name>.2`, ..."""
+    if not path.exists():
+        return
+    number = 1
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(free)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[TextIO]:
+    """A file to write: its content replaces `path` when the block ends, and vanishes when it raises."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # The rename is durable only once the folder itself is on disk.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _whole_lines(file: TextIO) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line with the object it holds. A last line that a crash cut short is left out."""
+    for line in file:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if next(file, None) is None:
+                return
+            raise ValueError(f"{file.name}: not JSON, and not the last line: {line[:80]!r}") from error
+        yield line, record
+
+
+def _encode(obj: Any) -> Any:
+    if isinstance(obj, float) and not math.isfinite(obj):
+        return "NaN" if math.isnan(obj) else "Infinity" if obj > 0 else "-Infinity"
+    if isinstance(obj, Mapping):
+        return {key: _encode(value) for key, value in obj.items()}
+    if isinstance(obj, list | tuple):
+        return [_encode(value) for value in obj]
+    return obj

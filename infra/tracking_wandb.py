@@ -1,0 +1,141 @@
+"""Metrics to Weights & Biases, offline unless a key is configured; the W&B history is metrics.jsonl's.
+
+A resumed run is the same W&B run. Its history is brought level with metrics.jsonl before new steps follow:
+offline, the earlier W&B folder is set aside and all earlier records are written again into a new one (0.3
+ms a record), so that the one folder left holds the whole history exactly once; online, the records the
+server lacks are sent. Steps that the server already has and that the run repeats keep their first values
+there: W&B takes each step once.
+"""
+
+import netrc
+import os
+import sys
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import wandb
+
+from infra.run_folder import RunFolder, read_metrics, set_aside, write_text
+from infra.tracking import Tracker, record
+
+MODES = ("auto", "offline", "online")
+START_S = 60.0
+FINISH_S = 60.0
+
+
+def start_wandb(
+    folder: RunFolder,
+    config: Mapping[str, Any],
+    name: str,
+    project: str,
+    group: str | None,
+    mode: str,
+    resumed_from: int | None,
+) -> Tracker:
+    """Start or resume the W&B run of this folder; its files go to `<run folder>/wandb`.
+
+    Raises ValueError, within about a minute, if W&B cannot start.
+    """
+    mode = resolve_mode(mode)
+    if resumed_from is None or mode == "offline":
+        set_aside(folder.path / "wandb")
+    try:
+        run = wandb.init(
+            id=_run_id(folder, fresh=resumed_from is None),
+            resume="allow",
+            name=name,
+            project=project,
+            group=group,
+            config=dict(config),
+            dir=str(folder.path),
+            mode=mode,  # type: ignore[arg-type]
+            settings=_settings(),
+        )
+    except Exception as error:
+        raise ValueError(
+            f"tracking=wandb cannot start in mode {mode} ({error}): check the key and the network, "
+            "or choose tracking.mode=offline or tracking=jsonl"
+        ) from error
+    if mode == "online":
+        print(f"W&B: {run.url}", file=sys.stderr)
+    run.define_metric("progress/step")
+    run.define_metric("*", step_metric="progress/step")
+    view = _Wandb(run)
+    if resumed_from is not None:
+        for earlier in read_metrics(folder.metrics):
+            if earlier["progress/step"] >= run.starting_step:
+                view.log(int(earlier["progress/step"]), earlier)
+    return view
+
+
+def resolve_mode(mode: str) -> str:
+    """Either "offline" or "online" for `mode`.
+
+    "auto" is online if WANDB_API_KEY is set or netrc names the W&B host (WANDB_BASE_URL, else
+    api.wandb.ai), unless WANDB_MODE=offline. Raises ValueError for an unknown mode.
+    """
+    if mode not in MODES:
+        raise ValueError(f"tracking.mode={mode} is unknown: choose one of {', '.join(MODES)}")
+    if mode != "auto":
+        return mode
+    if os.environ.get("WANDB_MODE") == "offline":
+        return "offline"
+    return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_host() else "offline"
+
+
+def _netrc_has_host() -> bool:
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    named = os.environ.get("NETRC")
+    paths = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    for path in paths:
+        try:
+            if host in netrc.netrc(path).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _run_id(folder: RunFolder, fresh: bool) -> str:
+    """The W&B id of this run folder, kept in a file of it: it survives a move of the folder, and two
+    machines with the same path do not write into one W&B run.
+    """
+    path = folder.path / "wandb_id"
+    if fresh or not path.exists():
+        write_text(path, uuid.uuid4().hex[:16] + "\n")
+    return path.read_text().strip()
+
+
+def _settings() -> wandb.Settings:
+    settings = wandb.Settings(
+        init_timeout=START_S,
+        console="off",  # the screen is ours, and capturing stdout would end the live progress
+        silent=True,
+        disable_code=True,
+        disable_git=True,
+        reinit="create_new",  # never continue in a run that someone else has open in this process
+    )
+    # Without a bound an upload with no network keeps the run from ending. Older wandb has no such setting.
+    if "finish_timeout" in wandb.Settings.model_fields:
+        settings.finish_timeout = FINISH_S
+    return settings
+
+
+class _Wandb:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        # commit: otherwise the record waits for the next step, and a killed run has one less.
+        self._run.log(record(step, metrics), step=step, commit=True)
+
+    def summary(self, values: Mapping[str, object]) -> None:
+        self._run.summary.update(dict(values))
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+        # finish returns before W&B's process has written the last block of the file; its end does not.
+        wandb.teardown(exit_code)

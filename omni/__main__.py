@@ -1,0 +1,43 @@
+"""The `omni` command."""
+
+import argparse
+import sys
+from importlib import import_module
+
+_DESCRIPTION = """\
+Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
+
+  omni train experiment=quickstart         train; every key of the configuration may follow
+  omni train --help                        configuration groups and all keys with their values
+  omni plan layout.llm.pp=2                plan a step, verify it, simulate its time
+  omni parity reference -- candidate       compare loss and every gradient of two configurations
+  omni data build --recipe quickstart      build, inspect and verify datasets; make traces
+"""
+_COMMANDS = {
+    "train": "train a model",
+    "plan": "print, verify and simulate the plan of a step, without ranks",
+    "parity": "compare loss and gradients of two configurations",
+    "data": "build, inspect and verify datasets and traces",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a subcommand and return its exit code. Only the chosen one is imported."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"]:  # Hydra reads its own command line
+        return int(import_module("omni.commands.train").run(arguments[1:]))
+    parser = argparse.ArgumentParser(
+        prog="omni", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chosen = arguments[:1]
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if chosen == [name]:
+            import_module(f"omni.commands.{name}").add_arguments(command)
+    parsed = parser.parse_args(arguments)
+    return int(import_module(f"omni.commands.{parsed.command}").run(parsed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

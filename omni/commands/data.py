@@ -1,0 +1,172 @@
+"""`omni data`: build, inspect and verify datasets; generate and describe traces."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `omni data`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|inspect|verify|trace")
+
+    build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
+    origin = build.add_mutually_exclusive_group(required=True)
+    origin.add_argument("--recipe", choices=["quickstart"], help="a built-in recipe")
+    origin.add_argument("--from-jsonl", metavar="FILE", help="your own samples, one JSON object per line")
+    build.add_argument("--out", required=True, metavar="DIR", help="where the dataset goes")
+    build.add_argument("--tokenizer", default="bytes", help="counts the text tokens (default: bytes)")
+    build.add_argument("--seed", type=int, default=0, help="of the recipe's draws (default: 0)")
+    build.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+    inspect = actions.add_parser("inspect", help="print totals, lengths and a few samples")
+    inspect.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+
+    verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
+    verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+
+    trace = actions.add_parser("trace", help="sample metadata without payload")
+    kinds = trace.add_subparsers(dest="trace_action", required=True, metavar="generate|describe")
+    generate = kinds.add_parser("generate", help="write a synthetic trace")
+    generate.add_argument("name", choices=["balanced", "longtail", "shift"])
+    generate.add_argument("--out", required=True, metavar="FILE")
+    generate.add_argument("--num", type=int, default=10_000, help="samples (default: 10000)")
+    generate.add_argument("--seed", type=int, default=0, help="(default: 0)")
+    generate.add_argument("--max-tokens", type=int, default=131_072, help="LLM tokens per sample")
+    describe = kinds.add_parser("describe", help="print a trace's quantiles and shares")
+    describe.add_argument("file", metavar="FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `omni data`; 0 if all is well, 1 with a message on stderr if not."""
+    actions: dict[str, Callable[[argparse.Namespace], int]] = {
+        "build": _build,
+        "inspect": _inspect,
+        "verify": _verify,
+        "trace": _trace,
+    }
+    try:
+        return actions[args.action](args)
+    except (ValueError, OSError) as error:
+        print(f"omni data {args.action}: {error}", file=sys.stderr)
+        return 1
+
+
+def _build(args: argparse.Namespace) -> int:
+    from dataloader.recipes.from_jsonl import build_from_jsonl
+    from dataloader.recipes.quickstart import build_quickstart
+    from dataloader.tokenizer import get_tokenizer
+
+    tokenizer = get_tokenizer(args.tokenizer)
+    out = Path(args.out)
+    if args.recipe:
+        names = build_quickstart(out, tokenizer, args.seed, args.overwrite)
+        built = {out / name: new for name, new in names.items()}
+    else:
+        built = {out: build_from_jsonl(args.from_jsonl, out, tokenizer, overwrite=args.overwrite)}
+    for path, new in built.items():
+        print(f"{path}: {'built' if new else 'is there and intact, nothing to do'}")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dataloader.format import PLACEHOLDER
+    from dataloader.index import Index
+    from dataloader.reader import Reader
+
+    console = Console()
+    for path in _datasets(args.paths):
+        index = Index.open(path)
+        totals = index.manifest.totals
+        items = ", ".join(f"{count:,} {modality}" for modality, count in totals.items.items()) or "no items"
+        console.print(
+            f"{path}: {len(index):,} samples, {totals.text_tokens:,} text tokens "
+            f"({index.manifest.tokenizer}), {items}, {totals.bytes:,} bytes in "
+            f"{len(index.manifest.shards)} shards; recipe {index.manifest.recipe or 'not named'}",
+            markup=False,
+            highlight=False,
+        )
+        lengths = [index.meta(i, "", lambda modality, size: (0, 0)).text_tokens for i in range(len(index))]
+        histogram = Table("text tokens", "samples", "")
+        buckets = [0] * (max(lengths).bit_length() + 1)
+        for value in lengths:
+            buckets[value.bit_length()] += 1
+        for bits, count in enumerate(buckets):
+            if count:
+                label = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
+                histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
+        console.print(histogram)
+        reader = Reader(path)
+        samples = Table("sample", "items", "text")
+        for i in range(min(args.samples, len(index))):
+            sample = reader.read(i, text=True, items=True)
+            sizes = " ".join(f"{item.modality} {'×'.join(map(str, item.size))}" for item in sample.items)
+            text = sample.text.replace(PLACEHOLDER, "□").replace("\n", " ")
+            samples.add_row(*map(_literal, (sample.id, sizes, text[:60] + "…" * (len(text) > 60))))
+        console.print(samples)
+        reader.close()
+    return 0
+
+
+def _literal(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from dataloader.decode import decode_image
+    from dataloader.format import DataError, read_manifest
+    from dataloader.tokenizer import get_tokenizer
+    from dataloader.verify import verify_dataset
+
+    failed = False
+    for path in _datasets(args.paths):
+        try:
+            tokenizer = get_tokenizer(read_manifest(path).tokenizer)
+            report = verify_dataset(path, tokenizer, {"image": decode_image})
+        except DataError as error:
+            print(f"{path}: cannot be opened: {error}")
+            failed = True
+            continue
+        problems = ", ".join(f"{count} {reason}" for reason, count in sorted(report.problems.items()))
+        print(f"{path}: {report.samples} samples, {report.items} items: {problems or 'all good'}")
+        for modality, count in report.not_decoded.items():
+            print(f"  {count} {modality} items were not decoded: no built-in decoder")
+        for example in report.examples:
+            print(f"  {example}")
+        failed = failed or bool(report.problems)
+    return int(failed)
+
+
+def _trace(args: argparse.Namespace) -> int:
+    import json
+
+    from dataloader.trace import describe, generate, read_trace, write_trace
+
+    if args.trace_action == "generate":
+        trace = generate(args.name, args.num, args.seed, args.max_tokens)
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        write_trace(args.out, trace)
+        print(f"{args.out}: {len(trace)} samples of {args.name}, seed {args.seed}")
+    else:
+        print(json.dumps(describe(read_trace(args.file)), indent=2))
+    return 0
+
+
+def _datasets(paths: list[str]) -> list[Path]:
+    """The dataset folders among `paths`; a folder that is no dataset itself stands for those in it."""
+    from dataloader.format import MANIFEST
+
+    found = []
+    for path in map(Path, paths):
+        inside = (
+            [] if (path / MANIFEST).exists() else sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
+        )
+        inside = [folder for folder in inside if folder.suffix not in (".partial", ".old")]
+        found += inside or [path]  # opening a folder without a dataset says so
+    return found

@@ -1,0 +1,65 @@
+"""`omni train`: compose the configuration, check it, write the run folder, start the ranks."""
+
+import sys
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from infra.launch import launch_local
+from infra.run_folder import RunFolder, write_text
+from omni.compose import check_shadowed, to_config
+from omni.config import Config, ConfigError
+
+WORKER = "omni.training.worker"
+
+
+def run(arguments: list[str]) -> int:
+    """Hand the command line to Hydra. The exit code is that of the run, 2 for a user's mistake."""
+    sys.argv = ["omni train", *arguments]
+    hydra.main(version_base="1.3", config_path="pkg://hydra_conf", config_name="config")(_job)()
+    return 0
+
+
+def _job(composed: DictConfig) -> None:
+    """One job: a single run, or one of a sweep."""
+    try:
+        code = train(_resolve(composed))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 2
+    if code:
+        sys.exit(code)
+
+
+def _resolve(composed: DictConfig) -> DictConfig:
+    state = HydraConfig.get()
+    check_shadowed(composed, list(state.overrides.task))
+    chosen = any(override.startswith("run.dir=") for override in state.overrides.task)
+    if state.mode is RunMode.MULTIRUN and not chosen:
+        with open_dict(composed):
+            composed.run.dir = state.runtime.output_dir
+    return composed
+
+
+def train(composed: DictConfig) -> int:
+    """Check a configuration, write it to its run folder and train it on this machine.
+
+    Raises:
+        ValueError: for every mistake that can be found before a rank starts.
+    """
+    from omni.training.job import prepare_job
+    from ops.device import visible_devices
+
+    config: Config = to_config(composed)
+    ranks = config.launch.ranks or visible_devices() or 2
+    if 0 < visible_devices() < ranks:
+        raise ConfigError(
+            f"launch.ranks={ranks}: this machine has {visible_devices()} GPUs, and a rank needs one of its own"
+        )
+    prepare_job(config, ranks)
+    folder = RunFolder.create(Path(config.run.dir).absolute())
+    write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+    return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)

@@ -1,0 +1,114 @@
+"""From command-line overrides to a typed configuration. No torch here."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from omni.config import Config, ConfigError
+
+ConfigStore.instance().store(name="schema", node=Config)
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """Compose a configuration outside `omni train`, from the same overrides.
+
+    Raises:
+        ConfigError: for an unknown key, a wrong type, or a choice that something else shadows.
+    """
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("hydra_conf", version_base="1.3"):
+            composed = compose("config", list(overrides))
+            check_shadowed(composed, overrides)
+    except ConfigError:
+        raise
+    except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
+        raise ConfigError(str(error)) from error
+    return to_config(composed)
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Turn a composed configuration into the dataclasses.
+
+    Raises:
+        ConfigError: if a key that has no default was not set.
+    """
+    missing = sorted(OmegaConf.missing_keys(composed))
+    missing = [key for key in missing if not key.startswith("run.")]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: not set; choose an experiment or set the keys")
+    config: Any = OmegaConf.to_object(composed)
+    return config  # type: ignore[no-any-return]
+
+
+def load_config(path: Path) -> Config:
+    """Read the resolved `config.yaml` of a run folder.
+
+    Raises:
+        ConfigError: if the file is no such configuration.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        config: Any = OmegaConf.to_object(merged)
+    except (OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+    return config  # type: ignore[no-any-return]
+
+
+def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a choice on the command line that something else overrules.
+
+    `optim=wsd experiment=quickstart` chooses an optimizer whose values the experiment then replaces: a user
+    who asked for it by name would not get it.
+
+    Raises:
+        ConfigError: naming the choice, the key, both values and the remedy.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    chosen = [override for override in parsed if _is_choice(override)]
+    set_keys = {override.key_or_group for override in parsed if override not in chosen}
+    for override in chosen:
+        group, option = override.key_or_group, str(override.value())
+        for key, value in _values_of(group, option):
+            final = OmegaConf.select(composed, key)
+            overruled = not any(key == k or key.startswith(k + ".") for k in set_keys)
+            if final != value and overruled:
+                raise ConfigError(
+                    f"{group}={option} sets {key}={value}, but the composed configuration has {key}={final}: "
+                    f"another choice overrules it. Leave {group}={option} out, or set {key}={value} as well."
+                )
+
+
+def _is_choice(override: Override) -> bool:
+    loader = GlobalHydra.instance().config_loader()
+    return loader.get_group_options(override.key_or_group) != [] and isinstance(override.value(), str)
+
+
+def _values_of(group: str, option: str) -> Iterator[tuple[str, Any]]:
+    """The keys that a group's option sets itself, with their values; interpolations are left out."""
+    loader: Any = GlobalHydra.instance().config_loader()
+    loaded = loader.repository.load_config(f"{group}/{option}")
+    if loaded is None:
+        return
+    package = loaded.header.get("package", group.replace("/", "."))
+    prefix = "" if package == "_global_" else f"{package}."
+    values = OmegaConf.to_container(loaded.config, resolve=False)
+    assert isinstance(values, dict)
+    values.pop("defaults", None)
+    yield from ((prefix + key, value) for key, value in _leaves(values) if "${" not in str(value))
+
+
+def _leaves(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from ((f"{key}.{inner}", leaf) for inner, leaf in _leaves(value))
+        else:
+            yield str(key), value

@@ -1,0 +1,206 @@
+"""The configuration: dataclasses that type every key of `hydra_conf/`. No torch here.
+
+Sources, encoders and per-component settings are mappings, never lists, so that one entry can be overridden
+by name on the command line.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """A mistake in the configuration: the message names the key, the value and the remedy."""
+
+
+@dataclass
+class LLMConfig:
+    """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention."""
+
+    layers: int = MISSING
+    hidden: int = MISSING
+    heads: int = MISSING
+    kv_heads: int = MISSING
+    ffn: int = MISSING
+    norm: str = "RMSNorm"
+    norm_eps: float = 1e-5
+    rotary_base: float = 10000.0
+    qkv_bias: bool = False
+    tied: bool = True
+    vocab_multiple: int = 8
+    recompute: str = "none"
+
+
+@dataclass
+class ModelConfig:
+    """The LLM and its encoders by name. An encoder is `name: <registered>` or `_target_: <class>`, with
+    the keys of that encoder's own configuration beside it.
+    """
+
+    llm: LLMConfig = field(default_factory=LLMConfig)
+    encoders: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class LLMLayoutConfig:
+    """Ranks of each axis. `dp: null` takes all ranks that the other axes leave."""
+
+    dp: int | None = None
+    pp: int = 1
+
+
+@dataclass
+class LayoutConfig:
+    """The LLM's layout; colocated encoders are replicated on every rank."""
+
+    llm: LLMLayoutConfig = field(default_factory=LLMLayoutConfig)
+
+
+@dataclass
+class PlacementConfig:
+    """Which ranks of a replica encode: colocated (all) or stage0."""
+
+    policy: str = MISSING
+
+
+@dataclass
+class BalanceConfig:
+    """How samples go to replicas: lpt (by cost) or none (in turn)."""
+
+    policy: str = MISSING
+
+
+@dataclass
+class PipelineConfig:
+    """The schedule: encode_first or one_f_one_b."""
+
+    schedule: str = MISSING
+
+
+@dataclass
+class SourceConfig:
+    """A dataset folder and its integer weight in the mixture (samples in a period)."""
+
+    path: str = MISSING
+    weight: int = 1
+
+
+@dataclass
+class HeldoutConfig:
+    """A held-out dataset: `samples` of it give the loss, `generate` of it are transcribed freely at the end."""
+
+    path: str = MISSING
+    samples: int = 128
+    generate: int = 0
+
+
+@dataclass
+class DataConfig:
+    """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples."""
+
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    heldout: dict[str, HeldoutConfig] = field(default_factory=dict)
+    tokenizer: str = "bytes"
+    microbatch_tokens: int = MISSING
+    step_tokens: int | None = None
+    step_samples: int | None = None
+    on_long: str = "error"
+    on_error: str = "fail"
+    max_error_share: float = 0.01
+    window_groups: int = 64
+    record_samples: bool = False
+
+
+@dataclass
+class ComponentOptimConfig:
+    """Per component: a factor on the learning rate, and the spans of steps [first, last) it is frozen for."""
+
+    lr_scale: float = 1.0
+    frozen: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule: linear warm-up, then cosine or WSD (stable, then linear decay) to `min_lr`."""
+
+    lr: float = MISSING
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    schedule: str = "cosine"
+    decay_steps: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    components: dict[str, ComponentOptimConfig] = field(default_factory=dict)
+
+
+@dataclass
+class ClusterConfig:
+    """What a rank and its links can do: FLOP/s, bytes/s, nanoseconds."""
+
+    name: str = MISSING
+    flops: int = MISSING
+    efficiency: float = MISSING
+    link_bytes_per_s: int = MISSING
+    link_latency_ns: int = MISSING
+    op_overhead_ns: int = MISSING
+
+
+@dataclass
+class TrackingConfig:
+    """Where metrics go besides metrics.jsonl: jsonl (nowhere), wandb or tensorboard."""
+
+    kind: str = "jsonl"
+    project: str = "omni"
+    group: str | None = None
+    mode: str = "auto"
+
+
+@dataclass
+class TrainConfig:
+    """Length, seeds, precision and cadence. `precision: auto` is bf16 on a GPU and fp32 on the CPU."""
+
+    steps: int = MISSING
+    seed: int = 0
+    precision: str = "auto"
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    timeout_s: float = 300.0
+
+
+@dataclass
+class LaunchConfig:
+    """Processes. `ranks: null` is one a GPU, or two on a machine without one."""
+
+    ranks: int | None = None
+    max_restarts: int = 0
+
+
+@dataclass
+class RunConfig:
+    """The run folder. A folder that holds checkpoints is continued; `dir` names it."""
+
+    name: str = "run"
+    dir: str = MISSING
+
+
+@dataclass
+class Config:
+    """The whole configuration, as written to `config.yaml` of the run folder."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -1,0 +1,218 @@
+"""An image encoder: a vision transformer on packed patches of native aspect ratio.
+
+An image is cut into patches as it is: no resizing to a square, only padding to whole merge windows and, above
+`max_tokens`, shrinking with its aspect kept. Patches of one merge window are neighbours in token order, so
+merging is a reshape. Row and column positions are learned and, in attention, rotary in two dimensions.
+
+Shapes: T patches, P values of a patch, E width of the encoder, R rows, m merge, D width of the LLM.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from dataloader.decode import decode_image
+from dataloader.format import Item
+from omni.config import ConfigError
+from omni.models.layers import layer_flops, layer_square_flops, layer_submodules, transformer_config
+from omni.models.registry import ItemArrays
+from ops.linear import linear_flops
+from ops.norm import Norm
+from parallel.costs import PartFlops
+from parallel.megatron import ProcessGroupCollection, TransformerBlock
+from parallel.packed import PackedTokens, pack_tokens
+
+
+@dataclass
+class ViTConfig:
+    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image."""
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    ffn: int = 192
+    patch: int = 14
+    merge: int = 2
+    channels: int = 3
+    mean: float = 0.5
+    std: float = 0.5
+    max_side: int = 512
+    max_tokens: int = 16384
+    rotary_base: float = 100.0
+    norm: str = "RMSNorm"
+    recompute: str = "none"
+
+
+class ViTEncoder:
+    """The description of the image encoder that every policy reads; `build` makes its module."""
+
+    Config = ViTConfig
+    modality = "image"
+
+    def __init__(self, config: ViTConfig) -> None:
+        if config.hidden % (4 * config.heads):
+            raise ConfigError(
+                f"encoder hidden={config.hidden}, heads={config.heads}: "
+                "the head size must divide by 4 for two rotary axes"
+            )
+        if config.channels not in (1, 3):
+            raise ConfigError(f"encoder channels={config.channels}: choose 1 (grey) or 3 (colour)")
+        self.config = config
+        self.unit = config.merge**2
+
+    def grid(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Return the patch rows and columns of an image of (height, width) pixels."""
+        height, width = self._scaled(size)
+        window = self.config.patch * self.config.merge
+        rows, columns = (-(-side // window) * self.config.merge for side in (height, width))
+        if max(rows, columns) > self.config.max_side:
+            raise ConfigError(
+                f"an image of {height}x{width} pixels has a grid of {rows}x{columns} patches, more than the "
+                f"encoder's max_side={self.config.max_side}: raise max_side or lower max_tokens"
+            )
+        return rows, columns
+
+    def _scaled(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Shrink (height, width) until its patches fit `max_tokens`, keeping the aspect."""
+        height, width = size[0], size[1]
+        window = self.config.patch * self.config.merge
+        limit = self.config.max_tokens // self.unit
+        while math.ceil(height / window) * math.ceil(width / window) > limit and max(height, width) > window:
+            # Rounding up to windows can exceed the limit again, so shrink a little at a time at the end.
+            factor = min(0.99, math.sqrt(limit * window**2 / (height * width)))
+            height, width = max(1, int(height * factor)), max(1, int(width * factor))
+        return height, width
+
+    def count(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Return (patches, rows) of an image of (height, width) pixels."""
+        rows, columns = self.grid(size)
+        return rows * columns, rows * columns // self.unit
+
+    def flops(self) -> PartFlops:
+        """Forward FLOPs of embedding, layers and projector; the width of the LLM is small beside them."""
+        c = self.config
+        head_dim = c.hidden // c.heads
+        per_token = (
+            linear_flops(1, c.patch**2 * c.channels, c.hidden)
+            + c.layers * layer_flops(c.hidden, c.heads, c.heads, head_dim, c.ffn, gated=False)
+            + 2 * linear_flops(1, c.hidden * self.unit, c.hidden * self.unit) // self.unit
+        )
+        per_square = c.layers * layer_square_flops(c.heads, head_dim, causal=False)
+        return PartFlops(per_token, per_square, recomputed=c.recompute == "full")
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Bytes kept for the backward, in fp32: what a layer saves at each of its linears and norms."""
+        c = self.config
+        kept = 2 * c.hidden if c.recompute == "full" else c.layers * (10 * c.hidden + 2 * c.ffn)
+        return tokens * kept * 4
+
+    def decode(self, item: Item) -> np.ndarray:
+        """Decode to uint8 [H, W, channels of the file]."""
+        return decode_image(item)
+
+    def blank(self) -> np.ndarray:
+        """One grey pixel."""
+        return np.zeros((1, 1, 1), np.uint8)
+
+    def preprocess(self, array: np.ndarray) -> ItemArrays:
+        """uint8 [H, W, C] → normalised patches [T, P] in window order, with (row, column) positions."""
+        c = self.config
+        image = torch.from_numpy(np.ascontiguousarray(array)).float().div_(255.0)
+        image = image.mean(2, keepdim=True) if c.channels == 1 else image.expand(-1, -1, 3)
+        image = image.sub(c.mean).div_(c.std).permute(2, 0, 1)
+        height, width = self._scaled(array.shape[:2])
+        if (height, width) != array.shape[:2]:
+            image = F.interpolate(
+                image[None], (height, width), mode="bilinear", antialias=True, align_corners=False
+            )[0]
+        rows, columns = self.grid(array.shape[:2])
+        image = F.pad(image, (0, columns * c.patch - width, 0, rows * c.patch - height))
+        windows = image.reshape(
+            c.channels, rows // c.merge, c.merge, c.patch, columns // c.merge, c.merge, c.patch
+        )
+        # → window row, window column, row and column in the window, then the values of the patch
+        patches = windows.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
+        return ItemArrays(patches.contiguous().numpy(), _window_positions(rows, columns, c.merge))
+
+    def pack(
+        self, lengths: Sequence[int], positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> PackedTokens:
+        """Each image attends to itself alone."""
+        c = self.config
+        return pack_tokens(
+            lengths,
+            positions,
+            heads=c.heads,
+            head_dim=c.hidden // c.heads,
+            rotary_base=c.rotary_base,
+            causal=False,
+            dtype=dtype,
+            device=device,
+        )
+
+    def build(
+        self, width: int, dtype: torch.dtype, device: torch.device, groups: ProcessGroupCollection
+    ) -> "ViT":
+        """Build the module on `device`."""
+        return ViT(self.config, width, dtype, groups).to(device)
+
+
+def _window_positions(rows: int, columns: int, merge: int) -> np.ndarray:
+    row, column = np.mgrid[0:rows, 0:columns]
+    grid = np.stack([row, column], -1).reshape(rows // merge, merge, columns // merge, merge, 2)
+    return grid.transpose(0, 2, 1, 3, 4).reshape(-1, 2).copy()
+
+
+class ViT(torch.nn.Module):
+    """Patches to rows: linear embedding, transformer, merging of windows, two-layer projector."""
+
+    def __init__(
+        self, config: ViTConfig, width: int, dtype: torch.dtype, groups: ProcessGroupCollection
+    ) -> None:
+        super().__init__()
+        self.sizes = config
+        self.width = width
+        self.dtype = dtype
+        self.config = transformer_config(
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.heads,
+            ffn=config.ffn,
+            norm=config.norm,
+            norm_eps=1e-5,
+            gated=False,
+            bias=True,
+            qkv_bias=True,
+            recompute=config.recompute,
+            dtype=dtype,
+        )
+        patch_values = config.patch**2 * config.channels
+        merged = config.hidden * config.merge**2
+        self.patch_linear = torch.nn.Linear(patch_values, config.hidden, dtype=dtype)
+        self.row_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
+        self.column_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
+        self.block = TransformerBlock(
+            self.config,
+            layer_submodules(config.layers, config.norm, causal=False),
+            post_layer_norm=False,
+            pg_collection=groups,
+        )
+        self.final_norm = Norm(self.config, config.hidden)
+        self.projector_in = torch.nn.Linear(merged, merged, dtype=dtype)
+        self.projector_out = torch.nn.Linear(merged, width, dtype=dtype)
+
+    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """values [T, P], positions [T, 2] of packed images → rows [R, D], image by image."""
+        c = self.sizes
+        hidden: Any = self.patch_linear(values.to(self.dtype))
+        hidden = hidden + self.row_embedding(positions[:, 0]) + self.column_embedding(positions[:, 1])
+        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed).squeeze(1)
+        merged = self.final_norm(hidden).reshape(-1, c.hidden * c.merge**2)
+        rows: torch.Tensor = self.projector_out(F.gelu(self.projector_in(merged)))
+        return rows

@@ -1,0 +1,136 @@
+"""Transformer layers shared by the LLM and the encoders: megatron-core's, with our attention and norm.
+
+Shapes: T tokens, N heads, K key/value heads, H head size.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omni.config import ConfigError
+from ops.attention import attention_flops, packed_attention
+from ops.linear import linear_flops
+from ops.norm import Norm
+from ops.rotary import apply_rotary
+from parallel.megatron import (
+    AttnMaskType,
+    MegatronModule,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+)
+from parallel.packed import PackedTokens
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+class PackedCoreAttention(MegatronModule):
+    """Core attention over packed tokens: rotates queries and keys by their own positions, then attends.
+
+    Rotation happens here and not in megatron, which would restart positions at 0 on every shard.
+    """
+
+    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **unused: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedTokens | None = None,
+    ) -> torch.Tensor:
+        """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the packing."""
+        assert isinstance(packed_seq_params, PackedTokens), "attention runs on packed tokens only"
+        packed = packed_seq_params
+        assert packed.packing is not None
+        if packed.rotary is not None:
+            query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
+        return packed_attention(query, key, value, packed.packing, self.scale).flatten(1)
+
+
+def layer_submodules(num_layers: int, normalization: str, causal: bool) -> TransformerBlockSubmodules:
+    """Specify `num_layers` layers with packed attention and our norm, for any device."""
+    spec = get_gpt_layer_local_spec(normalization=normalization)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention
+    attention.submodules.core_attention = PackedCoreAttention
+    # The default mask of the spec is causal, for encoders too.
+    mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    attention.params = {**(attention.params or {}), "attn_mask_type": mask}
+    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
+
+
+def transformer_config(
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    norm: str,
+    norm_eps: float,
+    gated: bool,
+    bias: bool,
+    qkv_bias: bool,
+    recompute: str,
+    dtype: torch.dtype,
+    stages: int = 1,
+) -> TransformerConfig:
+    """Translate our sizes into megatron's configuration, with the settings that replace its globals."""
+    if recompute not in RECOMPUTE:
+        raise ConfigError(f"recompute={recompute}: choose one of {', '.join(RECOMPUTE)}")
+    return TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_query_groups=kv_heads,
+        ffn_hidden_size=ffn,
+        normalization=norm,
+        layernorm_epsilon=norm_eps,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=bias,
+        add_qkv_bias=qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_model_parallel_size=stages,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Losses are sums, and gradients are divided once, at finalisation.
+        calculate_per_token_loss=True,
+        # Without these two the loss would ask for a global tensor-parallel group.
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="native",
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=1 if recompute == "full" else None,
+    )
+
+
+def layer_flops(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, gated: bool) -> int:
+    """Forward FLOPs of the linear layers of one transformer layer, for each token."""
+    qkv = linear_flops(1, hidden, head_dim * (heads + 2 * kv_heads))
+    projection = linear_flops(1, head_dim * heads, hidden)
+    mlp = linear_flops(1, hidden, ffn) * (3 if gated else 2)
+    return qkv + projection + mlp
+
+
+def layer_square_flops(heads: int, head_dim: int, causal: bool) -> int:
+    """Forward FLOPs of attention of one layer, for each unit of the sum of squared lengths."""
+    return attention_flops(1, heads, head_dim, causal)

@@ -1,0 +1,137 @@
+"""How an encoder joins the platform: it describes itself, and from that alone it takes part in every policy.
+
+An encoder lives wherever its author likes. It is found by name through the entry-point group
+`omni.encoders`, or by `_target_` in a configuration; no file here changes for it.
+
+    model.encoders.image: {name: vit, hidden: 64, ...}            # a registered encoder
+    model.encoders.radar: {_target_: mypkg.RadarEncoder, ...}     # any importable one
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, Protocol
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from omni.config import ConfigError
+from parallel.costs import PartFlops
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from dataloader.format import Item
+    from parallel.megatron import ProcessGroupCollection
+    from parallel.packed import PackedTokens
+
+GROUP = "omni.encoders"
+
+
+@dataclass(frozen=True)
+class ItemArrays:
+    """An item ready for its encoder: `values` [T, ...] float32 and integer `positions` [T, A]."""
+
+    values: "np.ndarray"
+    positions: "np.ndarray"
+
+
+class Encoder(Protocol):
+    """The contract. An object is made from the encoder's configuration and holds no weights.
+
+    `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
+    of tokens that must stay together when an item is split.
+    """
+
+    Config: type
+    modality: str
+    unit: int
+
+    def count(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Return (tokens in, LLM rows out) of an item of this size, from metadata alone."""
+        ...
+
+    def flops(self) -> PartFlops:
+        """Return forward FLOPs for each token in and each unit of the sum of squared lengths."""
+        ...
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Return the bytes that a forward pass over `tokens` keeps for its backward."""
+        ...
+
+    def decode(self, item: "Item") -> "np.ndarray":
+        """Turn an item's encoded bytes into an array. Raises SampleError for bytes that are no such item."""
+        ...
+
+    def blank(self) -> "np.ndarray":
+        """Return the smallest decoded item there can be: it stands in for items that cannot be decoded."""
+        ...
+
+    def preprocess(self, array: "np.ndarray") -> ItemArrays:
+        """Turn a decoded item into exactly `count(size)[0]` tokens."""
+        ...
+
+    def pack(
+        self, lengths: Sequence[int], positions: "torch.Tensor", dtype: "torch.dtype", device: "torch.device"
+    ) -> "PackedTokens":
+        """Describe items of `lengths` tokens, one sequence each, to attention. Runs ahead of the step."""
+        ...
+
+    def build(
+        self, width: int, dtype: "torch.dtype", device: "torch.device", groups: "ProcessGroupCollection"
+    ) -> "torch.nn.Module":
+        """Build the module. Called with (values [T, ...], positions [T, A], packed), it returns the rows
+        [R, width] of all items in order.
+        """
+        ...
+
+
+def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
+    """Make the encoder of `component` from its configuration.
+
+    Raises:
+        ConfigError: if it is not registered, cannot be imported, or has keys or values it does not know.
+    """
+    options = dict(options)
+    target, name = options.pop("_target_", None), options.pop("name", None)
+    key = f"model.encoders.{component}"
+    if (target is None) == (name is None):
+        raise ConfigError(f"{key}: give either name (registered: {', '.join(registered())}) or _target_")
+    cls = _import(target, key) if target else _registered(name, key)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls.Config), options))
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{key}: {first} (the encoder's keys are {_keys(cls)})") from error
+    encoder: Encoder = cls(config)
+    return encoder
+
+
+def registered() -> list[str]:
+    """Return the names of all encoders that installed packages register."""
+    return sorted(point.name for point in entry_points(group=GROUP))
+
+
+def _registered(name: str, key: str) -> Any:
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return point.load()
+    known = ", ".join(registered()) or "none"
+    raise ConfigError(
+        f"{key}.name={name}: no encoder of this name is registered (known: {known}). Install the package "
+        f"that declares it under the entry point {GROUP}, or name the class with _target_."
+    )
+
+
+def _import(target: str, key: str) -> Any:
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}._target_={target}: cannot be imported: {error}") from error
+
+
+def _keys(cls: Any) -> str:
+    return ", ".join(cls.Config.__dataclass_fields__)

@@ -1,0 +1,115 @@
+"""Work done before its step, off the critical path: plan two steps ahead, load and assemble one ahead.
+
+One thread plans, because each plan begins at the stream position where the one before it ended; the loader's
+threads read and decode; one more thread builds tensors. `take` hands out a step and waits only if one of
+them is late. Whatever goes wrong in a thread is raised by `take` of that step.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from dataloader.loader import Failure, Loader
+from omni.training.inputs import Assembler
+from omni.training.planner import Planner
+from pipeline.anchor import StepInputs
+from pipeline.plan import ReplicaPlan, StepPlan
+
+PLANS_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it."""
+
+    plan: StepPlan
+    replica: ReplicaPlan
+    inputs: StepInputs
+    failures: tuple[Failure, ...]
+    plan_s: float
+    wait_s: float
+
+
+class Ahead:
+    """Prepares the steps from `first` (at stream position `cursor`) to `last` for one replica."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        verify: Callable[[StepPlan], None],
+        loader: Loader,
+        assembler: Assembler,
+        *,
+        replica: int,
+        first: int,
+        last: int,
+        cursor: int,
+        timeout_s: float,
+    ) -> None:
+        self.planner = planner
+        self.verify = verify
+        self.loader = loader
+        self.assembler = assembler
+        self.replica = replica
+        self.last = last
+        self.cursor = cursor
+        self.timeout_s = timeout_s
+        self.plans: dict[int, Future[tuple[StepPlan, float]]] = {}
+        self.ready: dict[int, Future[Prepared]] = {}
+        self.planning = ThreadPoolExecutor(1, "planner")
+        self.assembling = ThreadPoolExecutor(1, "assembler")
+        for step in range(first, first + PLANS_AHEAD + 1):
+            self._start(step)
+
+    def plan(self, step: int) -> StepPlan:
+        """Return the plan of a step that is at most two ahead, waiting for it if need be."""
+        return self.plans[step].result(self.timeout_s)[0]
+
+    def take(self, step: int) -> Prepared:
+        """Hand out a step once and start preparing the next one in line.
+
+        Raises:
+            TimeoutError: naming the step, if it is not ready in time.
+        """
+        start = time.perf_counter()
+        prepared = self.ready.pop(step).result(self.timeout_s + 10)
+        del self.plans[step]
+        self._start(step + PLANS_AHEAD + 1)
+        wait_s = time.perf_counter() - start
+        return Prepared(
+            prepared.plan, prepared.replica, prepared.inputs, prepared.failures, prepared.plan_s, wait_s
+        )
+
+    def close(self) -> None:
+        """Stop preparing; steps under way are dropped."""
+        self.loader.close()
+        self.planning.shutdown(wait=False, cancel_futures=True)
+        self.assembling.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, step: int) -> None:
+        if step <= self.last:
+            self.plans[step] = self.planning.submit(self._plan, step)
+            self.ready[step] = self.assembling.submit(self._prepare, step, self.plans[step])
+
+    def _plan(self, step: int) -> tuple[StepPlan, float]:
+        start = time.perf_counter()
+        plan = self.planner.next_step(step, self.cursor)
+        self.verify(plan)
+        _ = plan.digest  # hash it here, not in the step
+        self.cursor = plan.next_cursor
+        metas = {}
+        for batch in plan.replicas[self.replica].microbatches:
+            for i in batch.samples:
+                meta = self.planner.meta(plan.samples[i].source, plan.samples[i].id)
+                assert meta is not None, "a dropped sample is in no plan"
+                metas[i] = meta
+        self.loader.submit(step, self.assembler.fetch_of(plan.replicas[self.replica], metas))
+        return plan, time.perf_counter() - start
+
+    def _prepare(self, step: int, planned: "Future[tuple[StepPlan, float]]") -> Prepared:
+        plan, plan_s = planned.result()
+        fetched = self.loader.get(step, self.timeout_s)
+        replica = plan.replicas[self.replica]
+        inputs = self.assembler.assemble(plan, replica, fetched, predict=False)
+        return Prepared(plan, replica, inputs, fetched.failures, plan_s, fetched.wait_s)

@@ -1,0 +1,184 @@
+"""Held-out loss, and free generation compared with what should have come.
+
+Both go the way training goes: planner → plan → verifier → engine, forward only. Generation is greedy and
+feeds back its own output, token by token, so it measures what a user of the model would see.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dataloader.format import PLACEHOLDER, DataError
+from dataloader.loader import Fetched
+from dataloader.reader import Reader
+from dataloader.tokens import SampleMeta, length, tokenize
+from omni.training.build import Rank
+from omni.training.inputs import TextArrays
+from omni.training.job import Job
+from pipeline.plan import ReplicaPlan, StepPlan
+from pipeline.verifier import verify
+
+MAX_NEW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Transcription:
+    """One freely generated text beside the one it should be."""
+
+    sample: str
+    items: int
+    expected: str
+    generated: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether they are the same."""
+        return self.expected == self.generated
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the current weights on held-out data. Every rank of the run calls its methods together."""
+
+    job: Job
+    rank: Rank
+    readers: Mapping[str, Reader]
+
+    def loss(self, step: int, source: str, num_samples: int) -> float:
+        """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset."""
+        metas = self._metas(source, num_samples)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
+        for group in _grouped(metas, self._tokens_at_once()):
+            plan = self.job.planner.evaluation(step, group, self.job.layout.dp)
+            replica = plan.replicas[self.rank.replica]
+            texts = {i: self._text(source, group[i]) for batch in replica.microbatches for i in batch.samples}
+            for batch, outputs, masks in self._run(plan, replica, group, texts, predict=False):
+                del batch
+                sums += torch.stack([(outputs.double() * masks).sum(), masks.double().sum()])
+        dist.all_reduce(sums, group=self.rank.groups.world)
+        total, targets = sums.tolist()
+        return total / targets if targets else float("nan")
+
+    def transcribe(self, step: int, source: str, num_samples: int) -> list[Transcription]:
+        """Generate the text after each sample's last item, greedily, and return all of them on rank 0.
+
+        Replicas work on samples of their own; the ranks of one agree on every token through its last stage.
+        """
+        replica, replicas = self.rank.replica, self.job.layout.dp
+        metas = self._metas(source, num_samples)[replica::replicas]
+        mine = []
+        for group in _grouped(metas, self._tokens_at_once() // replicas):
+            mine += self._transcribe_group(step, source, group)
+        gathered: list[list[Transcription]] = [[] for _ in range(self.job.layout.world)]
+        dist.all_gather_object(gathered, mine, group=self.rank.groups.control)
+        firsts = [self.job.layout.replica_ranks(r)[0] for r in range(replicas)]
+        return [transcription for first in firsts for transcription in gathered[first]]
+
+    def _transcribe_group(self, step: int, source: str, metas: Sequence[SampleMeta]) -> list[Transcription]:
+        tokenizer = self.job.tokenizer
+        samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
+        prompts = [replace(meta, text_tokens=meta.items[-1].at if meta.items else 0) for meta in metas]
+        inputs = [self._text(source, meta)[0] for meta in metas]
+        ids = [full[: length(prompt)] for full, prompt in zip(inputs, prompts, strict=True)]
+        grown: list[list[int]] = [[] for _ in metas]
+        open_ = list(range(len(metas)))
+        for _ in range(MAX_NEW_TOKENS):
+            if not open_:
+                break
+            current = [replace(prompts[i], text_tokens=prompts[i].text_tokens + len(grown[i])) for i in open_]
+            budget = self.job.config.data.microbatch_tokens
+            open_ = [i for i, meta in zip(open_, current, strict=True) if length(meta) <= budget]
+            current = [meta for meta in current if length(meta) <= budget]
+            texts = {
+                place: (np.concatenate([ids[i], np.array(grown[i], dtype=np.int64)]),) * 3
+                for place, i in enumerate(open_)
+            }
+            tokens = self._next_tokens(step, current, texts)
+            for i, token in zip(open_, tokens, strict=True):
+                grown[i].append(token)
+            open_ = [i for i in open_ if grown[i][-1] != tokenizer.eos]
+        return [
+            Transcription(
+                sample=sample.id,
+                items=len(sample.items),
+                expected=sample.text.rpartition(PLACEHOLDER)[2],
+                generated=tokenizer.decode([t for t in tokens if t != tokenizer.eos]),
+            )
+            for sample, tokens in zip(samples, grown, strict=True)
+        ]
+
+    def _next_tokens(
+        self, step: int, metas: Sequence[SampleMeta], texts: Mapping[int, TextArrays]
+    ) -> list[int]:
+        """The likeliest next token of each sequence, on all ranks of the replica."""
+        if not metas:
+            return []
+        plan = self.job.planner.evaluation(step, metas, 1)
+        tokens = torch.zeros(len(metas), dtype=torch.int64)
+        for samples, outputs, _ in self._run(plan, plan.replicas[0], metas, texts, predict=True):
+            tokens[list(samples)] = outputs.cpu()
+        group = self.rank.groups.replica_control
+        if group.size() > 1:
+            dist.broadcast(tokens, group=group, group_src=group.size() - 1)
+        return [int(token) for token in tokens]
+
+    def _run(
+        self,
+        plan: StepPlan,
+        replica: ReplicaPlan,
+        metas: Sequence[SampleMeta],
+        texts: Mapping[int, TextArrays],
+        predict: bool,
+    ) -> list[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
+        """Run a forward-only plan; on the last stage return (samples, outputs, mask) of each microbatch."""
+        verify(plan, max_in_flight=max(1, len(replica.microbatches)))
+        assembler = self.rank.assembler
+        fetch = assembler.fetch_of(replica, dict(enumerate(metas)))
+        arrays = [texts[i] for batch in replica.microbatches for i in batch.samples]
+        items = [self._item(*item) for item in fetch.items]
+        fetched = Fetched(arrays if assembler.place.reads_text else [], items, (), 0.0)
+        inputs = assembler.assemble(plan, replica, fetched, predict)
+        result = self.rank.engine.run(plan, replica, inputs)
+        out = []
+        for m, outputs in sorted(result.outputs.items()):
+            mask = inputs.microbatches[m].mask
+            out.append((replica.microbatches[m].samples, outputs, outputs if mask is None else mask))
+        return out
+
+    def _metas(self, source: str, num_samples: int) -> list[SampleMeta]:
+        total = len(self.job.heldout[source])
+        num_samples = min(num_samples, total)
+        metas = [self.job.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
+        return [meta for meta in metas if length(meta) <= self.job.config.data.microbatch_tokens]
+
+    def _tokens_at_once(self) -> int:
+        """Tokens of one evaluation plan: a few microbatches for each replica."""
+        return 4 * self.job.layout.dp * self.job.config.data.microbatch_tokens
+
+    def _text(self, source: str, meta: SampleMeta) -> TextArrays:
+        sample = self.readers[source].read(meta.id, text=True, items=False)
+        return tokenize(sample, meta, self.job.tokenizer)
+
+    def _item(self, source: str, sample: int, index: int) -> np.ndarray:
+        item = self.readers[source].read(sample, text=False, items=True).items[index]
+        encoder = next(e for e in self.job.encoders.values() if e.modality == item.modality)
+        try:
+            return encoder.decode(item)
+        except DataError as error:
+            raise DataError(f"held-out source {source}, sample {sample}, item {index}: {error}") from error
+
+
+def _grouped(metas: Sequence[SampleMeta], tokens: int) -> list[list[SampleMeta]]:
+    """Cut a list into runs of about `tokens` tokens each, none empty."""
+    groups: list[list[SampleMeta]] = []
+    used = 0
+    for meta in metas:
+        if not groups or used + length(meta) > tokens:
+            groups.append([])
+            used = 0
+        groups[-1].append(meta)
+        used += length(meta)
+    return groups

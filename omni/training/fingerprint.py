@@ -1,0 +1,55 @@
+"""What must not change when a run continues: its data, its model and how it learns."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from infra.checkpoint import CheckpointError
+from omni.training.job import Job
+
+
+def fingerprint(job: Job) -> dict[str, Any]:
+    """Return the parts of a run that decide its samples and its losses, as flat plain values.
+
+    Layout, policies, cadence, tracking and the number of steps are left out: they may change on resume.
+    """
+    config: Any = OmegaConf.to_container(OmegaConf.structured(job.config))
+    parts = {key: config[key] for key in ("model", "optim")}
+    parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
+    data = config["data"]
+    parts["data"] = {
+        "sources": {
+            name: {
+                "weight": source["weight"],
+                "num_samples": len(job.indexes[name]),
+                "rows_per_group": job.indexes[name].manifest.rows_per_group,
+            }
+            for name, source in data["sources"].items()
+        },
+        **{
+            key: data[key]
+            for key in ("tokenizer", "microbatch_tokens", "step_tokens", "step_samples", "on_long", "window_groups")
+        },
+    }
+    return dict(sorted(_flatten(parts, "")))
+
+
+def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{prefix}.{key}".lstrip("."))]
+    return [(prefix, value)]
+
+
+def check_fingerprint(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
+    """Refuse to continue a checkpoint under another configuration, naming the first differences."""
+    differences = [
+        f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
+        for key in sorted(set(saved) | set(current))
+        if saved.get(key) != current.get(key)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path} was written under another configuration: {'; '.join(differences[:5])}. Restore these "
+            f"values to continue the run, or train in a new run folder."
+        )

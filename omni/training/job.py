@@ -1,0 +1,217 @@
+"""Everything about a run that follows from its configuration and its data, before any rank exists.
+
+`prepare_job` is where a user's mistakes are found: unknown encoders, sizes that do not fit, layouts that do
+not divide the world, datasets that are missing or cut short. The same job is what the trainer runs, what
+`omni plan` prints and what `omni simulate` times.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from dataloader.format import DataError
+from dataloader.index import Index
+from dataloader.policies import POLICIES as BALANCES
+from dataloader.stream import SourceSpec, Stream
+from dataloader.tokenizer import Tokenizer, get_tokenizer
+from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
+from omni.config import Config, ConfigError
+from omni.models.llm import NAME as LLM
+from omni.models.llm import check_llm, llm_flops
+from omni.models.registry import Encoder, make_encoder
+from omni.training.planner import Budget, Planner, Policies
+from omni.training.schedules import check_optim, frozen_components
+from parallel.costs import Cluster, CostTable, PartFlops, table_from_flops
+from parallel.layout import Layout, LayoutError, stage_layers
+from pipeline.builders import BUILDERS
+from pipeline.policies import PLACEMENTS
+
+ON_ERROR = ("fail", "skip")
+PRECISIONS = ("auto", "fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, resolved: its layout over `layout.world` ranks, its components, data and planner."""
+
+    config: Config
+    layout: Layout
+    encoders: Mapping[str, Encoder]
+    tokenizer: Tokenizer
+    indexes: Mapping[str, Index]
+    heldout: Mapping[str, Index]
+    planner: Planner
+    flops: Mapping[str, PartFlops]
+    table: CostTable
+    cluster: Cluster
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of all components, the LLM first: the order of every reduction."""
+        return (LLM, *self.encoders)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the training sources, in the order in which losses are reported."""
+        return tuple(self.config.data.sources)
+
+    def heldout_meta(self, source: str, sample: int) -> SampleMeta:
+        """Metadata of a held-out sample."""
+        return self.heldout[source].meta(sample, source, partial(_count, self.encoders))
+
+
+def prepare_job(config: Config, world: int) -> Job:
+    """Check a configuration against its data and `world` ranks, and resolve it.
+
+    Raises:
+        ConfigError, LayoutError, DataError: all ValueError, naming the key, the value and the remedy.
+    """
+    check_llm(config.model.llm)
+    encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
+    by_modality = _by_modality(encoders)
+    layout = resolve_layout(config, world)
+    components = (LLM, *encoders)
+    if LLM in encoders:
+        raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
+    _check_choices(config)
+    check_optim(config.optim, components, config.train.steps)
+    tokenizer = _tokenizer(config.data.tokenizer)
+    indexes = {name: _open(f"data.sources.{name}", s.path, tokenizer) for name, s in config.data.sources.items()}
+    heldout = {name: _open(f"data.heldout.{name}", h.path, tokenizer) for name, h in config.data.heldout.items()}
+    for name, index in {**indexes, **heldout}.items():
+        _check_modalities(name, index, by_modality)
+    flops = part_flops(config, encoders, tokenizer.vocab_size, layout.pp)
+    cluster = Cluster(
+        name=config.cluster.name,
+        flops=config.cluster.flops,
+        efficiency=config.cluster.efficiency,
+        link_bytes_per_s=config.cluster.link_bytes_per_s,
+        link_latency_ns=config.cluster.link_latency_ns,
+        op_overhead_ns=config.cluster.op_overhead_ns,
+    )
+    element = 2 if config.train.precision == "bf16" else 4
+    table = table_from_flops(flops, cluster, config.model.llm.hidden * element)
+    planner = Planner(
+        stream=_stream(config, indexes),
+        metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
+        encoders=by_modality,
+        components=components,
+        num_replicas=layout.dp,
+        num_stages=layout.pp,
+        policies=Policies(config.balance.policy, config.placement.policy, config.pipeline.schedule),
+        budget=_budget(config),
+        table=table,
+        frozen=partial(frozen_components, config.optim.components),
+    )
+    return Job(config, layout, encoders, tokenizer, indexes, heldout, planner, flops, table, cluster)
+
+
+def resolve_layout(config: Config, world: int) -> Layout:
+    """Fill in the data-parallel size and check that the layout covers the world."""
+    pp, dp = config.layout.llm.pp, config.layout.llm.dp
+    if pp < 1 or (dp is not None and dp < 1):
+        raise LayoutError(f"layout.llm.pp={pp}, dp={dp}: an axis has at least one rank")
+    if dp is None:
+        if world % pp:
+            raise LayoutError(
+                f"layout.llm.pp={pp} does not divide the {world} ranks of this launch: "
+                f"choose launch.ranks as a multiple of {pp}"
+            )
+        dp = world // pp
+    layout = Layout(dp=dp, pp=pp)
+    if layout.world != world:
+        raise LayoutError(
+            f"layout.llm (dp={dp}, pp={pp}) takes {layout.world} ranks, but there are {world}: "
+            f"set launch.ranks={layout.world}, or dp=null to take all ranks"
+        )
+    stage_layers(config.model.llm.layers, pp)
+    return layout
+
+
+def part_flops(
+    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, stages: int
+) -> dict[str, PartFlops]:
+    """Forward FLOPs of every part: each stage of the LLM, each encoder."""
+    stage_flops = llm_flops(config.model.llm, vocab_size, stages)
+    parts = {f"{LLM}/{stage}": flops for stage, flops in enumerate(stage_flops)}
+    return parts | {name: encoder.flops() for name, encoder in encoders.items()}
+
+
+def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
+    out: dict[str, str] = {}
+    for name, encoder in encoders.items():
+        if encoder.modality in out:
+            raise ConfigError(
+                f"model.encoders.{name} and model.encoders.{out[encoder.modality]} both take "
+                f"{encoder.modality} items: keep one"
+            )
+        out[encoder.modality] = name
+    return out
+
+
+def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]) -> tuple[int, int]:
+    encoder = next(e for e in encoders.values() if e.modality == modality)
+    return encoder.count(size)
+
+
+def _check_choices(config: Config) -> None:
+    for key, value, known in (
+        ("placement.policy", config.placement.policy, tuple(PLACEMENTS)),
+        ("balance.policy", config.balance.policy, tuple(BALANCES)),
+        ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
+        ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
+        ("data.on_error", config.data.on_error, ON_ERROR),
+        ("train.precision", config.train.precision, PRECISIONS),
+    ):
+        if value not in known:
+            raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
+    if config.train.steps < 1:
+        raise ConfigError(f"train.steps={config.train.steps}: there must be at least one")
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
+    if config.train.keep_checkpoints < 1:
+        raise ConfigError(f"train.keep_checkpoints={config.train.keep_checkpoints}: keep at least one")
+
+
+def _tokenizer(name: str) -> Tokenizer:
+    try:
+        return get_tokenizer(name)
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer={name}: {error}") from error
+
+
+def _open(key: str, path: str, tokenizer: Tokenizer) -> Index:
+    try:
+        return Index.open(path, tokenizer.name)
+    except DataError as error:
+        raise DataError(f"{key}.path={path}: {error}") from error
+
+
+def _check_modalities(source: str, index: Index, by_modality: Mapping[str, str]) -> None:
+    for modality in index.manifest.modalities:
+        if modality not in by_modality:
+            raise ConfigError(
+                f"dataset {source} holds {modality} items, and no encoder of model.encoders takes them "
+                f"(there are encoders for: {', '.join(by_modality) or 'nothing'})"
+            )
+
+
+def _stream(config: Config, indexes: Mapping[str, Index]) -> Stream:
+    specs = {
+        name: SourceSpec(len(index), index.manifest.rows_per_group, config.data.sources[name].weight)
+        for name, index in indexes.items()
+    }
+    return Stream(specs, config.train.seed, config.data.window_groups)
+
+
+def _budget(config: Config) -> Budget:
+    data = config.data
+    if (data.step_tokens is None) == (data.step_samples is None):
+        raise ConfigError(
+            f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
+        )
+    for key in ("microbatch_tokens", "step_tokens", "step_samples"):
+        value = getattr(data, key)
+        if value is not None and value < 1:
+            raise ConfigError(f"data.{key}={value}: must be at least 1")
+    return Budget(data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long)

@@ -1,0 +1,207 @@
+"""Gradients of all components, from their reduction to one update.
+
+Losses are sums and so are gradients: each component sums its own over its own groups, and all are divided
+once, by the number of target tokens of the whole step. One norm over all components clips them. The number
+of targets, the losses and the squared norms of all components travel in one reduction (`Totals`), so that a
+step has one point where the host learns what happened.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from omni.config import OptimConfig
+from omni.training.schedules import frozen_components, learning_rate
+from parallel.megatron import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    OptimizerConfig,
+    ProcessGroupCollection,
+    finalize_model_grads,
+    get_megatron_optimizer,
+)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
+    component, seconds that ranks spent in named ways, samples lost to bad data, and whether any rank was
+    asked to stop.
+    """
+
+    losses: tuple[float, ...]
+    targets: tuple[float, ...]
+    squares: tuple[float, ...]
+    seconds: tuple[float, ...]
+    tombstones: int
+    stop: bool
+
+    @property
+    def num_targets(self) -> float:
+        """Target tokens of the step: what gradients are divided by."""
+        return sum(self.targets)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a target token, nan if there was none."""
+        return sum(self.losses) / self.num_targets if self.num_targets else math.nan
+
+
+def reduce_totals(
+    sums: torch.Tensor | None,
+    num_sources: int,
+    squares: torch.Tensor,
+    seconds: Sequence[float],
+    tombstones: int,
+    stop: bool,
+    group: dist.ProcessGroup,
+) -> Totals:
+    """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
+    if sums is None:
+        sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
+    rest = torch.tensor([*seconds, tombstones, stop], dtype=torch.float64, device=squares.device)
+    packed = torch.cat([sums, squares, rest])
+    dist.all_reduce(packed, group=group)
+    values = packed.tolist()
+    n, m = num_sources, 2 * num_sources + len(squares)
+    return Totals(
+        losses=tuple(values[:n]),
+        targets=tuple(values[n : 2 * n]),
+        squares=tuple(values[2 * n : m]),
+        seconds=tuple(values[m:-2]),
+        tombstones=round(values[-2]),
+        stop=values[-1] > 0,
+    )
+
+
+class ComponentOptimizer:
+    """One component's gradients and AdamW state, sharded over its data-parallel ranks."""
+
+    def __init__(
+        self, name: str, module: torch.nn.Module, groups: ProcessGroupCollection, config: OptimConfig
+    ) -> None:
+        dtype = next(module.parameters()).dtype
+        self.name = name
+        self.groups = groups
+        settings = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            # A rank without items would not start its buckets, and its peers would wait: one explicit
+            # reduction at the end of the step instead.
+            overlap_grad_reduce=False,
+            grad_reduce_in_fp32=True,
+        )
+        transformer_config = module.config
+        self.ddp = DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.beta1,
+                adam_beta2=config.beta2,
+                adam_eps=config.eps,
+                clip_grad=0.0,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.ddp],
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        ).chained_optimizers[0]
+        for group in self.optimizer.param_groups:
+            group["fused"] = True
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The bare module."""
+        return self.ddp.module  # type: ignore[no-any-return]
+
+    def reduce(self) -> None:
+        """Sum gradients over the component's ranks; afterwards each holds its own shard of the sum."""
+        finalize_model_grads([self.ddp], pg_collection=self.groups)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this rank's shards of the summed gradients, each element on one rank only."""
+        self.optimizer.prepare_grads()
+        grads: list[torch.Tensor] = self.optimizer.get_main_grads_for_grad_norm()
+        return grads
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's shards of the summed gradients."""
+        grads = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def update(self, lr: float) -> None:
+        """Take one AdamW step with the prepared gradients and gather the new weights."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+
+    def set_trainable(self, trainable: bool) -> None:
+        """Freeze or thaw all weights; a frozen component computes no weight gradients."""
+        for parameter in self.module.parameters():
+            parameter.requires_grad_(trainable)
+
+
+class JointOptimizer:
+    """All components under one norm, each with its own learning rate and frozen spans."""
+
+    def __init__(
+        self, components: Mapping[str, ComponentOptimizer], config: OptimConfig, steps: int, device: torch.device
+    ) -> None:
+        self.components = dict(components)
+        self.config = config
+        self.steps = steps
+        self.device = device
+        self.frozen: tuple[str, ...] = ()
+
+    def begin(self, step: int) -> None:
+        """Clear gradients and set which components train at `step`."""
+        frozen = frozen_components(self.config.components, step)
+        for name, component in self.components.items():
+            if (name in frozen) != (name in self.frozen):
+                component.set_trainable(name not in frozen)
+            component.ddp.zero_grad_buffer()
+        self.frozen = frozen
+
+    def squares(self) -> torch.Tensor:
+        """Squared norm of this rank's shards of each component's summed gradient, [components] in fp64."""
+        squares = torch.zeros(len(self.components), dtype=torch.float64, device=self.device)
+        for i, (name, component) in enumerate(self.components.items()):
+            grads = [] if name in self.frozen else component.gradients()
+            if grads:
+                squares[i] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
+        return squares
+
+    def norms(self, totals: Totals) -> dict[str, float]:
+        """Gradient norm of the mean loss, for each component that trains."""
+        scale = totals.num_targets or math.nan
+        return {
+            name: math.sqrt(square) / scale
+            for name, square in zip(self.components, totals.squares, strict=True)
+            if name not in self.frozen
+        }
+
+    def update(self, step: int, totals: Totals) -> bool:
+        """Divide, clip and step. Returns False, and changes nothing, if the norm is not finite."""
+        norm = math.sqrt(sum(n * n for n in self.norms(totals).values()))
+        if not math.isfinite(norm):
+            return False
+        clip = min(1.0, self.config.clip / (norm + 1e-6)) if self.config.clip > 0 else 1.0
+        for name, component in self.components.items():
+            if name not in self.frozen:
+                component.scale(clip / totals.num_targets)
+                component.update(self.learning_rate(name, step))
+        return True
+
+    def learning_rate(self, name: str, step: int) -> float:
+        """Learning rate of a component at `step`, 0 while it is frozen."""
+        if name in frozen_components(self.config.components, step):
+            return 0.0
+        own = self.config.components.get(name)
+        return learning_rate(self.config, step, self.steps) * (own.lr_scale if own else 1.0)

@@ -1,0 +1,130 @@
+"""The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from omni.models.llm import NAME as LLM
+from omni.training.ahead import Prepared
+from omni.training.job import Job
+from omni.training.optimizer import Totals
+from ops.device import peak_memory_bytes
+from pipeline.engine import StepResult
+from pipeline.plan import Kind, StepPlan
+from pipeline.simulator import simulate
+
+# Causes of idling, in the order in which ranks add up their seconds; data is the wait before the step.
+CAUSES = ("pipeline", "boundary", "data")
+_CAUSE = {
+    Kind.RECV_FORWARD: "pipeline",
+    Kind.SEND_FORWARD: "pipeline",
+    Kind.RECV_BACKWARD: "pipeline",
+    Kind.SEND_BACKWARD: "pipeline",
+    Kind.SHIP: "boundary",
+    Kind.RETURN: "boundary",
+}
+
+
+@dataclass
+class Progression:
+    """Counters that run through the whole training and are saved with it."""
+
+    tokens: int = 0
+    skipped_steps: int = 0
+    dropped: int = 0
+    tombstones: int = 0
+
+
+def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float, ...]:
+    """Seconds this rank idled, by cause. On a GPU the host's clock sees no waits inside a step."""
+    idle = dict.fromkeys(CAUSES, 0.0)
+    for op, start, end in [] if on_gpu else result.timings:
+        if op.kind is Kind.WAIT and op.on is not None:
+            idle[_CAUSE[op.on]] += end - start
+    idle["data"] = wait_s
+    return tuple(idle[cause] for cause in CAUSES)
+
+
+def step_flops(job: Job, plan: StepPlan) -> dict[str, int]:
+    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all."""
+    flops = dict.fromkeys(plan.components, 0)
+    for replica in plan.replicas:
+        for batch in replica.microbatches:
+            for stage in range(replica.num_stages):
+                flops[LLM] += job.flops[f"{LLM}/{stage}"].total(batch.tokens, batch.squares)
+        for chunk in replica.chunks:
+            flops[chunk.component] += job.flops[chunk.component].total(chunk.tokens, chunk.squares)
+    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+
+
+def imbalance(job: Job, plan: StepPlan) -> dict[str, float]:
+    """Largest over mean planned load: of replicas for the LLM, of ranks for each encoder; 1 is even."""
+    loads: dict[str, list[int]] = {LLM: []}
+    for replica in plan.replicas:
+        part = job.table.parts[f"{LLM}/0"]
+        loads[LLM].append(sum(part.forward_ns(b.tokens, b.squares) for b in replica.microbatches))
+        for name in job.encoders:
+            ranks = [0] * replica.num_stages
+            for chunk in replica.chunks:
+                if chunk.component == name:
+                    ranks[chunk.rank] += job.table.parts[name].forward_ns(chunk.tokens, chunk.squares)
+            loads.setdefault(name, []).extend(ranks)
+    return {name: max(load) * len(load) / sum(load) for name, load in loads.items() if sum(load)}
+
+
+def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float:
+    """Simulated over measured time of this replica's ops, minus 1. Reduction is not part of either."""
+    ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
+    if not ran:
+        return 0.0
+    simulated = simulate(prepared.replica, job.table).makespan_ns / 1e9
+    return simulated / (ran[-1][1] - ran[0][0]) - 1
+
+
+def metrics_of(
+    job: Job,
+    prepared: Prepared,
+    result: StepResult,
+    totals: Totals,
+    norms: Mapping[str, float],
+    rates: Mapping[str, float],
+    progression: Progression,
+    step_s: float,
+) -> dict[str, float]:
+    """All metrics of one training step."""
+    plan = prepared.plan
+    tokens = sum(sample.length for sample in plan.samples)
+    flops = step_flops(job, plan)
+    peak = job.cluster.flops * job.layout.world * step_s
+    num_microbatches = sum(len(replica.microbatches) for replica in plan.replicas)
+    capacity = num_microbatches * job.config.data.microbatch_tokens
+    metrics = {
+        "progress/step": plan.step,
+        "progress/tokens": progression.tokens,
+        "loss/train": totals.loss,
+        "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
+        "perf/step_s": step_s,
+        "perf/tokens_per_s": tokens / step_s,
+        "perf/mfu": sum(flops.values()) / peak,
+        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (job.layout.world * step_s),
+        "data/pack_fill": tokens / capacity if capacity else 0.0,
+        "data/skipped/too_long": progression.dropped,
+        "data/skipped/bad_item": progression.tombstones,
+        "optim/skipped_steps": progression.skipped_steps,
+        "mem/peak_gb": peak_memory_bytes() / 1e9,
+        "plan/ms": prepared.plan_s * 1e3,
+        "plan/pred_error": predicted_error(job, prepared, result),
+    }
+    for source, loss, targets in zip(job.sources, totals.losses, totals.targets, strict=True):
+        if targets:
+            metrics[f"loss/train/{source}"] = loss / targets
+    metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
+    metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
+    metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
+    metrics |= {f"balance/max_over_mean/{name}": value for name, value in imbalance(job, plan).items()}
+    metrics |= _idle(job, totals.seconds, step_s)
+    return metrics
+
+
+def _idle(job: Job, seconds: Sequence[float], step_s: float) -> dict[str, float]:
+    shares = (second / (job.layout.world * step_s) for second in seconds)
+    return {f"perf/idle_frac/{cause}": share for cause, share in zip(CAUSES, shares, strict=True)}

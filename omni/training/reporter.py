@@ -1,0 +1,155 @@
+"""What a user sees of a run: the progress line, metrics, sample records, the summary."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from omegaconf import OmegaConf
+
+from infra.progress import Progress
+from infra.run_folder import RunFolder, append_line, set_aside, truncate_after
+from infra.tracking import Tracker, make_tracker
+from omni.training.ahead import Prepared
+from omni.training.evaluate import Transcription
+from omni.training.job import Job
+from omni.training.optimizer import JointOptimizer, Totals
+from omni.training.report import Progression, metrics_of
+from pipeline.engine import StepResult
+from pipeline.plan import StepPlan
+
+NUM_EXAMPLES = 8
+
+
+class Reporter:
+    """Writes the run folder and the screen on the first rank; on the others (`active` false) does nothing."""
+
+    def __init__(
+        self, job: Job, folder: RunFolder, progression: Progression, resumed: int | None, active: bool
+    ) -> None:
+        self.job = job
+        self.progression = progression
+        self.active = active
+        self.started = time.time()
+        self.heldout: dict[str, float] = {}
+        self.loss = float("nan")
+        if not active:
+            return
+        config: Any = OmegaConf.to_container(OmegaConf.structured(job.config))
+        tracking = job.config.tracking
+        self.tracker: Tracker = make_tracker(
+            tracking.kind,
+            folder,
+            config,
+            job.config.run.name,
+            tracking.project,
+            tracking.group,
+            tracking.mode,
+            resumed,
+        )
+        self.samples = _open_records(folder.samples, resumed) if job.config.data.record_samples else None
+        self.progress = Progress(job.config.train.steps)
+        self.progress.note(_opening(job, folder, resumed))
+
+    def step(
+        self,
+        prepared: Prepared,
+        result: StepResult,
+        totals: Totals,
+        optimizer: JointOptimizer,
+        step_s: float,
+        heldout: dict[str, float],
+    ) -> None:
+        """Report one step that took `step_s` seconds, with any held-out losses measured after it."""
+        if not self.active:
+            return
+        step = prepared.plan.step
+        rates = {name: optimizer.learning_rate(name, step) for name in optimizer.components}
+        norms = optimizer.norms(totals)
+        metrics = metrics_of(self.job, prepared, result, totals, norms, rates, self.progression, step_s)
+        self.tracker.log(step, metrics | heldout)
+        self.progress.step(metrics)
+        self.loss = totals.loss
+        if heldout:
+            self.heldout |= heldout
+            losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
+            self.progress.note(f"held-out loss after step {step}: {losses}")
+        if self.samples is not None:
+            append_line(self.samples, _record(prepared.plan))
+
+    def note(self, text: str) -> None:
+        """Say something between steps."""
+        if self.active:
+            self.progress.note(text)
+
+    def finish(self, transcriptions: dict[str, list[Transcription]]) -> None:
+        """Sum up a run that reached its last step, on the screen and in `summary.json`."""
+        if not self.active:
+            return
+        summary: dict[str, object] = {
+            "steps": self.job.config.train.steps,
+            "tokens": self.progression.tokens,
+            "seconds": round(time.time() - self.started, 1),
+            "layout": self.job.layout.describe(),
+            "loss/train": self.loss,
+            **self.heldout,
+        }
+        for source, results in transcriptions.items():
+            summary |= self._sum_up(source, results)
+        self.tracker.summary(summary)
+
+    def _sum_up(self, source: str, results: list[Transcription]) -> dict[str, object]:
+        exact = sum(t.exact for t in results)
+        words = sorted({len(t.expected.split()) for t in results})
+        by_length = {n: [t.exact for t in results if len(t.expected.split()) == n] for n in words}
+        # Examples of every length, mistakes first: they teach more.
+        ordered = sorted(results, key=lambda t: (t.exact, len(t.expected), t.sample))
+        examples = ordered[:: max(1, len(ordered) // NUM_EXAMPLES)][:NUM_EXAMPLES]
+        self.progress.note(
+            f"held-out {source}: {exact} of {len(results)} freely generated transcriptions are exact "
+            f"({exact / max(1, len(results)):.1%})"
+        )
+        for example in examples:
+            mark = "=" if example.exact else "x"
+            self.progress.note(f"  {mark} expected   {example.expected}\n    generated  {example.generated}")
+        return {
+            f"eval/exact_match/{source}": exact / max(1, len(results)),
+            f"eval/generated/{source}": len(results),
+            f"eval/exact_match_by_words/{source}": {n: sum(hits) / len(hits) for n, hits in by_length.items()},
+            f"eval/examples/{source}": [
+                {"sample": t.sample, "expected": t.expected, "generated": t.generated} for t in examples
+            ],
+        }
+
+    def close(self, exit_code: int) -> None:
+        """Close all files and trackers."""
+        if not self.active:
+            return
+        self.progress.close()
+        self.tracker.finish(exit_code)
+        if self.samples is not None:
+            self.samples.close()
+        sys.stdout.flush()
+
+
+def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
+    config = job.config
+    model = f"LLM of {config.model.llm.layers} layers, width {config.model.llm.hidden}"
+    encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in job.encoders.items()) or "none"
+    start = "from the start" if resumed is None else f"continued after step {resumed}"
+    return (
+        f"run folder {folder.path}\n{model}; encoders: {encoders}; {job.layout.world} ranks, "
+        f"{job.layout.describe()}; {config.placement.policy}, {config.pipeline.schedule}; {start}"
+    )
+
+
+def _open_records(path: Path, resumed: int | None) -> TextIO:
+    if resumed is None:
+        set_aside(path)
+    else:
+        truncate_after(path, resumed)
+    return path.open("a", encoding="utf-8")
+
+
+def _record(plan: StepPlan) -> dict[str, Any]:
+    return {"step": plan.step, "samples": [[sample.source, sample.id] for sample in plan.samples]}

@@ -1,0 +1,61 @@
+"""Learning rate and freezing as functions of the step alone."""
+
+import math
+from collections.abc import Mapping
+
+from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
+
+SCHEDULES = ("cosine", "wsd")
+
+
+def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int) -> None:
+    """Raise ConfigError for settings that contradict each other."""
+    if config.schedule not in SCHEDULES:
+        raise ConfigError(f"optim.schedule={config.schedule}: choose one of {', '.join(SCHEDULES)}")
+    if not 0 <= config.warmup_steps <= steps:
+        raise ConfigError(f"optim.warmup_steps={config.warmup_steps} must lie within train.steps={steps}")
+    if config.decay_steps is not None and config.warmup_steps + config.decay_steps > steps:
+        raise ConfigError(
+            f"optim.decay_steps={config.decay_steps} and warmup_steps={config.warmup_steps} "
+            f"do not fit train.steps={steps}"
+        )
+    for name, component in config.components.items():
+        if name not in components:
+            raise ConfigError(
+                f"optim.components.{name}: there is no such component; there are {', '.join(components)}"
+            )
+        for span in component.frozen:
+            if len(span) != 2 or not 0 <= span[0] < span[1]:
+                raise ConfigError(
+                    f"optim.components.{name}.frozen={component.frozen}: give spans [first, last) of steps"
+                )
+    starts = {1} | {span[0] for component in config.components.values() for span in component.frozen}
+    for step in sorted(s for s in starts if 1 <= s <= steps):
+        if len(frozen_components(config.components, step)) == len(components):
+            raise ConfigError(f"optim.components: every component is frozen at step {step}; nothing trains")
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """Learning rate of step `step` (1 … steps), before a component's own factor.
+
+    Warm-up rises linearly and reaches `lr` at its last step. Cosine then falls over all remaining steps; WSD
+    stays and falls linearly over the last `decay_steps` (all remaining ones if null). Both end at `min_lr`.
+    """
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    after = steps - config.warmup_steps
+    decay = after if config.decay_steps is None or config.schedule == "cosine" else config.decay_steps
+    done = max(0.0, (step - (steps - decay)) / decay) if decay else 1.0
+    share = 0.5 * (1 + math.cos(math.pi * done)) if config.schedule == "cosine" else 1.0 - done
+    return config.min_lr + (config.lr - config.min_lr) * share
+
+
+def frozen_components(components: Mapping[str, ComponentOptimConfig], step: int) -> tuple[str, ...]:
+    """Return the components that do not train at `step`, in the order of their names."""
+    return tuple(
+        sorted(
+            name
+            for name, component in components.items()
+            if any(first <= step < last for first, last in component.frozen)
+        )
+    )

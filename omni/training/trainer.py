@@ -1,0 +1,238 @@
+"""Train: plan → verify → engine, one step after the other.
+
+This is the first file to read. A step is: take what was prepared ahead, settle that all ranks hold the same
+plan, run it, learn its totals in one reduction, update, report. Everything a policy decides has been decided
+in the plan; everything a rank does is in its op list.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from dataloader.loader import Loader
+from dataloader.reader import Reader
+from infra.checkpoint import latest_checkpoint, read_manifest, save_checkpoint
+from infra.run_folder import RunFolder
+from infra.shutdown import StopFlag
+from infra.watchdog import Watchdog
+from omni.config import Config
+from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
+from omni.training.build import Rank, build_rank
+from omni.training.evaluate import Evaluator, Transcription
+from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.inputs import mask_tombstones, share_tombstones
+from omni.training.job import Job
+from omni.training.optimizer import Totals, reduce_totals
+from omni.training.report import Progression, idle_seconds
+from omni.training.reporter import Reporter
+from omni.training.state import read_state, write_state
+from parallel.consensus import Consensus, DivergenceError, explain
+from pipeline.engine import StepResult
+from pipeline.plan import Op, StepPlan, diff
+from pipeline.verifier import verify
+
+
+class BadDataError(RuntimeError):
+    """More bad data than the configuration allows; the message names the items."""
+
+
+class Trainer:
+    """One rank of a run. `run` trains from the folder's last checkpoint, or from the start, to the end."""
+
+    def __init__(self, job: Job, folder: RunFolder, rank: int, device: torch.device) -> None:
+        self.job = job
+        self.config: Config = job.config
+        self.folder = folder
+        self.where = "start-up"
+        self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
+        self.rank: Rank = build_rank(job, rank, device, self.on_op)
+        self.consensus = Consensus(self.rank.groups.control)
+        self.readers = {name: Reader(index.path) for name, index in job.indexes.items()}
+        heldout = {name: Reader(index.path) for name, index in job.heldout.items()}
+        self.evaluator = Evaluator(job, self.rank, heldout)
+        self.step = 0
+        self.cursor = 0
+        self.progression = Progression()
+
+    def run(self) -> None:
+        """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
+        resumed = self.restore()
+        with self.watchdog, StopFlag() as stop, self.reporting(resumed) as report, self.ahead() as ahead:
+            for step in range(self.step + 1, self.config.train.steps + 1):
+                start = time.perf_counter()
+                prepared = ahead.take(step)
+                self.agree_on(prepared.plan)
+                result, tombstones = self.execute(prepared)
+                totals = self.totals(prepared, result, tombstones, stop.requested)
+                updated = self.rank.optimizer.update(step, totals)
+                self.advance(prepared, totals, updated)
+                if step + PLANS_AHEAD <= ahead.last:
+                    self.consensus.offer(step + PLANS_AHEAD, ahead.plan(step + PLANS_AHEAD).digest)
+                step_s = time.perf_counter() - start
+                report.step(prepared, result, totals, self.rank.optimizer, step_s, self.evaluate(step))
+                if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
+                    self.save()
+                if totals.stop:
+                    report.note(f"stopped after step {step}: {stop.signal_name or 'a signal to another rank'}")
+                    return
+            report.finish(self.transcribe())
+
+    # One step.
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[Ahead]:
+        """Start preparing steps, and offer the digests of the first two."""
+        first, last = self.step + 1, self.config.train.steps
+        decoders = {encoder.modality: encoder.decode for encoder in self.job.encoders.values()}
+        ahead = Ahead(
+            self.job.planner,
+            self.verify,
+            Loader(self.readers, self.job.tokenizer, decoders),
+            self.rank.assembler,
+            replica=self.rank.replica,
+            first=first,
+            last=last,
+            cursor=self.cursor,
+            timeout_s=self.config.train.timeout_s,
+        )
+        try:
+            for step in range(first, min(first + PLANS_AHEAD, last + 1)):
+                self.consensus.offer(step, ahead.plan(step).digest)
+            yield ahead
+        finally:
+            ahead.close()
+
+    def verify(self, plan: StepPlan) -> None:
+        """Refuse a plan that could hang or hold too much."""
+        verify(plan, max_in_flight=self.job.layout.pp)
+
+    def agree_on(self, plan: StepPlan) -> None:
+        """Settle that every rank holds this plan, before any of it runs."""
+        if not self.consensus.settle(plan.step):
+            raise DivergenceError(explain(plan, diff, self.rank.groups.control, plan.step))
+
+    def execute(self, prepared: Prepared) -> tuple[StepResult, int]:
+        """Run this rank's ops. Returns the result and the number of samples lost to bad data here."""
+        self.check_failures(prepared)
+        tombstones = share_tombstones(
+            prepared.plan, prepared.replica, prepared.failures, self.rank.groups.replica_control
+        )
+        mask_tombstones(prepared.replica, prepared.inputs, tombstones)
+        self.rank.optimizer.begin(prepared.plan.step)
+        result = self.rank.engine.run(prepared.plan, prepared.replica, prepared.inputs)
+        return result, len(tombstones) if self.rank.engine.position == 0 else 0
+
+    def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:
+        """Learn what the step did over all ranks."""
+        self.where = f"step {prepared.plan.step}: totals"
+        return reduce_totals(
+            result.sums,
+            len(self.job.sources),
+            self.rank.optimizer.squares(),
+            idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
+            tombstones,
+            stop,
+            self.rank.groups.world,
+        )
+
+    def advance(self, prepared: Prepared, totals: Totals, updated: bool) -> None:
+        """Count what the step did and move on in the stream."""
+        plan = prepared.plan
+        self.step, self.cursor = plan.step, plan.next_cursor
+        self.progression.tokens += sum(sample.length for sample in plan.samples)
+        self.progression.skipped_steps += not updated
+        self.progression.dropped += len(plan.skipped)
+        self.progression.tombstones += totals.tombstones
+        seen = self.cursor
+        if self.progression.tombstones > self.config.data.max_error_share * max(seen, 100):
+            raise BadDataError(
+                f"{self.progression.tombstones} of {seen} samples had bad items, more than "
+                f"data.max_error_share={self.config.data.max_error_share}: mend the data (omni data verify) "
+                f"or raise the share"
+            )
+        self.watchdog.beat()
+
+    def check_failures(self, prepared: Prepared) -> None:
+        """Apply `data.on_error` to items of this rank that could not be decoded."""
+        for failure in prepared.failures:
+            text = f"source {failure.source}, sample {failure.sample}, item {failure.item}: {failure.reason}"
+            if self.config.data.on_error == "fail":
+                raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
+            print(f"rank {self.rank.rank}: skipped {text}", file=sys.stderr, flush=True)
+
+    def on_op(self, op: Op) -> None:
+        """Note where this rank stands, for the watchdog."""
+        self.where = f"step {self.step + 1}: {op}"
+        self.watchdog.beat()
+
+    # Now and then.
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something done every so many steps, and at the end, is due after `step`."""
+        return every > 0 and (step % every == 0 or step == self.config.train.steps)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Held-out losses, where they are due: every `eval_every` steps, after 10 steps and at the end."""
+        if not (self.is_due(step, self.config.train.eval_every) or (self.config.train.eval_every and step == 10)):
+            return {}
+        return {
+            f"loss/eval/{name}": self.evaluator.loss(step, name, heldout.samples)
+            for name, heldout in self.config.data.heldout.items()
+        }
+
+    def transcribe(self) -> dict[str, list[Transcription]]:
+        """Freely generated transcriptions of the held-out sources that ask for them."""
+        return {
+            name: self.evaluator.transcribe(self.step, name, heldout.generate)
+            for name, heldout in self.config.data.heldout.items()
+            if heldout.generate
+        }
+
+    def save(self) -> None:
+        """Write a checkpoint of the step just done."""
+        self.where = f"step {self.step}: saving"
+        save_checkpoint(
+            self.folder.checkpoints,
+            self.step,
+            lambda path: write_state(path, self.rank.components, self.rank.names),
+            {
+                "cursor": self.cursor,
+                "progression": asdict(self.progression),
+                "layout": self.job.layout.describe(),
+                "cost_table": self.job.table.number,
+                "fingerprint": fingerprint(self.job),
+            },
+            self.config.train.keep_checkpoints,
+            self.rank.groups.control,
+        )
+        self.watchdog.beat()
+
+    def restore(self) -> int | None:
+        """Continue from the folder's last checkpoint, if there is one. Returns its step."""
+        path = latest_checkpoint(self.folder.checkpoints)
+        if path is None:
+            return None
+        manifest = read_manifest(path)
+        check_fingerprint(manifest["fingerprint"], fingerprint(self.job), path)
+        files = sorted(manifest["files"])
+        read_state(path, files, self.rank.components, self.rank.names, self.rank.rank)
+        self.step, self.cursor = manifest["step"], manifest["cursor"]
+        self.progression = Progression(**manifest["progression"])
+        return self.step
+
+    @contextlib.contextmanager
+    def reporting(self, resumed: int | None) -> Iterator[Reporter]:
+        """Report on the first rank; close the trackers whatever happens."""
+        dist.barrier(self.rank.groups.control)  # every rank has read the folder before it is written to
+        reporter = Reporter(self.job, self.folder, self.progression, resumed, active=self.rank.is_first)
+        try:
+            yield reporter
+        except BaseException:
+            reporter.close(1)
+            raise
+        reporter.close(0)

@@ -1,0 +1,45 @@
+"""The device this process computes on: one GPU a rank with NCCL, or the CPU with gloo."""
+
+import os
+
+import torch
+
+
+def device_type() -> str:
+    """Return "cuda" where a GPU is visible, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def select_device(local_rank: int | None = None) -> torch.device:
+    """Return this process's device and make it current. `local_rank` defaults to torchrun's LOCAL_RANK."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def backend_name() -> str:
+    """Return the torch.distributed backend that fits the device."""
+    return "nccl" if device_type() == "cuda" else "gloo"
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of `precision` ("fp32", "bf16" or "auto": bf16 on a GPU, fp32 on the CPU)."""
+    if precision == "auto":
+        precision = "bf16" if device_type() == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory this process has held: allocated on the GPU, resident on the CPU."""
+    if device_type() == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def visible_devices() -> int:
+    """Return the number of GPUs on this machine, 0 on a CPU-only one."""
+    return torch.cuda.device_count() if device_type() == "cuda" else 0

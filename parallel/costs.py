@@ -1,0 +1,99 @@
+"""What work costs: clusters, and a numbered table of integer nanoseconds that every planner reads.
+
+No floating point enters a decision. Coefficients are integers in femtoseconds, results integers in
+nanoseconds, so all ranks, machines and Python versions agree on them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FS_PER_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a rank and the links between ranks can do.
+
+    `flops` is the peak of one rank in FLOP/s at the training precision and `efficiency` the share of it that
+    layers reach; `link_bytes_per_s` and `link_latency_ns` describe one message between two ranks;
+    `op_overhead_ns` is what starting any op costs beside its arithmetic.
+    """
+
+    name: str
+    flops: int
+    efficiency: float
+    link_bytes_per_s: int
+    link_latency_ns: int
+    op_overhead_ns: int
+
+
+@dataclass(frozen=True)
+class WorkCost:
+    """Time of one forward pass over tokens: linear in their number and in the sum of squared lengths."""
+
+    token_fs: int
+    square_fs: int
+    overhead_ns: int
+    backward_factor: int = 2
+
+    def forward_ns(self, tokens: int, squares: int) -> int:
+        """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`."""
+        return self.overhead_ns + (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
+
+    def backward_ns(self, tokens: int, squares: int) -> int:
+        """Nanoseconds of the backward pass; recomputation counts as another forward."""
+        return self.backward_factor * self.forward_ns(tokens, squares)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Numbered costs of every part: the stages of the LLM as "llm/0", "llm/1", encoders by name.
+
+    The number is part of a plan: two ranks with different tables disagree on the digest, not in the dark.
+    """
+
+    number: int
+    parts: Mapping[str, WorkCost]
+    link_latency_ns: int
+    link_ns_per_kib: int
+    row_bytes: int
+
+    def message_ns(self, rows: int) -> int:
+        """Nanoseconds to move `rows` activations of the LLM's width between two ranks."""
+        return self.link_latency_ns + rows * self.row_bytes * self.link_ns_per_kib // 1024
+
+
+@dataclass(frozen=True)
+class PartFlops:
+    """Forward FLOPs of a part: for each token, and for each unit of the sum of squared lengths."""
+
+    per_token: int
+    per_square: int
+    recomputed: bool = False
+
+    def total(self, tokens: int, squares: int) -> int:
+        """Forward FLOPs over `tokens`."""
+        return self.per_token * tokens + self.per_square * squares
+
+
+def table_from_flops(
+    parts: Mapping[str, PartFlops], cluster: Cluster, row_bytes: int, number: int = 0
+) -> CostTable:
+    """Derive the first table from arithmetic and the cluster's figures; measurement corrects it later."""
+    effective = max(1, int(cluster.flops * cluster.efficiency))
+    costs = {
+        name: WorkCost(
+            token_fs=part.per_token * 10**15 // effective,
+            square_fs=part.per_square * 10**15 // effective,
+            overhead_ns=cluster.op_overhead_ns,
+            backward_factor=3 if part.recomputed else 2,
+        )
+        for name, part in parts.items()
+    }
+    return CostTable(
+        number=number,
+        parts=costs,
+        link_latency_ns=cluster.link_latency_ns,
+        link_ns_per_kib=max(1, 1024 * 10**9 // cluster.link_bytes_per_s),
+        row_bytes=row_bytes,
+    )

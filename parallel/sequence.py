@@ -1,0 +1,84 @@
+"""Where the tokens of each packed sequence live.
+
+Invariant: the shards of a sequence are in token order, do not overlap and cover it. A short sequence is one
+shard on one rank; a long one may be cut over any number of ranks. Layers that work token by token see a
+rank's tokens one after the other, in sequence order, and need nothing else; attention and the boundary are
+planned from this description alone, so every rank knows what every other rank holds.
+
+Today every sequence has one shard; the description, the local view and the interval arithmetic are
+those of the general case, and the boundary is tested on it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokens [start, start + length) of one sequence, held by `rank` (an index into the parent group)."""
+
+    rank: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Where a run of packed tokens lives: [start, start + length) of the packed axis, at `local_start`
+    among the tokens of `rank`.
+    """
+
+    start: int
+    length: int
+    rank: int
+    local_start: int
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The shards of every sequence of one packed microbatch over a parent group of `num_ranks`."""
+
+    num_ranks: int
+    shards: tuple[tuple[Shard, ...], ...]
+
+    def __post_init__(self) -> None:
+        for number, pieces in enumerate(self.shards):
+            expected = 0
+            for piece in pieces:
+                assert 0 <= piece.rank < self.num_ranks, f"sequence {number}: rank {piece.rank} not in group"
+                assert piece.start == expected, f"sequence {number}: token {expected} is not covered once"
+                assert piece.length >= 0, f"sequence {number}: negative length"
+                expected += piece.length
+
+    @classmethod
+    def whole(cls, lengths: Sequence[int], ranks: Sequence[int], num_ranks: int) -> "SequenceLayout":
+        """Each sequence on one rank: sequence i of `lengths[i]` tokens on `ranks[i]`."""
+        return cls(num_ranks, tuple((Shard(r, 0, n),) for n, r in zip(lengths, ranks, strict=True)))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+        return tuple(sum(piece.length for piece in pieces) for pieces in self.shards)
+
+    def intervals(self) -> Iterator[Interval]:
+        """Yield where each run of the packed axis lives, in packed order."""
+        start = 0
+        filled = [0] * self.num_ranks
+        for pieces in self.shards:
+            for piece in pieces:
+                yield Interval(start, piece.length, piece.rank, filled[piece.rank])
+                start += piece.length
+                filled[piece.rank] += piece.length
+
+    def local_lengths(self, rank: int) -> tuple[int, ...]:
+        """Lengths of the pieces that `rank` holds, in packed order."""
+        return tuple(piece.length for pieces in self.shards for piece in pieces if piece.rank == rank)
+
+    def local_positions(self, rank: int) -> tuple[range, ...]:
+        """Positions within their sequences of the tokens that `rank` holds: global, never restarted."""
+        return tuple(
+            range(piece.start, piece.start + piece.length)
+            for pieces in self.shards
+            for piece in pieces
+            if piece.rank == rank
+        )

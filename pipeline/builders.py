@@ -1,0 +1,178 @@
+"""Schedules: from a replica's work to the ordered ops of each of its ranks.
+
+A builder orders compute; `expand` then inserts every communication and every wait by fixed rules, so that
+a new schedule is only a new order of compute. Builders are pure and every rank runs them alike.
+
+Sources: 1F1B after PipeDream-Flush (Narayanan et al., 2021, section 2); encode-first is the schedule in which
+all ranks of a replica encode before the pipeline starts (LongCat-Flash-Omni report, section 5, among others).
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from parallel.boundary import Route
+from pipeline.plan import Chunk, Kind, Op
+
+Order = list[list[Op]]
+Builder = Callable[[int, int, Sequence[Chunk]], Order]
+
+
+def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
+    """Order of forward and backward passes of one stage: at most `stages - stage` microbatches in flight."""
+    warmup = min(stages - stage - 1, microbatches)
+    ops = [Op(Kind.FORWARD, m) for m in range(warmup)]
+    for m in range(microbatches - warmup):
+        ops += [Op(Kind.FORWARD, warmup + m), Op(Kind.BACKWARD, m)]
+    return ops + [Op(Kind.BACKWARD, m) for m in range(microbatches - warmup, microbatches)]
+
+
+def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+    """1F1B with each microbatch's encoder work right before its forward and right after its backward."""
+    order = []
+    for stage in range(stages):
+        ops: list[Op] = []
+        for op in one_f_one_b(stages, microbatches, stage):
+            mine = [c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, op.index)]
+            if op.kind is Kind.FORWARD:
+                ops += [Op(Kind.ENCODE, c) for c in mine] + [op]
+            else:
+                ops += [op] + [Op(Kind.ENCODE_BACKWARD, c) for c in mine]
+        order.append(ops)
+    return order
+
+
+def build_encode_first(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+    """All encoder forwards, then 1F1B, then all encoder backwards."""
+    order = []
+    for stage in range(stages):
+        mine = [c for c, chunk in enumerate(chunks) if chunk.rank == stage]
+        order.append(
+            [Op(Kind.ENCODE, c) for c in mine]
+            + one_f_one_b(stages, microbatches, stage)
+            + [Op(Kind.ENCODE_BACKWARD, c) for c in mine]
+        )
+    return order
+
+
+def build_forward_only(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+    """Evaluation: each microbatch's encoder work, then its forward; nothing goes back."""
+    order = []
+    for stage in range(stages):
+        ops = []
+        for m in range(microbatches):
+            mine = [c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, m)]
+            ops += [Op(Kind.ENCODE, c) for c in mine] + [Op(Kind.FORWARD, m)]
+        order.append(ops)
+    return order
+
+
+BUILDERS: Mapping[str, Builder] = {
+    "one_f_one_b": build_one_f_one_b,
+    "encode_first": build_encode_first,
+}
+
+
+def without_encoder_backward(order: Order, chunks: Sequence[Chunk], frozen: frozenset[str]) -> Order:
+    """Drop the backward of chunks whose component is frozen this step."""
+    return [
+        [op for op in ops if op.kind is not Kind.ENCODE_BACKWARD or chunks[op.index].component not in frozen]
+        for ops in order
+    ]
+
+
+def expand(order: Order, chunks: Sequence[Chunk], routes: Sequence[Route | None]) -> list[list[Op]]:
+    """Insert all communication into an order of compute, for one rank a stage.
+
+    - A receive is issued before the compute that precedes its use, so that it overlaps with that compute.
+    - SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
+    - RETURN(m) is issued right after the rank's own backward of m, long before any rank waits for it: a
+      return issued only where it is needed would make every chunk a barrier.
+    - A send is waited for before the next one of its direction, and at the end.
+    """
+    stages = len(order)
+    returned = {chunks[op.index].microbatch for ops in order for op in ops if op.kind is Kind.ENCODE_BACKWARD}
+    return [_expand_rank(ops, rank, stages, chunks, routes, returned) for rank, ops in enumerate(order)]
+
+
+def _expand_rank(
+    order: list[Op],
+    rank: int,
+    stages: int,
+    chunks: Sequence[Chunk],
+    routes: Sequence[Route | None],
+    returned: set[int],
+) -> list[Op]:
+    first, last = rank == 0, rank == stages - 1
+    forwards = [op.index for op in order if op.kind is Kind.FORWARD]
+    backwards = [op.index for op in order if op.kind is Kind.BACKWARD]
+    unencoded: dict[int, int] = {}
+    for op in order:
+        if op.kind is Kind.ENCODE:
+            microbatch = chunks[op.index].microbatch
+            unencoded[microbatch] = unencoded.get(microbatch, 0) + 1
+    ships = deque(m for m in sorted(forwards) if routes[m] is not None)
+    forward_receives = deque([] if first else forwards)
+    backward_receives = deque([] if last else backwards)
+    waiting: dict[Kind, int | None] = {Kind.SEND_FORWARD: None, Kind.SEND_BACKWARD: None}
+    unwaited: set[tuple[Kind, int]] = set()
+    out: list[Op] = []
+
+    def issue(kind: Kind, index: int) -> None:
+        out.append(Op(kind, index))
+        unwaited.add((kind, index))
+
+    def wait(kind: Kind, index: int) -> None:
+        if (kind, index) in unwaited:
+            unwaited.remove((kind, index))
+            out.append(Op(Kind.WAIT, index, kind))
+
+    def receive(queue: deque[int], kind: Kind) -> None:
+        if queue:
+            issue(kind, queue.popleft())
+
+    def send(kind: Kind, index: int) -> None:
+        before = waiting[kind]
+        if before is not None:
+            wait(kind, before)
+        issue(kind, index)
+        waiting[kind] = index
+
+    def ship_ready() -> None:
+        while ships and not any(unencoded.get(m) for m in unencoded if m <= ships[0]):
+            issue(Kind.SHIP, ships.popleft())
+
+    receive(forward_receives, Kind.RECV_FORWARD)
+    receive(backward_receives, Kind.RECV_BACKWARD)
+    ship_ready()
+    for op in order:
+        m = chunks[op.index].microbatch if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else op.index
+        if op.kind is Kind.ENCODE:
+            out.append(op)
+            unencoded[m] -= 1
+            ship_ready()
+        elif op.kind is Kind.FORWARD:
+            if first:
+                wait(Kind.SHIP, m)
+            else:
+                wait(Kind.RECV_FORWARD, m)
+                receive(forward_receives, Kind.RECV_FORWARD)
+            out.append(op)
+            if not last:
+                send(Kind.SEND_FORWARD, m)
+        elif op.kind is Kind.BACKWARD:
+            if not last:
+                wait(Kind.RECV_BACKWARD, m)
+                receive(backward_receives, Kind.RECV_BACKWARD)
+            out.append(op)
+            if not first:
+                send(Kind.SEND_BACKWARD, m)
+            if m in returned:
+                wait(Kind.SHIP, m)
+                issue(Kind.RETURN, m)
+        else:
+            assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
+            wait(Kind.RETURN, m)
+            out.append(op)
+    for kind, index in sorted(unwaited):
+        out.append(Op(Kind.WAIT, index, kind))
+    return out

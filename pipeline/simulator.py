@@ -1,0 +1,205 @@
+"""An abstract machine that runs op lists: the simulator of a step's time and, at once, rule R7 of the verifier.
+
+Each rank runs its list in order. Compute takes time; issuing communication takes none; a WAIT blocks until
+the communication it names is done. Communication completes in the order in which it was issued on its channel:
+one channel for each direction of each neighbouring pair, one for SHIP and one for RETURN. With
+`single_fifo` a rank has one channel for everything, the strictest thing a GPU may do.
+
+The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
+hang, whatever the op times; so one run proves it.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from parallel.boundary import Route
+from parallel.costs import CostTable
+from pipeline.plan import COLLECTIVE, COMPUTE, ISSUED, Chunk, Kind, Op, ReplicaPlan
+
+ComputeCost = Callable[[int, Op], int]
+MessageCost = Callable[[Op], int]
+Transfer = tuple[str, int, int, int]  # channel kind, first rank, second rank, microbatch
+
+
+class StuckError(Exception):
+    """The lists cannot run to the end; the message says who waits for whom."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One op of one rank, from `start_ns` to `end_ns`; waits appear with the time they cost."""
+
+    op: Op
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happened on every rank. All times are simulated nanoseconds."""
+
+    events: tuple[tuple[Event, ...], ...]
+    completed_ns: dict[Transfer, int]
+
+    @property
+    def makespan_ns(self) -> int:
+        """End of the last op of any rank."""
+        return max((events[-1].end_ns for events in self.events if events), default=0)
+
+    def waited_ns(self, rank: int) -> int:
+        """Time that `rank` spent waiting."""
+        return sum(e.end_ns - e.start_ns for e in self.events[rank] if e.op.kind is Kind.WAIT)
+
+
+def transfer_of(op: Op, rank: int) -> Transfer:
+    """Name the transfer that an issuing op takes part in; both ends give it the same name."""
+    kind = op.kind
+    if kind in COLLECTIVE:
+        return (kind, -1, -1, op.index)
+    if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
+        first = rank if kind is Kind.SEND_FORWARD else rank - 1
+        return ("forward", first, first + 1, op.index)
+    first = rank if kind is Kind.SEND_BACKWARD else rank + 1
+    return ("backward", first, first - 1, op.index)
+
+
+def run(
+    ops: Sequence[Sequence[Op]],
+    routes: Sequence[Route | None],
+    compute_ns: ComputeCost,
+    message_ns: MessageCost,
+    single_fifo: bool = False,
+) -> Timeline:
+    """Run the lists of all ranks to the end.
+
+    Raises:
+        StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
+    """
+    num_ranks = len(ops)
+    machine = _Machine(num_ranks, routes, message_ns, single_fifo)
+    events: list[list[Event]] = [[] for _ in ops]
+    counter = [0] * num_ranks
+    clock = [0] * num_ranks
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank in range(num_ranks):
+            while counter[rank] < len(ops[rank]):
+                op = ops[rank][counter[rank]]
+                end = _advance(op, rank, clock[rank], machine, compute_ns)
+                if end is None:
+                    break
+                events[rank].append(Event(op, clock[rank], end))
+                clock[rank] = end
+                counter[rank] += 1
+                progressed = True
+        progressed |= machine.complete()
+    stuck = [rank for rank in range(num_ranks) if counter[rank] < len(ops[rank])]
+    if stuck:
+        raise StuckError("; ".join(machine.describe(r, ops[r][counter[r]], counter[r]) for r in stuck))
+    return Timeline(tuple(map(tuple, events)), machine.done)
+
+
+def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: ComputeCost) -> int | None:
+    """Return when the op ends, or None if the rank must wait."""
+    if op.kind in COMPUTE:
+        return now + compute_ns(rank, op)
+    if op.kind in ISSUED:
+        machine.issue(rank, op, now)
+        return now
+    if op.kind is Kind.WAIT:
+        assert op.on is not None
+        transfer = transfer_of(Op(op.on, op.index), rank)
+        if (transfer, rank) not in machine.issued:
+            raise StuckError(f"rank {rank} waits for {op.on}({op.index}), which it never issued before")
+        done = machine.done.get(transfer)
+        return None if done is None else max(now, done)
+    return now  # REDUCE ends the step and is the same for all schedules
+
+
+class _Machine:
+    """Transfers in flight: each completes when it is first in line at all its ranks."""
+
+    def __init__(
+        self, num_ranks: int, routes: Sequence[Route | None], message_ns: MessageCost, single_fifo: bool
+    ) -> None:
+        self.num_ranks = num_ranks
+        self.routes = routes
+        self.message_ns = message_ns
+        self.single_fifo = single_fifo
+        self.queues: dict[tuple[int, object], deque[tuple[Transfer, Op]]] = defaultdict(deque)
+        self.free: dict[tuple[int, object], int] = defaultdict(int)
+        self.issued: dict[tuple[Transfer, int], int] = {}
+        self.done: dict[Transfer, int] = {}
+
+    def channel(self, transfer: Transfer) -> object:
+        return "all" if self.single_fifo else transfer[:3]
+
+    def ranks(self, transfer: Transfer) -> Sequence[int]:
+        return range(self.num_ranks) if transfer[0] in COLLECTIVE else transfer[1:3]
+
+    def issue(self, rank: int, op: Op, now: int) -> None:
+        transfer = transfer_of(op, rank)
+        self.issued[transfer, rank] = now
+        route = self.routes[op.index] if op.kind in COLLECTIVE else None
+        if route is not None and route.is_local:
+            self.done[transfer] = now
+        else:
+            self.queues[rank, self.channel(transfer)].append((transfer, op))
+
+    def complete(self) -> bool:
+        """Complete every transfer that is first in line everywhere; say whether there was one."""
+        progressed = False
+        for (_, channel), queue in list(self.queues.items()):
+            while queue:
+                transfer, op = queue[0]
+                lines = [(rank, channel) for rank in self.ranks(transfer)]
+                if not all(self.queues[at] and self.queues[at][0][0] == transfer for at in lines):
+                    break
+                start = max(max(self.issued[transfer, at[0]], self.free[at]) for at in lines)
+                end = start + self.message_ns(op)
+                self.done[transfer] = end
+                for at in lines:
+                    self.queues[at].popleft()
+                    self.free[at] = end
+                progressed = True
+        return progressed
+
+    def describe(self, rank: int, op: Op, position: int) -> str:
+        text = f"rank {rank} stands at op {position}, {op}"
+        if op.kind is not Kind.WAIT or op.on is None:
+            return text
+        transfer = transfer_of(Op(op.on, op.index), rank)
+        missing = [r for r in self.ranks(transfer) if (transfer, r) not in self.issued]
+        if missing:
+            return f"{text}, waiting for rank {', '.join(map(str, missing))} to take part"
+        return f"{text}, behind another transfer on its channel"
+
+
+def plan_costs(replica: ReplicaPlan, table: CostTable) -> tuple[ComputeCost, MessageCost]:
+    """Return the costs of a planned replica under a cost table."""
+
+    def compute(rank: int, op: Op) -> int:
+        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+            work = replica.microbatches[op.index]
+            cost = table.parts[f"llm/{rank}"]
+            tokens, squares = work.tokens, work.squares
+        else:
+            chunk: Chunk = replica.chunks[op.index]
+            cost, tokens, squares = table.parts[chunk.component], chunk.tokens, chunk.squares
+        forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
+        return cost.forward_ns(tokens, squares) if forward else cost.backward_ns(tokens, squares)
+
+    def message(op: Op) -> int:
+        if op.kind in COLLECTIVE:
+            route = replica.routes[op.index]
+            return table.message_ns(route.moved_rows() if route else 0)
+        return table.message_ns(replica.microbatches[op.index].tokens)
+
+    return compute, message
+
+
+def simulate(replica: ReplicaPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
+    """Time a planned replica with a cost table. The result is simulated, not measured."""
+    return run(replica.ops, replica.routes, *plan_costs(replica, table), single_fifo=single_fifo)

@@ -1,0 +1,348 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from dataset_samples import image_item, item_counts, make_sample, write_dataset
+
+from dataloader.decode import decode_image
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample, validate_sample
+from dataloader.index import Index
+from dataloader.reader import Reader
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.tokens import count_text, length, tokenize
+from dataloader.verify import verify_dataset
+from dataloader.writer import DatasetWriter, is_intact
+
+BYTES = ByteTokenizer()
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    path = write_dataset(tmp_path / "set", count=50, rows_per_group=4, groups_per_shard=3)
+    index, reader = Index.open(path, "bytes"), Reader(path)
+    assert len(index) == 50
+    assert [shard.rows for shard in index.manifest.shards] == [12, 12, 12, 12, 2]
+    for i in [*range(50), 3, 49, 0]:
+        sample = make_sample(i)
+        assert reader.read(i, text=True, items=True) == sample
+        meta = index.meta(i, "name", item_counts)
+        text_tokens, ats = count_text(sample, BYTES)
+        assert (meta.id, meta.source, meta.text_tokens) == (i, "name", text_tokens)
+        assert [(item.at, item.size) for item in meta.items] == [
+            (at, item.size) for at, item in zip(ats, sample.items, strict=True)
+        ]
+        assert all((m.tokens, m.rows) == item_counts("image", m.size) for m in meta.items)
+        assert meta.bytes == len(sample.text.encode()) + sum(len(item.data) for item in sample.items)
+        assert len(tokenize(reader.read(i, text=True, items=False), meta, BYTES)[0]) == length(meta)
+    with pytest.raises(IndexError):
+        index.meta(50, "name", item_counts)
+    with pytest.raises(IndexError):
+        reader.read(-1, text=True, items=True)
+
+
+def test_targets_null_and_empty_are_kept_apart(tmp_path):
+    samples = [Sample("a", "text", (), None), Sample("b", "text", (), ()), Sample("c", "text", (), ((0, 2),))]
+    with DatasetWriter(tmp_path / "set", BYTES) as writer:
+        for sample in samples:
+            writer.add(sample)
+    reader = Reader(tmp_path / "set")
+    assert [reader.read(i, text=True, items=False) for i in range(3)] == samples
+
+
+def test_row_groups_are_full_but_the_last(tmp_path):
+    path = write_dataset(tmp_path / "set", count=50, rows_per_group=4, groups_per_shard=3)
+    groups = []
+    for file in sorted(path.glob("*.parquet")):
+        metadata = pq.ParquetFile(file).metadata
+        groups += [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        assert metadata.row_group(0).column(0).compression == "UNCOMPRESSED"
+    assert groups == [4] * 12 + [2]
+
+
+@pytest.mark.parametrize("batch", [7, 50])
+def test_index_batches(tmp_path, monkeypatch, batch):
+    monkeypatch.setattr("dataloader.writer.INDEX_BATCH_ROWS", batch)
+    index = Index.open(write_dataset(tmp_path / "set"))
+    for i in (49, 0, 6, 7, 13, 14):
+        assert index.meta(i, "s", item_counts).text_tokens == count_text(make_sample(i), BYTES)[0]
+
+
+@pytest.mark.parametrize(
+    "sample, message",
+    [
+        (Sample("n", f"a{PLACEHOLDER}"), "'n' has 1 placeholders .* and 0 items"),
+        (Sample("n", "a", (image_item(8, 8),)), "'n' has 0 placeholders .* and 1 items"),
+        (Sample("n", ""), "'n' has no text"),
+        (Sample("", "text"), "'text' has an empty id"),
+        (Sample("n", "a\ud800"), "'n': its text is not valid Unicode"),
+        (Sample("n", "abc", (), ((2, 2),)), r"target span \[2, 2\)"),
+        (Sample("n", "abc", (), ((0, 4),)), r"target span \[0, 4\)"),
+        (Sample("n", "abc", (), ((-1, 2),)), r"target span \[-1, 2\)"),
+        (Sample("n", "abc", (), ((1, 3), (0, 1))), r"target span \[0, 1\)"),
+        (Sample("n", "abc", (), ((0, 2), (1, 3))), r"target span \[1, 3\)"),
+        (
+            Sample("n", PLACEHOLDER, (Item("image", "webp", (8, 8), b"x"),)),
+            "'n', item 0: unknown format 'webp'",
+        ),
+        (Sample("n", PLACEHOLDER, (Item("image", "png", (8, 0), b"x"),)), r"size \(8, 0\)"),
+        (Sample("n", PLACEHOLDER, (Item("image", "png", (8,), b"x"),)), r"size \(8,\)"),
+        (Sample("n", PLACEHOLDER, (Item("sonar", "raw", (), b"x"),)), r"size \(\)"),
+        (Sample("n", PLACEHOLDER, (Item("image", "png", (8, 8), b""),)), "has no bytes"),
+    ],
+)
+def test_a_bad_sample_is_named(sample, message):
+    with pytest.raises(DataError, match=message):
+        validate_sample(sample)
+
+
+def test_a_modality_of_the_users_own_is_accepted(tmp_path):
+    sample = Sample("n", PLACEHOLDER, (Item("sonar", "raw", (5, 6, 7), b"ping"),))
+    with DatasetWriter(tmp_path / "set", BYTES) as writer:
+        writer.add(sample)
+    assert Reader(tmp_path / "set").read(0, text=True, items=True) == sample
+    assert (
+        Index.open(tmp_path / "set").meta(0, "s", lambda modality, size: (size[0], size[1])).items[0].rows
+        == 6
+    )
+
+
+def test_missing_and_truncated_files_are_named(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    shard = path / "shard-00001.parquet"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(
+        DataError, match=rf"shard-00001.parquet is {len(whole) - 10} bytes: .* {len(whole)} bytes"
+    ):
+        Index.open(path)
+    with pytest.raises(DataError, match=r"shard-00001.parquet, row group 0: cannot be read"):
+        Reader(path).read(12, text=True, items=False)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"shard-00001.parquet is missing"):
+        Index.open(path)
+    with pytest.raises(DataError, match=r"shard-00001.parquet, row group 2"):
+        Reader(path).read(20, text=True, items=False)
+    shard.write_bytes(whole)
+    (path / "index.arrow").write_bytes(b"")
+    with pytest.raises(DataError, match=r"index.arrow is 0 bytes"):
+        Index.open(path)
+    (path / "index.arrow").unlink()
+    with pytest.raises(DataError, match=r"index.arrow is missing"):
+        Index.open(path)
+
+
+def test_another_version_tokenizer_or_manifest_is_refused(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    with pytest.raises(DataError, match=r"built with tokenizer 'bytes', the model uses 'bpe'"):
+        Index.open(path, "bpe")
+    manifest = json.loads((path / "dataset.json").read_text())
+    for change, message in (
+        ({"format_version": 2}, "format_version is 2, this version reads 1"),
+        ({"num_samples": 49}, "num_samples 49"),
+        ({"surprise": 1}, "surprise"),
+    ):
+        (path / "dataset.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(DataError, match=message):
+            Index.open(path)
+    (path / "dataset.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        Index.open(path)
+    with pytest.raises(DataError, match="is not a dataset"):
+        Index.open(tmp_path / "nothing")
+
+
+def flip(file, old, new):
+    data = file.read_bytes()
+    assert data.count(old) == 1
+    file.write_bytes(data.replace(old, new))
+
+
+def test_damaged_bytes_are_found_and_texts_do_not_read_items(tmp_path):
+    path = tmp_path / "set"
+    payload = b"payload-of-an-item" * 1000
+    with DatasetWriter(path, BYTES, rows_per_group=2) as writer:
+        for i in range(4):
+            writer.add(Sample(f"n{i}", PLACEHOLDER, (Item("sonar", "raw", (1,), b"%d" % i + payload),)))
+    flip(path / "shard-00000.parquet", b"3payload", b"3PAYLOAD")  # in row group 1
+    reader = Reader(path)
+    assert reader.read(3, text=True, items=False).id == "n3"
+    assert 0 < reader.bytes_read < 1000
+    assert reader.read(0, text=False, items=True).items[0].data == b"0" + payload
+    assert reader.bytes_read > 2 * len(payload)
+    with pytest.raises(DataError, match=r"shard-00000.parquet, row group 1"):
+        reader.read(3, text=False, items=True)
+
+
+def test_the_cache_is_bounded_and_saves_reads(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    reader = Reader(path)
+    for i in (0, 1, 2, 3, 0):
+        reader.read(i, text=True, items=True)
+    once = reader.bytes_read
+    reader.read(4, text=True, items=True)
+    assert reader.bytes_read > once
+    small = Reader(path, cache_bytes=1)
+    for i in (0, 4, 0, 4):
+        small.read(i, text=True, items=False)
+    assert len(small._cache) == 1
+    groups = small.bytes_read
+    small.read(0, text=True, items=False)
+    small.read(4, text=True, items=False)
+    assert small.bytes_read == groups * 3 // 2  # each of the four reads before fetched its group again
+    with pytest.raises(IndexError):
+        small.read(50, text=True, items=False)
+
+
+def test_a_reader_is_shared_between_threads(tmp_path):
+    reader = Reader(write_dataset(tmp_path / "set"), cache_bytes=4000)
+    wrong = []
+
+    def work(step):
+        for k in range(200):
+            i = k * step % 50
+            if reader.read(i, text=True, items=True) != make_sample(i):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in (1, 7, 11)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def overwrite(path, *samples):
+    with DatasetWriter(path, BYTES, overwrite=True) as writer:
+        for sample in samples:
+            writer.add(sample)
+
+
+def test_a_build_that_fails_leaves_the_good_dataset(tmp_path):
+    path = write_dataset(tmp_path / "set", count=5)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(DataError, match="exists"):
+        write_dataset(path, count=3)
+    with pytest.raises(DataError, match="'bad'"):
+        overwrite(path, Sample("good", "text"), Sample("bad", PLACEHOLDER))
+    with pytest.raises(DataError, match="no sample"):
+        overwrite(path)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert [file.name for file in tmp_path.iterdir()] == ["set"]
+    overwrite(path, Sample("new", "text"))
+    assert Reader(path).read(0, text=True, items=False).id == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["set"]
+
+
+KILLED = """
+import sys
+from dataloader.format import Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+with DatasetWriter(sys.argv[1], ByteTokenizer(), 2, 2, overwrite=True) as writer:
+    for i in range(10**9):
+        writer.add(Sample(str(i), "text"))
+        if i == 100:
+            print("writing", flush=True)
+"""
+
+
+def test_a_killed_build_leaves_the_good_dataset_and_the_next_one_succeeds(tmp_path):
+    path = write_dataset(tmp_path / "set", count=5)
+    environment = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, env=environment
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert (tmp_path / "set.partial").is_dir()
+    assert len(Index.open(path)) == 5
+    assert not verify_dataset(path, BYTES, {"image": decode_image}).problems
+    with DatasetWriter(path, BYTES, overwrite=True) as writer:
+        writer.add(Sample("new", "text"))
+    assert len(Index.open(path)) == 1
+    assert not (tmp_path / "set.partial").exists()
+
+
+def test_a_replacement_cut_between_its_renames_is_healed(tmp_path):
+    path = write_dataset(tmp_path / "set", count=5)
+    path.rename(tmp_path / "set.old")
+    assert is_intact(path, "", "bytes")
+    assert len(Index.open(path)) == 5
+
+
+def test_a_linked_dataset_is_replaced_where_it_is(tmp_path):
+    (tmp_path / "disk").mkdir()
+    write_dataset(tmp_path / "disk" / "set", count=5)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "set")
+    overwrite(tmp_path / "link", Sample("new", "text"))
+    assert len(Index.open(tmp_path / "link")) == 1
+    assert (tmp_path / "link").is_symlink()
+    assert [file.name for file in (tmp_path / "disk").iterdir()] == ["set"]
+
+
+def test_only_datasets_are_ever_replaced(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    write_dataset(home, count=5)  # an empty folder will do
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("years")
+    with pytest.raises(DataError, match="is not a dataset"), DatasetWriter(precious, BYTES, overwrite=True):
+        pass
+    assert (precious / "thesis.tex").read_text() == "years"
+
+
+def test_is_intact(tmp_path):
+    path = tmp_path / "set"
+    assert not is_intact(path, "r", "bytes")
+    with DatasetWriter(path, BYTES, recipe="r") as writer:
+        writer.add(Sample("a", "text"))
+    assert is_intact(path, "r", "bytes")
+    with pytest.raises(DataError, match="another dataset"):
+        is_intact(path, "other", "bytes")
+    with pytest.raises(DataError, match="another dataset"):
+        is_intact(path, "r", "bpe")
+    (path / "shard-00000.parquet").unlink()
+    with pytest.raises(DataError, match="is missing"):
+        is_intact(path, "r", "bytes")
+
+
+def test_verify_counts_by_reason(tmp_path):
+    path = tmp_path / "set"
+    with DatasetWriter(path, BYTES) as writer:
+        writer.add(make_sample(2))
+        torn = image_item(8, 8).data[:40]
+        writer.add(Sample("torn", PLACEHOLDER, (Item("image", "png", (8, 8), torn),)))
+        writer.add(Sample("own", PLACEHOLDER, (Item("sonar", "raw", (1,), b"x"),)))
+    report = verify_dataset(path, BYTES, {"image": decode_image})
+    assert (report.samples, report.items) == (3, 4)
+    assert report.problems == {"undecodable": 1}
+    assert "torn" in report.examples[0]
+    assert report.not_decoded == {"sonar": 1}
+
+    class Other(ByteTokenizer):
+        def encode(self, text):
+            return super().encode(text)[::2]
+
+    assert verify_dataset(path, Other(), {}).problems == {"miscounted": 1}
+
+
+def test_reading_one_meta_is_cheap(tmp_path):
+    index = Index.open(write_dataset(tmp_path / "set", count=300, rows_per_group=32))
+
+    def once():
+        begin = time.process_time()
+        for i in range(300):
+            index.meta(i, "s", item_counts)
+        return (time.process_time() - begin) / 300
+
+    assert min(once() for _ in range(5)) < 20e-6

@@ -1,0 +1,101 @@
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataloader.packing import pack
+from dataloader.policies import POLICIES, assign_lpt, assign_none
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(50, 120))
+def test_bins_hold_every_sample_once_within_the_budget(lengths, budget):
+    bins = pack(lengths, budget)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= budget for members in bins)
+    assert all(list(members) == sorted(members) for members in bins)
+    assert [members[0] for members in bins] == sorted(members[0] for members in bins)
+    assert len(bins) <= max(1, 2 * sum(lengths) // budget + 1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+def test_it_is_first_fit_decreasing(lengths, budget):
+    loads, naive = [], []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for place in range(len(loads) + 1):
+            if place == len(loads):
+                loads.append(0)
+                naive.append([])
+            if loads[place] + lengths[i] <= budget:
+                loads[place] += lengths[i]
+                naive[place].append(i)
+                break
+    assert pack(lengths, budget) == tuple(sorted(tuple(sorted(members)) for members in naive))
+
+
+def fewest_bins(lengths, budget):
+    best = len(lengths)
+
+    def place(i, loads):
+        nonlocal best
+        if len(loads) >= best:
+            return
+        if i == len(lengths):
+            best = len(loads)
+            return
+        for k in range(len(loads)):
+            if loads[k] + lengths[i] <= budget:
+                place(i + 1, [*loads[:k], loads[k] + lengths[i], *loads[k + 1 :]])
+        place(i + 1, [*loads, lengths[i]])
+
+    place(0, [])
+    return best
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(20, 40))
+def test_packing_is_near_the_optimum(lengths, budget):
+    assert 9 * len(pack(lengths, budget)) <= 11 * fewest_bins(lengths, budget) + 6
+
+
+def test_packing_edges():
+    assert pack([], 10) == ()
+    assert pack([10], 10) == ((0,),)
+    assert pack([4, 6, 5, 5], 10) == ((0, 1), (2, 3))
+    with pytest.raises(ValueError, match="sample 1 has 11 tokens"):
+        pack([3, 11], 10)
+    with pytest.raises(ValueError, match="sample 0 has 0 tokens"):
+        pack([0], 10)
+
+
+costs = st.lists(st.integers(0, 10**12), max_size=40)
+
+
+@settings(deadline=None)
+@given(costs, st.integers(1, 8), st.sampled_from(sorted(POLICIES)))
+def test_policies_assign_each_sample_to_a_replica(costs, n, name):
+    assigned = POLICIES[name](costs, n)
+    assert len(assigned) == len(costs)
+    assert all(0 <= replica < n for replica in assigned)
+    assert assigned == POLICIES[name](costs, n)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
+def test_lpt_is_within_four_thirds_of_the_optimum(costs, n):
+    def largest(assigned):
+        return max(sum(c for c, r in zip(costs, assigned, strict=True) if r == k) for k in range(n))
+
+    optimum = min(map(largest, product(range(n), repeat=len(costs))))
+    assert 3 * n * largest(assign_lpt(costs, n)) <= (4 * n - 1) * optimum
+
+
+def test_policies_by_hand():
+    assert assign_none([9, 1, 1, 1], 2) == (0, 1, 0, 1)
+    assert assign_lpt([3, 9, 3, 3], 2) == (1, 0, 1, 1)
+    assert assign_lpt([5, 5, 5, 5], 2) == (0, 1, 0, 1)  # ties by id
+    assert assign_lpt([], 2) == ()
+    with pytest.raises(ValueError, match="replicas is 0"):
+        assign_lpt([1], 0)

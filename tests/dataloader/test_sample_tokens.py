@@ -1,0 +1,168 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample, validate_sample
+from dataloader.tokenizer import ByteTokenizer, get_tokenizer
+from dataloader.tokens import ItemMeta, SampleMeta, count_text, fit, item_row_offsets, length, tokenize
+
+BYTES = ByteTokenizer()
+
+
+class PairTokenizer(ByteTokenizer):
+    """Two bytes a token where possible: like a BPE, its counts depend on where the text is cut."""
+
+    name = "pairs"
+    vocab_size = 65_536 + 260
+
+    def encode(self, text):
+        data = text.encode()
+        pairs = [260 + data[i] * 256 + data[i + 1] for i in range(0, len(data) - 1, 2)]
+        return pairs + ([data[-1]] if len(data) % 2 else [])
+
+
+def meta_of(sample, rows, tokenizer=BYTES):
+    text_tokens, ats = count_text(sample, tokenizer)
+    items = tuple(
+        ItemMeta(item.modality, 4 * r, r, at, item.size)
+        for item, r, at in zip(sample.items, rows, ats, strict=True)
+    )
+    return SampleMeta(7, "source", text_tokens, items, 0)
+
+
+@st.composite
+def samples(draw):
+    pieces = draw(st.lists(st.text(st.sampled_from("ab é漢\n"), max_size=6), min_size=1, max_size=5))
+    text = PLACEHOLDER.join(pieces) or "x"
+    items = tuple(Item("image", "png", (8, 8), b"x") for _ in range(text.count(PLACEHOLDER)))
+    edges = sorted(draw(st.sets(st.integers(0, len(text)), max_size=6)))
+    targets = draw(st.sampled_from([None, tuple(zip(edges[::2], edges[1::2], strict=False))]))
+    if draw(st.booleans()) and len(edges) > 2:
+        targets = tuple(pairwise(edges))  # adjacent spans
+    rows = draw(st.lists(st.integers(1, 5), min_size=len(items), max_size=len(items)))
+    return Sample("s", text, items, targets), rows
+
+
+def reference(sample, rows, tokenizer):
+    """The definition, character by character: (id, is target) of the whole sequence."""
+    spans = [(0, len(sample.text))] if sample.targets is None else sample.targets
+    cuts = {0, len(sample.text)} | {edge for span in spans for edge in span}
+    out, piece, remaining = [(tokenizer.bos, False)], "", list(rows)
+
+    def flush(stop):
+        inside = any(a <= stop - 1 < b for a, b in spans)
+        out.extend((i, inside) for i in tokenizer.encode(piece))
+
+    for position, character in enumerate(sample.text):
+        if position in cuts and piece:
+            flush(position)
+            piece = ""
+        if character == PLACEHOLDER:
+            if piece:
+                flush(position)
+                piece = ""
+            out += [(tokenizer.item, False)] * remaining.pop(0) + [(tokenizer.end_of_item, False)]
+        else:
+            piece += character
+    if piece:
+        flush(len(sample.text))
+    ends = sample.targets is None or any(b == len(sample.text) for _, b in sample.targets)
+    return [*out, (tokenizer.eos, ends)]
+
+
+@settings(deadline=None)
+@given(samples(), st.sampled_from([BYTES, PairTokenizer()]))
+def test_metadata_and_payload_agree(drawn, tokenizer):
+    sample, rows = drawn
+    validate_sample(sample)
+    meta = meta_of(sample, rows, tokenizer)
+    ids, labels, mask = tokenize(sample, meta, tokenizer)
+    expected = reference(sample, rows, tokenizer)
+    assert [*ids.tolist(), labels[-1]] == [i for i, _ in expected]
+    assert labels[:-1].tolist() == ids[1:].tolist()
+    assert mask.tolist() == [target for _, target in expected[1:]]
+    assert (ids.dtype, labels.dtype, mask.dtype) == (np.int64, np.int64, np.bool_)
+    assert len(ids) == len(labels) == len(mask) == length(meta)
+    for item, offset in zip(meta.items, item_row_offsets(meta), strict=True):
+        assert ids[offset - 1] != BYTES.item
+        assert (ids[offset : offset + item.rows] == BYTES.item).all()
+        assert ids[offset + item.rows] == BYTES.end_of_item
+
+
+@settings(deadline=None)
+@given(samples(), st.integers(1, 40))
+def test_truncation_keeps_the_longest_prefix_without_a_cut_item(drawn, budget):
+    sample, rows = drawn
+    meta = meta_of(sample, rows)
+    whole = [i for i, _ in reference(sample, rows, BYTES)][:-1]
+    kept = fit(meta, budget, "truncate")
+    if length(meta) <= budget:
+        assert kept is meta
+        return
+    best = max(
+        n
+        for n in range(1, budget + 1)
+        # a prefix is allowed if the next token does not continue an item
+        if whole[n - 1] != BYTES.item and not (n < len(whole) and whole[n] == BYTES.end_of_item)
+    )
+    if best == 1:
+        assert kept is None
+        return
+    assert kept is not None
+    assert kept.truncated
+    assert length(kept) == best
+    ids, labels, mask = tokenize(sample, kept, BYTES)
+    assert ids.tolist() == whole[:best]
+    assert labels.tolist() == [*whole[1:best], BYTES.eos]
+    full_mask = tokenize(sample, meta, BYTES)[2]
+    assert mask.tolist() == [*full_mask[: best - 1].tolist(), False]
+
+
+def test_long_samples_by_policy():
+    meta = SampleMeta(3, "docs", 20, (), 20)
+    assert fit(meta, 21, "error") is meta
+    assert fit(meta, 20, "drop") is None
+    with pytest.raises(DataError, match=r"sample 3 of source 'docs' has 21 tokens, the budget is 20"):
+        fit(meta, 20, "error")
+    with pytest.raises(ValueError, match=r"unknown policy 'split'.*truncate"):
+        fit(meta, 20, "split")
+    with pytest.raises(ValueError, match="budget is 0"):
+        fit(meta, 0, "drop")
+
+
+def test_truncation_drops_the_cut_item_and_all_after_it():
+    items = (ItemMeta("image", 8, 4, 2, ()), ItemMeta("image", 8, 4, 5, ()))
+    meta = SampleMeta(0, "s", 9, items, 0)
+    assert length(meta) == 20
+    kept = fit(meta, 15, "truncate")  # bos, 2 text, 5 item, 3 text, and 4 of the second item's 5
+    assert kept == replace(meta, text_tokens=5, items=items[:1], truncated=True)
+    kept = fit(meta, 16, "truncate")
+    assert kept == replace(meta, text_tokens=5, items=items, truncated=True)
+
+
+def test_an_index_that_disagrees_is_an_error_with_a_name():
+    sample = Sample("mine", f"ab{PLACEHOLDER}cd", (Item("image", "png", (8, 8), b"x"),))
+    meta = meta_of(sample, [3])
+    for wrong in (
+        replace(meta, text_tokens=3),
+        replace(meta, text_tokens=5),
+        replace(meta, items=()),
+        replace(meta, items=meta.items * 2),
+        replace(meta, items=(replace(meta.items[0], at=1),)),
+    ):
+        with pytest.raises(DataError, match="sample 'mine'"):
+            tokenize(sample, wrong, BYTES)
+
+
+def test_byte_tokenizer():
+    assert (
+        BYTES.decode([BYTES.bos, *BYTES.encode("né\n"), BYTES.item, BYTES.end_of_item, BYTES.eos]) == "né\n"
+    )
+    assert BYTES.decode([0xC3]) == "\ufffd"
+    assert get_tokenizer("bytes").vocab_size == 260
+    with pytest.raises(ValueError, match=r"unknown tokenizer 'gpt'.*bytes"):
+        get_tokenizer("gpt")

@@ -1,0 +1,192 @@
+"""Real torchrun launches: exit codes, signals, restarts, and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from infra.launch import launch_local
+
+# What a worker does, chosen by ACTION; each writes its pid and environment to the run folder first.
+WORKER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from infra.shutdown import StopFlag
+
+folder = Path(sys.argv[1]).parent
+rank = os.environ["RANK"]
+action = os.environ["ACTION"]
+restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if action == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleeper = subprocess.Popen(["sleep", "300"], start_new_session=True)
+
+def ready():
+    written = folder / f".rank{rank}"
+    written.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']} {os.environ['WORLD_SIZE']}")
+    written.rename(folder / f"rank{rank}")
+
+if action == "stop":
+    with StopFlag() as stop:
+        ready()
+        while not stop.requested:
+            time.sleep(0.05)
+    (folder / f"saved{rank}").write_text(stop.signal_name)
+    sys.exit(0)
+ready()
+if action == "ignore":
+    time.sleep(300)
+if action == "fail" and rank == "1":
+    raise KeyError("the reason it failed")
+if action == "fail_once" and rank == "0" and restart == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+if action == "fail":
+    time.sleep(300)
+print(f"rank {rank} done after {restart} restarts", flush=True)
+"""
+
+MAIN = """
+import os, sys
+from pathlib import Path
+from infra.launch import launch_local
+assert "torch" not in sys.modules
+log = Path(os.environ["LOG"]) if "LOG" in os.environ else None
+sys.exit(launch_local(Path(sys.argv[1]), int(sys.argv[2]), "worker", log, None, int(sys.argv[3])))
+"""
+
+
+@pytest.fixture
+def run_folder(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("a: 1\n")
+    return tmp_path / "run"
+
+
+def start(run_folder, action, ranks=2, restarts=0, **env):
+    command = [sys.executable, "-c", MAIN, str(run_folder / "config.yaml"), str(ranks), str(restarts)]
+    path = os.pathsep.join([str(run_folder.parent), os.getcwd()])
+    environment = {**os.environ, "ACTION": action, "PYTHONPATH": path, **env}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for_ranks(run_folder, ranks=2):
+    """The processes of the workers, once all are ready."""
+    files = [run_folder / f"rank{rank}" for rank in range(ranks)]
+    deadline = time.monotonic() + 60
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, "the workers did not start"
+        time.sleep(0.05)
+    return [psutil.Process(int(file.read_text().split()[0])) for file in files]
+
+
+def family(workers):
+    """Workers, their children and the agent above them."""
+    agent = workers[0].parent()
+    return [agent, *workers, *(child for worker in workers for child in worker.children(recursive=True))]
+
+
+def still_running(processes):
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def last_line(text):
+    return text.rstrip().splitlines()[-1]
+
+
+def test_success_and_threads_for_each_rank(run_folder, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    launch = start(run_folder, "finish")
+    out, err = launch.communicate(timeout=90)
+    assert launch.returncode == 0, err
+    assert out.count("done after 0 restarts") == 2
+    assert last_line(err) == f"run folder {run_folder}: exit code 0"
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert [(run_folder / f"rank{r}").read_text().split()[1:] for r in (0, 1)] == [[str(threads), "2"]] * 2
+
+
+def test_a_failing_worker_shows_its_traceback_and_its_code(run_folder):
+    launch = start(run_folder, "fail", OMP_NUM_THREADS="7")
+    workers = family(wait_for_ranks(run_folder))
+    _, err = launch.communicate(timeout=90)
+    assert launch.returncode == 1
+    assert "KeyError: 'the reason it failed'" in err
+    assert last_line(err) == f"run folder {run_folder}: exit code 1"
+    assert (run_folder / "rank0").read_text().split()[1] == "7"  # what the user set stays
+    assert still_running(workers) == []
+
+
+def test_output_in_a_log_still_shows_the_reason(run_folder):
+    log = run_folder / "logs" / "launch.log"
+    launch = start(run_folder, "fail", ranks=2, LOG=str(log))
+    out, err = launch.communicate(timeout=90)
+    assert launch.returncode == 1
+    assert out == ""
+    assert "KeyError: 'the reason it failed'" in log.read_text()
+    assert last_line(err) == f"run folder {run_folder}: exit code 1, output in {log}"
+
+
+def test_a_killed_worker_is_restarted(run_folder):
+    launch = start(run_folder, "fail_once", restarts=1)
+    out, err = launch.communicate(timeout=90)
+    assert launch.returncode == 0, err
+    assert out.count("done after 1 restarts") == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_workers_which_may_end_their_step(run_folder, number):
+    # SIGINT interrupts Python workers, SIGTERM lets them save.
+    launch = start(run_folder, "stop")
+    workers = family(wait_for_ranks(run_folder))
+    launch.send_signal(number)
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 128 + number, err
+    assert last_line(err) == f"run folder {run_folder}: exit code {128 + number}"
+    if number == signal.SIGTERM:
+        assert [(run_folder / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+    assert still_running(workers) == []
+
+
+def test_workers_that_ignore_the_signal_are_killed_after_their_grace(run_folder):
+    launch = start(run_folder, "ignore", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    workers = family(wait_for_ranks(run_folder))
+    assert len(workers) == 1 + 2 + 2
+    launch.send_signal(signal.SIGTERM)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGTERM
+    assert still_running(workers) == []
+
+
+def test_a_second_signal_kills_at_once(run_folder):
+    launch = start(run_folder, "ignore")
+    workers = family(wait_for_ranks(run_folder))
+    began = time.monotonic()
+    launch.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    launch.send_signal(signal.SIGINT)
+    launch.communicate(timeout=60)
+    assert time.monotonic() - began < 20
+    assert launch.returncode == 128 + signal.SIGKILL
+    assert still_running(workers) == []
+
+
+def test_an_agent_that_dies_leaves_no_orphans(run_folder):
+    launch = start(run_folder, "ignore")
+    agent, *workers = family(wait_for_ranks(run_folder))
+    agent.kill()
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGKILL
+    assert last_line(err) == f"run folder {run_folder}: exit code 137"
+    assert still_running(workers) == []
+
+
+def test_a_launch_that_cannot_be_is_refused(run_folder):
+    with pytest.raises(ValueError, match="ranks=0"):
+        launch_local(run_folder / "config.yaml", 0, "worker")
+    with pytest.raises(ValueError, match=r"missing\.yaml does not exist"):
+        launch_local(run_folder / "missing.yaml", 1, "worker")

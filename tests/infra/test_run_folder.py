@@ -1,0 +1,115 @@
+"""The run folder survives crashes: atomic writes, cut-short lines, exact floats."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.run_folder import (
+    RunFolder,
+    append_line,
+    read_metrics,
+    set_aside,
+    truncate_after,
+    write_json,
+    write_text,
+)
+
+CRASH_BEFORE_REPLACE = """
+import os, signal, sys
+from pathlib import Path
+from infra.run_folder import write_json
+os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+write_json(Path(sys.argv[1]), {"loss": 2.0})
+"""
+
+
+def test_create_keeps_what_is_there(tmp_path):
+    folder = RunFolder.create(tmp_path / "run")
+    assert folder.checkpoints.is_dir()
+    write_text(folder.config, "a: 1\n")
+    assert RunFolder.create(tmp_path / "run").config.read_text() == "a: 1\n"
+
+
+def test_a_crash_between_temporary_file_and_replace_leaves_the_old_file(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": 1.0})
+    crashed = subprocess.run([sys.executable, "-c", CRASH_BEFORE_REPLACE, str(path)])
+    assert crashed.returncode == -9
+    assert len(list(tmp_path.iterdir())) == 2  # the new text was written, beside the old file
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+    write_json(path, {"loss": 3.0})
+    assert json.loads(path.read_text()) == {"loss": 3.0}
+
+
+def test_an_object_that_cannot_be_written_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "summary.json"
+    write_json(path, {"loss": 1.0})
+    with pytest.raises(TypeError):
+        write_json(path, {"loss": object()})
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+
+
+@given(st.lists(st.floats(), min_size=1))
+def test_floats_read_back_bitwise_and_the_file_is_strict_json(tmp_path_factory, values):
+    path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+    with path.open("a") as file:
+        append_line(file, {f"m{i}": value for i, value in enumerate(values)})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
+    (back,) = read_metrics(path)
+    for a, b in zip(values, back.values(), strict=True):
+        assert (math.isnan(a) and math.isnan(b)) or a.hex() == b.hex()
+
+
+@pytest.mark.parametrize("key", ["progress/step", "step"])
+@pytest.mark.parametrize(
+    "cut", ["", '{"loss/train": 1.5, "prog', '{"progress/step": 9, "step": 9}', "\0\0\0\n"]
+)
+def test_truncate_drops_later_steps_and_a_cut_last_line(tmp_path, key, cut):
+    path = tmp_path / "lines.jsonl"
+    lines = [json.dumps({key: step, "x": 0.1 * step}) + "\n" for step in range(1, 6)]
+    path.write_text("".join(lines) + cut)
+    truncate_after(path, 3)
+    assert path.read_text() == "".join(lines[:3])
+    truncate_after(path, 0)
+    assert path.read_text() == ""
+
+
+def test_truncate_keeps_a_whole_last_line_without_its_newline(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    truncate_after(path, 2)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_truncate_refuses_what_it_cannot_read_and_changes_nothing(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    for text, words in (('{"step": 1}\n{"st\n{"step": 3}\n', "not JSON"), ('{"x": 1}\n', "none of the keys")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            truncate_after(path, 1)
+        assert path.read_text() == text
+        assert list(tmp_path.iterdir()) == [path]
+    truncate_after(tmp_path / "missing.jsonl", 1)
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_set_aside_overwrites_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for text in ("first", "second"):
+        path.write_text(text)
+        set_aside(path)
+    set_aside(path)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        "metrics.jsonl.1": "first",
+        "metrics.jsonl.2": "second",
+    }

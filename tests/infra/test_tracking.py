@@ -1,0 +1,222 @@
+"""Trackers: JSONL is the truth, W&B (offline, real) and TensorBoard hold the same records."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from infra.run_folder import RunFolder, read_metrics
+from infra.tracking import make_tracker
+from infra.tracking_wandb import resolve_mode
+from infra.wandb_offline import read_offline_run
+
+CONFIG = {
+    "model": {"llm": {"layers": 4, "width": 64}, "encoders": ["image", "audio"]},
+    "optim": {"lr": 3e-4, "betas": [0.9, 0.95], "clip": None},
+    "name": "quickstart",
+    "long": "x" * 100_000,  # several 32 KiB blocks of the .wandb file
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder.create(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def no_key(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def start(kind, folder, resumed_from=None, mode="auto"):
+    return make_tracker(kind, folder, CONFIG, "a run", "omni-tests", "a group", mode, resumed_from)
+
+
+def metrics_of(step):
+    return {
+        "progress/tokens": 4096 * step,
+        "loss/train": 1 / (3 * step),
+        "optim/lr/llm": 1e-3 * 0.9**step,
+        "loss/train/a source.v2": math.nan if step == 2 else 5e-324,
+        "perf/tokens_per_s": math.inf if step == 3 else 1e17 + step,
+    }
+
+
+def log_steps(tracker, first, last):
+    for step in range(first, last + 1):
+        tracker.log(step, metrics_of(step))
+
+
+def same(a, b):
+    return repr(a) == repr(b)  # NaN equals NaN, and the order of keys counts
+
+
+def sorted_rows(rows):
+    return [sorted(row.items()) for row in rows]
+
+
+def test_jsonl_is_always_written(folder):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 3)
+    tracker.summary({"loss/eval": 0.5, "worst": math.inf})
+    tracker.summary({"loss/eval": 0.25})
+    tracker.finish(0)
+    expected = [{"progress/step": step, **metrics_of(step)} for step in (1, 2, 3)]
+    assert same(read_metrics(folder.metrics), expected)
+    assert json.loads(folder.summary.read_text()) == {"loss/eval": 0.25, "worst": "Infinity"}
+
+
+def test_a_resumed_run_appends_and_a_fresh_one_sets_aside(folder):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 5)
+    tracker.finish(1)
+    tracker = start("jsonl", folder, resumed_from=3)
+    log_steps(tracker, 4, 6)
+    tracker.finish(0)
+    assert [record["progress/step"] for record in read_metrics(folder.metrics)] == [1, 2, 3, 4, 5, 6]
+    start("jsonl", folder).finish(0)
+    assert read_metrics(folder.metrics) == []
+    assert len(read_metrics(folder.path / "metrics.jsonl.1")) == 6
+
+
+def test_two_records_for_one_step_are_a_bug(folder):
+    tracker = start("jsonl", folder)
+    tracker.log(1, {})
+    with pytest.raises(AssertionError, match="one record a step"):
+        tracker.log(1, {})
+    tracker.finish(1)
+
+
+def test_wandb_offline_reads_back_as_config_and_metrics(folder):
+    tracker = start("wandb", folder)
+    log_steps(tracker, 1, 20)
+    tracker.summary({"loss/eval": 0.125, "host": {"cores": 2}})
+    tracker.finish(0)
+    run = read_offline_run(folder.path)
+    assert run.config == CONFIG
+    assert len(run.history) == 20
+    assert same(sorted_rows(run.history), sorted_rows(read_metrics(folder.metrics)))
+    assert run.summary["loss/eval"] == 0.125
+    assert run.summary["host"] == {"cores": 2}
+    assert run.summary["loss/train"] == 1 / 60
+
+
+def test_a_resumed_wandb_run_is_the_same_run_with_one_whole_history(folder):
+    tracker = start("wandb", folder)
+    log_steps(tracker, 1, 5)
+    tracker.finish(1)
+    (before,) = (folder.path / "wandb").glob("offline-run-*")
+    tracker = start("wandb", folder, resumed_from=3)
+    log_steps(tracker, 4, 6)
+    tracker.finish(0)
+    (after,) = (folder.path / "wandb").glob("offline-run-*")
+    assert before.name.split("-")[-1] == after.name.split("-")[-1]
+    run = read_offline_run(folder.path)
+    assert [row["progress/step"] for row in run.history] == [1, 2, 3, 4, 5, 6]
+    assert same(sorted_rows(run.history), sorted_rows(read_metrics(folder.metrics)))
+
+
+def test_a_damaged_wandb_file_is_refused_and_a_cut_one_is_read(folder):
+    tracker = start("wandb", folder)
+    log_steps(tracker, 1, 20)
+    tracker.finish(0)
+    (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
+    data = file.read_bytes()
+    cut = folder.path / "cut.wandb"
+    history_in = data.index(b"loss/train")  # the first history record
+    last = data.rindex(b"loss/train/a source.v2")
+    cut.write_bytes(data[:history_in])
+    assert read_offline_run(cut).history == []
+    cut.write_bytes(data[:last])
+    assert 0 < len(read_offline_run(cut).history) <= 20
+    cut.write_bytes(data[:last] + b"!" + data[last + 1 :])
+    with pytest.raises(ValueError, match="wrong checksum"):
+        read_offline_run(cut)
+    cut.write_bytes(b"not a log")
+    with pytest.raises(ValueError, match=r"not a \.wandb file"):
+        read_offline_run(cut)
+    with pytest.raises(ValueError, match="tracking=wandb"):
+        read_offline_run(folder.checkpoints)
+
+
+KILLED_SERVICE = """
+import pathlib, psutil, sys, time
+from infra.run_folder import RunFolder
+from infra.tracking import make_tracker
+folder = RunFolder.create(pathlib.Path(sys.argv[1]))
+tracker = make_tracker("wandb", folder, {}, "a run", "omni-tests", None, "offline", None)
+tracker.log(1, {"loss/train": 1.0})
+(service,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "wandb-core"]
+service.kill()
+service.wait()
+for step in range(2, 40):
+    tracker.log(step, {"loss/train": 1.0})
+    time.sleep(0.01)
+tracker.summary({"done": True})
+tracker.finish(0)
+"""
+
+
+def test_when_wandb_dies_the_run_goes_on_with_one_warning(folder):
+    # A process of its own: it loses the W&B service that the other tests share.
+    command = [sys.executable, "-c", KILLED_SERVICE, str(folder.path)]
+    environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tracking: wandb failed and is dropped") == 1
+    assert [record["progress/step"] for record in read_metrics(folder.metrics)] == list(range(1, 40))
+    assert json.loads(folder.summary.read_text()) == {"done": True}
+
+
+def test_wandb_that_cannot_start_is_refused_with_the_remedy(folder, monkeypatch):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setattr("infra.tracking_wandb.START_S", 2.0)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="tracking=jsonl"):
+        start("wandb", folder)
+    assert time.monotonic() - began < 20
+
+
+def test_mode_auto_is_online_only_with_a_key_for_the_host(tmp_path, monkeypatch):
+    assert resolve_mode("auto") == "offline"
+    (tmp_path / ".netrc").write_text("machine github.com login a password b\n")
+    assert resolve_mode("auto") == "offline"
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password " + "a" * 40 + "\n")
+    assert resolve_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert resolve_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    assert resolve_mode("auto") == "online"
+    assert resolve_mode("offline") == "offline"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert resolve_mode("auto") == "offline"
+
+
+def test_tensorboard_holds_the_records_and_hides_repeated_steps(folder):
+    tracker = start("tensorboard", folder)
+    log_steps(tracker, 1, 5)
+    tracker.finish(1)
+    tracker = start("tensorboard", folder, resumed_from=3)
+    log_steps(tracker, 4, 6)
+    tracker.finish(0)
+    events = EventAccumulator(str(folder.path / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    losses = [(event.step, event.value) for event in events.Scalars("loss/train")]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5, 6]
+    for step, value in losses:
+        assert value == pytest.approx(1 / (3 * step), rel=1e-6)  # stored as float32
+
+
+def test_unknown_kind_and_mode_name_the_choices(folder):
+    with pytest.raises(ValueError, match="tracking=mlflow is unknown: choose one of jsonl, wandb"):
+        start("mlflow", folder)
+    with pytest.raises(ValueError, match=r"tracking\.mode=on is unknown: choose one of auto"):
+        start("wandb", folder, mode="on")
