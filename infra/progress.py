@@ -72,9 +72,9 @@ class Progress:
 
 
 def header(total_steps: int) -> str:
-    """The column titles over `step_line`."""
-    titles = f"{'loss':>9} {'grad norm':>9} {'lr':>8} {'tok/s':>7} {'MFU':>7} {'mem GB':>7}"
-    return f"{'step':>{_step_width(total_steps)}} {titles} {'wait':>7} {'imbal':>6} {'ETA':>9}"
+    """The column titles over `step_line`; 79 characters wide for a run of 1,000 to 9,999 steps."""
+    titles = f"{'loss':>8} {'|grad|':>8} {'lr':>8} {'tok/s':>6} {'MFU':>6} {'mem GB':>6}"
+    return f"{'step':>{_step_width(total_steps)}} {titles} {'wait':>6} {'imbal':>5} {'ETA':>8}"
 
 
 def step_line(total_steps: int, left_s: float | None, metrics: Mapping[str, float]) -> str:
@@ -85,15 +85,15 @@ def step_line(total_steps: int, left_s: float | None, metrics: Mapping[str, floa
     imbalance = max((value for key, value in metrics.items() if key.startswith(IMBALANCE)), default=None)
     columns = [
         f"{int(metrics['progress/step'])}/{total_steps}".rjust(_step_width(total_steps)),
-        _number(metrics.get("loss/train"), 9, 4),
-        _number(metrics.get("optim/grad_norm"), 9, 4),
+        _number(metrics.get("loss/train"), 8, 4),
+        _number(metrics.get("optim/grad_norm"), 8, 4),
         _scientific(metrics.get("optim/lr/llm"), 8),
-        _thousands(metrics.get("perf/tokens_per_s"), 7),
-        _percent(metrics.get("perf/mfu"), 7),
-        _number(metrics.get("mem/peak_gb"), 7, 2),
-        _percent(metrics.get("data/wait_frac"), 7),
-        _number(imbalance, 6, 2),
-        _duration(left_s, 9),
+        _thousands(metrics.get("perf/tokens_per_s"), 6),
+        _percent(metrics.get("perf/mfu"), 6),
+        _number(metrics.get("mem/peak_gb"), 6, 2),
+        _percent(metrics.get("data/wait_frac"), 6),
+        _number(imbalance, 5, 2),
+        _duration(left_s, 8),
     ]
     return " ".join(columns)
 
@@ -139,7 +139,8 @@ def _duration(seconds: float | None, width: int) -> str:
     days, rest = divmod(round(seconds), 86400)
     hours, rest = divmod(rest, 3600)
     clock = f"{hours}:{rest // 60:02d}:{rest % 60:02d}"
-    return (f"{days}d {hours:02d}h" if days else clock).rjust(width)
+    text = clock if not days else f"{days}d {hours:02d}h" if days < 1000 else f"{days}d"
+    return text.rjust(width)
 
 
 def _bar(step: int, total: int) -> str:

@@ -98,7 +98,7 @@ def _values_of(group: str, option: str) -> Iterator[tuple[str, Any]]:
     loaded = loader.repository.load_config(f"{group}/{option}")
     if loaded is None:
         return
-    package = loaded.header.get("package", group.replace("/", "."))
+    package = loaded.header.get("package") or group.replace("/", ".")
     prefix = "" if package == "_global_" else f"{package}."
     values = OmegaConf.to_container(loaded.config, resolve=False)
     assert isinstance(values, dict)

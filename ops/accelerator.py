@@ -70,9 +70,9 @@ def install() -> None:
     module.cuda = lambda self, *args, **kwargs: self
     tensor.type = _type_for_optimizer(torch.Tensor.type)
     # megatron's fused functions are torch.compile'd; compiling costs more than it saves here.
-    import torch._dynamo
+    from torch import _dynamo
 
-    torch._dynamo.config.disable = True
+    _dynamo.config.disable = True
 
 
 def _type_for_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from ops import accelerator
 accelerator.install()
 # Without Transformer Engine or apex, megatron warns of every fallback at import.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
+# megatron calls collectives by names that newer torch releases only rename.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -8,6 +8,7 @@ loads under any data- and pipeline-parallel layout; under its own layout it is e
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ def write_state(path: Path, components: Mapping[str, ComponentOptimizer], names:
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
     for component, optimizer in components.items():
-        for name, shape, start, main, moments in _shards(optimizer, *names[component]):
-            shard = {"component": component, "name": name, "shape": shape, "start": start}
-            shard["main"] = main.detach().cpu().clone()
-            shard |= {key: value.cpu().clone() for key, value in moments.items() if value.dim()}
-            if "step" in moments:
-                shard["step"] = float(moments["step"])
-            state["shards"].append(shard)
+        for shard in shards(optimizer, *names[component]):
+            saved = {"component": component, "name": shard.name, "shape": shard.shape, "start": shard.start}
+            saved["main"] = shard.main.detach().cpu().clone()
+            saved |= {key: shard.adam[key].cpu().clone() for key in MOMENTS if key in shard.adam}
+            if "step" in shard.adam:
+                saved["step"] = float(shard.adam["step"])
+            state["shards"].append(saved)
     with path.open("wb") as file:
         torch.save(state, file)
 
@@ -57,60 +58,65 @@ def read_state(
             if "cuda_rng" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_rng"])
     for component, optimizer in components.items():
-        for name, shape, start, main, _ in _shards(optimizer, *names[component]):
-            pieces = saved.get((component, name), [])
-            if not pieces or tuple(pieces[0]["shape"]) != tuple(shape):
+        for shard in shards(optimizer, *names[component]):
+            what = f"{path.name}: {component} {shard.name}"
+            pieces = saved.get((component, shard.name), [])
+            if not pieces or tuple(pieces[0]["shape"]) != shard.shape:
                 found = f"has shape {tuple(pieces[0]['shape'])}" if pieces else "is not in the checkpoint"
-                raise CheckpointError(f"{path.name}: {component} {name} {found}, the model has {tuple(shape)}")
-            _fill(optimizer, main, start, pieces, f"{path.name}: {component} {name}")
+                raise CheckpointError(f"{what} {found}, the model has {shard.shape}")
+            _fill(optimizer, shard, pieces, what)
         inner: Any = optimizer.optimizer
         inner._copy_main_params_to_model_params()
         optimizer.ddp.start_param_sync(force_sync=True)
 
 
-def _shards(
-    optimizer: ComponentOptimizer, first_layer: int, tied: bool
-) -> Iterator[tuple[str, torch.Size, int, torch.nn.Parameter, dict[str, torch.Tensor]]]:
-    """Yield (name, full shape, start, fp32 shard, AdamW state) of each parameter this rank owns a part of."""
+@dataclass(frozen=True)
+class Shard:
+    """What a rank owns of one parameter: elements from `start` of the flattened full `shape`.
+
+    `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    main: torch.nn.Parameter
+    adam: dict[str, torch.Tensor]
+
+
+def shards(optimizer: ComponentOptimizer, first_layer: int, tied: bool) -> Iterator[Shard]:
+    """Yield this rank's shards of a component's parameters, by canonical name."""
     inner: Any = optimizer.optimizer
     for name, parameter in canonical_parameters(optimizer.module, first_layer, tied):
         if parameter not in inner.model_param_group_index_map:
             continue
         group, order = inner.model_param_group_index_map[parameter]
         main = inner.optimizer.param_groups[group]["params"][order]
-        place = inner._get_model_param_range_map(parameter)["param"]
-        yield name, parameter.shape, place.start, main, inner.optimizer.state.get(main, {})
+        start = inner._get_model_param_range_map(parameter)["param"].start
+        yield Shard(name, tuple(parameter.shape), start, main, inner.optimizer.state.get(main, {}))
 
 
-def _fill(
-    optimizer: ComponentOptimizer,
-    main: torch.nn.Parameter,
-    start: int,
-    pieces: list[dict[str, Any]],
-    what: str,
-) -> None:
-    """Copy [start, start + len(main)) from saved pieces into a shard and its moments."""
-    inner: Any = optimizer.optimizer
-    stop = start + main.numel()
-    trained = all("step" in piece for piece in pieces)
-    if trained:
-        inner.optimizer.state[main] = {
-            # A tensor of its own for every parameter: a shared one would count every step many times.
-            "step": torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device),
-            **{key: torch.zeros_like(main) for key in MOMENTS},
-        }
+def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, Any]], what: str) -> None:
+    """Copy a shard's elements and moments from the saved pieces that overlap it."""
+    main, start, stop = shard.main, shard.start, shard.start + shard.main.numel()
+    adam: dict[str, torch.Tensor] = {}
+    if all("step" in piece for piece in pieces):
+        # A tensor of its own for every parameter: a shared one would count every step many times.
+        adam["step"] = torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device)
+        adam |= {key: torch.zeros_like(main) for key in MOMENTS}
+        inner: Any = optimizer.optimizer
+        inner.optimizer.state[main] = adam
     covered = torch.zeros(main.numel(), dtype=torch.bool)
-    flat = main.data.view(-1)
     for piece in pieces:
         low = max(start, piece["start"])
         high = min(stop, piece["start"] + piece["main"].numel())
         if low >= high:
             continue
         here, there = slice(low - start, high - start), slice(low - piece["start"], high - piece["start"])
-        flat[here].copy_(piece["main"].view(-1)[there])
-        if trained:
-            for key in MOMENTS:
-                inner.optimizer.state[main][key].view(-1)[here].copy_(piece[key].view(-1)[there])
+        main.data.view(-1)[here].copy_(piece["main"].view(-1)[there])
+        for key in MOMENTS:
+            if adam:
+                adam[key].view(-1)[here].copy_(piece[key].view(-1)[there])
         covered[here] = True
     if not covered.all():
         raise CheckpointError(f"{what}: elements {start} to {stop} are not all in the checkpoint")

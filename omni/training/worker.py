@@ -1,23 +1,27 @@
 """One rank of a run, as torchrun starts it: `python -m omni.training.worker RUN_FOLDER/config.yaml`."""
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from infra.run_folder import RunFolder
 from omni.compose import load_config
-from omni.training.job import prepare_job
+from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
 from ops.device import backend_name, select_device
 
 
-def main(config_path: Path) -> None:
-    """Train as this process's rank; all ranks of the world run this."""
+@contextlib.contextmanager
+def joined(config_path: Path) -> Iterator[tuple[Job, RunFolder, int, torch.device]]:
+    """Join the world that torchrun describes, and leave it together with all other ranks."""
     config = load_config(config_path)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = prepare_job(config, world)
@@ -25,29 +29,35 @@ def main(config_path: Path) -> None:
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend_name(), timeout=timedelta(seconds=config.train.timeout_s))
-    trainer = Trainer(job, RunFolder.create(config_path.parent), rank, device)
-    trainer.run()
-    dist.barrier(trainer.rank.groups.control)
+    yield job, RunFolder.create(config_path.parent), rank, device
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def run(config_path: Path) -> int:
-    """Run `main` and turn any error into a message with its rank and a non-zero exit code."""
+def main(config_path: Path) -> None:
+    """Train as this process's rank; all ranks of the world run this."""
+    with joined(config_path) as (job, folder, rank, device):
+        Trainer(job, folder, rank, device).run()
+
+
+def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
+    """Run a rank's main function; end with 0, 2 for a user's mistake, 1 for any other failure."""
+    rank = os.environ.get("RANK", "0")
+    code = 0
     try:
-        main(config_path)
-    except ValueError as error:  # a user's mistake: the message is meant for them
-        print(f"rank {os.environ.get('RANK', '0')}: error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        print(f"rank {os.environ.get('RANK', '0')} failed:", file=sys.stderr)
+        function(config_path)
+    except ValueError as error:  # the message is meant for the user
+        print(f"rank {rank}: error: {error}", file=sys.stderr)
+        code = 2
+    except BaseException:
+        print(f"rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
-        return 1
-    return 0
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: destructors of communicators would wait for peers that may be gone.
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    code = run(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Destructors of communicators wait for peers that may be gone.
-    os._exit(code)
+    exit_with(main, Path(sys.argv[1]))

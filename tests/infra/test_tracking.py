@@ -165,7 +165,7 @@ tracker.finish(0)
 
 
 def test_when_wandb_dies_the_run_goes_on_with_one_warning(folder):
-    # A process of its own: it loses the W&B service that the other tests share.
+    # A process of its own: W&B complains at its exit.
     command = [sys.executable, "-c", KILLED_SERVICE, str(folder.path)]
     environment = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)

@@ -1,0 +1,177 @@
+"""Parity: the same model and batch under two configurations, loss and every gradient compared.
+
+Invariant (design, section 6): under any layout, placement and policy, the loss and each parameter's gradient
+equal those of one rank in fp32, ‖a - b‖ / max(‖b‖, 1e-6 · global norm) ≤ 1e-5. Every capability of the
+platform is held against it, by `omni parity` and by the tests.
+
+A measurement takes the way that training takes. Gradients and weights are collected by canonical name from
+the shards that ranks own, so nothing is compared that the optimizer would not see.
+"""
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infra.run_folder import RunFolder
+from omni.models.llm import NAME as LLM
+from omni.training.job import Job
+from omni.training.state import Shard, shards
+from omni.training.trainer import Trainer
+
+TOLERANCE = 1e-5
+WEIGHT_TOLERANCE = 1e-4
+FILE = "measurement.pt"
+# Adam turns rounding noise into signs; a large epsilon keeps updates comparable.
+OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.eval_every=0")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Loss and gradients of the first step, and weights after the last, by "component/name".
+
+    A parameter that several pipeline stages hold appears once for each, as "name@stage": copies must agree
+    with the reference one by one.
+    """
+
+    loss: float
+    gradients: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one quantity of the candidate is from the reference, relative as in design section 6."""
+
+    name: str
+    relative: float
+
+
+def measure(job: Job, folder: RunFolder, rank: int, device: torch.device, steps: int = 1) -> Measurement | None:
+    """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
+    trainer = Trainer(job, folder, rank, device)
+    loss, gradients = math.nan, None
+    with trainer.ahead() as ahead:
+        for step in range(1, steps + 1):
+            prepared = ahead.take(step)
+            trainer.agree_on(prepared.plan)
+            result, tombstones = trainer.execute(prepared)
+            totals = trainer.totals(prepared, result, tombstones, stop=False)
+            if step == 1:
+                loss = totals.loss
+                targets = totals.num_targets
+                gradients = collect(trainer, lambda shard: _gradient(shard, targets))
+            trainer.rank.optimizer.update(step, totals)
+            if step + 2 <= ahead.last:
+                trainer.consensus.offer(step + 2, ahead.plan(step + 2).digest)
+    weights = collect(trainer, lambda shard: shard.main.detach())
+    if gradients is None or weights is None:
+        return None
+    return Measurement(loss, gradients, weights)
+
+
+def _gradient(shard: Shard, targets: float) -> torch.Tensor | None:
+    return None if shard.main.grad is None else shard.main.grad / targets
+
+
+def collect(
+    trainer: Trainer, value: Callable[[Shard], torch.Tensor | None]
+) -> dict[str, torch.Tensor] | None:
+    """Assemble full tensors on rank 0 from `value` of every shard of every rank."""
+    pieces = []
+    stage = trainer.job.layout.coordinates(trainer.rank.rank)["pp"]
+    for component, optimizer in trainer.rank.components.items():
+        for shard in shards(optimizer, *trainer.rank.names[component]):
+            tensor = value(shard)
+            if tensor is not None:
+                holder = stage if component == LLM else 0
+                flat = tensor.detach().float().cpu().reshape(-1).clone()
+                pieces.append((component, shard.name, holder, shard.shape, shard.start, flat))
+    group = trainer.rank.groups.control
+    gathered: list[Any] | None = [None] * group.size() if trainer.rank.is_first else None
+    dist.gather_object(pieces, gathered, group=group, group_dst=0)
+    if gathered is None:
+        return None
+    return _assemble([piece for of_rank in gathered for piece in of_rank])
+
+
+def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:
+    holders: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for component, name, holder, *_ in pieces:
+        holders[component, name].add(holder)
+    full: dict[str, torch.Tensor] = {}
+    for component, name, holder, shape, start, flat in pieces:
+        copies = holders[component, name]
+        key = f"{component}/{name}" + (f"@{holder}" if len(copies) > 1 else "")
+        tensor = full.setdefault(key, torch.full((math.prod(shape),), math.nan))
+        tensor[start : start + flat.numel()] = flat
+    return full
+
+
+def compare(reference: Measurement, candidate: Measurement) -> list[Difference]:
+    """Relative differences of the loss and of every gradient, worst first.
+
+    Raises:
+        AssertionError: if a parameter is missing on either side.
+    """
+    loss = abs(candidate.loss - reference.loss) / abs(reference.loss)
+    return _worst_first([Difference("loss", loss), *_tensors(reference.gradients, candidate.gradients)])
+
+
+def compare_weights(reference: Measurement, candidate: Measurement) -> list[Difference]:
+    """Relative differences of every weight after the last step, worst first."""
+    return _worst_first(_tensors(reference.weights, candidate.weights))
+
+
+def _tensors(reference: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]) -> list[Difference]:
+    base = {_base(name): tensor.double() for name, tensor in reference.items()}
+    missing = set(base) ^ {_base(name) for name in candidate}
+    assert not missing, f"only on one side: {sorted(missing)}"
+    total = math.sqrt(sum(float(t.square().sum()) for t in base.values()))
+    out = []
+    for name, tensor in candidate.items():
+        expected = base[_base(name)]
+        distance = float((tensor.double() - expected).norm())
+        out.append(Difference(name, distance / max(float(expected.norm()), 1e-6 * total)))
+    return out
+
+
+def _base(name: str) -> str:
+    return name.partition("@")[0]
+
+
+def _worst_first(differences: list[Difference]) -> list[Difference]:
+    # A nan is the worst there is: an element that no rank owned.
+    return sorted(differences, key=lambda d: (-math.inf if math.isnan(d.relative) else -d.relative, d.name))
+
+
+def save(measurement: Measurement, path: Path) -> None:
+    """Write a measurement where `load` finds it."""
+    torch.save(vars(measurement), path)
+
+
+def load(path: Path) -> Measurement:
+    """Read a measurement."""
+    return Measurement(**torch.load(path, weights_only=True))
+
+
+def main(config_path: Path) -> None:
+    """One rank of a measurement, as torchrun starts it."""
+    from omni.training.worker import joined
+
+    with joined(config_path) as (job, folder, rank, device):
+        measurement = measure(job, folder, rank, device, steps=job.config.train.steps)
+        if measurement is not None:
+            save(measurement, folder.path / FILE)
+
+
+if __name__ == "__main__":
+    from omni.training.worker import exit_with
+
+    exit_with(main, Path(sys.argv[1]))
