@@ -1,1 +1,4 @@
-"""The models and the program: components, planner, trainer and the `omni` command. Third parties import only this."""
+"""The models and the program: components, planner, trainer, the `omni` command.
+
+Third parties import only this package.
+"""

@@ -46,7 +46,7 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         raise ConfigError(f"{', '.join(missing)}: not set; choose an experiment or set the keys")
     config: Any = OmegaConf.to_object(composed)
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def load_config(path: Path) -> Config:
@@ -60,7 +60,7 @@ def load_config(path: Path) -> Config:
         config: Any = OmegaConf.to_object(merged)
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:

@@ -88,7 +88,7 @@ class SourceConfig:
 
 @dataclass
 class HeldoutConfig:
-    """A held-out dataset: `samples` of it give the loss, `generate` of it are transcribed freely at the end."""
+    """A held-out dataset: `samples` of it give the loss, `generate` are transcribed freely at the end."""
 
     path: str = MISSING
     samples: int = 128

@@ -35,8 +35,8 @@ class _InertStream:
     def __enter__(self) -> "_InertStream":
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _InertStream)

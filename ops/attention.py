@@ -141,9 +141,10 @@ def _varlen(
     cu = packing.cu_seqlens
     window = (-1, 0) if packing.causal else (-1, -1)
     grouped = query.shape[1] != key.shape[1]
-    out: torch.Tensor = varlen_attn(
+    out = varlen_attn(
         query, key, value, cu, cu, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
     )
+    assert isinstance(out, torch.Tensor)
     return out
 
 

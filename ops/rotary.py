@@ -55,4 +55,4 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """[T, N, H] → [T, N, H], rotated by `table` from `rotary_table`."""
-    return _Rotate.apply(x, *table)  # type: ignore[no-any-return]
+    return _Rotate.apply(x, *table)

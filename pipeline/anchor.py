@@ -1,4 +1,4 @@
-"""What the engine asks of the models it runs. It knows them by name, attach point and cost, never by class."""
+"""What the engine asks of the models it runs. It knows them by name and attach point, never by class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ class Anchor(Protocol):
     `attach` names the point of the LLM where its rows enter.
     """
 
-    attach: str
+    @property
+    def attach(self) -> str:
+        """Attach point."""
+        ...
 
     def encode(self, inputs: Any) -> torch.Tensor:
         """Encode the items of one chunk: rows [R, D], differentiable in the component's weights."""

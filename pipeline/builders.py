@@ -32,7 +32,9 @@ def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -
     for stage in range(stages):
         ops: list[Op] = []
         for op in one_f_one_b(stages, microbatches, stage):
-            mine = [c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, op.index)]
+            mine = [
+                c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, op.index)
+            ]
             if op.kind is Kind.FORWARD:
                 ops += [Op(Kind.ENCODE, c) for c in mine] + [op]
             else:

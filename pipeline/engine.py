@@ -224,7 +224,8 @@ class _Step:
             assert received.grad is not None
             self.outbox[Kind.SEND_BACKWARD, m] = received.grad
         if m in self.returned and self.first:
-            assert rows is not None and rows.grad is not None
+            assert rows is not None
+            assert rows.grad is not None
             self.row_grads[m] = rows.grad
 
     # Communication.

@@ -6,7 +6,7 @@ Placement = Callable[[Sequence[int], int], tuple[int, ...]]
 
 
 def place_stage0(costs: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """All items on the first stage: the homogeneous baseline, an encoder in front of the LLM's first layer."""
+    """All items on the first stage: the homogeneous baseline, an encoder in front of the LLM."""
     return (0,) * len(costs)
 
 

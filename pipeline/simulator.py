@@ -1,9 +1,9 @@
-"""An abstract machine that runs op lists: the simulator of a step's time and, at once, rule R7 of the verifier.
+"""An abstract machine that runs op lists: at once the simulator of a step's time and rule R7 of the verifier.
 
 Each rank runs its list in order. Compute takes time; issuing communication takes none; a WAIT blocks until
-the communication it names is done. Communication completes in the order in which it was issued on its channel:
-one channel for each direction of each neighbouring pair, one for SHIP and one for RETURN. With
-`single_fifo` a rank has one channel for everything, the strictest thing a GPU may do.
+the communication it names is done. Communication completes in the order of issue on its channel: one channel
+for each direction of each neighbouring pair, one for SHIP and one for RETURN. With `single_fifo` a rank has
+one channel for everything, the strictest thing a GPU may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it.

@@ -1,13 +1,13 @@
 """Refuse a plan that could hang, lose a row or hold too much, before any of it runs.
 
-    R1  every communicator sees one order of collectives on all its ranks
-    R2  sends and receives of each directed pair of stages are in the same order
-    R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return, wait(return) < encode-
-        backward, and the same for activations and their gradients
-    R4  every issued op is waited for exactly once, after it was issued
-    R5  each item is encoded once, and its backward runs once, on the same rank (never for a frozen encoder)
-    R6  microbatches in flight on a stage stay under the cap
-    R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
+R1  every communicator sees one order of collectives on all its ranks
+R2  sends and receives of each directed pair of stages are in the same order
+R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return,
+    wait(return) < encode-backward, and the same for activations and their gradients
+R4  every issued op is waited for exactly once, after it was issued
+R5  each item is encoded once, and its backward runs once, on the same rank (never for a frozen encoder)
+R6  microbatches in flight on a stage stay under the cap
+R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 """
 
 from collections import Counter
@@ -146,8 +146,8 @@ def _items(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
     for rank, ops in enumerate(replica.ops):
         for kind, where in ((Kind.ENCODE, encoded), (Kind.ENCODE_BACKWARD, backward)):
             for c in _indices(ops, kind):
-                for item in replica.chunks[c].items:
-                    where[item].append(rank)
+                for number in replica.chunks[c].items:
+                    where[number].append(rank)
     for number, item in enumerate(replica.items):
         trains = plan.train and item.component not in plan.frozen
         expected = encoded[number] if trains else []

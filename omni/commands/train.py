@@ -57,7 +57,7 @@ def train(composed: DictConfig) -> int:
     ranks = config.launch.ranks or visible_devices() or 2
     if 0 < visible_devices() < ranks:
         raise ConfigError(
-            f"launch.ranks={ranks}: this machine has {visible_devices()} GPUs, and a rank needs one of its own"
+            f"launch.ranks={ranks}: this machine has {visible_devices()} GPUs, and every rank needs its own"
         )
     prepare_job(config, ranks)
     folder = RunFolder.create(Path(config.run.dir).absolute())

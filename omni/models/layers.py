@@ -31,7 +31,9 @@ class PackedCoreAttention(MegatronModule):
     Rotation happens here and not in megatron, which would restart positions at 0 on every shard.
     """
 
-    def __init__(self, config: TransformerConfig, *, softmax_scale: float | None = None, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, softmax_scale: float | None = None, **unused: Any
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
 

@@ -106,7 +106,7 @@ class LLMStage:
 
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
         """Word embeddings [T, D] of a microbatch."""
-        return self.model.embedding(inputs.ids, None).squeeze(1)  # type: ignore[no-any-return]
+        return self.model.embedding(inputs.ids, None).squeeze(1)
 
     def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [T, D] → [T, D]; on the last stage losses [T], or next token ids [S] where asked for."""
@@ -123,11 +123,11 @@ class LLMStage:
         )
         self.model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not self.last:
-            return out.squeeze(1)  # type: ignore[no-any-return]
+            return out.squeeze(1)
         if inputs.labels is None:
             assert inputs.ends is not None
-            return out[0, inputs.ends].argmax(-1)  # type: ignore[no-any-return]
-        return out.squeeze(0)  # type: ignore[no-any-return]
+            return out[0, inputs.ends].argmax(-1)
+        return out.squeeze(0)
 
     def loss(self, inputs: MicrobatchInputs, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Token losses [T] → their masked sum, and [loss, targets] summed by source in fp64."""
@@ -137,7 +137,8 @@ class LLMStage:
 
     def sums(self, inputs: MicrobatchInputs, output: torch.Tensor) -> torch.Tensor:
         """Loss and target count of each source, [2 · sources] in fp64."""
-        assert inputs.mask is not None and inputs.sources is not None
+        assert inputs.mask is not None
+        assert inputs.sources is not None
         sums = torch.zeros(2, self.num_sources, dtype=torch.float64, device=self.device)
         mask = inputs.mask.double()
         sums[0].index_add_(0, inputs.sources, output.detach().double() * mask)

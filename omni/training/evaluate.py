@@ -138,7 +138,7 @@ class Evaluator:
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(replica, dict(enumerate(metas)))
         arrays = [texts[i] for batch in replica.microbatches for i in batch.samples]
-        items = [self._item(*item) for item in fetch.items]
+        items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]
         fetched = Fetched(arrays if assembler.place.reads_text else [], items, (), 0.0)
         inputs = assembler.assemble(plan, replica, fetched, predict)
         result = self.rank.engine.run(plan, replica, inputs)

@@ -29,7 +29,14 @@ def fingerprint(job: Job) -> dict[str, Any]:
         },
         **{
             key: data[key]
-            for key in ("tokenizer", "microbatch_tokens", "step_tokens", "step_samples", "on_long", "window_groups")
+            for key in (
+                "tokenizer",
+                "microbatch_tokens",
+                "step_tokens",
+                "step_samples",
+                "on_long",
+                "window_groups",
+            )
         },
     }
     return dict(sorted(_flatten(parts, "")))
@@ -37,7 +44,9 @@ def fingerprint(job: Job) -> dict[str, Any]:
 
 def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
     if isinstance(value, dict):
-        return [pair for key, inner in value.items() for pair in _flatten(inner, f"{prefix}.{key}".lstrip("."))]
+        return [
+            pair for key, inner in value.items() for pair in _flatten(inner, f"{prefix}.{key}".lstrip("."))
+        ]
     return [(prefix, value)]
 
 

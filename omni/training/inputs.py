@@ -1,7 +1,7 @@
 """From a plan to the tensors that one rank needs for it.
 
 `fetch_of` says what the loader must bring; `assemble` turns what came into the engine's inputs. A rank loads
-the texts of its replica if it embeds them or computes their loss, and the items that it encodes: nothing else.
+the texts of its replica if it embeds them or computes their loss, and the items that it encodes: no more.
 
 Bad data keeps its planned shape. An item that cannot be decoded becomes zeros, its sample is a tombstone:
 the ranks of the replica tell each other which samples these are, and the last stage masks their targets.

@@ -76,8 +76,12 @@ def prepare_job(config: Config, world: int) -> Job:
     _check_choices(config)
     check_optim(config.optim, components, config.train.steps)
     tokenizer = _tokenizer(config.data.tokenizer)
-    indexes = {name: _open(f"data.sources.{name}", s.path, tokenizer) for name, s in config.data.sources.items()}
-    heldout = {name: _open(f"data.heldout.{name}", h.path, tokenizer) for name, h in config.data.heldout.items()}
+    indexes = {
+        name: _open(f"data.sources.{name}", s.path, tokenizer) for name, s in config.data.sources.items()
+    }
+    heldout = {
+        name: _open(f"data.heldout.{name}", h.path, tokenizer) for name, h in config.data.heldout.items()
+    }
     for name, index in {**indexes, **heldout}.items():
         _check_modalities(name, index, by_modality)
     flops = part_flops(config, encoders, tokenizer.vocab_size, layout.pp)

@@ -118,7 +118,7 @@ class ComponentOptimizer:
     @property
     def module(self) -> torch.nn.Module:
         """The bare module."""
-        return self.ddp.module  # type: ignore[no-any-return]
+        return self.ddp.module
 
     def reduce(self) -> None:
         """Sum gradients over the component's ranks; afterwards each holds its own shard of the sum."""
@@ -152,7 +152,11 @@ class JointOptimizer:
     """All components under one norm, each with its own learning rate and frozen spans."""
 
     def __init__(
-        self, components: Mapping[str, ComponentOptimizer], config: OptimConfig, steps: int, device: torch.device
+        self,
+        components: Mapping[str, ComponentOptimizer],
+        config: OptimConfig,
+        steps: int,
+        device: torch.device,
     ) -> None:
         self.components = dict(components)
         self.config = config

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from infra.run_folder import RunFolder
 from omni.models.llm import NAME as LLM
+from omni.training.ahead import PLANS_AHEAD
 from omni.training.job import Job
 from omni.training.state import Shard, shards
 from omni.training.trainer import Trainer
@@ -53,7 +55,9 @@ class Difference:
     relative: float
 
 
-def measure(job: Job, folder: RunFolder, rank: int, device: torch.device, steps: int = 1) -> Measurement | None:
+def measure(
+    job: Job, folder: RunFolder, rank: int, device: torch.device, steps: int = 1
+) -> Measurement | None:
     """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
     trainer = Trainer(job, folder, rank, device)
     loss, gradients = math.nan, None
@@ -65,18 +69,16 @@ def measure(job: Job, folder: RunFolder, rank: int, device: torch.device, steps:
             totals = trainer.totals(prepared, result, tombstones, stop=False)
             if step == 1:
                 loss = totals.loss
-                targets = totals.num_targets
-                gradients = collect(trainer, lambda shard: _gradient(shard, targets))
+                gradients = collect(trainer, partial(_gradient, totals.num_targets))
             trainer.rank.optimizer.update(step, totals)
-            if step + 2 <= ahead.last:
-                trainer.consensus.offer(step + 2, ahead.plan(step + 2).digest)
+            trainer.offer(ahead, step + PLANS_AHEAD)
     weights = collect(trainer, lambda shard: shard.main.detach())
     if gradients is None or weights is None:
         return None
     return Measurement(loss, gradients, weights)
 
 
-def _gradient(shard: Shard, targets: float) -> torch.Tensor | None:
+def _gradient(targets: float, shard: Shard) -> torch.Tensor | None:
     return None if shard.main.grad is None else shard.main.grad / targets
 
 
@@ -129,7 +131,9 @@ def compare_weights(reference: Measurement, candidate: Measurement) -> list[Diff
     return _worst_first(_tensors(reference.weights, candidate.weights))
 
 
-def _tensors(reference: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]) -> list[Difference]:
+def _tensors(
+    reference: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]
+) -> list[Difference]:
     base = {_base(name): tensor.double() for name, tensor in reference.items()}
     missing = set(base) ^ {_base(name) for name in candidate}
     assert not missing, f"only on one side: {sorted(missing)}"

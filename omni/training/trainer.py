@@ -71,14 +71,15 @@ class Trainer:
                 totals = self.totals(prepared, result, tombstones, stop.requested)
                 updated = self.rank.optimizer.update(step, totals)
                 self.advance(prepared, totals, updated)
-                if step + PLANS_AHEAD <= ahead.last:
-                    self.consensus.offer(step + PLANS_AHEAD, ahead.plan(step + PLANS_AHEAD).digest)
+                self.offer(ahead, step + PLANS_AHEAD)
                 step_s = time.perf_counter() - start
                 report.step(prepared, result, totals, self.rank.optimizer, step_s, self.evaluate(step))
                 if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
                 if totals.stop:
-                    report.note(f"stopped after step {step}: {stop.signal_name or 'a signal to another rank'}")
+                    report.note(
+                        f"stopped after step {step}: {stop.signal_name or 'a signal to another rank'}"
+                    )
                     return
             report.finish(self.transcribe())
 
@@ -101,8 +102,8 @@ class Trainer:
             timeout_s=self.config.train.timeout_s,
         )
         try:
-            for step in range(first, min(first + PLANS_AHEAD, last + 1)):
-                self.consensus.offer(step, ahead.plan(step).digest)
+            for step in range(first, first + PLANS_AHEAD):
+                self.offer(ahead, step)
             yield ahead
         finally:
             ahead.close()
@@ -110,6 +111,11 @@ class Trainer:
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much."""
         verify(plan, max_in_flight=self.job.layout.pp)
+
+    def offer(self, ahead: Ahead, step: int) -> None:
+        """Start comparing the plan of a coming step with the other ranks'."""
+        if step <= ahead.last:
+            self.consensus.offer(step, ahead.plan(step).digest)
 
     def agree_on(self, plan: StepPlan) -> None:
         """Settle that every rank holds this plan, before any of it runs."""
@@ -178,7 +184,9 @@ class Trainer:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out losses, where they are due: every `eval_every` steps, after 10 steps and at the end."""
-        if not (self.is_due(step, self.config.train.eval_every) or (self.config.train.eval_every and step == 10)):
+        if not (
+            self.is_due(step, self.config.train.eval_every) or (self.config.train.eval_every and step == 10)
+        ):
             return {}
         return {
             f"loss/eval/{name}": self.evaluator.loss(step, name, heldout.samples)
