@@ -1,0 +1,94 @@
+"""Real gloo ranks for tests, started once and reused: importing torch and megatron costs more than a test."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; the message holds every failing rank's traceback."""
+
+
+class RankPool:
+    """Processes that form a fresh gloo world for every call.
+
+    `run(world, function, *args)` calls `function(rank, *args)` on ranks 0 … world-1 and returns their
+    results in rank order. `function` must be importable by name. Processes start when first needed; those
+    of a failed call are ended, since a rank stuck in a collective cannot be used again.
+    """
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `function` on `world` ranks."""
+        while len(self.workers) < world:
+            self.workers.append(self._start())
+        chosen = self.workers[:world]
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(chosen):
+                pipe.send((rank, world, str(Path(folder) / "store"), function, args))
+            answers = [self._answer(pipe) for _, pipe in chosen]
+        problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if problems:
+            self.close()
+            raise RankError("\n".join(problems))
+        return [result for _, result in answers]
+
+    def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    @staticmethod
+    def _answer(pipe: Connection) -> tuple[bool, Any]:
+        if not pipe.poll(TIMEOUT_S):
+            return False, f"no answer in {TIMEOUT_S} s"
+        try:
+            return pipe.recv()
+        except EOFError:
+            return False, "the process ended"
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, store, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo", f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            )
+            result = (True, function(rank, *args))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            result = (False, traceback.format_exc())
+        pipe.send(result)
+        if not result[0]:
+            return
