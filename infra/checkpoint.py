@@ -31,7 +31,7 @@ def save_checkpoint(
     keep: int,
     group: dist.ProcessGroup,
 ) -> Path:
-    """Write the checkpoint of `step` and keep the newest `keep`. Every rank of the CPU group `group` calls it.
+    """Write the checkpoint of `step` and keep the newest `keep`. Every rank of the CPU `group` calls it.
 
     `write` saves this rank's state to the file it is given; `describe` goes into the manifest.
 

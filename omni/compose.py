@@ -31,7 +31,8 @@ def compose_config(overrides: Sequence[str]) -> Config:
     except ConfigError:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
-        raise ConfigError(str(error)) from error
+        cause = f": {error.__cause__}" if error.__cause__ else ""
+        raise ConfigError(f"{error}{cause}") from error
     return to_config(composed)
 
 

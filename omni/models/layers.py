@@ -110,9 +110,6 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # Losses are sums, and gradients are divided once, at finalisation.
         calculate_per_token_loss=True,
-        # Without these two the loss would ask for a global tensor-parallel group.
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="native",
         use_cpu_initialization=True,
         perform_initialization=False,
         gradient_accumulation_fusion=False,

@@ -10,6 +10,7 @@ import torch
 from omni.config import ConfigError, LLMConfig
 from omni.models.layers import layer_flops, layer_square_flops, layer_submodules, transformer_config
 from ops.linear import linear_flops
+from ops.loss import token_losses
 from parallel.costs import PartFlops
 from parallel.layout import stage_layers
 from parallel.megatron import GPTModel, ProcessGroupCollection
@@ -22,17 +23,17 @@ NAME = "llm"
 class MicrobatchInputs:
     """Tensors of one microbatch on one stage, on its device.
 
-    `ids` [1, T] on the first stage; on the last stage `labels` [1, T], `mask` [T] (1.0 where a next token is
-    a target) and `sources` [T] (the index of each token's data source), or `ends` [S], the last token of
-    each sequence, where only the next tokens are wanted. None elsewhere.
+    `ids` [1, T] on the first stage. On the last stage `wanted` [n] are the positions whose next token counts:
+    targets with their `labels` [n], `weights` [n] (0 for a tombstone) and `sources` [n] (the index of each
+    one's data source), or, where labels are None, the positions to predict from. None elsewhere.
     """
 
     packed: PackedTokens
     ids: torch.Tensor | None = None
+    wanted: torch.Tensor | None = None
     labels: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
     sources: torch.Tensor | None = None
-    ends: torch.Tensor | None = None
 
 
 def check_llm(config: LLMConfig) -> None:
@@ -109,49 +110,49 @@ class LLMStage:
         return self.model.embedding(inputs.ids, None).squeeze(1)
 
     def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [T, D] → [T, D]; on the last stage losses [T], or next token ids [S] where asked for."""
+        """Hidden [T, D] → [T, D]; on the last stage losses [n], or next token ids [n] without labels.
+
+        The output layer runs on the wanted positions alone: rows of images have no next token.
+        """
         hidden = hidden.unsqueeze(1)
         if not self.first:
             self.model.set_input_tensor(hidden)
-        out = self.model(
-            inputs.ids,
-            None,
-            None,
-            decoder_input=hidden if self.first else None,
-            labels=inputs.labels,
-            packed_seq_params=inputs.packed,
-        )
+        out = self.model.decoder(hidden, None, packed_seq_params=inputs.packed)
         self.model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not self.last:
             return out.squeeze(1)
+        assert inputs.wanted is not None
+        weight = self.model.shared_embedding_or_output_weight() if self.config.tied else None
+        logits, _ = self.model.output_layer(out.index_select(0, inputs.wanted), weight=weight)
         if inputs.labels is None:
-            assert inputs.ends is not None
-            return out[0, inputs.ends].argmax(-1)
-        return out.squeeze(0)
+            return logits.squeeze(1).argmax(-1)
+        return token_losses(logits.squeeze(1), inputs.labels)
 
     def loss(self, inputs: MicrobatchInputs, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token losses [T] → their masked sum, and [loss, targets] summed by source in fp64."""
-        assert inputs.mask is not None
-        masked = output.float() * inputs.mask
-        return masked.sum(), self.sums(inputs, output)
-
-    def sums(self, inputs: MicrobatchInputs, output: torch.Tensor) -> torch.Tensor:
-        """Loss and target count of each source, [2 · sources] in fp64."""
-        assert inputs.mask is not None
+        """Losses [n] → their weighted sum, and [loss, targets] summed by source in fp64."""
+        assert inputs.weights is not None
         assert inputs.sources is not None
+        weights = inputs.weights.double()
         sums = torch.zeros(2, self.num_sources, dtype=torch.float64, device=self.device)
-        mask = inputs.mask.double()
-        sums[0].index_add_(0, inputs.sources, output.detach().double() * mask)
-        sums[1].index_add_(0, inputs.sources, mask)
-        return sums.flatten()
+        sums[0].index_add_(0, inputs.sources, output.detach().double() * weights)
+        sums[1].index_add_(0, inputs.sources, weights)
+        return (output * inputs.weights).sum(), sums.flatten()
+
+
+def output_flops(config: LLMConfig, vocab_size: int) -> int:
+    """Forward FLOPs of the output layer, for each target token."""
+    return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
 
 
 def llm_flops(config: LLMConfig, vocab_size: int, stages: int) -> tuple[PartFlops, ...]:
-    """Forward FLOPs of each stage, for each token and each unit of the sum of squared lengths."""
+    """Forward FLOPs of each stage, for each token and each unit of the sum of squared lengths.
+
+    The output layer counts for every token, as if all were targets.
+    """
     head_dim = config.hidden // config.heads
     per_layer = layer_flops(config.hidden, config.heads, config.kv_heads, head_dim, config.ffn, gated=True)
     per_square = layer_square_flops(config.heads, head_dim, causal=True)
-    output = linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
+    output = output_flops(config, vocab_size)
     layers = stage_layers(config.layers, stages)
     return tuple(
         PartFlops(

@@ -55,9 +55,8 @@ class Evaluator:
             plan = self.job.planner.evaluation(step, group, self.job.layout.dp)
             replica = plan.replicas[self.rank.replica]
             texts = {i: self._text(source, group[i]) for batch in replica.microbatches for i in batch.samples}
-            for batch, outputs, masks in self._run(plan, replica, group, texts, predict=False):
-                del batch
-                sums += torch.stack([(outputs.double() * masks).sum(), masks.double().sum()])
+            for _, losses in self._run(plan, replica, group, texts, predict=False):
+                sums += torch.stack([losses.double().sum(), sums.new_tensor(len(losses))])
         dist.all_reduce(sums, group=self.rank.groups.world)
         total, targets = sums.tolist()
         return total / targets if targets else float("nan")
@@ -118,8 +117,8 @@ class Evaluator:
             return []
         plan = self.job.planner.evaluation(step, metas, 1)
         tokens = torch.zeros(len(metas), dtype=torch.int64)
-        for samples, outputs, _ in self._run(plan, plan.replicas[0], metas, texts, predict=True):
-            tokens[list(samples)] = outputs.cpu()
+        for samples, predicted in self._run(plan, plan.replicas[0], metas, texts, predict=True):
+            tokens[list(samples)] = predicted.cpu()
         group = self.rank.groups.replica_control
         if group.size() > 1:
             dist.broadcast(tokens, group=group, group_src=group.size() - 1)
@@ -132,8 +131,8 @@ class Evaluator:
         metas: Sequence[SampleMeta],
         texts: Mapping[int, TextArrays],
         predict: bool,
-    ) -> list[tuple[tuple[int, ...], torch.Tensor, torch.Tensor]]:
-        """Run a forward-only plan; on the last stage return (samples, outputs, mask) of each microbatch."""
+    ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """Run a forward-only plan; on the last stage return (samples, outputs) of each microbatch."""
         verify(plan, max_in_flight=max(1, len(replica.microbatches)))
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(replica, dict(enumerate(metas)))
@@ -142,11 +141,7 @@ class Evaluator:
         fetched = Fetched(arrays if assembler.place.reads_text else [], items, (), 0.0)
         inputs = assembler.assemble(plan, replica, fetched, predict)
         result = self.rank.engine.run(plan, replica, inputs)
-        out = []
-        for m, outputs in sorted(result.outputs.items()):
-            mask = inputs.microbatches[m].mask
-            out.append((replica.microbatches[m].samples, outputs, outputs if mask is None else mask))
-        return out
+        return [(replica.microbatches[m].samples, outputs) for m, outputs in sorted(result.outputs.items())]
 
     def _metas(self, source: str, num_samples: int) -> list[SampleMeta]:
         total = len(self.job.heldout[source])

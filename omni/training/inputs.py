@@ -77,7 +77,7 @@ class Assembler:
         return Fetch(texts, items)
 
     def assemble(self, plan: StepPlan, replica: ReplicaPlan, fetched: Fetched, predict: bool) -> StepInputs:
-        """Build the tensors of a step. With `predict`, the last stage gives next tokens, not losses."""
+        """Build the tensors of a step. With `predict`, the last stage gives each next token."""
         texts = iter(fetched.texts)
         # Held-out sources have no number: evaluation sums losses by itself.
         numbers = {name: number for number, name in enumerate(self.sources)}
@@ -117,11 +117,13 @@ class Assembler:
         if place.position == 0:
             tensors["ids"] = self._tensor(np.concatenate([ids for ids, _, _ in arrays])).unsqueeze(0)
         if place.position == place.num_stages - 1 and predict:
-            tensors["ends"] = self._tensor(np.cumsum(lengths) - 1)
+            tensors["wanted"] = self._tensor(np.cumsum(lengths) - 1)
         elif place.position == place.num_stages - 1:
-            tensors["labels"] = self._tensor(np.concatenate([labels for _, labels, _ in arrays])).unsqueeze(0)
-            tensors["mask"] = self._tensor(np.concatenate([mask for _, _, mask in arrays])).float()
-            tensors["sources"] = self._tensor(np.repeat(np.array(sources), np.array(lengths)))
+            wanted = np.flatnonzero(np.concatenate([mask for _, _, mask in arrays]))
+            tensors["wanted"] = self._tensor(wanted)
+            tensors["labels"] = self._tensor(np.concatenate([labels for _, labels, _ in arrays])[wanted])
+            tensors["weights"] = self._tensor(np.ones(len(wanted), np.float32))
+            tensors["sources"] = self._tensor(np.repeat(np.array(sources), np.array(lengths))[wanted])
         return MicrobatchInputs(packed=packed, **tensors)
 
     def _chunk(self, replica: ReplicaPlan, number: int, arrays: Sequence[np.ndarray | None]) -> ChunkInputs:
@@ -172,6 +174,7 @@ def mask_tombstones(replica: ReplicaPlan, inputs: StepInputs, tombstones: Sequen
     for batch, tensors in zip(replica.microbatches, inputs.microbatches, strict=True):
         start = 0
         for sample, length in zip(batch.samples, batch.layout.lengths, strict=True):
-            if sample in tombstones and tensors.mask is not None:
-                tensors.mask[start : start + length] = 0.0
+            if sample in tombstones and tensors.weights is not None:
+                inside = (tensors.wanted >= start) & (tensors.wanted < start + length)
+                tensors.weights.masked_fill_(inside, 0.0)
             start += length

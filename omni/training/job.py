@@ -17,7 +17,7 @@ from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.llm import check_llm, llm_flops
+from omni.models.llm import check_llm, llm_flops, output_flops
 from omni.models.registry import Encoder, make_encoder
 from omni.training.planner import Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
@@ -42,6 +42,7 @@ class Job:
     heldout: Mapping[str, Index]
     planner: Planner
     flops: Mapping[str, PartFlops]
+    output_flops: int
     table: CostTable
     cluster: Cluster
 
@@ -107,7 +108,19 @@ def prepare_job(config: Config, world: int) -> Job:
         table=table,
         frozen=partial(frozen_components, config.optim.components),
     )
-    return Job(config, layout, encoders, tokenizer, indexes, heldout, planner, flops, table, cluster)
+    return Job(
+        config=config,
+        layout=layout,
+        encoders=encoders,
+        tokenizer=tokenizer,
+        indexes=indexes,
+        heldout=heldout,
+        planner=planner,
+        flops=flops,
+        output_flops=output_flops(config.model.llm, tokenizer.vocab_size),
+        table=table,
+        cluster=cluster,
+    )
 
 
 def resolve_layout(config: Config, world: int) -> Layout:

@@ -77,6 +77,10 @@ def reduce_totals(
     )
 
 
+def _nothing_to_do(**unused: object) -> None:
+    pass
+
+
 class ComponentOptimizer:
     """One component's gradients and AdamW state, sharded over its data-parallel ranks."""
 
@@ -113,7 +117,12 @@ class ComponentOptimizer:
             pg_collection=groups,
         ).chained_optimizers[0]
         for group in self.optimizer.param_groups:
+            # megatron leaves both to its training script: without the first, norms and biases would decay.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
             group["fused"] = True
+        if groups.dp_cp.size() == 1:
+            # One rank would send its gradients and weights to itself.
+            self.ddp.finish_grad_sync = self.ddp.start_param_sync = _nothing_to_do
 
     @property
     def module(self) -> torch.nn.Module:

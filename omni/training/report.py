@@ -44,9 +44,13 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
     return tuple(idle[cause] for cause in CAUSES)
 
 
-def step_flops(job: Job, plan: StepPlan) -> dict[str, int]:
-    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all."""
-    flops = dict.fromkeys(plan.components, 0)
+def step_flops(job: Job, plan: StepPlan, num_targets: float) -> dict[str, float]:
+    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all, the output
+    layer only for the targets it ran on.
+    """
+    flops = dict.fromkeys(plan.components, 0.0)
+    tokens = sum(sample.length for sample in plan.samples)
+    flops[LLM] -= job.output_flops * (tokens - num_targets)
     for replica in plan.replicas:
         for batch in replica.microbatches:
             for stage in range(replica.num_stages):
@@ -93,7 +97,7 @@ def metrics_of(
     """All metrics of one training step."""
     plan = prepared.plan
     tokens = sum(sample.length for sample in plan.samples)
-    flops = step_flops(job, plan)
+    flops = step_flops(job, plan, totals.num_targets)
     peak = job.cluster.flops * job.layout.world * step_s
     num_microbatches = sum(len(replica.microbatches) for replica in plan.replicas)
     capacity = num_microbatches * job.config.data.microbatch_tokens

@@ -1,0 +1,101 @@
+from dataclasses import astuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.costs import Cluster, CostTable, PartFlops, WorkCost, table_from_flops
+
+LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 2 * 10**9, 100_000, 2_000_000)
+H100 = Cluster("h100", 989 * 10**12, 0.45, 50 * 10**9, 15_000, 50_000)
+PARTS = {
+    "llm/0": PartFlops(2_000_000_000, 8_192, recomputed=True),
+    "image": PartFlops(800_000_000, 4_608),
+}
+
+works = st.builds(
+    WorkCost,
+    token_fs=st.integers(0, 10**12),
+    square_fs=st.integers(0, 10**9),
+    overhead_ns=st.integers(0, 10**7),
+    backward_factor=st.integers(1, 3),
+)
+tokens = st.integers(0, 1_000_000)
+squares = st.integers(0, 10**12)
+
+
+def all_integers(value) -> bool:
+    if isinstance(value, dict):
+        return all(map(all_integers, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(all_integers, value))
+    return type(value) is int
+
+
+@given(works, tokens, squares)
+def test_times_are_integers(work, tokens, squares):
+    assert type(work.forward_ns(tokens, squares)) is int
+    assert type(work.backward_ns(tokens, squares)) is int
+    assert work.backward_ns(tokens, squares) == work.backward_factor * work.forward_ns(tokens, squares)
+
+
+@given(works, tokens, tokens, squares, squares)
+def test_more_work_never_takes_less_time(work, tokens, more_tokens, squares, more_squares):
+    less = work.forward_ns(tokens, squares)
+    assert work.forward_ns(tokens + more_tokens, squares + more_squares) >= less
+    assert less >= work.overhead_ns == work.forward_ns(0, 0)
+
+
+def test_a_forward_pass_adds_tokens_squares_and_overhead():
+    work = WorkCost(token_fs=3_000_000, square_fs=500_000, overhead_ns=7)
+    assert work.forward_ns(10, 4) == 7 + 30 + 2
+    assert work.backward_ns(10, 4) == 2 * 39
+
+
+@pytest.mark.parametrize("cluster", [LAPTOP, H100], ids=lambda cluster: cluster.name)
+def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
+    table = table_from_flops(PARTS, cluster, row_bytes=512, number=3)
+    assert all_integers(astuple(table))
+    assert table == table_from_flops(PARTS, cluster, row_bytes=512, number=3)
+    assert table.number == 3
+
+
+@pytest.mark.parametrize("cluster", [LAPTOP, H100], ids=lambda cluster: cluster.name)
+def test_a_table_gives_the_time_of_the_arithmetic(cluster):
+    table = table_from_flops(PARTS, cluster, row_bytes=512)
+    for name, part in PARTS.items():
+        exact = part.total(4096, 4096**2) / (cluster.flops * cluster.efficiency) * 1e9
+        assert table.parts[name].forward_ns(4096, 4096**2) == pytest.approx(
+            exact + cluster.op_overhead_ns, rel=1e-3
+        )
+
+
+def test_a_faster_cluster_never_takes_longer():
+    slow, fast = (table_from_flops(PARTS, cluster, row_bytes=512) for cluster in (LAPTOP, H100))
+    for name in PARTS:
+        assert fast.parts[name].forward_ns(1000, 10**6) <= slow.parts[name].forward_ns(1000, 10**6)
+    assert fast.message_ns(1000) <= slow.message_ns(1000)
+
+
+def test_recomputation_costs_another_forward():
+    table = table_from_flops(PARTS, LAPTOP, row_bytes=512)
+    assert table.parts["llm/0"].backward_factor == 3
+    assert table.parts["image"].backward_factor == 2
+
+
+def test_a_message_costs_latency_and_its_bytes():
+    table = CostTable(0, {}, link_latency_ns=1000, link_ns_per_kib=20, row_bytes=512)
+    assert table.message_ns(0) == 1000
+    assert table.message_ns(4) == 1000 + 4 * 512 * 20 // 1024
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_longer_message_never_takes_less_time(rows, more):
+    table = table_from_flops(PARTS, H100, row_bytes=4096)
+    assert type(table.message_ns(rows)) is int
+    assert table.message_ns(rows + more) >= table.message_ns(rows) >= H100.link_latency_ns
+
+
+def test_no_link_is_free():
+    fast = Cluster("fast", 10**15, 1.0, 10**15, 0, 0)
+    assert table_from_flops(PARTS, fast, row_bytes=1024).link_ns_per_kib == 1
