@@ -1,0 +1,40 @@
+# The two commands of the README, and what they need. PYTHON chooses the interpreter, TORCH the torch to pin.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+OVERRIDES ?=
+
+.PHONY: train test check data clean
+
+train: .venv/ready data ## train the quickstart: make train OVERRIDES="train.steps=100"
+	$(BIN)/omni train experiment=quickstart $(OVERRIDES)
+
+test: .venv/ready-dev ## run the tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+check: .venv/ready-dev ## lint, format, types, layering
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+data: .venv/ready ## build the quickstart's datasets from what pip installed
+	$(BIN)/omni data build --recipe quickstart --out data/quickstart
+
+# torch first and by itself: asked for as a dependency, pip may fetch a build for another accelerator.
+.venv/torch:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	touch $@
+
+.venv/ready: .venv/torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/ready-dev: .venv/torch pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+	touch .venv/ready
+
+clean: ## remove the environment and everything built
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
