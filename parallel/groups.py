@@ -2,6 +2,10 @@
 
 Each rank creates only the groups it belongs to, so start-up does not grow with the number of groups in the
 world. The order of creation follows from the layout alone, hence is the same on all members of each group.
+
+Invariant: every rank creates the same number of groups. torch names a group that only its members create by
+its ranks and by how many groups the process has; members that count differently wait for each other under
+different names until they time out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -90,6 +94,10 @@ def _collection(maker: _Maker, layout: Layout) -> ProcessGroupCollection:
     # The first and last stages share the word embedding when it is tied to the output.
     stages = layout.group(maker.rank, "pp")
     ends = tuple(dict.fromkeys((stages[0], stages[-1])))
-    pg.embd = maker.shared(ends) if maker.rank in ends else None
-    pg.pos_embd = maker.shared(stages[:1]) if maker.rank == stages[0] else None
+    if maker.rank in ends:
+        pg.embd = maker.shared(ends)
+    else:
+        maker.own((maker.rank,))  # in place of the group of the ends, to keep count
+        pg.embd = None
+    pg.pos_embd = pg.ep if maker.rank == stages[0] else None
     return pg

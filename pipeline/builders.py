@@ -27,18 +27,30 @@ def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
 
 
 def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
-    """1F1B with each microbatch's encoder work right before its forward and right after its backward."""
+    """1F1B with encoder work where the first stage needs it: just in time, at most a few microbatches ahead.
+
+    Stage s runs s forwards behind the first stage, so it encodes microbatch m + s before its own forward of
+    m, and finds the gradients of m - s ready after its own backward of m. Encoding its own microbatch would
+    be too late: the first stage would wait for rows that a later stage encodes only after that stage itself
+    waited for the first one.
+    """
     order = []
+    last = microbatches - 1
     for stage in range(stages):
+        mine = [(c, chunk.microbatch) for c, chunk in enumerate(chunks) if chunk.rank == stage]
         ops: list[Op] = []
         for op in one_f_one_b(stages, microbatches, stage):
-            mine = [
-                c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, op.index)
-            ]
             if op.kind is Kind.FORWARD:
-                ops += [Op(Kind.ENCODE, c) for c in mine] + [op]
-            else:
-                ops += [op] + [Op(Kind.ENCODE_BACKWARD, c) for c in mine]
+                ahead = op.index + stage
+                ops += [Op(Kind.ENCODE, c) for c, m in mine if m == ahead or (op.index == 0 and m < ahead)]
+            ops.append(op)
+            if op.kind is Kind.BACKWARD:
+                behind = op.index - stage
+                ops += [
+                    Op(Kind.ENCODE_BACKWARD, c)
+                    for c, m in mine
+                    if m == behind or (op.index == last and m > behind)
+                ]
         order.append(ops)
     return order
 
