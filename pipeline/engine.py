@@ -219,7 +219,8 @@ class _Step:
     def backward(self, m: int) -> None:
         received, rows, output = self.passes.pop(m)
         grad = None if self.last else self.inbox.pop((Kind.RECV_BACKWARD, m))
-        torch.autograd.backward(output, grad)
+        if output.requires_grad:  # not so on a frozen first stage that took in nothing that trains
+            torch.autograd.backward(output, grad)
         if received is not None:
             assert received.grad is not None
             self.outbox[Kind.SEND_BACKWARD, m] = received.grad

@@ -37,10 +37,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened on every rank. All times are simulated nanoseconds."""
+    """What happened on every rank and when transfers started. All times are simulated nanoseconds."""
 
     events: tuple[tuple[Event, ...], ...]
-    completed_ns: dict[Transfer, int]
+    started_ns: dict[Transfer, int]
 
     @property
     def makespan_ns(self) -> int:
@@ -98,7 +98,7 @@ def run(
     stuck = [rank for rank in range(num_ranks) if counter[rank] < len(ops[rank])]
     if stuck:
         raise StuckError("; ".join(machine.describe(r, ops[r][counter[r]], counter[r]) for r in stuck))
-    return Timeline(tuple(map(tuple, events)), machine.done)
+    return Timeline(tuple(map(tuple, events)), machine.started)
 
 
 def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: ComputeCost) -> int | None:
@@ -131,6 +131,7 @@ class _Machine:
         self.queues: dict[tuple[int, object], deque[tuple[Transfer, Op]]] = defaultdict(deque)
         self.free: dict[tuple[int, object], int] = defaultdict(int)
         self.issued: dict[tuple[Transfer, int], int] = {}
+        self.started: dict[Transfer, int] = {}
         self.done: dict[Transfer, int] = {}
 
     def channel(self, transfer: Transfer) -> object:
@@ -159,6 +160,7 @@ class _Machine:
                     break
                 start = max(max(self.issued[transfer, at[0]], self.free[at]) for at in lines)
                 end = start + self.message_ns(op)
+                self.started[transfer] = start
                 self.done[transfer] = end
                 for at in lines:
                     self.queues[at].popleft()

@@ -65,11 +65,19 @@ def _indices(ops: Sequence[Op], kind: Kind) -> list[int]:
 
 
 def _collective_order(replica: ReplicaPlan) -> Iterator[str]:
+    def seen(ops: Sequence[Op], kind: Kind) -> list[int]:
+        indices = _indices(ops, kind)
+        if kind is Kind.REDUCE:
+            return indices
+        # A route that never leaves its ranks is no collective.
+        routes = ((m, replica.routes[m]) for m in indices)
+        return [m for m, route in routes if route is None or not route.is_local]
+
     for kind in (Kind.SHIP, Kind.RETURN, Kind.REDUCE):
-        expected = _indices(replica.ops[0], kind)
+        expected = seen(replica.ops[0], kind)
         for rank, ops in enumerate(replica.ops[1:], start=1):
-            if _indices(ops, kind) != expected:
-                yield f"R1: rank {rank} issues {kind} in order {_indices(ops, kind)}, rank 0 {expected}"
+            if seen(ops, kind) != expected:
+                yield f"R1: rank {rank} issues {kind} in order {seen(ops, kind)}, rank 0 {expected}"
 
 
 def _pair_order(replica: ReplicaPlan) -> Iterator[str]:

@@ -133,7 +133,7 @@ class Evaluator:
         predict: bool,
     ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Run a forward-only plan; on the last stage return (samples, outputs) of each microbatch."""
-        verify(plan, max_in_flight=max(1, len(replica.microbatches)))
+        verify(plan, max_in_flight=self.job.layout.pp, single_fifo=self.job.planner.single_queue)
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(replica, dict(enumerate(metas)))
         arrays = [texts[i] for batch in replica.microbatches for i in batch.samples]

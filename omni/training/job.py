@@ -21,6 +21,7 @@ from omni.models.llm import check_llm, llm_flops, output_flops
 from omni.models.registry import Encoder, make_encoder
 from omni.training.planner import Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
+from ops.device import device_type
 from parallel.costs import Cluster, CostTable, PartFlops, table_from_flops
 from parallel.layout import Layout, LayoutError, stage_layers
 from pipeline.builders import BUILDERS
@@ -107,6 +108,8 @@ def prepare_job(config: Config, world: int) -> Job:
         budget=_budget(config),
         table=table,
         frozen=partial(frozen_components, config.optim.components),
+        # Until several GPUs have shown that separate communicators never block each other.
+        single_queue=layout.pp > 1 and device_type() == "cuda",
     )
     return Job(
         config=config,

@@ -13,7 +13,7 @@ same arguments and get the same plan.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
@@ -25,6 +25,8 @@ from parallel.sequence import SequenceLayout
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import Chunk, Kind, Microbatch, Op, PlannedItem, PlannedSample, ReplicaPlan, StepPlan
 from pipeline.policies import PLACEMENTS
+from pipeline.serial import serialise
+from pipeline.simulator import plan_costs
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Planner:
     """Plans any step of a run.
 
     `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `frozen` tells the components frozen at a step.
+    it; `frozen` tells the components frozen at a step; `single_queue` asks for op lists that are safe where
+    all communication of a rank shares one queue.
     """
 
     stream: Stream
@@ -64,6 +67,7 @@ class Planner:
     budget: Budget
     table: CostTable
     frozen: Callable[[int], tuple[str, ...]]
+    single_queue: bool = False
 
     def next_step(self, step: int, cursor: int) -> StepPlan:
         """Plan step `step` of training from stream position `cursor`; the plan says where the next begins."""
@@ -165,7 +169,11 @@ class Planner:
         chunks = _chunks(items, ranks)
         routes = tuple(_route(m, batch, items, chunks) for m, batch in enumerate(microbatches))
         ops = self._ops(len(microbatches), chunks, routes, train, frozen)
-        return ReplicaPlan(self.num_stages, tuple(microbatches), tuple(items), chunks, routes, ops)
+        planned = ReplicaPlan(self.num_stages, tuple(microbatches), tuple(items), chunks, routes, ops)
+        if not self.single_queue:
+            return planned
+        lists = serialise(ops, routes, *plan_costs(planned, self.table))
+        return replace(planned, ops=tuple(map(tuple, lists)))
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]

@@ -110,7 +110,7 @@ class Trainer:
 
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much."""
-        verify(plan, max_in_flight=self.job.layout.pp)
+        verify(plan, max_in_flight=self.job.layout.pp, single_fifo=self.job.planner.single_queue)
 
     def offer(self, ahead: Ahead, step: int) -> None:
         """Start comparing the plan of a coming step with the other ranks'."""

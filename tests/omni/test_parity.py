@@ -1,5 +1,6 @@
 """One model and one batch under many configurations: loss, every gradient, and weights after some steps."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(rank: int, line: list[str], world: int, shift: int) -> Measurement | None:
+def measure(rank: int, line: list[str], world: int, shift: bool, single_queue: bool) -> Measurement | None:
     if shift:
         inputs.make_ends = shifted_ends
     try:
         job = prepare_job(compose_config(line), world)
+        job = replace(job, planner=replace(job.planner, single_queue=single_queue))
         folder = RunFolder.create(Path(job.config.run.dir))
         return parity.measure(job, folder, rank, torch.device("cpu"), steps=job.config.train.steps)
     finally:
@@ -62,8 +64,10 @@ def shifted_ends(route: Route, rank: int, device: torch.device) -> Ends:
     return Ends(ends.is_local, ends.send, ends.receive - 1, ends.send_counts, ends.receive_counts)
 
 
-def run(ranks: RankPool, line: list[str], world: int, shift: int = 0) -> Measurement:
-    measurement = ranks.run(world, measure, line, world, shift)[0]
+def run(
+    ranks: RankPool, line: list[str], world: int, shift: bool = False, single_queue: bool = False
+) -> Measurement:
+    measurement = ranks.run(world, measure, line, world, shift, single_queue)[0]
     assert measurement is not None
     return measurement
 
@@ -92,6 +96,12 @@ def test_layouts_and_policies_equal_one_rank(ranks: RankPool, data: Path, tmp_pa
     assert_equal(expected, run(ranks, overrides(data / "mixed", tmp_path / "candidate", *more), world))
 
 
+def test_lists_for_a_single_queue_equal_one_rank(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    expected = reference(ranks, data, tmp_path, [])
+    line = overrides(data / "mixed", tmp_path / "candidate", "layout.llm.pp=3", "pipeline=one_f_one_b")
+    assert_equal(expected, run(ranks, line, 3, single_queue=True))
+
+
 def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
     job = prepare_job(compose_config(overrides(data / "mixed", tmp_path, "layout=pp2")), 2)
     replica = job.planner.next_step(1, 0).replicas[0]
@@ -113,7 +123,7 @@ def test_ranks_without_items(
 def test_shifted_placeholders_are_caught(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     expected = reference(ranks, data, tmp_path, [])
     line = overrides(data / "mixed", tmp_path / "candidate", "layout=pp2")
-    worst = compare(expected, run(ranks, line, 2, shift=1))[0]
+    worst = compare(expected, run(ranks, line, 2, shift=True))[0]
     assert worst.relative > 100 * TOLERANCE
 
 
