@@ -1,0 +1,113 @@
+"""`omni plan`: what a step will do, without ranks: the plan, the verifier's answer, the simulated time."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni.training.job import Job
+    from pipeline.plan import ReplicaPlan, StepPlan
+    from pipeline.simulator import Timeline
+
+WIDTH = 72  # characters of a timeline
+_LETTERS = {"encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "wait": "."}
+_DESCRIPTION = """\
+Plans a training step from metadata alone, as every rank will, checks it against rules R1 to R7, and times it
+with the cost table. Times are simulated. Overrides as for `omni train`.
+
+  omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--step", type=int, default=1, help="which step to plan (default 1)")
+    parser.add_argument("--replica", type=int, default=0, help="which replica to show (default 0)")
+    parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the replica")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
+    from omni.compose import compose_config
+    from omni.training.job import prepare_job
+    from ops.device import visible_devices
+    from pipeline.simulator import simulate
+    from pipeline.verifier import PlanRefusedError, verify
+
+    try:
+        config = compose_config(arguments.overrides)
+        job = prepare_job(config, config.launch.ranks or visible_devices() or 2)
+        plan = plan_of_step(job, arguments.step)
+        replica = plan.replicas[arguments.replica]
+    except (ValueError, IndexError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        verify(plan, max_in_flight=job.layout.pp, single_fifo=job.planner.single_queue)
+    except PlanRefusedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    timeline = simulate(replica, job.table)
+    if arguments.json:
+        print(json.dumps(figures(job, plan, replica, timeline), indent=2))
+        return 0
+    for key, value in figures(job, plan, replica, timeline).items():
+        print(f"{key:28} {value}")
+    print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, . wait")
+    for rank in range(len(replica.ops)):
+        print(f"  rank {rank}  {draw(timeline, rank)}")
+    if arguments.ops:
+        for rank, ops in enumerate(replica.ops):
+            print(f"\nrank {rank}: {' '.join(map(str, ops))}")
+    return 0
+
+
+def plan_of_step(job: "Job", step: int) -> "StepPlan":
+    """Plan steps 1 … `step`: where a step begins in the stream depends on those before it."""
+    plan = job.planner.next_step(1, 0)
+    for number in range(2, step + 1):
+        plan = job.planner.next_step(number, plan.next_cursor)
+    return plan
+
+
+def figures(job: "Job", plan: "StepPlan", replica: "ReplicaPlan", timeline: "Timeline") -> dict[str, object]:
+    """What a plan amounts to, as plain values."""
+    rows = sum(item.rows for item in replica.items)
+    moved = sum(route.moved_rows() for route in replica.routes if route is not None)
+    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(len(replica.ops)))
+    return {
+        "step": plan.step,
+        "digest": f"{plan.digest:016x}",
+        "stream positions": f"{plan.cursor} to {plan.next_cursor - 1}",
+        "samples": len(plan.samples),
+        "tokens": sum(sample.length for sample in plan.samples),
+        "layout": job.layout.describe(),
+        "policies": ", ".join(vars(job.planner.policies).values()),
+        "microbatches of the replica": [batch.tokens for batch in replica.microbatches],
+        "items, chunks": f"{len(replica.items)}, {len(replica.chunks)}",
+        "rows, of them shipped": f"{rows}, {moved}",
+        "verifier": "accepted, rules R1 to R7",
+        "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
+        "simulated busy share": round(busy / max(1, timeline.makespan_ns * len(replica.ops)), 3),
+        "simulated on": job.cluster.name,
+    }
+
+
+def draw(timeline: "Timeline", rank: int) -> str:
+    """One character for each slice of the simulated step: what the rank does for most of it."""
+    total = max(1, timeline.makespan_ns)
+    cells = [dict.fromkeys(_LETTERS, 0) for _ in range(WIDTH)]
+    for event in timeline.events[rank]:
+        if event.op.kind not in _LETTERS:
+            continue
+        first, last = event.start_ns * WIDTH // total, min(WIDTH - 1, event.end_ns * WIDTH // total)
+        for cell in range(first, last + 1):
+            low, high = cell * total // WIDTH, (cell + 1) * total // WIDTH
+            cells[cell][event.op.kind] += max(0, min(high, event.end_ns) - max(low, event.start_ns))
+    best = [max(cell, key=lambda kind: cell[kind]) for cell in cells]
+    return "".join(_LETTERS[kind] if cell[kind] else " " for kind, cell in zip(best, cells, strict=True))

@@ -1,0 +1,139 @@
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from dataloader.format import Item
+from omni.compose import compose_config
+from omni.config import ConfigError, LLMConfig
+from omni.models.encoders.vit import ViTConfig, ViTEncoder
+from omni.models.initialise import initialise
+from omni.models.llm import check_llm, padded_vocabulary
+from omni.models.registry import make_encoder, registered
+from omni.training.job import prepare_job
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from([1, 3]), st.integers(4, 400))
+def test_preprocessing_gives_the_counted_tokens(
+    height: int, width: int, channels: int, max_tokens: int
+) -> None:
+    encoder = ViTEncoder(ViTConfig(patch=4, merge=2, channels=channels, max_tokens=max_tokens))
+    tokens, rows = encoder.count((height, width))
+    arrays = encoder.preprocess(np.zeros((height, width, 3), np.uint8))
+    assert arrays.values.shape == (tokens, 16 * channels)
+    assert arrays.positions.shape == (tokens, 2)
+    assert tokens == 4 * rows
+    assert tokens <= max(max_tokens, 4)
+
+
+def test_patches_of_a_window_are_neighbours_and_hold_their_pixels() -> None:
+    encoder = ViTEncoder(ViTConfig(patch=2, merge=2, channels=1, mean=0.0, std=1.0))
+    image = np.arange(8 * 12, dtype=np.uint8).reshape(8, 12, 1)
+    arrays = encoder.preprocess(image)
+    assert [tuple(p) for p in arrays.positions[:8]] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
+    ]  # fmt: skip
+    for values, (row, column) in zip(arrays.values, arrays.positions, strict=True):
+        patch = image[2 * row : 2 * row + 2, 2 * column : 2 * column + 2, 0]
+        np.testing.assert_allclose(values * 255, patch.ravel(), rtol=1e-5)
+
+
+def test_aspect_is_kept() -> None:
+    encoder = ViTEncoder(ViTConfig(patch=14, merge=2, max_tokens=1024))
+    assert encoder.grid((28, 280)) == (2, 20)
+    rows, columns = encoder.grid((3000, 1000))
+    assert 2.5 < rows / columns < 3.5
+    with pytest.raises(ConfigError, match="max_side"):
+        ViTEncoder(ViTConfig(patch=2, max_side=8)).grid((4, 100))
+
+
+def test_decoding_keeps_pixels() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    decoded = ViTEncoder(ViTConfig()).decode(Item("image", "png", (5, 7), out.getvalue()))
+    np.testing.assert_array_equal(decoded[..., 0], pixels)
+
+
+def test_the_registry_finds_encoders_and_explains_mistakes() -> None:
+    assert "vit" in registered()
+    assert isinstance(make_encoder("image", {"name": "vit", "layers": 3}), ViTEncoder)
+    target = "omni.models.encoders.vit.ViTEncoder"
+    assert isinstance(make_encoder("image", {"_target_": target}), ViTEncoder)
+    for options, words in (
+        ({"name": "nope"}, "model.encoders.image.name=nope"),
+        ({}, "give either name"),
+        ({"_target_": "omni.nope.Encoder"}, "cannot be imported"),
+        ({"name": "vit", "colour": 1}, "colour"),
+        ({"name": "vit", "layers": "two"}, "layers"),
+        ({"name": "vit", "heads": 3}, "heads=3"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            make_encoder("image", options)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96}
+    check_llm(LLMConfig(**sizes))
+    for change, words in (
+        ({"heads": 5}, "heads=5"),
+        ({"kv_heads": 3}, "kv_heads=3"),
+        ({"norm": "batch"}, "norm=batch"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_llm(LLMConfig(**{**sizes, **change}))
+    assert padded_vocabulary(260, 8) == 264
+
+
+def test_weights_depend_on_seed_and_name_only() -> None:
+    def weights(first_layer: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
+        module = torch.nn.ModuleDict(
+            {"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))}
+        )
+        initialise(module, seed=seed, component="llm", num_layers=4, first_layer=first_layer)
+        return dict(module.named_parameters())
+
+    whole, second = weights(0, 4, 1), weights(2, 2, 1)
+    assert torch.equal(whole["layers.3.weight"], second["layers.1.weight"])
+    assert not torch.equal(whole["layers.0.weight"], whole["layers.1.weight"])
+    assert not torch.equal(whole["layers.0.weight"], weights(0, 4, 2)["layers.0.weight"])
+    assert (whole["layers.0.bias"] == 0).all()
+
+
+def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
+    """Encode three images alone and packed together, in both orders."""
+    from omni.training.build import build_rank
+
+    job = prepare_job(compose_config(line), 1)
+    built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
+    encoder = job.encoders["image"]
+    module = built.components["image"].module
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (8, width, 1), dtype=np.uint8) for width in (8, 24, 16)]
+    ready = [encoder.preprocess(image) for image in images]
+
+    def encode(which: list[int]) -> torch.Tensor:
+        values = torch.cat([torch.from_numpy(ready[i].values) for i in which])
+        positions = torch.cat([torch.from_numpy(ready[i].positions) for i in which])
+        lengths = [len(ready[i].values) for i in which]
+        packed = encoder.pack(lengths, positions, torch.float32, torch.device("cpu"))
+        with torch.no_grad():
+            return module(values, positions, packed)
+
+    return [encode([0, 1, 2]), torch.cat([encode([i]) for i in range(3)]), encode([2, 0, 1])]
+
+
+def test_images_in_a_pack_do_not_see_each_other(ranks: RankPool, tmp_path: Path) -> None:
+    write_mixed(tmp_path / "data")
+    together, alone, shuffled = ranks.run(1, _rows, overrides(tmp_path / "data", tmp_path / "run"))[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shuffled[:8], together[16:], rtol=1e-4, atol=1e-5)
+    assert together.std() > 1e-3

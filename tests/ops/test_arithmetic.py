@@ -1,0 +1,102 @@
+import types
+
+import pytest
+import torch
+
+from ops.attention import attention_bytes, attention_flops
+from ops.linear import linear_bytes, linear_flops
+from ops.loss import token_losses
+from ops.norm import Norm
+from ops.rotary import apply_rotary, rotary_table
+from ops.rows import gather_rows, scatter_rows
+
+
+def test_rotation_depends_on_distance_alone() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
+
+    def score(i: int, j: int) -> float:
+        qi = apply_rotary(q, rotary_table(torch.tensor([i]), 16, 100.0, torch.float64))
+        kj = apply_rotary(k, rotary_table(torch.tensor([j]), 16, 100.0, torch.float64))
+        return float((qi * kj).sum())
+
+    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)
+    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-6)
+
+
+def test_position_zero_is_not_rotated_and_lengths_are_kept() -> None:
+    x = torch.randn(5, 2, 8)
+    rotated = apply_rotary(x, rotary_table(torch.arange(5), 8, 10000.0, torch.float32))
+    torch.testing.assert_close(rotated[0], x[0])
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert not torch.allclose(rotated[1], x[1])
+
+
+def test_two_axes_rotate_halves_of_the_frequencies() -> None:
+    positions = torch.tensor([[3, 0], [0, 3]])
+    cos, _ = rotary_table(positions, 8, 10.0, torch.float64)
+    torch.testing.assert_close(cos[0, 0, :2], cos[1, 0, 2:])
+    torch.testing.assert_close(cos[0, 0, 2:], torch.ones(2, dtype=torch.float64))
+
+
+def test_rotary_gradient() -> None:
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    table = rotary_table(torch.tensor([[0, 1], [5, 2], [9, 9]]), 8, 10.0, torch.float64)
+    assert torch.autograd.gradcheck(lambda y: apply_rotary(y, table), x)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_norms_normalise_and_carry_their_mark(kind: str, sharded: bool) -> None:
+    config = types.SimpleNamespace(normalization=kind, params_dtype=torch.float64, sequence_parallel=sharded)
+    norm = Norm(config, 6)
+    x = torch.randn(4, 6, dtype=torch.float64) * 3 + 1
+    centred = x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), expected)
+    assert all(p.sequence_parallel is sharded for p in norm.parameters())
+
+
+def test_an_unknown_norm_is_refused() -> None:
+    config = types.SimpleNamespace(normalization="batch", params_dtype=torch.float32, sequence_parallel=False)
+    with pytest.raises(ValueError, match="normalization='batch'"):
+        Norm(config, 6)
+
+
+def test_losses_and_their_gradient_are_not_rounded() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 11, requires_grad=True)
+    labels = torch.arange(7)
+    losses = token_losses(logits, labels)
+    exact = logits.detach().double().requires_grad_()
+    expected = -exact.log_softmax(-1)[labels, labels]
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    losses.sum().backward()
+    expected.sum().backward()
+    # bfloat16 has eight bits: a gradient that passed through it is off by about 1e-3.
+    assert (logits.grad.double() - exact.grad).norm() / exact.grad.norm() < 1e-6
+
+
+def test_half_precision_logits_give_losses_in_fp32() -> None:
+    assert token_losses(torch.zeros(2, 4, dtype=torch.bfloat16), torch.tensor([0, 1])).dtype == torch.float32
+
+
+def test_rows_gather_and_scatter_are_adjoint() -> None:
+    base = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    index = torch.tensor([4, 1])
+    out = scatter_rows(base, index, rows)
+    torch.testing.assert_close(gather_rows(out, index), rows)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    torch.testing.assert_close(rows.grad, gather_rows(grad, index))
+    assert (base.grad[index] == 0).all()
+
+
+def test_flops_and_bytes_of_known_shapes() -> None:
+    assert linear_flops(10, 4, 8) == 2 * 10 * 4 * 8
+    assert linear_bytes(10, 4, 8, 2) == 2 * (32 + 40 + 80)
+    # Two sequences of 3 and 4 tokens, 2 heads of size 8: QKᵀ and PV.
+    assert attention_flops(9 + 16, 2, 8, causal=False) == 2 * 2 * 2 * 8 * 25
+    assert attention_flops(9 + 16, 2, 8, causal=True) == 2 * 2 * 8 * 25
+    assert attention_bytes(7, 4, 2, 8, 2) == 7 * 8 * (4 + 2 + 2 + 4) * 2
