@@ -129,7 +129,7 @@ def make_trainer(folder: Path, steps: int) -> Trainer:
             "~experiment", "+model/llm=tiny", "tracking=jsonl",
             f"model.llm.layers={LAYERS}", f"model.llm.hidden={WIDTH}", f"model.llm.heads={HEADS}",
             f"model.llm.kv_heads={HEADS}", f"model.llm.ffn={FFN}",
-            f"+data.sources={{docs: {{path: {folder / 'docs'}}}}}", f"data.step_samples={BATCH}",
+            f"+data.sources.docs.path={folder / 'docs'}", f"data.step_samples={BATCH}",
             f"data.microbatch_tokens={BATCH * LENGTH}", f"train.steps={steps}", "train.precision=fp32",
             f"optim.lr={LR}", "optim.schedule=wsd", f"optim.min_lr={LR}", f"optim.clip={CLIP}",
             f"optim.weight_decay={WEIGHT_DECAY}", f"optim.eps={EPS}", f"run.dir={folder / 'run'}",

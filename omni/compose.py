@@ -9,10 +9,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from omni.config import Config, ConfigError
+from omni.config import MAPPINGS, Config, ConfigError
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -40,14 +41,13 @@ def to_config(composed: DictConfig) -> Config:
     """Turn a composed configuration into the dataclasses.
 
     Raises:
-        ConfigError: if a key that has no default was not set.
+        ConfigError: for a key that means nothing, a wrong type, or a key without default that was not set.
     """
-    missing = sorted(OmegaConf.missing_keys(composed))
-    missing = [key for key in missing if not key.startswith("run.")]
+    missing = sorted(key for key in OmegaConf.missing_keys(composed) if not key.startswith("run."))
     if missing:
         raise ConfigError(f"{', '.join(missing)}: not set; choose an experiment or set the keys")
-    config: Any = OmegaConf.to_object(composed)
-    return config
+    # Merging into the bare schema again refuses keys that were added with a plus.
+    return _typed(OmegaConf.create(OmegaConf.to_container(composed, resolve=True)))
 
 
 def load_config(path: Path) -> Config:
@@ -57,11 +57,34 @@ def load_config(path: Path) -> Config:
         ConfigError: if the file is no such configuration.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
-        config: Any = OmegaConf.to_object(merged)
-    except (OSError, OmegaConfBaseException) as error:
+        loaded = OmegaConf.load(path)
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+    try:
+        return _typed(loaded)
+    except ConfigError as error:
+        raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+
+
+def _typed(values: DictConfig | ListConfig) -> Config:
+    config: Any = _merged(Config, values, "")
+    for section, key, entry in MAPPINGS:
+        mapping = getattr(getattr(config, section), key)
+        for name, value in mapping.items():
+            mapping[name] = _merged(entry, value, f"{section}.{key}.{name}.")
+            unset = [field for field, v in vars(mapping[name]).items() if v == MISSING]
+            if unset:
+                raise ConfigError(f"{section}.{key}.{name}.{unset[0]}: not set")
     return config
+
+
+def _merged(schema: type, values: Any, prefix: str) -> Any:
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values or {}))
+    except (OmegaConfBaseException, ValueError) as error:
+        key = prefix + str(getattr(error, "full_key", "") or "")
+        keys = ", ".join(schema.__dataclass_fields__)  # type: ignore[attr-defined]
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]} (known here: {keys})") from error
 
 
 def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
@@ -89,6 +112,8 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _is_choice(override: Override) -> bool:
+    if override.key_or_group.startswith("hydra/"):
+        return False
     loader = GlobalHydra.instance().config_loader()
     return loader.get_group_options(override.key_or_group) != [] and isinstance(override.value(), str)
 

@@ -1,7 +1,8 @@
 """The configuration: dataclasses that type every key of `hydra_conf/`. No torch here.
 
 Sources, encoders and per-component settings are mappings, never lists, so that one entry can be overridden
-by name on the command line.
+by name on the command line. OmegaConf cannot add an entry to a mapping of dataclasses by one of its keys, so
+entries are untyped while a configuration is composed; `MAPPINGS` says what each becomes afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -99,8 +100,8 @@ class HeldoutConfig:
 class DataConfig:
     """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples."""
 
-    sources: dict[str, SourceConfig] = field(default_factory=dict)
-    heldout: dict[str, HeldoutConfig] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
+    heldout: dict[str, Any] = field(default_factory=dict)
     tokenizer: str = "bytes"
     microbatch_tokens: int = MISSING
     step_tokens: int | None = None
@@ -134,7 +135,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
-    components: dict[str, ComponentOptimConfig] = field(default_factory=dict)
+    components: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -204,3 +205,11 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+MAPPINGS: tuple[tuple[str, str, type], ...] = (
+    ("data", "sources", SourceConfig),
+    ("data", "heldout", HeldoutConfig),
+    ("optim", "components", ComponentOptimConfig),
+)
+"""Section, key and type of the entries of each typed mapping."""

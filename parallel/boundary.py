@@ -91,8 +91,8 @@ def make_route(rows: Iterable[Rows], layout: SequenceLayout) -> Route:
     segments = []
     for run in sorted(rows, key=lambda r: r.start):
         covered = 0
-        at = max(0, bisect_right(starts, run.start) - 1)
-        while at < len(intervals) and covered < run.length:
+        at = bisect_right(starts, run.start) - 1
+        while 0 <= at < len(intervals) and covered < run.length:
             place = intervals[at]
             start = run.start + covered
             stop = min(run.start + run.length, place.start + place.length)

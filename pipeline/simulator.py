@@ -113,7 +113,7 @@ def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: Compu
         transfer = transfer_of(Op(op.on, op.index), rank)
         if (transfer, rank) not in machine.issued:
             raise StuckError(f"rank {rank} waits for {op.on}({op.index}), which it never issued before")
-        done = machine.done.get(transfer)
+        done = machine.done_ns(transfer, rank)
         return None if done is None else max(now, done)
     return now  # REDUCE ends the step and is the same for all schedules
 
@@ -144,10 +144,15 @@ class _Machine:
         transfer = transfer_of(op, rank)
         self.issued[transfer, rank] = now
         route = self.routes[op.index] if op.kind in COLLECTIVE else None
-        if route is not None and route.is_local:
-            self.done[transfer] = now
-        else:
+        if route is None or not route.is_local:
             self.queues[rank, self.channel(transfer)].append((transfer, op))
+
+    def done_ns(self, transfer: Transfer, rank: int) -> int | None:
+        """When a transfer was done for `rank`, None if it is not; a local route is done when issued."""
+        route = self.routes[transfer[3]] if transfer[0] in COLLECTIVE else None
+        if route is not None and route.is_local:
+            return self.issued[transfer, rank]
+        return self.done.get(transfer)
 
     def complete(self) -> bool:
         """Complete every transfer that is first in line everywhere; say whether there was one."""

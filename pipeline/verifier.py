@@ -30,7 +30,7 @@ def verify(plan: StepPlan, max_in_flight: int, single_fifo: bool = False) -> Non
     Raises:
         PlanRefusedError: with the first violations of each replica.
     """
-    problems = []
+    problems = list(_replica_order(plan))
     for number, replica in enumerate(plan.replicas):
         found = list(violations(replica, plan, max_in_flight, single_fifo))
         problems += [f"replica {number}: {text}" for text in found[:10]]
@@ -49,6 +49,7 @@ def violations(
         *_data_order(replica),
         *_waits(replica),
         *_items(replica, plan),
+        *_routes(replica),
         *_in_flight(replica, max_in_flight),
     ]
     yield from static
@@ -78,6 +79,14 @@ def _collective_order(replica: ReplicaPlan) -> Iterator[str]:
         for rank, ops in enumerate(replica.ops[1:], start=1):
             if seen(ops, kind) != expected:
                 yield f"R1: rank {rank} issues {kind} in order {seen(ops, kind)}, rank 0 {expected}"
+
+
+def _replica_order(plan: StepPlan) -> Iterator[str]:
+    """Reductions are collectives of all replicas."""
+    for number, replica in enumerate(plan.replicas[1:], start=1):
+        orders = [_indices(r.ops[0], Kind.REDUCE) if r.ops else [] for r in (plan.replicas[0], replica)]
+        if orders[0] != orders[1]:
+            yield f"R1: replica {number} reduces in order {orders[1]}, replica 0 {orders[0]}"
 
 
 def _pair_order(replica: ReplicaPlan) -> Iterator[str]:
@@ -165,17 +174,54 @@ def _items(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
                 f"and runs backward on ranks {backward[number]}"
             )
     for m in range(len(replica.microbatches)):
-        if (replica.routes[m] is None) != all(item.microbatch != m for item in replica.items):
-            yield f"R5: microbatch {m} has items without a route, or a route without items"
         for rank, ops in enumerate(replica.ops):
             expected_passes = (1, 1 if plan.train else 0)
             passes = (ops.count(Op(Kind.FORWARD, m)), ops.count(Op(Kind.BACKWARD, m)))
             if passes != expected_passes:
                 yield f"R5: rank {rank} runs microbatch {m} forward and backward {passes} times"
-        route = replica.routes[m]
-        rows = sum(item.rows for item in replica.items if item.microbatch == m)
-        if route is not None and route.num_rows != rows:
-            yield f"R5: microbatch {m} has {rows} rows, its route carries {route.num_rows}"
+
+
+def _routes(replica: ReplicaPlan) -> Iterator[str]:
+    """Every row leaves the rank that encoded it once, and arrives where its item stands, once."""
+    for m, (batch, route) in enumerate(zip(replica.microbatches, replica.routes, strict=True)):
+        items = [item for item in replica.items if item.microbatch == m]
+        if route is None:
+            if items:
+                yield f"R5: microbatch {m} has items and no route"
+            for rank, ops in enumerate(replica.ops):
+                if Op(Kind.SHIP, m) in ops or Op(Kind.RETURN, m) in ops:
+                    yield f"R5: rank {rank} ships microbatch {m}, which has no items"
+            continue
+        if not items:
+            yield f"R5: microbatch {m} has a route and no items"
+        for rank in range(len(replica.ops)):
+            rows = sum(c.rows for c in replica.chunks if (c.microbatch, c.rank) == (m, rank))
+            sent = [(s.source_start, s.length) for s in route.segments if s.source == rank]
+            if _merged(sent) != _merged([(0, rows)]):
+                yield f"R5: rank {rank} encodes {rows} rows of microbatch {m}, its route sends {sent}"
+        place = {
+            (interval.rank, interval.local_start + i): interval.start + i
+            for interval in batch.layout.intervals()
+            for i in range(interval.length)
+        }
+        arriving = [
+            (place.get((s.destination, s.destination_start + i), -1), 1)
+            for s in route.segments
+            for i in range(s.length)
+        ]
+        if _merged(arriving) != _merged([(item.start, item.rows) for item in items]):
+            yield f"R5: the route of microbatch {m} does not bring each row to the place of its item"
+
+
+def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join neighbouring runs (start, length); overlaps stay apart, so they differ from any tiling."""
+    merged: list[tuple[int, int]] = []
+    for start, length in sorted(runs):
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        elif length:
+            merged.append((start, length))
+    return merged
 
 
 def _in_flight(replica: ReplicaPlan, cap: int) -> Iterator[str]:

@@ -14,6 +14,10 @@ def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int) ->
         raise ConfigError(f"optim.schedule={config.schedule}: choose one of {', '.join(SCHEDULES)}")
     if not 0 <= config.warmup_steps <= steps:
         raise ConfigError(f"optim.warmup_steps={config.warmup_steps} must lie within train.steps={steps}")
+    if config.decay_steps is not None and config.decay_steps < 1:
+        raise ConfigError(
+            f"optim.decay_steps={config.decay_steps}: give at least one step, or null for all after warm-up"
+        )
     if config.decay_steps is not None and config.warmup_steps + config.decay_steps > steps:
         raise ConfigError(
             f"optim.decay_steps={config.decay_steps} and warmup_steps={config.warmup_steps} "

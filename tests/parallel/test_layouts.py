@@ -95,5 +95,5 @@ def test_stages_share_layers_evenly_and_the_first_take_the_rest(stages, more):
 
 
 def test_a_stage_without_a_layer_is_refused_with_the_remedy():
-    with pytest.raises(LayoutError, match="pp=5 .* choose pp at most 4"):
+    with pytest.raises(LayoutError, match=r"pp=5 .* choose pp at most 4"):
         stage_layers(4, 5)

@@ -48,9 +48,7 @@ class RandomRanks:
         # Per communicator and end, what was issued there in order; and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
         self.complete: dict[tuple, int] = {}
-        self.returned = [
-            {op.index for op in ops if op.kind is Kind.RETURN} for ops in replica.ops
-        ]
+        self.returned = [{op.index for op in ops if op.kind is Kind.RETURN} for ops in replica.ops]
 
     def run(self) -> list[tuple[int, Op]]:
         """Return (rank, op) in the order in which they ran."""

@@ -106,14 +106,20 @@ def test_encode_first_encodes_before_the_pipeline_and_goes_back_after_it():
         assert sum(op.kind is Kind.ENCODE_BACKWARD for op in after) == 4
 
 
-def test_one_f_one_b_encodes_right_before_the_microbatch_that_needs_it():
-    work = [Work("image", m, rank, (2,)) for m in range(4) for rank in range(2)]
-    replica = make_plan(2, 4, work, "one_f_one_b").replicas[0]
-    for ops in replica.ops:
-        compute = [op for op in ops if op.kind in (Kind.ENCODE, Kind.FORWARD, Kind.BACKWARD)]
-        for op, following in zip(compute, compute[1:], strict=False):
+def test_one_f_one_b_encodes_when_the_first_stage_needs_it_and_goes_back_when_it_is_done():
+    stages, microbatches = 3, 7
+    work = [Work("image", m, rank, (2,)) for m in range(microbatches) for rank in range(stages)]
+    replica = make_plan(stages, microbatches, work, "one_f_one_b").replicas[0]
+    for stage, ops in enumerate(replica.ops):
+        forwards = backwards = 0
+        for op in ops:
+            forwards += op.kind is Kind.FORWARD
+            backwards += op.kind is Kind.BACKWARD
             if op.kind is Kind.ENCODE:
-                assert following == Op(Kind.FORWARD, replica.chunks[op.index].microbatch)
+                assert forwards == max(0, replica.chunks[op.index].microbatch - stage)
+            if op.kind is Kind.ENCODE_BACKWARD:
+                behind = replica.chunks[op.index].microbatch + stage
+                assert backwards == min(microbatches, behind + 1)
 
 
 def test_returns_are_issued_before_anything_waits_for_one():
@@ -141,10 +147,11 @@ def test_frozen_encoders_run_no_backward_and_return_nothing(plan):
 def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
     verify(plan, max_in_flight=5)
     replica = plan.replicas[0]
+    ranks = range(replica.num_stages)
     trained = [c for c, chunk in enumerate(replica.chunks) if chunk.component == "audio"]
-    ran = sorted(c for rank in range(replica.num_stages) for c in of_kind(replica, rank, Kind.ENCODE_BACKWARD))
+    ran = sorted(c for rank in ranks for c in of_kind(replica, rank, Kind.ENCODE_BACKWARD))
     assert ran == trained
-    for rank in range(replica.num_stages):
+    for rank in ranks:
         returned = of_kind(replica, rank, Kind.RETURN)
         assert returned == sorted({replica.chunks[c].microbatch for c in trained})
     RandomRanks(replica, plan, seed).run()
@@ -185,11 +192,11 @@ def test_encoding_on_all_ranks_hides_half_of_the_work_on_two():
 
 
 def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
-    work = [Work("image", 0, 0, (2,))]
-    replica = make_plan(2, 1, work, "encode_first").replicas[0]
-    assert replica.routes[0].is_local
-    timeline = simulate(replica, table(2, forward_ns=10, encode_ns=100, message_ns=7))
-    waits = [event for event in timeline.events[1] if event.op in (
-        Op(Kind.WAIT, 0, Kind.SHIP), Op(Kind.WAIT, 0, Kind.RETURN))]
-    assert waits
-    assert all(event.start_ns == event.end_ns for event in waits)
+    work = [Work("image", m, 0, (2,)) for m in range(2)]
+    replica = make_plan(2, 2, work, "encode_first").replicas[0]
+    assert all(route.is_local for route in replica.routes)
+    uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
+    timeline = simulate(replica, CostTable(0, uneven, 0, 0, 0))
+    waits = [event for event in timeline.events[1] if event.op.on in (Kind.SHIP, Kind.RETURN)]
+    assert len(waits) == 4
+    assert [event.end_ns - event.start_ns for event in waits] == [0, 0, 0, 0]

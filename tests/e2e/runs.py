@@ -1,0 +1,175 @@
+"""Tiny datasets, and real runs of the command line on them."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from dataloader.format import PLACEHOLDER, Item, Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+
+TIMEOUT_S = 180  # of a run: some ten seconds on a machine of its own
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+# Ten pictures of 8x8 pixels that stand for the digits.
+DIGITS = np.random.default_rng(7).integers(0, 256, (10, 8, 8), dtype=np.uint8)
+
+# The smallest model that has every part. `data_keys` adds the data.
+TINY = (
+    "tracking=jsonl",
+    "model.llm.layers=2",
+    "model.llm.hidden=32",
+    "model.llm.heads=2",
+    "model.llm.kv_heads=1",
+    "model.llm.ffn=64",
+    "model.encoders.image.layers=1",
+    "model.encoders.image.hidden=16",
+    "model.encoders.image.heads=2",
+    "model.encoders.image.ffn=32",
+    "data.microbatch_tokens=64",
+    "data.step_tokens=128",
+    "data.record_samples=true",
+    "optim.warmup_steps=0",
+    "train.eval_every=0",
+    "train.checkpoint_every=0",
+    "train.timeout_s=60",
+)
+
+
+def picture(digits: Sequence[int], kind: str = "PNG") -> Item:
+    """An image of digits side by side."""
+    pixels = np.concatenate([DIGITS[d] for d in digits], axis=1)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind)
+    return Item("image", kind.lower(), pixels.shape, buffer.getvalue())
+
+
+def strip(i: int, kind: str = "PNG") -> Sample:
+    """Sample `i`: two or three digits and their names."""
+    digits = np.random.default_rng(i).integers(0, 10, 2 + i % 2)
+    text = PLACEHOLDER + " ".join(WORDS[d] for d in digits)
+    return Sample(f"strip-{i}", text, (picture(digits, kind),))
+
+
+def document(i: int) -> Sample:
+    return Sample(f"document-{i}", f"document {i} of few words")
+
+
+def write(path: Path, samples: Sequence[Sample], tokenizer: Any = None) -> Path:
+    with DatasetWriter(path, tokenizer or ByteTokenizer(), rows_per_group=8) as writer:
+        for sample in samples:
+            writer.add(sample)
+    return path
+
+
+def data_keys(strips: Path, docs: Path | None = None) -> list[str]:
+    """Overrides that train on `strips` and `docs` alone, without held-out data."""
+    keys = [f"data.sources.strips.path={strips}", "~data.heldout.strips", "~data.heldout.docs"]
+    return [*keys, "~data.sources.docs" if docs is None else f"data.sources.docs.path={docs}"]
+
+
+@dataclass
+class Finished:
+    """A command that ended: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    def lines_with(self, *words: str) -> list[str]:
+        """Lines of stderr that hold all `words`."""
+        return [line for line in self.err.splitlines() if all(word in line for word in words)]
+
+
+class Running:
+    """A command under way. Its output goes to files, so that nobody waits for a reader."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> None:
+        number = len(list(cwd.glob("out*.txt")))
+        self.files = cwd / f"out{number}.txt", cwd / f"err{number}.txt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **(env or {})}
+        with self.files[0].open("wb") as out, self.files[1].open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=cwd, env=environment, stdout=out, stderr=err
+            )
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Poll a condition; fails if the command ends before it holds."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.texts()[1]}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s:\n{self.texts()[1]}"
+            time.sleep(0.02)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process below this one, parents first."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> Finished:
+        """Wait for the end. A command that hangs is killed with all its processes, and fails the test."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            out, err = self.texts()
+            raise AssertionError(f"running after {timeout_s} s:\n{out[-2000:]}\n{err[-4000:]}") from None
+        return Finished(self.process.returncode, *self.texts())
+
+    def end(self) -> None:
+        """Kill what is left of the command."""
+        if self.process.poll() is not None:
+            return
+        for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+    def texts(self) -> tuple[str, str]:
+        out, err = (file.read_text(errors="replace") for file in self.files)
+        return out, err
+
+
+def omni(arguments: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S) -> Finished:
+    """Run `omni` to its end."""
+    return Running(["-m", "omni", *arguments], cwd).finish(timeout_s)
+
+
+def train(keys: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S) -> Finished:
+    """Run `omni train` to its end in `cwd`, in the run folder `run` unless a key says otherwise."""
+    return start_training(keys, cwd).finish(timeout_s)
+
+
+def start_training(keys: Sequence[str], cwd: Path) -> Running:
+    """Start `omni train` with TINY and `keys`, which may replace some of TINY's."""
+    given = {key.partition("=")[0] for key in keys}
+    defaults = [key for key in (*TINY, "run.dir=run") if key.partition("=")[0] not in given]
+    return Running(["-m", "omni", "train", *defaults, *keys], cwd)
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file. Every line must be whole."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def learnt(run: Path) -> list[dict[str, float]]:
+    """What must not depend on when a run was interrupted, step by step: losses, norms, counters."""
+    kept = ("loss/", "optim/", "progress/", "data/skipped/")
+    return [
+        {key: value for key, value in record.items() if key.startswith(kept)}
+        for record in read_lines(run / "metrics.jsonl")
+    ]
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())

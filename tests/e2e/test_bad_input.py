@@ -1,0 +1,433 @@
+"""Bad configuration and bad data: a message with the key, the value and the remedy, and an exit code."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import TINY, Finished, data_keys, document, omni, picture, read_lines, strip, train, write
+
+from dataloader.format import PLACEHOLDER, SHARD_SCHEMA, DataError, Item, Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.tokens import length
+from omni.compose import compose_config
+from omni.training.job import Job, prepare_job
+
+RADAR = Sample("radar-0", PLACEHOLDER + "an echo", (Item("radar", "raw", (16,), b"0123456789abcdef"),))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Two sound datasets, and some that are not."""
+    root = tmp_path_factory.mktemp("data")
+    write(root / "strips", [strip(i) for i in range(32)])
+    write(root / "docs", [document(i) for i in range(16)])
+    write(root / "radar", [RADAR])
+    tokenizer = ByteTokenizer()
+    tokenizer.name = "letters"
+    write(root / "letters", [document(0)], tokenizer)
+    for name in ("no_shard", "cut_shard", "no_manifest", "cut_manifest"):
+        shutil.copytree(root / "strips", root / name)
+    (root / "no_shard" / "shard-00000.parquet").unlink()
+    _cut(root / "cut_shard" / "shard-00000.parquet")
+    (root / "no_manifest" / "dataset.json").unlink()
+    _cut(root / "cut_manifest" / "dataset.json")
+    return root
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def job(data: Path, *keys: str, ranks: int = 2) -> Job:
+    """What `omni train` does before it starts ranks."""
+    own = data_keys(data / "strips", data / "docs")
+    return prepare_job(compose_config([*TINY, *own, "train.steps=4", "run.dir=unused", *keys]), ranks)
+
+
+def refused(data: Path, *keys: str, ranks: int = 2) -> str:
+    """The message with which a configuration is refused."""
+    with pytest.raises(ValueError) as caught:  # what the command line shows without a traceback
+        job(data, *keys, ranks=ranks)
+    return str(caught.value)
+
+
+def test_the_configuration_that_these_tests_break_is_sound(data):
+    assert job(data).layout.dp == 2
+    assert job(data, "layout=pp2").layout.pp == 2
+
+
+# Each key with what its message must name besides the key: the value, and the remedy.
+@pytest.mark.parametrize(
+    "keys, named",
+    [
+        (["train.stepz=3"], ["train.stepz", "not in 'TrainConfig'"]),
+        (["layout.llm.pp=abc"], ["layout.llm.pp", "abc", "Integer"]),
+        (["optim.lr=fast"], ["optim.lr", "fast", "Float"]),
+        (["optim=adamw"], ["optim/adamw", "cosine", "wsd"]),
+        (["system=nemo"], ["system/nemo", "multiplexed", "stage0"]),
+        (["optim=cosine"], ["optim=cosine", "optim.lr=0.0003", "optim.lr=0.002", "Leave"]),
+        (["layout.llm.pp=3"], ["layout.llm.pp=3", "2 ranks", "launch.ranks", "multiple of 3"]),
+        (["layout.llm.dp=3"], ["dp=3", "2", "launch.ranks=3", "dp=null"]),
+        (["layout.llm.pp=0"], ["layout.llm.pp=0", "at least one"]),
+        (["layout.llm.pp=2", "model.llm.layers=1"], ["layout.llm.pp=2", "model.llm.layers=1", "at most 1"]),
+        (["model.encoders.image.name=siglip"], ["model.encoders.image.name=siglip", "vit", "_target_"]),
+        (["+model.encoders.image.depth=2"], ["model.encoders.image", "depth", "layers, hidden"]),
+        (["model.encoders.image.layers=two"], ["model.encoders.image", "two", "Integer"]),
+        (
+            ["~model.encoders.image.name", "+model.encoders.image._target_=mine.Encoder"],
+            ["model.encoders.image._target_=mine.Encoder", "cannot be imported"],
+        ),
+        (
+            ["~model.encoders.image.name", "+model.encoders.image._target_=builtins.int"],
+            ["model.encoders.image._target_=builtins.int", "encoder"],
+        ),
+        (["+model.encoders.image._target_=mine.Encoder"], ["model.encoders.image", "either", "vit"]),
+        (["model.llm.heads=3"], ["model.llm.heads=3", "hidden=32"]),
+        (["data.tokenizer=gpt"], ["data.tokenizer=gpt", "bytes"]),
+        (["data.on_long=cut"], ["data.on_long=cut", "error, drop, truncate"]),
+        (["data.on_error=ignore"], ["data.on_error=ignore", "fail, skip"]),
+        (["data.step_samples=4"], ["data.step_tokens=128", "data.step_samples=4", "exactly one"]),
+        (["train.precision=fp8"], ["train.precision=fp8", "auto, fp32, bf16"]),
+        (["optim.warmup_steps=9"], ["optim.warmup_steps=9", "train.steps=4"]),
+        (["tracking=mlflow"], ["tracking/mlflow", "jsonl", "wandb"]),
+        (["tracking.kind=mlflow"], ["tracking", "mlflow", "jsonl, wandb"]),
+        (["tracking.mode=sometimes"], ["tracking.mode=sometimes", "offline"]),
+        (["model.llm.recompute=some"], ["model.llm.recompute=some", "none", "full"]),
+        (["train.timeout_s=0"], ["timeout_s=0"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_wrong_key_or_value_is_named(data, keys, named):
+    message = refused(data, *keys)
+    assert [word for word in named if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.llm.heads",
+        "model.llm.kv_heads",
+        "model.llm.hidden",
+        "model.llm.vocab_multiple",
+        "model.encoders.image.heads",
+        "model.encoders.image.merge",
+        "model.encoders.image.patch",
+        "cluster.flops",
+        "cluster.link_bytes_per_s",
+    ],
+)
+def test_a_size_of_zero_is_refused_by_name(data, key):
+    message = refused(data, f"{key}=0")
+    assert f"{key.rpartition('.')[2]}=0" in message
+
+
+def test_entries_of_mappings_can_be_added_by_name(data):
+    # Mappings, never lists, so that one entry can be set on the command line.
+    more = [f"+data.{use}.more.path={data / 'docs'}" for use in ("sources", "heldout")]
+    made = job(data, "+optim.components.image.lr_scale=0.5", *more)
+    assert made.config.optim.components["image"].lr_scale == 0.5
+    assert made.sources == ("strips", "docs", "more")
+    assert list(made.heldout) == ["more"]
+
+
+@pytest.mark.parametrize(
+    "dataset, named",
+    [
+        ("nowhere", ["dataset.json is missing", "omni data build"]),
+        ("no_manifest", ["dataset.json is missing", "omni data build"]),
+        ("cut_manifest", ["dataset.json", "not valid JSON", "omni data build"]),
+        ("no_shard", ["shard-00000.parquet is missing", "omni data build"]),
+        ("cut_shard", ["shard-00000.parquet", "truncated", "bytes", "omni data build"]),
+        ("letters", ["tokenizer 'letters'", "'bytes'", "rebuild"]),
+        ("radar", ["radar items", "no encoder", "image"]),
+    ],
+)
+@pytest.mark.parametrize("use", ["sources", "heldout"])
+def test_a_dataset_that_cannot_be_used_is_named(data, dataset, named, use):
+    path = data / dataset
+    key = f"data.{use}.docs"
+    give = f"+data.heldout={{docs: {{path: {path}}}}}" if use == "heldout" else f"{key}.path={path}"
+    message = refused(data, give)
+    assert [word for word in named if word not in message] == [], message
+    assert key in message or dataset == "radar"
+
+
+def test_a_source_is_checked_though_a_heldout_dataset_has_its_name(data):
+    keys = [f"data.sources.docs.path={data / 'radar'}", f"+data.heldout={{docs: {{path: {data / 'docs'}}}}}"]
+    message = refused(data, *keys)
+    assert "radar items" in message
+
+
+# The command line: one example of every way out.
+
+
+def refused_by_omni(result: Finished, *words: str) -> None:
+    assert result.code not in (0, None)
+    assert result.code > 0
+    assert [word for word in words if word not in result.err] == [], result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    "key, words",
+    [
+        ("train.stepz=3", ["train.stepz"]),  # by Hydra while it composes
+        ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
+        ("layout.llm.pp=3", ["error: layout.llm.pp=3", "launch.ranks"]),  # against the ranks
+        ("data.sources.docs.path=nowhere", ["error: data.sources.docs.path=nowhere", "omni data build"]),
+        ("model.llm.heads=0", ["heads=0"]),
+        ("launch.ranks=0", ["launch.ranks=0"]),
+        ("launch.ranks=-1", ["launch.ranks=-1"]),
+    ],
+)
+def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, key, words):
+    own = [*data_keys(data / "strips", data / "docs"), "train.steps=1", "launch.ranks=1"]
+    own = [k for k in own if k.partition("=")[0] != key.partition("=")[0]]
+    result = train([*own, key], tmp_path, timeout_s=60)
+    refused_by_omni(result, *words)
+    assert not (tmp_path / "run" / "config.yaml").exists(), "a refused run leaves no run folder"
+
+
+# Placeholders and items.
+
+
+@pytest.mark.parametrize("text", ["no placeholder", PLACEHOLDER + PLACEHOLDER])
+def test_the_writer_refuses_another_number_of_placeholders_than_items(tmp_path, text):
+    with pytest.raises(DataError) as caught:
+        write(tmp_path / "out", [Sample("odd-one", text, (picture([1]),))])
+    assert "'odd-one'" in str(caught.value)
+    assert f"{text.count(PLACEHOLDER)} placeholders" in str(caught.value)
+    assert "1 items" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_omni_data_build_refuses_another_number_of_placeholders_than_items(tmp_path):
+    (tmp_path / "one.png").write_bytes(picture([1]).data)
+    item = {"modality": "image", "path": "one.png"}
+    lines = [
+        {"id": name, "text": text, "items": [item]} for name, text in (("good", "\ufffc"), ("odd", "one"))
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = omni(["data", "build", "--from-jsonl", "mine.jsonl", "--out", "out"], tmp_path, timeout_s=60)
+    refused_by_omni(result, "mine.jsonl:2", "'odd'", "0 placeholders", "1 items")
+    assert not (tmp_path / "out").exists()
+
+
+def by_hand(path: Path, change: str) -> Path:
+    """A dataset whose shard was written without the writer: sample 5 breaks the rule, the index does not."""
+    write(path, [strip(i) for i in range(16)])
+    shard = path / "shard-00000.parquet"
+    rows = pq.read_table(shard).to_pylist()
+    if change == "no placeholder":
+        rows[5]["text"] = rows[5]["text"].replace(PLACEHOLDER, "")
+    elif change == "two placeholders":
+        rows[5]["text"] = PLACEHOLDER + rows[5]["text"]
+    elif change == "no item":
+        rows[5]["items"] = []
+    else:
+        rows[5]["items"] = rows[5]["items"] * 2
+    table = pa.Table.from_pylist(rows, schema=SHARD_SCHEMA)
+    pq.write_table(table, shard, row_group_size=8, compression="none", write_page_checksum=True)
+    manifest = json.loads((path / "dataset.json").read_text())
+    manifest["shards"][0]["bytes"] = shard.stat().st_size
+    (path / "dataset.json").write_text(json.dumps(manifest))
+    return path
+
+
+CHANGES = ["no placeholder", "two placeholders", "no item", "two items"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_omni_data_verify_finds_a_shard_written_by_hand_with_another_number_of_items(tmp_path, change):
+    path = by_hand(tmp_path / "odd", change)
+    result = omni(["data", "verify", str(path)], tmp_path, timeout_s=60)
+    assert result.code == 1
+    assert "'strip-5'" in result.out
+    assert "placeholders" in result.out
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=pytest.mark.slow) if c != "no item" else c for c in CHANGES]
+)
+def test_a_run_over_a_shard_written_by_hand_stops_and_names_the_sample(tmp_path, change):
+    # "two items" with one placeholder trains on the first: the index knows of no other.
+    path = by_hand(tmp_path / "odd", change)
+    result = train([*data_keys(path), "train.steps=6", "launch.ranks=1"], tmp_path)
+    if change == "two items":
+        assert result.code == 0
+        return
+    assert result.code > 0
+    (line,) = result.lines_with("strip-5", "rank 0: error")
+    assert "omni data verify" in line
+
+
+# Samples longer than the budget.
+
+
+@pytest.fixture(scope="module")
+def long_data(tmp_path_factory) -> Path:
+    """Sample 3 has three images of 12 rows each, 56 tokens in all; the others have 32 at most."""
+    images = tuple(picture([d, d, d]) for d in (1, 2, 3))
+    text = "aaaa" + PLACEHOLDER + "bbbb" + PLACEHOLDER + "cccc" + PLACEHOLDER + "dddd"
+    path = tmp_path_factory.mktemp("long")
+    return write(path / "mixed", [Sample("long", text, images) if i == 3 else strip(i) for i in range(16)])
+
+
+def plans(path: Path, policy: str, budget: int = 32, steps: int = 8) -> tuple[Job, list]:
+    own = [*data_keys(path), f"data.on_long={policy}", f"data.microbatch_tokens={budget}"]
+    config = compose_config([*TINY, *own, "data.step_tokens=64", "train.steps=8", "run.dir=unused"])
+    made = prepare_job(config, 1)
+    out, cursor = [], 0
+    for step in range(1, steps + 1):
+        out.append(made.planner.next_step(step, cursor))
+        cursor = out[-1].next_cursor
+    return made, out
+
+
+def test_a_long_sample_stops_the_run_with_its_name_and_the_keys(long_data):
+    with pytest.raises(DataError) as caught:
+        plans(long_data, "error")
+    message = str(caught.value)
+    for word in ("sample 3", "'strips'", "tokens", "32", "data.microbatch_tokens", "data.on_long"):
+        assert word in message
+
+
+def test_a_long_sample_is_dropped_and_counted(long_data):
+    made, steps = plans(long_data, "drop")
+    assert made.planner.meta("strips", 3) is None
+    assert {sample.id for plan in steps for sample in plan.samples} == set(range(16)) - {3}
+    assert ("strips", 3) in [skipped for plan in steps for skipped in plan.skipped]
+
+
+@pytest.mark.parametrize("budget", range(34, 60))
+def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
+    made, _ = plans(long_data, "truncate", budget, steps=0)
+    whole = job_meta(made, 3)
+    rows = whole.items[0].rows
+    assert length(whole) == 1 + 3 * (4 + rows + 1) + 4 == 56
+    cut = made.planner.meta("strips", 3)
+    if budget >= length(whole):
+        assert cut == whole
+        return
+    assert cut.truncated
+    assert length(cut) <= budget
+    # The longest prefix of whole images and whole tokens of text.
+    cuts = {1 + number * (4 + rows + 1) + text for number in range(4) for text in range(5)}
+    assert length(cut) == max(c for c in cuts if c <= budget)
+    assert cut.items == whole.items[: len(cut.items)]
+    assert all(item.rows == rows for item in cut.items)
+    # ... and what the plan encodes and routes is whole images, within the sample.
+    plan = next(p for p in plans(long_data, "truncate", budget)[1] if 3 in [s.id for s in p.samples])
+    place = next(i for i, sample in enumerate(plan.samples) if sample.id == 3)
+    assert plan.samples[place].length == length(cut)
+    planned = [item for item in plan.replicas[0].items if item.sample == place]
+    assert [item.rows for item in planned] == [rows] * len(cut.items)
+
+
+def job_meta(made: Job, sample: int):
+    return made.planner.metas("strips", sample)
+
+
+@pytest.mark.slow  # a million samples are looked at
+def test_a_budget_that_no_sample_fits_is_an_error_with_the_key(long_data):
+    with pytest.raises(ValueError) as caught:  # not an assertion: the user chose the budget
+        plans(long_data, "drop", budget=2, steps=1)
+    assert "data.microbatch_tokens" in str(caught.value)
+
+
+# Items that cannot be decoded.
+
+
+def broken(path: Path, bad: set[int], count: int = 24) -> Path:
+    """Strips as JPEG; those of `bad` end in the middle of their pixels."""
+    samples = []
+    for i in range(count):
+        sample = strip(i, "JPEG")
+        if i in bad:
+            item = sample.items[0]
+            sample = replace(sample, items=(replace(item, data=item.data[:-40]),))
+        samples.append(sample)
+    return write(path, samples)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory) -> Finished:
+    cwd = tmp_path_factory.mktemp("fail")
+    keys = [*data_keys(broken(cwd / "strips", {5})), "data.on_error=fail", "train.steps=8", "launch.ranks=1"]
+    return train(keys, cwd)
+
+
+def test_a_bad_image_stops_the_run_and_is_named(failed):
+    assert failed.code > 0
+    assert failed.lines_with("source strips", "sample 5", "item 0", "data.on_error=skip")
+
+
+def test_a_bad_image_is_told_without_a_traceback(failed):
+    assert "Traceback" not in failed.err, failed.err
+
+
+def skipped(tmp_path: Path, *keys: str) -> None:
+    """A run over sound strips and, as another source, strips that are all bad."""
+    good = write(tmp_path / "strips", [strip(i) for i in range(24)])
+    bad = broken(tmp_path / "bad", set(range(12)), 12)
+    weights = ["data.sources.strips.weight=2", "data.sources.docs.weight=1"]
+    own = ["data.on_error=skip", "data.max_error_share=0.5", "data.step_tokens=null", "data.step_samples=9"]
+    result = train([*data_keys(good, bad), *weights, *own, "train.steps=6", *keys], tmp_path)
+    assert result.code == 0, result.err
+    drawn = [
+        [sample for source, sample in step["samples"] if source == "docs"]
+        for step in read_lines(tmp_path / "run" / "samples.jsonl")
+    ]
+    assert [len(samples) for samples in drawn] == [3] * 6
+    named = result.lines_with("skipped", "source docs", "item 0", "truncated")
+    assert len(named) == 18
+    for sample in {sample for samples in drawn for sample in samples}:
+        assert [line for line in named if f"sample {sample}," in line]
+    records = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [record["data/skipped/bad_item"] for record in records] == [3, 6, 9, 12, 15, 18]
+    for record in records:
+        assert math.isfinite(record["loss/train"])
+        assert math.isfinite(record["optim/grad_norm"])
+        assert record["optim/skipped_steps"] == 0
+        # No target of a bad sample is in the loss, nor in the number that it is divided by.
+        assert "loss/train/docs" not in record
+        assert record["loss/train"] == record["loss/train/strips"]
+
+
+@pytest.mark.slow
+def test_bad_images_are_skipped_and_counted_on_one_rank(tmp_path):
+    skipped(tmp_path, "launch.ranks=1")
+
+
+def test_bad_images_are_skipped_when_another_rank_computes_the_loss(tmp_path):
+    # Stage 0 encodes all images, stage 1 computes the loss.
+    skipped(tmp_path, "launch.ranks=2", "layout=pp2", "system=stage0")
+
+
+@pytest.mark.slow
+def test_bad_images_on_both_stages_are_skipped(tmp_path):
+    skipped(tmp_path, "launch.ranks=2", "layout=pp2")
+
+
+@pytest.mark.slow
+def test_bad_images_are_skipped_on_every_replica(tmp_path):
+    skipped(tmp_path, "launch.ranks=2")
+
+
+@pytest.mark.slow
+def test_too_many_bad_images_stop_the_run(tmp_path):
+    path = broken(tmp_path / "strips", set(range(12)))
+    own = ["data.on_error=skip", "data.max_error_share=0.02", "train.steps=20", "launch.ranks=1"]
+    result = train([*data_keys(path), *own], tmp_path)
+    assert result.code > 0
+    (line,) = set(result.lines_with("data.max_error_share=0.02", "omni data verify"))
+    assert "samples had bad items" in line
+    # At most two of the first hundred samples: the third one ends the run.
+    assert "3 of" in line or "4 of" in line or "5 of" in line

@@ -1,0 +1,97 @@
+"""Every command explains itself, quickly, and only what is chosen is imported."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from runs import Running, omni
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("omni", "infra", "dataloader", "pipeline", "parallel", "ops")
+COMMANDS = sorted(file.stem for file in (ROOT / "omni" / "commands").glob("[a-z]*.py"))
+
+
+def test_omni_help_names_every_command(tmp_path):
+    result = omni(["--help"], tmp_path, timeout_s=60)
+    assert result.code == 0, result.err
+    assert result.err == ""
+    for command in COMMANDS:
+        assert f"\n    {command} " in result.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(tmp_path, command):
+    result = omni([command, "--help"], tmp_path, timeout_s=60)
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert len(result.out.splitlines()) >= 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err0.txt", "out0.txt"]
+
+
+def test_omni_train_help_lists_groups_and_every_key_with_its_value(tmp_path):
+    result = omni(["train", "--help"], tmp_path, timeout_s=60)
+    for group in ("model", "layout", "system", "data", "optim", "cluster", "tracking", "experiment"):
+        assert f"\n{group}: " in result.out
+    for line in ("steps: 2000", "microbatch_tokens: 512", "keep_checkpoints: 2", "policy: colocated"):
+        assert line in result.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["tarin"], ["data"], ["data", "biuld"], ["parity", "train.steps=1"]]
+)
+def test_a_command_that_does_not_exist_is_refused_with_the_usage(tmp_path, arguments):
+    result = omni(arguments, tmp_path, timeout_s=60)
+    assert result.code == 2
+    assert "Traceback" not in result.err
+    assert "usage: omni" in result.err or "error:" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments, unwanted",
+    [
+        (["--help"], ("torch", "hydra", "wandb", "megatron", "pyarrow")),
+        (["data", "--help"], ("torch", "hydra", "wandb")),
+        (["parity", "--help"], ("torch", "wandb")),
+    ],
+)
+def test_help_does_not_wait_for_heavy_imports(tmp_path, arguments, unwanted):
+    code = (
+        "import sys; from omni.__main__ import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    result = Running(["-c", code], tmp_path).finish(60)
+    assert result.code == 0, result.err
+    imported = result.out.rpartition("imported:")[2].split()
+    assert "omni" in imported
+    assert not set(unwanted) & set(imported)
+
+
+def sources() -> list[Path]:
+    return [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+
+
+def test_what_is_run_as_a_module_is_guarded():
+    """No module does work when it is imported: spawned processes and tests import them all."""
+    unguarded = []
+    for file in sources():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                call = ast.unparse(node.value.func)
+                if call.rpartition(".")[2] in ("main", "run", "exit", "exit_with", "launch_local", "train"):
+                    unguarded.append(f"{file.relative_to(ROOT)}:{node.lineno}: {call}")
+    assert unguarded == []
+
+
+@pytest.mark.parametrize("module", ["omni/__main__.py", "omni/training/worker.py", "omni/training/parity.py"])
+def test_entry_points_run_under_a_guard(module):
+    tree = ast.parse((ROOT / module).read_text())
+    guards = [node for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
+    assert len(guards) == 1
+    assert ast.unparse(guards[0].test) == "__name__ == '__main__'"
+
+
+def test_entry_points_are_all_in_the_list_above():
+    guarded = {file.relative_to(ROOT).as_posix() for file in sources() if "__name__ ==" in file.read_text()}
+    assert guarded == {"omni/__main__.py", "omni/training/worker.py", "omni/training/parity.py"}

@@ -1,0 +1,214 @@
+"""A run that is interrupted and continued is the run that was not."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import (
+    Finished,
+    checkpoints,
+    data_keys,
+    document,
+    learnt,
+    read_lines,
+    start_training,
+    strip,
+    write,
+)
+
+STEPS = 60
+KEYS = [
+    f"train.steps={STEPS}",
+    "train.checkpoint_every=10",
+    "data.step_tokens=512",  # long enough steps that a signal arrives within the run
+]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> list[str]:
+    data = tmp_path_factory.mktemp("data")
+    write(data / "strips", [strip(i) for i in range(64)])
+    write(data / "docs", [document(i) for i in range(24)])
+    return [*KEYS, *data_keys(data / "strips", data / "docs")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, keys) -> Path:
+    """The run folder of an uninterrupted run on two data-parallel ranks."""
+    cwd = tmp_path_factory.mktemp("whole")
+    result = train([*keys, "launch.ranks=2"], cwd)
+    assert result.code == 0, result.err
+    return cwd / "run"
+
+
+def steps_of(run: Path) -> list[int]:
+    """Steps in metrics.jsonl so far, a line that is being written left out."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line)["progress/step"] for line in text.splitlines(True) if line.endswith("\n")]
+
+
+def same_as(run: Path, whole: Path) -> None:
+    """Every step once, in order, and everything it learnt equal to the bit."""
+    records = learnt(run)
+    assert [record["progress/step"] for record in records] == list(range(1, STEPS + 1))
+    for ours, theirs in zip(records, learnt(whole), strict=True):
+        assert ours == theirs
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_the_uninterrupted_run_is_what_the_others_are_compared_with(whole):
+    records = learnt(whole)
+    assert [record["progress/step"] for record in records] == list(range(1, STEPS + 1))
+    assert {"loss/train", "loss/train/strips", "loss/train/docs", "optim/grad_norm"} <= set(records[0])
+    assert records[-1]["loss/train"] < 0.7 * records[0]["loss/train"]
+    samples = read_lines(whole / "samples.jsonl")
+    assert [line["step"] for line in samples] == list(range(1, STEPS + 1))
+    assert len({json.dumps(line["samples"]) for line in samples}) == STEPS
+
+
+def test_the_newest_checkpoints_are_kept(whole):
+    assert checkpoints(whole) == ["step_00000050", "step_00000060"]
+
+
+def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not_been(tmp_path, keys, whole):
+    run = tmp_path / "run"
+    running = start_training([*keys, "launch.ranks=2"], tmp_path)
+    try:
+        running.wait_until(lambda: len(steps_of(run)) >= 22, "step 22")
+        running.process.send_signal(signal.SIGTERM)
+        stopped = running.finish()
+    finally:
+        running.end()
+    # 128 + n: what the launcher says of a run that a signal ended.
+    assert stopped.code == 128 + signal.SIGTERM, stopped.err
+    last = steps_of(run)[-1]
+    assert 22 <= last < STEPS, "the signal came too late for this test"
+    assert f"stopped after step {last}: SIGTERM" in stopped.out
+    assert checkpoints(run)[-1] == f"step_{last:08d}", "it saves before it leaves"
+
+    continued = train([*keys, "launch.ranks=2"], tmp_path)
+    assert continued.code == 0, continued.err
+    assert f"continued after step {last}" in continued.out
+    same_as(run, whole)
+
+
+def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
+    run = tmp_path / "run"
+    running = start_training([*keys, "launch.ranks=2"], tmp_path)
+    try:
+        # Between two checkpoints, so that steps are repeated.
+        running.wait_until(lambda: len(steps_of(run)) >= 24, "step 24")
+        victims = running.descendants()
+        assert len(victims) >= 3, "the agent and two ranks"
+        for victim in victims:  # the agent first: it would end the ranks in its own way
+            os.kill(victim.pid, signal.SIGKILL)
+        killed = running.finish()
+    finally:
+        running.end()
+    assert killed.code == 128 + signal.SIGKILL, killed.err
+    assert not [
+        victim for victim in victims if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE
+    ]
+    reached = steps_of(run)[-1]
+    saved = checkpoints(run)
+    good = max(int(name.removeprefix("step_")) for name in saved if not name.endswith(".partial"))
+    assert 20 <= good < STEPS
+    # What a save that was cut short leaves: it must not shadow the good one.
+    stray = run / "checkpoints" / "step_00000059.partial"
+    stray.mkdir()
+    (stray / "rank_00000.pt").write_bytes(b"half a checkpoint")
+    shutil.copy(run / "checkpoints" / f"step_{good:08d}" / "checkpoint.json", stray)
+    # ... and half a line.
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"progress/step": 25, "loss/tr')
+
+    continued = train([*keys, "launch.ranks=2"], tmp_path)
+    assert continued.code == 0, continued.err
+    assert f"continued after step {good}" in continued.out
+    assert reached >= good
+    same_as(run, whole)
+    assert [name for name in checkpoints(run) if not name.endswith(".partial")] == checkpoints(whole)
+
+
+def copied(whole: Path, tmp_path: Path, step: int | None = None) -> Path:
+    """A copy of the uninterrupted run, without the checkpoints after `step`."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for name in checkpoints(run):
+        if step is not None and name > f"step_{step:08d}":
+            shutil.rmtree(run / "checkpoints" / name)
+    return run
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["launch.ranks=2", "layout=pp2"],
+        pytest.param(["launch.ranks=1"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_continues_under_another_layout(tmp_path, keys, whole, layout):
+    run = copied(whole, tmp_path, 50)
+    result = train([*keys, *layout], tmp_path)
+    assert result.code == 0, result.err
+    assert "continued after step 50" in result.out
+    records = learnt(run)
+    assert [record["progress/step"] for record in records] == list(range(1, STEPS + 1))
+    for ours, theirs in zip(records[50:], learnt(whole)[50:], strict=True):
+        for key in ("loss/train", "loss/train/strips", "loss/train/docs", "optim/grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory, keys, whole) -> tuple[Path, Finished]:
+    cwd = tmp_path_factory.mktemp("refused")
+    run = copied(whole, cwd)
+    return run, train([*keys, "launch.ranks=2", "optim.lr=1e-3", "train.seed=5"], cwd)
+
+
+def test_a_run_is_not_continued_under_another_configuration(refused):
+    _, result = refused
+    assert result.code > 0
+    (line,) = set(result.lines_with("optim.lr=0.001"))
+    for word in ("checkpoint: 0.002", "train.seed=5", "step_00000060", "new run folder"):
+        assert word in line
+
+
+def test_a_refused_continuation_is_told_without_a_traceback(refused):
+    assert "Traceback" not in refused[1].err, refused[1].err
+
+
+def test_a_refused_continuation_leaves_the_run_as_it_was(refused, whole):
+    run, _ = refused
+    for name in ("metrics.jsonl", "samples.jsonl", "summary.json"):
+        assert (run / name).read_text() == (whole / name).read_text()
+    assert checkpoints(run) == checkpoints(whole)
+    # The configuration is "enough to start the run again": of this run, not of the refused one.
+    assert (run / "config.yaml").read_text() == (whole / "config.yaml").read_text()
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory, keys, whole) -> tuple[Path, Finished]:
+    cwd = tmp_path_factory.mktemp("again")
+    run = copied(whole, cwd)
+    return run, train([*keys, "launch.ranks=2"], cwd)
+
+
+def test_a_finished_run_is_left_alone(again, whole):
+    run, result = again
+    assert result.code == 0, result.err
+    assert "Traceback" not in result.err
+    assert (run / "metrics.jsonl").read_text() == (whole / "metrics.jsonl").read_text()
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert checkpoints(run) == checkpoints(whole)
+
+
+def test_the_summary_of_a_finished_run_keeps_its_numbers(again, whole):
+    ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (again[0], whole))
+    assert ours == theirs

@@ -1,0 +1,51 @@
+"""What an offline W&B run holds is what the run folder holds."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+from runs import data_keys, document, strip, train, write
+
+from infra.run_folder import read_metrics
+from infra.wandb_offline import OfflineRun, read_offline_run
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run folder, and the W&B run read back from it."""
+    cwd = tmp_path_factory.mktemp("wandb_run")
+    write(cwd / "strips", [strip(i) for i in range(16)])
+    write(cwd / "docs", [document(i) for i in range(8)])
+    own = ["tracking=wandb", "tracking.mode=offline", f"train.steps={STEPS}", "launch.ranks=1"]
+    heldout = [f"+data.heldout={{docs: {{path: {cwd / 'docs'}, samples: 8}}}}", "train.eval_every=3"]
+    result = train([*data_keys(cwd / "strips", cwd / "docs"), *own, *heldout], cwd)
+    assert result.code == 0, result.err
+    return cwd / "run", read_offline_run(cwd / "run")
+
+
+def test_the_history_is_metrics_jsonl_record_by_record(run):
+    folder, offline = run
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [record["progress/step"] for record in records] == list(range(1, STEPS + 1))
+    assert "loss/eval/docs" in records[2]
+    assert "loss/eval/docs" not in records[0]
+    assert len(offline.history) == STEPS
+    for logged, record in zip(offline.history, records, strict=True):
+        assert logged == record
+
+
+def test_the_config_is_that_of_the_run_folder(run):
+    folder, offline = run
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert config["train"]["steps"] == STEPS
+    assert offline.config == config
+
+
+def test_the_summary_is_that_of_the_run_folder(run):
+    folder, offline = run
+    assert isinstance(offline, OfflineRun)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert {key: offline.summary[key] for key in summary} == summary

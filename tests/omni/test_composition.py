@@ -1,0 +1,185 @@
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import hydra_conf
+from omni.compose import compose_config, load_config
+from omni.config import Config, ConfigError
+
+FOLDER = Path(hydra_conf.__file__).parent
+OPTIONS = sorted(
+    str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml") if path.parent != FOLDER
+)
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        compose_config(overrides)
+    return str(error.value)
+
+
+def test_the_default_is_the_quickstart():
+    config = compose_config([])
+    assert isinstance(config, Config)
+    assert config == compose_config(["experiment=quickstart", f"run.dir={config.run.dir}"])
+    assert (config.run.name, config.train.steps) == ("quickstart", 2000)
+    assert set(config.model.encoders) == {"image"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_file_composes(option):
+    group, name = option.rsplit("/", 1)
+    # The experiment sets these two itself: choosing the file alone would not give them.
+    values = ["optim.lr=1e-3", "optim.warmup_steps=7"] if group == "optim" else []
+    config = compose_config([f"{group}={name}", *values])
+    assert config.train.steps > 0
+    assert config.model.llm.layers > 0
+
+
+def test_options_are_really_chosen():
+    config = compose_config(["model=llama3_1b_so400m", "layout=pp2", "cluster=h100_8x8", "tracking=jsonl"])
+    assert (config.model.llm.hidden, config.model.encoders["image"]["hidden"]) == (2048, 1152)
+    assert config.layout.llm.pp == 2
+    assert config.cluster.name == "h100_8x8"
+    assert config.tracking.kind == "jsonl"
+
+
+def test_one_part_of_a_model_can_be_exchanged():
+    config = compose_config(["model/llm=llama3_1b"])
+    assert config.model.llm.layers == 16
+    assert config.model.encoders["image"]["layers"] == 2
+
+
+def test_values_are_set_by_key():
+    config = compose_config(
+        [
+            "train.steps=5",
+            "data.sources.docs.weight=3",
+            "+optim.components={llm: {frozen: [[1, 2]]}}",
+            "layout.llm.dp=4",
+        ]
+    )
+    assert config.train.steps == 5
+    assert config.data.sources["docs"].weight == 3
+    assert config.optim.components["llm"].frozen == [[1, 2]]
+    assert config.layout.llm.dp == 4
+
+
+def test_an_entry_of_a_mapping_is_added_by_name():
+    config = compose_config(["+optim.components.llm.lr_scale=0.1", "+data.sources.more.path=folder"])
+    assert config.optim.components["llm"].lr_scale == 0.1
+    assert config.data.sources["more"].path == "folder"
+
+
+# A system owns the policies; each can still be chosen.
+
+
+def test_a_system_chooses_its_policies():
+    config = compose_config(["system=stage0"])
+    assert (config.placement.policy, config.balance.policy, config.pipeline.schedule) == (
+        "stage0",
+        "none",
+        "one_f_one_b",
+    )
+
+
+@pytest.mark.parametrize("overrides", [["system=stage0", "balance=lpt"], ["balance=lpt", "system=stage0"]])
+def test_a_policy_can_be_chosen_beside_a_system(overrides):
+    config = compose_config(overrides)
+    assert (config.placement.policy, config.balance.policy) == ("stage0", "lpt")
+
+
+# Mistakes are refused, naming the key.
+
+
+@pytest.mark.parametrize("override", ["optim.nope=1", "nope=1", "model.llm.nope=1", "train.stpes=3"])
+def test_an_unknown_key_is_refused(override):
+    assert override.split("=")[0].split(".")[-1] in refusal(override)
+
+
+@pytest.mark.parametrize("override", ["+optim.nope=1", "+nope=1"])
+def test_a_key_without_a_meaning_cannot_be_added(override):
+    assert "nope" in refusal(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.steps=many", "optim.lr=fast", "data.record_samples=7.5", "layout.llm.pp=null", "train=3"],
+)
+def test_a_wrong_type_is_refused(override):
+    assert override.split("=")[0] in refusal(override)
+
+
+def test_an_unknown_option_is_refused_with_those_there_are():
+    text = refusal("optim=nope")
+    assert "optim/nope" in text
+    assert "cosine" in text
+    assert "wsd" in text
+
+
+def test_an_unknown_group_is_refused():
+    assert "nope" in refusal("nope=cosine")
+
+
+def test_keys_that_nothing_sets_are_named():
+    text = refusal("~experiment")
+    assert "train.steps" in text
+    assert "data.microbatch_tokens" in text
+    assert "run.dir" not in text
+
+
+def test_an_experiment_can_be_left_out():
+    config = compose_config(["~experiment", "model=tiny", "data=quickstart", "train.steps=3"])
+    assert (config.train.steps, config.optim.schedule, config.optim.lr) == (3, "cosine", 3e-4)
+
+
+# A choice that something overrules.
+
+
+@pytest.mark.parametrize("overrides", [["optim=cosine"], ["optim=cosine", "experiment=quickstart"]])
+def test_a_choice_that_the_experiment_overrules_is_refused(overrides):
+    text = refusal(*overrides)
+    assert "optim=cosine sets optim.lr=0.0003" in text
+    assert "optim.lr=0.002" in text
+
+
+def test_a_choice_is_accepted_where_the_user_sets_what_overrules_it():
+    config = compose_config(["optim=cosine", "optim.lr=1e-3", "optim.warmup_steps=5"])
+    assert (config.optim.schedule, config.optim.lr, config.optim.warmup_steps) == ("cosine", 1e-3, 5)
+
+
+def test_every_overruled_key_must_be_set():
+    assert "optim.warmup_steps" in refusal("optim=cosine", "optim.lr=1e-3")
+
+
+def test_setting_a_whole_node_sets_its_keys():
+    config = compose_config(["optim=cosine", "optim={lr:1e-3,warmup_steps:5}"])
+    assert (config.optim.schedule, config.optim.lr) == ("cosine", 1e-3)
+
+
+def test_an_experiment_may_be_named_beside_values_that_change_it():
+    assert compose_config(["experiment=quickstart", "train.steps=5", "optim.lr=1.0"]).optim.lr == 1.0
+
+
+def test_choices_of_hydra_itself_are_none_of_ours():
+    assert compose_config(["hydra/launcher=basic"]).train.steps == 2000
+
+
+# Run folders.
+
+
+def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path):
+    path = tmp_path / "config.yaml"
+    with pytest.raises(ConfigError, match=str(path)):
+        load_config(path)
+    path.write_text("train:\n  stpes: 3\n")
+    with pytest.raises(ConfigError, match="stpes"):
+        load_config(path)
+
+
+def test_a_written_configuration_reads_back(tmp_path):
+    config = compose_config(["train.steps=5"])
+    path = tmp_path / "config.yaml"
+    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+    assert load_config(path) == config
