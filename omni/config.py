@@ -140,11 +140,12 @@ class OptimConfig:
 
 @dataclass
 class ClusterConfig:
-    """What a rank and its links can do: FLOP/s, bytes/s, nanoseconds."""
+    """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds."""
 
     name: str = MISSING
     flops: int = MISSING
     efficiency: float = MISSING
+    memory_bytes_per_s: int = MISSING
     link_bytes_per_s: int = MISSING
     link_latency_ns: int = MISSING
     op_overhead_ns: int = MISSING

@@ -15,13 +15,14 @@ class Cluster:
     """What a rank and the links between ranks can do.
 
     `flops` is the peak of one rank in FLOP/s at the training precision and `efficiency` the share of it that
-    layers reach; `link_bytes_per_s` and `link_latency_ns` describe one message between two ranks;
-    `op_overhead_ns` is what starting any op costs beside its arithmetic.
+    layers reach; `memory_bytes_per_s` is what it reads and writes its own memory at; `link_bytes_per_s` and
+    `link_latency_ns` describe one message between two ranks; `op_overhead_ns` is what starting any op costs.
     """
 
     name: str
     flops: int
     efficiency: float
+    memory_bytes_per_s: int
     link_bytes_per_s: int
     link_latency_ns: int
     op_overhead_ns: int
@@ -64,28 +65,39 @@ class CostTable:
 
 
 @dataclass(frozen=True)
-class PartFlops:
-    """Forward FLOPs of a part: for each token, and for each unit of the sum of squared lengths."""
+class PartWork:
+    """What a forward pass of a part takes: FLOPs and bytes read or written, for each token, for each unit of
+    the sum of squared lengths, and once a pass for the weights.
+    """
 
-    per_token: int
-    per_square: int
+    flops_per_token: int
+    flops_per_square: int
+    bytes_per_token: int
+    weight_bytes: int
     recomputed: bool = False
 
-    def total(self, tokens: int, squares: int) -> int:
-        """Forward FLOPs over `tokens`."""
-        return self.per_token * tokens + self.per_square * squares
+    def flops(self, tokens: int, squares: int) -> int:
+        """Forward FLOPs over `tokens` in sequences whose squared lengths sum to `squares`."""
+        return self.flops_per_token * tokens + self.flops_per_square * squares
 
 
-def table_from_flops(
-    parts: Mapping[str, PartFlops], cluster: Cluster, row_bytes: int, number: int = 0
+def table_from_work(
+    parts: Mapping[str, PartWork], cluster: Cluster, row_bytes: int, number: int = 0
 ) -> CostTable:
-    """Derive the first table from arithmetic and the cluster's figures; measurement corrects it later."""
+    """Derive the first table from arithmetic and the cluster's figures; measurement corrects it later.
+
+    A roofline (Williams, Waterman and Patterson, 2009): a token takes the longer of its arithmetic and its
+    memory traffic. `row_bytes` is the size of one activation of the LLM's width.
+    """
     effective = max(1, int(cluster.flops * cluster.efficiency))
     costs = {
         name: WorkCost(
-            token_fs=part.per_token * 10**15 // effective,
-            square_fs=part.per_square * 10**15 // effective,
-            overhead_ns=cluster.op_overhead_ns,
+            token_fs=max(
+                part.flops_per_token * 10**15 // effective,
+                part.bytes_per_token * 10**15 // cluster.memory_bytes_per_s,
+            ),
+            square_fs=part.flops_per_square * 10**15 // effective,
+            overhead_ns=cluster.op_overhead_ns + part.weight_bytes * 10**9 // cluster.memory_bytes_per_s,
             backward_factor=3 if part.recomputed else 2,
         )
         for name, part in parts.items()

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from omni.config import ConfigError
-from ops.attention import attention_flops, packed_attention
-from ops.linear import linear_flops
+from ops.attention import attention_bytes, attention_flops, packed_attention
+from ops.linear import linear_bytes, linear_flops
 from ops.norm import Norm
 from ops.rotary import apply_rotary
+from parallel.costs import PartWork
 from parallel.megatron import (
     AttnMaskType,
     MegatronModule,
@@ -122,14 +123,29 @@ def transformer_config(
     )
 
 
-def layer_flops(hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, gated: bool) -> int:
-    """Forward FLOPs of the linear layers of one transformer layer, for each token."""
-    qkv = linear_flops(1, hidden, head_dim * (heads + 2 * kv_heads))
-    projection = linear_flops(1, head_dim * heads, hidden)
-    mlp = linear_flops(1, hidden, ffn) * (3 if gated else 2)
-    return qkv + projection + mlp
-
-
-def layer_square_flops(heads: int, head_dim: int, causal: bool) -> int:
-    """Forward FLOPs of attention of one layer, for each unit of the sum of squared lengths."""
-    return attention_flops(1, heads, head_dim, causal)
+def layer_work(
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    gated: bool,
+    causal: bool,
+    element: int,
+) -> PartWork:
+    """Work of one transformer layer, with `element` bytes a number."""
+    linears = (
+        (hidden, head_dim * (heads + 2 * kv_heads)),
+        (head_dim * heads, hidden),
+        (hidden, ffn * (2 if gated else 1)),
+        (ffn, hidden),
+    )
+    weights = sum(linear_bytes(0, inputs, outputs, element) for inputs, outputs in linears)
+    once = sum(linear_bytes(1, inputs, outputs, element) for inputs, outputs in linears)
+    return PartWork(
+        flops_per_token=sum(linear_flops(1, inputs, outputs) for inputs, outputs in linears),
+        flops_per_square=attention_flops(1, heads, head_dim, causal),
+        bytes_per_token=once - weights + attention_bytes(1, heads, kv_heads, head_dim, element),
+        weight_bytes=weights,
+    )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from omni.config import ConfigError, LLMConfig
-from omni.models.layers import layer_flops, layer_square_flops, layer_submodules, transformer_config
+from omni.models.layers import layer_submodules, layer_work, transformer_config
 from ops.linear import linear_flops
 from ops.loss import token_losses
-from parallel.costs import PartFlops
+from parallel.costs import PartWork
 from parallel.layout import stage_layers
 from parallel.megatron import GPTModel, ProcessGroupCollection
 from parallel.packed import PackedTokens
@@ -144,20 +144,26 @@ def output_flops(config: LLMConfig, vocab_size: int) -> int:
     return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
 
 
-def llm_flops(config: LLMConfig, vocab_size: int, stages: int) -> tuple[PartFlops, ...]:
-    """Forward FLOPs of each stage, for each token and each unit of the sum of squared lengths.
-
-    The output layer counts for every token, as if all were targets.
-    """
-    head_dim = config.hidden // config.heads
-    per_layer = layer_flops(config.hidden, config.heads, config.kv_heads, head_dim, config.ffn, gated=True)
-    per_square = layer_square_flops(config.heads, head_dim, causal=True)
+def llm_work(config: LLMConfig, vocab_size: int, stages: int, element: int) -> tuple[PartWork, ...]:
+    """Work of each stage. The output layer counts for every token, as if all were targets."""
+    layer = layer_work(
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.hidden // config.heads,
+        ffn=config.ffn,
+        gated=True,
+        causal=True,
+        element=element,
+    )
     output = output_flops(config, vocab_size)
     layers = stage_layers(config.layers, stages)
     return tuple(
-        PartFlops(
-            per_token=n * per_layer + (output if stage == stages - 1 else 0),
-            per_square=n * per_square,
+        PartWork(
+            flops_per_token=n * layer.flops_per_token + (output if stage == stages - 1 else 0),
+            flops_per_square=n * layer.flops_per_square,
+            bytes_per_token=n * layer.bytes_per_token,
+            weight_bytes=n * layer.weight_bytes,
             recomputed=config.recompute == "full",
         )
         for stage, n in enumerate(layers)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from omni.config import ConfigError
-from parallel.costs import PartFlops
+from parallel.costs import PartWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,12 +53,8 @@ class Encoder(Protocol):
         """Return (tokens in, LLM rows out) of an item of this size, from metadata alone."""
         ...
 
-    def flops(self) -> PartFlops:
-        """Return forward FLOPs for each token in and each unit of the sum of squared lengths."""
-        ...
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Return the bytes that a forward pass over `tokens` keeps for its backward."""
+    def work(self, element: int) -> PartWork:
+        """Return what a forward pass takes: FLOPs, and bytes at `element` bytes a number."""
         ...
 
     def decode(self, item: "Item") -> "np.ndarray":

@@ -17,12 +17,12 @@ from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.llm import check_llm, llm_flops, output_flops
+from omni.models.llm import check_llm, llm_work, output_flops
 from omni.models.registry import Encoder, make_encoder
 from omni.training.planner import Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type
-from parallel.costs import Cluster, CostTable, PartFlops, table_from_flops
+from parallel.costs import Cluster, CostTable, PartWork, table_from_work
 from parallel.layout import Layout, LayoutError, stage_layers
 from pipeline.builders import BUILDERS
 from pipeline.policies import PLACEMENTS
@@ -42,7 +42,7 @@ class Job:
     indexes: Mapping[str, Index]
     heldout: Mapping[str, Index]
     planner: Planner
-    flops: Mapping[str, PartFlops]
+    work: Mapping[str, PartWork]
     output_flops: int
     table: CostTable
     cluster: Cluster
@@ -86,17 +86,18 @@ def prepare_job(config: Config, world: int) -> Job:
     }
     for name, index in {**indexes, **heldout}.items():
         _check_modalities(name, index, by_modality)
-    flops = part_flops(config, encoders, tokenizer.vocab_size, layout.pp)
+    element = 2 if config.train.precision == "bf16" else 4
+    work = part_work(config, encoders, tokenizer.vocab_size, layout.pp, element)
     cluster = Cluster(
         name=config.cluster.name,
         flops=config.cluster.flops,
         efficiency=config.cluster.efficiency,
+        memory_bytes_per_s=config.cluster.memory_bytes_per_s,
         link_bytes_per_s=config.cluster.link_bytes_per_s,
         link_latency_ns=config.cluster.link_latency_ns,
         op_overhead_ns=config.cluster.op_overhead_ns,
     )
-    element = 2 if config.train.precision == "bf16" else 4
-    table = table_from_flops(flops, cluster, config.model.llm.hidden * element)
+    table = table_from_work(work, cluster, config.model.llm.hidden * element)
     planner = Planner(
         stream=_stream(config, indexes),
         metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
@@ -119,7 +120,7 @@ def prepare_job(config: Config, world: int) -> Job:
         indexes=indexes,
         heldout=heldout,
         planner=planner,
-        flops=flops,
+        work=work,
         output_flops=output_flops(config.model.llm, tokenizer.vocab_size),
         table=table,
         cluster=cluster,
@@ -148,13 +149,13 @@ def resolve_layout(config: Config, world: int) -> Layout:
     return layout
 
 
-def part_flops(
-    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, stages: int
-) -> dict[str, PartFlops]:
-    """Forward FLOPs of every part: each stage of the LLM, each encoder."""
-    stage_flops = llm_flops(config.model.llm, vocab_size, stages)
-    parts = {f"{LLM}/{stage}": flops for stage, flops in enumerate(stage_flops)}
-    return parts | {name: encoder.flops() for name, encoder in encoders.items()}
+def part_work(
+    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, stages: int, element: int
+) -> dict[str, PartWork]:
+    """Work of every part, each stage of the LLM and each encoder, with `element` bytes a number."""
+    stage_work = llm_work(config.model.llm, vocab_size, stages, element)
+    parts = {f"{LLM}/{stage}": work for stage, work in enumerate(stage_work)}
+    return parts | {name: encoder.work(element) for name, encoder in encoders.items()}
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

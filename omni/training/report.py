@@ -1,5 +1,6 @@
 """The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,9 +55,9 @@ def step_flops(job: Job, plan: StepPlan, num_targets: float) -> dict[str, float]
     for replica in plan.replicas:
         for batch in replica.microbatches:
             for stage in range(replica.num_stages):
-                flops[LLM] += job.flops[f"{LLM}/{stage}"].total(batch.tokens, batch.squares)
+                flops[LLM] += job.work[f"{LLM}/{stage}"].flops(batch.tokens, batch.squares)
         for chunk in replica.chunks:
-            flops[chunk.component] += job.flops[chunk.component].total(chunk.tokens, chunk.squares)
+            flops[chunk.component] += job.work[chunk.component].flops(chunk.tokens, chunk.squares)
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
 
 
@@ -115,6 +116,7 @@ def metrics_of(
         "data/skipped/bad_item": progression.tombstones,
         "optim/skipped_steps": progression.skipped_steps,
         "mem/peak_gb": peak_memory_bytes() / 1e9,
+        "health/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "plan/ms": prepared.plan_s * 1e3,
         "plan/pred_error": predicted_error(job, prepared, result),
     }

@@ -64,8 +64,8 @@ class Reporter:
         if not self.active:
             return
         step = prepared.plan.step
-        rates = {name: optimizer.learning_rate(name, step) for name in optimizer.components}
         norms = optimizer.norms(totals)
+        rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.job, prepared, result, totals, norms, rates, self.progression, step_s)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)

@@ -96,6 +96,7 @@ settings_of_planners = st.builds(
     replicas=st.integers(1, 4),
     stages=st.integers(1, 3),
     policies=st.sampled_from(POLICIES),
+    single_queue=st.booleans(),
     budget=st.builds(
         Budget,
         microbatch_tokens=st.integers(36, 80),
@@ -197,7 +198,8 @@ def test_routes_take_each_row_from_its_encoder_to_its_position(chosen, cursor):
 @settings(deadline=None, max_examples=40)
 @given(settings_of_planners, st.integers(0, 500))
 def test_every_plan_passes_the_verifier(chosen, cursor):
-    verify(planner(**chosen).next_step(5, cursor), max_in_flight=chosen["stages"])
+    plan = planner(**chosen).next_step(5, cursor)
+    verify(plan, max_in_flight=chosen["stages"], single_fifo=chosen["single_queue"])
 
 
 # The same samples, whoever computes them.
@@ -209,10 +211,13 @@ def test_samples_of_a_step_do_not_depend_on_layout_or_policies(on_long):
     cursor = 0
     for step in range(1, 6):
         plans = [
-            planner(replicas, stages, policies=policies, budget=budget).next_step(step, cursor)
+            planner(replicas, stages, policies=policies, budget=budget, single_queue=single).next_step(
+                step, cursor
+            )
             for replicas in (1, 2, 3)
             for stages in (1, 2)
             for policies in POLICIES
+            for single in (False, True)
         ]
         assert len({tuple(sorted(trained_on(plan).items())) for plan in plans}) == 1
         assert len({(plan.samples, plan.skipped, plan.next_cursor) for plan in plans}) == 1

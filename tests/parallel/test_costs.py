@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.costs import Cluster, CostTable, PartFlops, WorkCost, table_from_flops
+from parallel.costs import Cluster, CostTable, PartWork, WorkCost, table_from_work
 
-LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 2 * 10**9, 100_000, 2_000_000)
-H100 = Cluster("h100", 989 * 10**12, 0.45, 50 * 10**9, 15_000, 50_000)
+LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 2_000_000)
+H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 50_000)
 PARTS = {
-    "llm/0": PartFlops(2_000_000_000, 8_192, recomputed=True),
-    "image": PartFlops(800_000_000, 4_608),
+    "llm/0": PartWork(2_000_000_000, 8_192, 0, 0, recomputed=True),
+    "image": PartWork(800_000_000, 4_608, 0, 0),
 }
 
 works = st.builds(
@@ -54,15 +54,15 @@ def test_a_forward_pass_adds_tokens_squares_and_overhead():
 
 @pytest.mark.parametrize("cluster", [LAPTOP, H100], ids=lambda cluster: cluster.name)
 def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
-    table = table_from_flops(PARTS, cluster, row_bytes=512, number=3)
+    table = table_from_work(PARTS, cluster, row_bytes=512, number=3)
     assert all_integers(astuple(table))
-    assert table == table_from_flops(PARTS, cluster, row_bytes=512, number=3)
+    assert table == table_from_work(PARTS, cluster, row_bytes=512, number=3)
     assert table.number == 3
 
 
 @pytest.mark.parametrize("cluster", [LAPTOP, H100], ids=lambda cluster: cluster.name)
 def test_a_table_gives_the_time_of_the_arithmetic(cluster):
-    table = table_from_flops(PARTS, cluster, row_bytes=512)
+    table = table_from_work(PARTS, cluster, row_bytes=512)
     for name, part in PARTS.items():
         exact = part.total(4096, 4096**2) / (cluster.flops * cluster.efficiency) * 1e9
         assert table.parts[name].forward_ns(4096, 4096**2) == pytest.approx(
@@ -71,14 +71,14 @@ def test_a_table_gives_the_time_of_the_arithmetic(cluster):
 
 
 def test_a_faster_cluster_never_takes_longer():
-    slow, fast = (table_from_flops(PARTS, cluster, row_bytes=512) for cluster in (LAPTOP, H100))
+    slow, fast = (table_from_work(PARTS, cluster, row_bytes=512) for cluster in (LAPTOP, H100))
     for name in PARTS:
         assert fast.parts[name].forward_ns(1000, 10**6) <= slow.parts[name].forward_ns(1000, 10**6)
     assert fast.message_ns(1000) <= slow.message_ns(1000)
 
 
 def test_recomputation_costs_another_forward():
-    table = table_from_flops(PARTS, LAPTOP, row_bytes=512)
+    table = table_from_work(PARTS, LAPTOP, row_bytes=512)
     assert table.parts["llm/0"].backward_factor == 3
     assert table.parts["image"].backward_factor == 2
 
@@ -91,11 +91,17 @@ def test_a_message_costs_latency_and_its_bytes():
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_a_longer_message_never_takes_less_time(rows, more):
-    table = table_from_flops(PARTS, H100, row_bytes=4096)
+    table = table_from_work(PARTS, H100, row_bytes=4096)
     assert type(table.message_ns(rows)) is int
     assert table.message_ns(rows + more) >= table.message_ns(rows) >= H100.link_latency_ns
 
 
 def test_no_link_is_free():
-    fast = Cluster("fast", 10**15, 1.0, 10**15, 0, 0)
-    assert table_from_flops(PARTS, fast, row_bytes=1024).link_ns_per_kib == 1
+    fast = Cluster("fast", 10**15, 1.0, 10**15, 10**15, 0, 0)
+    assert table_from_work(PARTS, fast, row_bytes=1024).link_ns_per_kib == 1
+
+
+def test_memory_traffic_bounds_a_part_with_little_arithmetic() -> None:
+    light = PartWork(flops_per_token=10, flops_per_square=0, bytes_per_token=10_000, weight_bytes=10**6)
+    cost = table_from_work({"light": light}, LAPTOP, row_bytes=1024).parts["light"]
+    assert cost.forward_ns(1000, 0) == LAPTOP.op_overhead_ns + 100_000 + 1_000_000

@@ -37,17 +37,22 @@ class _Rank:
 
 
 class RandomRanks:
-    """One run of all ranks of a replica in an order that the seed chooses."""
+    """One run of all ranks of a replica in an order that the seed chooses.
 
-    def __init__(self, replica: ReplicaPlan, plan: StepPlan, seed: int) -> None:
+    With `single_queue` whatever a rank issues, on any communicator, completes in the order of issue.
+    """
+
+    def __init__(self, replica: ReplicaPlan, plan: StepPlan, seed: int, single_queue: bool = False) -> None:
         self.replica = replica
         self.plan = plan
         self.random = Random(seed)
+        self.single_queue = single_queue
         self.last = len(replica.ops) - 1
         self.ranks = [_Rank() for _ in replica.ops]
         # Per communicator and end, what was issued there in order; and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
         self.complete: dict[tuple, int] = {}
+        self.queues: list[list[tuple]] = [[] for _ in replica.ops]
         self.returned = [{op.index for op in ops if op.kind is Kind.RETURN} for ops in replica.ops]
 
     def run(self) -> list[tuple[int, Op]]:
@@ -95,6 +100,8 @@ class RandomRanks:
 
     def can_deliver(self, line: tuple) -> bool:
         number = self.complete.get(line, 0)
+        if self.single_queue and any(self.queues[rank][:1] != [line] for rank in line[1:]):
+            return False
         return all(len(self.issued[line].get(rank, [])) > number for rank in line[1:])
 
     def deliver(self, line: tuple) -> None:
@@ -103,6 +110,7 @@ class RandomRanks:
             raise DataError(f"{line} mixes {[str(op) for op in ends]}")
         self.complete[line] = self.complete.get(line, 0) + 1
         for rank, op in zip(line[1:], ends, strict=True):
+            self.queues[rank].remove(line)
             self.ranks[rank].waited.add((op.kind, op.index))
 
     # Ops.
@@ -172,7 +180,9 @@ class RandomRanks:
         if self.is_local(op):
             self.ranks[rank].waited.add((op.kind, op.index))
         else:
-            self.issued.setdefault(self.line(op.kind, rank), {}).setdefault(rank, []).append(op)
+            line = self.line(op.kind, rank)
+            self.issued.setdefault(line, {}).setdefault(rank, []).append(op)
+            self.queues[rank].append(line)
 
     def wait(self, rank: int, op: Op) -> None:
         me = self.ranks[rank]

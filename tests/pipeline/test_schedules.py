@@ -1,3 +1,4 @@
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ from replica_plans import SCHEDULES, Work, make_plan, random_work
 
 from parallel.costs import CostTable, WorkCost
 from pipeline.plan import Kind, Op, ReplicaPlan, StepPlan
+from pipeline.serial import serialise
 from pipeline.simulator import run, simulate
 from pipeline.verifier import verify, violations
 
@@ -44,6 +46,18 @@ def test_every_schedule_runs_on_ranks_that_interleave_at_random(plan, seed):
     ran = RandomRanks(plan.replicas[0], plan, seed).run()
     for rank, ops in enumerate(plan.replicas[0].ops):
         assert tuple(op for where, op in ran if where == rank) == ops
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans(), st.integers(0, 1000))
+def test_serialised_lists_run_on_random_ranks_with_a_single_queue(plan, seed):
+    replica = plan.replicas[0]
+    costs = Random(seed)
+    lists = serialise(
+        replica.ops, replica.routes, lambda rank, op: costs.randint(0, 50), lambda op: costs.randint(0, 20)
+    )
+    serial = replace(replica, ops=tuple(map(tuple, lists)))
+    RandomRanks(serial, plan, seed, single_queue=True).run()
 
 
 @settings(deadline=None, max_examples=60)

@@ -273,6 +273,24 @@ def test_a_route_from_a_rank_that_did_not_encode_is_refused():
     assert rules(route_with(a_plan(), lambda segments: [replace(s, source=0) for s in segments]))
 
 
+def test_a_route_that_exchanges_the_rows_of_two_items_is_refused():
+    def change(segments):
+        first, other = segments[0], segments[2]
+        assert first.length == other.length
+        segments[0] = replace(first, destination_start=other.destination_start)
+        segments[2] = replace(other, destination_start=first.destination_start)
+        return segments
+
+    assert rules(route_with(a_plan(), change)) == {"R5"}
+
+
+def test_a_route_into_the_tail_of_a_pack_is_refused():
+    def change(segments):
+        return [*segments[:-1], replace(segments[-1], destination_start=10**6)]
+
+    assert rules(route_with(a_plan(), change)) == {"R5"}
+
+
 def test_a_missing_route_and_a_needless_one_are_refused():
     plan = a_plan()
     assert "R5" in rules(with_replica(plan, routes=(None, *plan.replicas[0].routes[1:])))
@@ -406,6 +424,19 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
     # Both kinds must come up, or this test asks nothing.
     assert accepted > 20
     assert refused_hangs > 100
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.randoms(use_true_random=False), st.integers(0, 1000))
+def test_whatever_hangs_random_ranks_with_a_single_queue_is_refused(random, seed):
+    plan = mutated(random)
+    replica = plan.replicas[0]
+    try:
+        RandomRanks(replica, plan, seed, single_queue=True).run()
+    except DeadlockError:
+        assert problems(plan, cap=5, single_fifo=True)
+    except DataError:
+        assert problems(plan, cap=5)
 
 
 @settings(deadline=None, max_examples=80)

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item
 from omni.config import ConfigError
-from omni.models.layers import layer_flops, layer_square_flops, layer_submodules, transformer_config
+from omni.models.layers import layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
-from parallel.costs import PartFlops
+from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens, pack_tokens
 
@@ -93,23 +93,29 @@ class ViTEncoder:
         rows, columns = self.grid(size)
         return rows * columns, rows * columns // self.unit
 
-    def flops(self) -> PartFlops:
-        """Forward FLOPs of embedding, layers and projector; the width of the LLM is small beside them."""
+    def work(self, element: int) -> PartWork:
+        """Work of embedding, layers and the projector's first layer; its second is small beside them."""
         c = self.config
-        head_dim = c.hidden // c.heads
-        per_token = (
-            linear_flops(1, c.patch**2 * c.channels, c.hidden)
-            + c.layers * layer_flops(c.hidden, c.heads, c.heads, head_dim, c.ffn, gated=False)
-            + 2 * linear_flops(1, c.hidden * self.unit, c.hidden * self.unit) // self.unit
+        layer = layer_work(
+            hidden=c.hidden,
+            heads=c.heads,
+            kv_heads=c.heads,
+            head_dim=c.hidden // c.heads,
+            ffn=c.ffn,
+            gated=False,
+            causal=False,
+            element=element,
         )
-        per_square = c.layers * layer_square_flops(c.heads, head_dim, causal=False)
-        return PartFlops(per_token, per_square, recomputed=c.recompute == "full")
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Bytes kept for the backward, in fp32: what a layer saves at each of its linears and norms."""
-        c = self.config
-        kept = 2 * c.hidden if c.recompute == "full" else c.layers * (10 * c.hidden + 2 * c.ffn)
-        return tokens * kept * 4
+        merged = c.hidden * self.unit
+        ends = linear_flops(1, c.patch**2 * c.channels, c.hidden)
+        ends += linear_flops(1, merged, merged) // self.unit
+        return PartWork(
+            flops_per_token=c.layers * layer.flops_per_token + ends,
+            flops_per_square=c.layers * layer.flops_per_square,
+            bytes_per_token=c.layers * layer.bytes_per_token,
+            weight_bytes=c.layers * layer.weight_bytes,
+            recomputed=c.recompute == "full",
+        )
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""
