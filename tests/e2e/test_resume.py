@@ -17,6 +17,7 @@ from runs import (
     read_lines,
     start_training,
     strip,
+    train,
     write,
 )
 

@@ -64,7 +64,7 @@ def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
 def test_a_table_gives_the_time_of_the_arithmetic(cluster):
     table = table_from_work(PARTS, cluster, row_bytes=512)
     for name, part in PARTS.items():
-        exact = part.total(4096, 4096**2) / (cluster.flops * cluster.efficiency) * 1e9
+        exact = part.flops(4096, 4096**2) / (cluster.flops * cluster.efficiency) * 1e9
         assert table.parts[name].forward_ns(4096, 4096**2) == pytest.approx(
             exact + cluster.op_overhead_ns, rel=1e-3
         )
