@@ -20,12 +20,9 @@ import torch.distributed as dist
 from ops.rows import gather_rows, scatter_rows
 from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
+from parallel.waiting import StallError
 from pipeline.anchor import Anchor, Stage, StepInputs
-from pipeline.plan import Kind, Op, ReplicaPlan, StepPlan
-
-
-class StallError(RuntimeError):
-    """A rank waited for a peer longer than it may; the message says who waited for whom."""
+from pipeline.plan import COLLECTIVE, Kind, Op, ReplicaPlan, StepPlan
 
 
 @dataclass
@@ -270,13 +267,11 @@ class _Step:
         try:
             work.wait(timedelta(seconds=self.engine.timeout_s))
         except RuntimeError as error:
-            peers = self.engine.ranks if kind in (Kind.SHIP, Kind.RETURN) else (self.neighbour(kind),)
+            peers = self.engine.ranks if kind in COLLECTIVE else (self.neighbour(kind),)
             me = self.engine.ranks[self.engine.position]
-            others = ", ".join(str(r) for r in peers if r != me)
-            raise StallError(
-                f"step {self.plan.step}: rank {me} waited {self.engine.timeout_s:g} s at {kind}({m}) "
-                f"for rank {others}: {error}"
-            ) from error
+            others = ", ".join(str(rank) for rank in peers if rank != me)
+            where = f"wait({kind} {m}) of step {self.plan.step}"
+            raise StallError(f"rank {me} waited at {where} for rank {others}: {error}") from error
 
     def assert_nothing_left(self) -> None:
         """Whatever is still here was made and never used: a plan that the verifier should have refused."""

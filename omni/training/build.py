@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from ops.device import dtype_of
 from parallel.groups import Groups, make_groups
 from parallel.layout import Layout
 from parallel.megatron import model_parallel_cuda_manual_seed
+from parallel.waiting import waiting
 from pipeline.engine import Engine
 from pipeline.plan import Op
 
@@ -41,6 +43,11 @@ class Rank:
     def is_first(self) -> bool:
         """Whether this rank reports for the run."""
         return self.rank == 0
+
+
+def _reduce(component: ComponentOptimizer, groups: Groups) -> None:
+    with waiting(f"the gradients of {component.name}", groups.world):
+        component.reduce()
 
 
 def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
@@ -98,7 +105,7 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
             anchors={name: EncoderAnchor(modules[name]) for name in job.encoders},
             groups=groups,
             device=device,
-            reducers=[components[name].reduce for name in job.components],
+            reducers=[partial(_reduce, components[name], groups) for name in job.components],
             timeout_s=config.train.timeout_s,
             on_op=on_op,
         ),

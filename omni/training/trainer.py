@@ -32,6 +32,7 @@ from omni.training.report import Progression, idle_seconds
 from omni.training.reporter import Reporter
 from omni.training.state import read_state, write_state
 from parallel.consensus import Consensus, DivergenceError, explain
+from parallel.waiting import waiting
 from pipeline.engine import StepResult
 from pipeline.plan import Op, StepPlan, diff
 from pipeline.verifier import verify
@@ -119,15 +120,19 @@ class Trainer:
 
     def agree_on(self, plan: StepPlan) -> None:
         """Settle that every rank holds this plan, before any of it runs."""
-        if not self.consensus.settle(plan.step):
+        self.where = f"step {plan.step}: comparing plans"
+        with waiting(self.where, self.rank.groups.control):
+            agreed = self.consensus.settle(plan.step)
+        if not agreed:
             raise DivergenceError(explain(plan, diff, self.rank.groups.control, plan.step))
 
     def execute(self, prepared: Prepared) -> tuple[StepResult, int]:
         """Run this rank's ops. Returns the result and the number of samples lost to bad data here."""
         self.check_failures(prepared)
-        tombstones = share_tombstones(
-            prepared.plan, prepared.replica, prepared.failures, self.rank.groups.replica_control
-        )
+        self.where = f"step {prepared.plan.step}: sharing which items are bad"
+        group = self.rank.groups.replica_control
+        with waiting(self.where, group):
+            tombstones = share_tombstones(prepared.plan, prepared.replica, prepared.failures, group)
         mask_tombstones(prepared.replica, prepared.inputs, tombstones)
         self.rank.optimizer.begin(prepared.plan.step)
         result = self.rank.engine.run(prepared.plan, prepared.replica, prepared.inputs)
@@ -136,15 +141,17 @@ class Trainer:
     def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:
         """Learn what the step did over all ranks."""
         self.where = f"step {prepared.plan.step}: totals"
-        return reduce_totals(
-            result.sums,
-            len(self.job.sources),
-            self.rank.optimizer.squares(),
-            idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
-            tombstones,
-            stop,
-            self.rank.groups.world,
-        )
+        squares = self.rank.optimizer.squares()
+        with waiting(self.where, self.rank.groups.world):
+            return reduce_totals(
+                result.sums,
+                len(self.job.sources),
+                squares,
+                idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
+                tombstones,
+                stop,
+                self.rank.groups.world,
+            )
 
     def advance(self, prepared: Prepared, totals: Totals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""

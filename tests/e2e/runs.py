@@ -99,7 +99,7 @@ class Running:
         number = len(list(cwd.glob("out*.txt")))
         self.files = cwd / f"out{number}.txt", cwd / f"err{number}.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **(env or {})}
-        with self.files[0].open("wb") as out, self.files[1].open("wb") as err:
+        with self.files[0].open("ab") as out, self.files[1].open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments], cwd=cwd, env=environment, stdout=out, stderr=err
             )

@@ -1,0 +1,129 @@
+"""The trainer on real ranks where things differ or go wrong between them."""
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from infra.run_folder import RunFolder, read_metrics
+from omni.compose import compose_config
+from omni.training import evaluate
+from omni.training.evaluate import Transcription
+from omni.training.job import prepare_job
+from omni.training.planner import Policies
+from omni.training.trainer import Trainer
+from parallel.consensus import DivergenceError
+from parallel.waiting import StallError
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trainer") / "mixed"
+    write_mixed(path)
+    return path
+
+
+def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
+    job = prepare_job(compose_config(line), world)
+    return Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu"))
+
+
+def _diverge(rank: int, line: list[str]) -> str:
+    trainer = make_trainer(rank, line, 2)
+    if rank == 1:
+        other = replace(trainer.job.planner, policies=Policies("none", "colocated", "encode_first"))
+        trainer.job = replace(trainer.job, planner=other)
+    with trainer.ahead() as ahead:
+        try:
+            trainer.agree_on(ahead.take(1).plan)
+        except DivergenceError as error:
+            return str(error)
+    return "agreed"
+
+
+def test_ranks_that_plan_differently_stop_with_the_first_difference(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    for message in ranks.run(2, _diverge, overrides(data, tmp_path)):
+        assert "ranks planned step 1 differently" in message
+        assert "rank 0 against rank 1: plan.replicas[0]" in message
+
+
+def _stall(rank: int, line: list[str], at_engine: bool) -> str:
+    trainer = make_trainer(rank, line, 2)
+    with trainer.ahead() as ahead:
+        prepared = ahead.take(1)
+        trainer.agree_on(prepared.plan)
+        if rank == 1:
+            time.sleep(6)
+            return "slept"
+        try:
+            if at_engine:
+                trainer.rank.engine.run(prepared.plan, prepared.replica, prepared.inputs)
+            trainer.execute(prepared)
+        except StallError as error:
+            return str(error)
+    return "ran"
+
+
+@pytest.mark.parametrize(
+    ("more", "at_engine", "where"),
+    [
+        (["layout=pp2"], True, r"wait\(\w+ \d\) of step 1"),
+        (["layout=pp2"], False, "step 1: sharing which items are bad"),
+        ([], False, "the gradients of llm"),
+    ],
+)
+def test_a_rank_that_waits_too_long_says_for_whom(
+    ranks: RankPool, data: Path, tmp_path: Path, more: list[str], at_engine: bool, where: str
+) -> None:
+    line = overrides(data, tmp_path, *more, "train.timeout_s=3")
+    message = ranks.run(2, _stall, line, at_engine)[0]
+    assert re.match(f"rank 0 waited at {where} for rank 1: ", message), message
+
+
+def _transcribe(rank: int, line: list[str], world: int) -> tuple[list[Transcription], float]:
+    evaluate.MAX_NEW_TOKENS = 20
+    trainer = make_trainer(rank, line, world)
+    return trainer.evaluator.transcribe(0, "mixed", 3), trainer.evaluator.loss(0, "mixed", 8)
+
+
+def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    line = overrides(data, tmp_path, f"+data.heldout.mixed.path={data}")
+    expected, loss = ranks.run(1, _transcribe, line, 1)[0]
+    assert len(expected) == 3
+    assert all(len(t.generated) > 0 for t in expected)
+    for world, more in ((2, ["layout=pp2"]), (2, []), (3, [])):
+        transcriptions, other = ranks.run(world, _transcribe, [*line, *more], world)[0]
+        assert sorted(map(str, transcriptions)) == sorted(map(str, expected))
+        assert other == pytest.approx(loss, rel=1e-6)
+
+
+def _overfit(rank: int, line: list[str]) -> list[Transcription]:
+    trainer = make_trainer(rank, line, 2)
+    evaluate.MAX_NEW_TOKENS = 128
+    trainer.run()
+    return trainer.evaluator.transcribe(trainer.step, "mixed", 8)
+
+
+def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    line = overrides(
+        data,
+        tmp_path,
+        "train.steps=150",
+        "optim.lr=4e-3",
+        "optim.eps=1e-8",
+        f"+data.heldout.mixed.path={data}",
+    )
+    line = [*line, "optim.weight_decay=0", "layout=pp2", "train.eval_every=75"]
+    transcriptions = ranks.run(2, _overfit, line)[0]
+    assert sum(t.exact for t in transcriptions) >= 5, transcriptions
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics[-1]["loss/train"] < 0.2 < 4 < metrics[0]["loss/train"]
+    assert [m["progress/step"] for m in metrics if "loss/eval/mixed" in m] == [10, 75, 150]
+    assert metrics[-1]["loss/eval/mixed"] == pytest.approx(metrics[-1]["loss/train"], rel=0.3)
