@@ -10,6 +10,7 @@ One function, `packed_attention`, with backends chosen by capability:
 Shapes: T tokens, N query heads, K key/value heads, H head size.
 """
 
+import inspect
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -72,10 +73,11 @@ def _choose_backend(
 
 def _has_varlen() -> bool:
     try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+        from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return torch.cuda.get_device_capability() >= (8, 0)
+    known = inspect.signature(varlen_attn).parameters
+    return {"window_size", "enable_gqa"} <= set(known) and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _block_mask(lengths: tuple[int, ...], causal: bool, device: torch.device) -> torch.Tensor:

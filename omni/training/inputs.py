@@ -7,6 +7,7 @@ Bad data keeps its planned shape. An item that cannot be decoded becomes zeros, 
 the ranks of the replica tell each other which samples these are, and the last stage masks their targets.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,7 +78,15 @@ class Assembler:
         return Fetch(texts, items)
 
     def assemble(self, plan: StepPlan, replica: ReplicaPlan, fetched: Fetched, predict: bool) -> StepInputs:
-        """Build the tensors of a step. With `predict`, the last stage gives each next token."""
+        """Build the tensors of a step. With `predict`, the last stage gives each next token.
+
+        It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
+        """
+        on_gpu = self.place.device.type == "cuda"
+        with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
+            return self._assemble(plan, replica, fetched, predict)
+
+    def _assemble(self, plan: StepPlan, replica: ReplicaPlan, fetched: Fetched, predict: bool) -> StepInputs:
         texts = iter(fetched.texts)
         # Held-out sources have no number: evaluation sums losses by itself.
         numbers = {name: number for number, name in enumerate(self.sources)}
