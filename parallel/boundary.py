@@ -12,6 +12,7 @@ all-to-all; a route that never leaves its ranks needs no communicator.
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,11 @@ def make_route(rows: Iterable[Rows], layout: SequenceLayout) -> Route:
     intervals = [i for i in layout.intervals() if i.length]
     starts = [i.start for i in intervals]
     segments = []
-    for run in sorted(rows, key=lambda r: r.start):
+    ordered = sorted((r for r in rows if r.length), key=lambda r: r.start)
+    for before, after in pairwise(ordered):
+        assert before.start + before.length <= after.start, f"{before} and {after} claim the same places"
+    for run in ordered:
+        assert 0 <= run.source < layout.num_ranks, f"{run}: the group has {layout.num_ranks} ranks"
         covered = 0
         at = bisect_right(starts, run.start) - 1
         while 0 <= at < len(intervals) and covered < run.length:

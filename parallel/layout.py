@@ -63,8 +63,9 @@ class Layout:
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return every group of the product of `axes`, ordered by first rank; together they are the world."""
-        leaders = [r for r in range(self.world) if self.group(r, *axes)[0] == r]
-        return tuple(self.group(r, *axes) for r in leaders)
+        free = [range(1) if axis in axes else range(getattr(self, axis)) for axis in AXES]
+        leaders = sorted(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*free))
+        return tuple(self.group(rank, *axes) for rank in leaders)
 
     def replica(self, rank: int) -> int:
         """Return which copy of the component `rank` belongs to."""

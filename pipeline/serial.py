@@ -42,10 +42,6 @@ def _in_order(
     reached: set[Op] = set()  # issues of the original list up to here that are still in the queue
     out: list[Op] = []
 
-    def issue_next() -> None:
-        reached.discard(queue[0])
-        out.append(queue.popleft())
-
     def may_issue() -> bool:
         # A receive needs no data, so it may be issued before its place in the original list.
         return queue[0] in reached or queue[0].kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
@@ -55,12 +51,11 @@ def _in_order(
             if op in queue:
                 reached.add(op)
                 while reached and may_issue():
-                    issue_next()
+                    reached.discard(queue[0])
+                    out.append(queue.popleft())
             continue
-        if op.kind is Kind.WAIT and op.on is not None:
-            while Op(op.on, op.index) in queue:
-                assert may_issue(), f"rank {rank}: {op} comes before {queue[0]} can be issued"
-                issue_next()
+        awaited = op.kind is Kind.WAIT and op.on is not None and Op(op.on, op.index)
+        assert awaited not in queue, f"rank {rank}: {op} comes before {queue[0]} can be issued"
         out.append(op)
     return out
 

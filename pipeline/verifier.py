@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pipeline.plan import ISSUED, Kind, Op, ReplicaPlan, StepPlan
+from pipeline.routes import plan_route
 from pipeline.simulator import StuckError, run
 
 
@@ -43,6 +44,9 @@ def violations(
     replica: ReplicaPlan, plan: StepPlan, max_in_flight: int, single_fifo: bool = False
 ) -> Iterator[str]:
     """Yield every broken rule of one replica as text; nothing if the plan is safe."""
+    if unknown := list(_unknown_indices(replica, plan)):
+        yield from unknown
+        return
     static = [
         *_collective_order(replica),
         *_pair_order(replica),
@@ -63,6 +67,19 @@ def violations(
 
 def _indices(ops: Sequence[Op], kind: Kind) -> list[int]:
     return [op.index for op in ops if op.kind is kind]
+
+
+def _unknown_indices(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
+    """Ops of chunks, components or microbatches that the plan does not have: nothing else can be checked."""
+    sizes = {
+        Kind.ENCODE: len(replica.chunks),
+        Kind.ENCODE_BACKWARD: len(replica.chunks),
+        Kind.REDUCE: len(plan.components),
+    }
+    for rank, ops in enumerate(replica.ops):
+        for op in ops:
+            if not 0 <= op.index < sizes.get(op.kind, len(replica.microbatches)):
+                yield f"R5: rank {rank} runs {op}, which is not in the plan"
 
 
 def _collective_order(replica: ReplicaPlan) -> Iterator[str]:
@@ -173,6 +190,11 @@ def _items(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
                 f"R5: item {number} is encoded on ranks {encoded[number]} "
                 f"and runs backward on ranks {backward[number]}"
             )
+    for number, component in enumerate(plan.components):
+        times = 1 if plan.train and component not in plan.frozen else 0
+        for rank, ops in enumerate(replica.ops):
+            if ops.count(Op(Kind.REDUCE, number)) != times:
+                yield f"R5: rank {rank} does not reduce {component} {times} times"
     for m in range(len(replica.microbatches)):
         for rank, ops in enumerate(replica.ops):
             expected_passes = (1, 1 if plan.train else 0)
@@ -184,44 +206,17 @@ def _items(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
 def _routes(replica: ReplicaPlan) -> Iterator[str]:
     """Every row leaves the rank that encoded it once, and arrives where its item stands, once."""
     for m, (batch, route) in enumerate(zip(replica.microbatches, replica.routes, strict=True)):
-        items = [item for item in replica.items if item.microbatch == m]
         if route is None:
-            if items:
-                yield f"R5: microbatch {m} has items and no route"
             for rank, ops in enumerate(replica.ops):
                 if Op(Kind.SHIP, m) in ops or Op(Kind.RETURN, m) in ops:
-                    yield f"R5: rank {rank} ships microbatch {m}, which has no items"
+                    yield f"R5: rank {rank} ships microbatch {m}, which has no route"
+        try:
+            expected = plan_route(m, batch.layout, replica.items, replica.chunks)
+        except AssertionError as error:
+            yield f"R5: microbatch {m}: {error}"
             continue
-        if not items:
-            yield f"R5: microbatch {m} has a route and no items"
-        for rank in range(len(replica.ops)):
-            rows = sum(c.rows for c in replica.chunks if (c.microbatch, c.rank) == (m, rank))
-            sent = [(s.source_start, s.length) for s in route.segments if s.source == rank]
-            if _merged(sent) != _merged([(0, rows)]):
-                yield f"R5: rank {rank} encodes {rows} rows of microbatch {m}, its route sends {sent}"
-        place = {
-            (interval.rank, interval.local_start + i): interval.start + i
-            for interval in batch.layout.intervals()
-            for i in range(interval.length)
-        }
-        arriving = [
-            (place.get((s.destination, s.destination_start + i), -1), 1)
-            for s in route.segments
-            for i in range(s.length)
-        ]
-        if _merged(arriving) != _merged([(item.start, item.rows) for item in items]):
+        if route != expected:
             yield f"R5: the route of microbatch {m} does not bring each row to the place of its item"
-
-
-def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbouring runs (start, length); overlaps stay apart, so they differ from any tiling."""
-    merged: list[tuple[int, int]] = []
-    for start, length in sorted(runs):
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + length)
-        elif length:
-            merged.append((start, length))
-    return merged
 
 
 def _in_flight(replica: ReplicaPlan, cap: int) -> Iterator[str]:

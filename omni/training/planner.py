@@ -19,12 +19,13 @@ from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
-from parallel.boundary import Route, Rows, make_route
+from parallel.boundary import Route
 from parallel.costs import CostTable
 from parallel.sequence import SequenceLayout
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import Chunk, Kind, Microbatch, Op, PlannedItem, PlannedSample, ReplicaPlan, StepPlan
 from pipeline.policies import PLACEMENTS
+from pipeline.routes import plan_route
 from pipeline.serial import serialise
 from pipeline.simulator import plan_costs
 
@@ -167,7 +168,7 @@ class Planner:
         costs = [self._item_cost(metas[i.sample].items[i.index].modality, i.tokens) for i in items]
         ranks = PLACEMENTS[self.policies.placement](costs, self.num_stages)
         chunks = _chunks(items, ranks)
-        routes = tuple(_route(m, batch, items, chunks) for m, batch in enumerate(microbatches))
+        routes = tuple(plan_route(m, batch.layout, items, chunks) for m, batch in enumerate(microbatches))
         ops = self._ops(len(microbatches), chunks, routes, train, frozen)
         planned = ReplicaPlan(self.num_stages, tuple(microbatches), tuple(items), chunks, routes, ops)
         if not self.single_queue:
@@ -227,19 +228,3 @@ def _chunks(items: Sequence[PlannedItem], ranks: Sequence[int]) -> tuple[Chunk, 
         )
         for (microbatch, component, rank), numbers in sorted(members.items())
     )
-
-
-def _route(
-    microbatch: int, batch: Microbatch, items: Sequence[PlannedItem], chunks: Sequence[Chunk]
-) -> Route | None:
-    """Where the rows of a microbatch go. A rank's rows are counted chunk by chunk, item by item."""
-    runs = []
-    filled: dict[int, int] = defaultdict(int)
-    for chunk in chunks:
-        if chunk.microbatch != microbatch:
-            continue
-        for number in chunk.items:
-            item = items[number]
-            runs.append(Rows(chunk.rank, filled[chunk.rank], item.start, item.rows))
-            filled[chunk.rank] += item.rows
-    return make_route(runs, batch.layout) if runs else None

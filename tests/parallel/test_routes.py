@@ -303,3 +303,11 @@ def test_a_route_between_ranks_needs_a_communicator():
     ends = make_ends(make_route(*CROSSING), 1, CPU)
     with pytest.raises(AssertionError, match="needs a communicator"):
         ship(ends, torch.zeros(len(ends.send), WIDTH), None)
+
+
+def test_runs_that_claim_the_same_places_are_refused():
+    layout = SequenceLayout(2, ((Shard(0, 0, 9),),))
+    with pytest.raises(AssertionError, match="claim the same places"):
+        make_route([Rows(0, 0, 2, 3), Rows(1, 0, 4, 2)], layout)
+    with pytest.raises(AssertionError, match="the group has 2 ranks"):
+        make_route([Rows(2, 0, 2, 3)], layout)

@@ -446,3 +446,17 @@ def test_whatever_fails_on_random_ranks_is_refused(random, seed):
     plan = mutated(random)
     if what_happens(plan.replicas[0], plan, seed) is not None:
         assert problems(plan, cap=5)
+
+
+def test_a_reduction_that_nobody_makes_is_refused():
+    def edit(lists):
+        for ops in lists:
+            ops.remove(Op(Kind.REDUCE, 1))
+
+    assert "R5" in rules(edited(edit))
+
+
+def test_ops_of_what_the_plan_does_not_have_are_refused():
+    for op in (Op(Kind.FORWARD, 99), Op(Kind.ENCODE, 99), Op(Kind.REDUCE, 99), Op(Kind.SHIP, -1)):
+        plan = edited(lambda lists, op=op: lists[1].append(op))
+        assert any("which is not in the plan" in text for text in problems(plan))
