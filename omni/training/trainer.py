@@ -63,6 +63,10 @@ class Trainer:
     def run(self) -> None:
         """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
         resumed = self.restore()
+        if self.step >= self.config.train.steps:
+            if self.rank.is_first:
+                print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
+            return
         with self.watchdog, StopFlag() as stop, self.reporting(resumed) as report, self.ahead() as ahead:
             for step in range(self.step + 1, self.config.train.steps + 1):
                 start = time.perf_counter()
