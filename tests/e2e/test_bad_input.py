@@ -119,6 +119,8 @@ def test_a_wrong_key_or_value_is_named(data, keys, named):
         "model.encoders.image.merge",
         "model.encoders.image.patch",
         "cluster.flops",
+        "cluster.efficiency",
+        "cluster.memory_bytes_per_s",
         "cluster.link_bytes_per_s",
     ],
 )
