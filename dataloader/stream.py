@@ -60,6 +60,12 @@ class Stream:
                 f"than {_MAX_PERIOD}: round them to smaller integers"
             )
 
+    @property
+    def cycle(self) -> int:
+        """Positions within which every sample of every source comes at least once."""
+        used = zip(self.sources.values(), self._weights, strict=True)
+        return self.period * max(-(-spec.size // weight) for spec, weight in used if weight)
+
     def at(self, position: int) -> tuple[str, int, int]:
         """(source, sample id within the source, epoch of the source) at a position ≥ 0 of the run."""
         if position < 0:

@@ -87,7 +87,7 @@ def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     if policy == "error":
         raise DataError(
             f"sample {meta.id} of source {meta.source!r} has {length(meta)} tokens, the budget is {budget}: "
-            "raise the budget, or let long samples be dropped or truncated"
+            "raise data.microbatch_tokens, or set data.on_long to drop or truncate"
         )
     return _truncate(meta, budget)
 

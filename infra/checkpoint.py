@@ -61,7 +61,7 @@ def save_checkpoint(
             f"The last good one is {good.name if good else 'none'}; free space and resume."
         )
     if rank == 0:
-        for old in _complete(root)[:-keep]:
+        for old in [*_complete(root)[:-keep], *root.glob(f"*{_PARTIAL}")]:
             shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -98,8 +98,19 @@ def _attempt(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        cause = _cause(error)
+        return f"{type(cause).__name__}: {cause}"
     return None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The operating system's error behind others: torch's writer hides a full disk behind a failed check."""
+    at: BaseException | None = error
+    while at is not None:
+        if isinstance(at, OSError):
+            return at
+        at = at.__cause__ or at.__context__
+    return error
 
 
 def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:

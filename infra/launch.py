@@ -77,7 +77,7 @@ def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> 
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        "infra.agent",
         f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
 
 KINDS = ("jsonl", "wandb", "tensorboard")
+MODES = ("auto", "offline", "online")  # of W&B
 
 logger = logging.getLogger(__name__)
 

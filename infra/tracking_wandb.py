@@ -19,9 +19,8 @@ from urllib.parse import urlsplit
 import wandb
 
 from infra.run_folder import RunFolder, read_metrics, set_aside, write_text
-from infra.tracking import Tracker, record
+from infra.tracking import MODES, Tracker, record
 
-MODES = ("auto", "offline", "online")
 START_S = 60.0
 FINISH_S = 60.0
 

@@ -15,6 +15,18 @@ class ConfigError(ValueError):
     """A mistake in the configuration: the message names the key, the value and the remedy."""
 
 
+def require(section: str, config: Any, *keys: str, least: float = 1) -> None:
+    """Refuse numbers below `least`, naming the key.
+
+    Raises:
+        ConfigError: for the first of `keys` whose value is too small; None passes.
+    """
+    for key in keys:
+        value = getattr(config, key)
+        if value is not None and value < least:
+            raise ConfigError(f"{section}.{key}={value}: must be at least {least:g}")
+
+
 @dataclass
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention."""

@@ -35,13 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
     from omni.compose import compose_config
     from omni.training.job import prepare_job
-    from ops.device import visible_devices
     from pipeline.simulator import simulate
     from pipeline.verifier import PlanRefusedError, verify
 
     try:
         config = compose_config(arguments.overrides)
-        job = prepare_job(config, config.launch.ranks or visible_devices() or 2)
+        job = prepare_job(config, config.launch.ranks or 2)
         plan = plan_of_step(job, arguments.step)
         replica = plan.replicas[arguments.replica]
     except (ValueError, IndexError) as error:

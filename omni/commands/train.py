@@ -50,16 +50,21 @@ def train(composed: DictConfig) -> int:
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
     """
-    from omni.training.job import prepare_job
-    from ops.device import visible_devices
+    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.training.fingerprint import check_fingerprint, fingerprint
+    from omni.training.job import count_ranks, prepare_job
 
     config: Config = to_config(composed)
-    ranks = config.launch.ranks or visible_devices() or 2
-    if 0 < visible_devices() < ranks:
-        raise ConfigError(
-            f"launch.ranks={ranks}: this machine has {visible_devices()} GPUs, and every rank needs its own"
-        )
-    prepare_job(config, ranks)
-    folder = RunFolder.create(Path(config.run.dir).absolute())
+    ranks = count_ranks(config)
+    job = prepare_job(config, ranks)
+    path = Path(config.run.dir).absolute()
+    checkpoint = latest_checkpoint(RunFolder(path).checkpoints)
+    if checkpoint is not None:
+        # Before config.yaml is written: a refused continuation leaves the run as it was.
+        try:
+            check_fingerprint(read_manifest(checkpoint)["fingerprint"], fingerprint(job), checkpoint)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+    folder = RunFolder.create(path)
     write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.config import ConfigError
 from ops.attention import attention_bytes, attention_flops, packed_attention
 from ops.linear import linear_bytes, linear_flops
 from ops.norm import Norm
@@ -87,8 +86,7 @@ def transformer_config(
     stages: int = 1,
 ) -> TransformerConfig:
     """Translate our sizes into megatron's configuration, with the settings that replace its globals."""
-    if recompute not in RECOMPUTE:
-        raise ConfigError(f"recompute={recompute}: choose one of {', '.join(RECOMPUTE)}")
+    assert recompute in RECOMPUTE, recompute
     return TransformerConfig(
         num_layers=layers,
         hidden_size=hidden,

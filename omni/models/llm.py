@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from omni.config import ConfigError, LLMConfig
-from omni.models.layers import layer_submodules, layer_work, transformer_config
+from omni.config import ConfigError, LLMConfig, require
+from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
 from ops.linear import linear_flops
 from ops.loss import token_losses
 from parallel.costs import PartWork
@@ -38,6 +38,9 @@ class MicrobatchInputs:
 
 def check_llm(config: LLMConfig) -> None:
     """Raise ConfigError for sizes that do not fit together."""
+    require("model.llm", config, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab_multiple")
+    if config.recompute not in RECOMPUTE:
+        raise ConfigError(f"model.llm.recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
     if config.hidden % config.heads or (config.hidden // config.heads) % 2:
         raise ConfigError(
             f"model.llm.heads={config.heads}: hidden={config.hidden} must divide into heads of even size"

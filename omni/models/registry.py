@@ -96,6 +96,9 @@ def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
     if (target is None) == (name is None):
         raise ConfigError(f"{key}: give either name (registered: {', '.join(registered())}) or _target_")
     cls = _import(target, key) if target else _registered(name, key)
+    if not hasattr(cls, "Config"):
+        chosen = f"_target_={target}" if target else f"name={name}"
+        raise ConfigError(f"{key}.{chosen} is no encoder: it has no Config (see docs/encoders.md)")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls.Config), options))
     except OmegaConfBaseException as error:

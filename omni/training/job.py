@@ -15,13 +15,14 @@ from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
-from omni.config import Config, ConfigError
+from infra.tracking import KINDS, MODES
+from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import check_llm, llm_work, output_flops
 from omni.models.registry import Encoder, make_encoder
 from omni.training.planner import Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
-from ops.device import device_type
+from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
 from parallel.layout import Layout, LayoutError, stage_layers
 from pipeline.builders import BUILDERS
@@ -84,9 +85,10 @@ def prepare_job(config: Config, world: int) -> Job:
     heldout = {
         name: _open(f"data.heldout.{name}", h.path, tokenizer) for name, h in config.data.heldout.items()
     }
-    for name, index in {**indexes, **heldout}.items():
-        _check_modalities(name, index, by_modality)
-    element = 2 if config.train.precision == "bf16" else 4
+    for key, opened in (("data.sources", indexes), ("data.heldout", heldout)):
+        for name, index in opened.items():
+            _check_modalities(f"{key}.{name}", index, by_modality)
+    element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, layout.pp, element)
     cluster = Cluster(
         name=config.cluster.name,
@@ -125,6 +127,20 @@ def prepare_job(config: Config, world: int) -> Job:
         table=table,
         cluster=cluster,
     )
+
+
+def count_ranks(config: Config) -> int:
+    """Return how many ranks a launch on this machine starts: as asked, or one a GPU, or two without GPUs.
+
+    Raises:
+        ConfigError: for fewer than one, or more than there are GPUs.
+    """
+    require("launch", config.launch, "ranks")
+    gpus = visible_devices()
+    ranks = config.launch.ranks or gpus or 2
+    if 0 < gpus < ranks:
+        raise ConfigError(f"launch.ranks={ranks}: this machine has {gpus} GPUs, and every rank needs its own")
+    return ranks
 
 
 def resolve_layout(config: Config, world: int) -> Layout:
@@ -183,15 +199,26 @@ def _check_choices(config: Config) -> None:
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
         ("train.precision", config.train.precision, PRECISIONS),
+        ("tracking.kind", config.tracking.kind, KINDS),
+        ("tracking.mode", config.tracking.mode, MODES),
     ):
         if value not in known:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
-    if config.train.steps < 1:
-        raise ConfigError(f"train.steps={config.train.steps}: there must be at least one")
+    require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
+    require("train", config.train, "eval_every", "checkpoint_every", least=0)
+    require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples", "window_groups")
+    require("data", config.data, "max_error_share", least=0)
+    require("launch", config.launch, "max_restarts", least=0)
+    require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
+    require("cluster", config.cluster, "link_latency_ns", "op_overhead_ns", least=0)
+    require("cluster", config.cluster, "efficiency", least=1e-6)
+    for name, source in config.data.sources.items():
+        require(f"data.sources.{name}", source, "weight", least=0)
+    for name, heldout in config.data.heldout.items():
+        require(f"data.heldout.{name}", heldout, "samples")
+        require(f"data.heldout.{name}", heldout, "generate", least=0)
     if not config.data.sources:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
-    if config.train.keep_checkpoints < 1:
-        raise ConfigError(f"train.keep_checkpoints={config.train.keep_checkpoints}: keep at least one")
 
 
 def _tokenizer(name: str) -> Tokenizer:
@@ -212,7 +239,7 @@ def _check_modalities(source: str, index: Index, by_modality: Mapping[str, str])
     for modality in index.manifest.modalities:
         if modality not in by_modality:
             raise ConfigError(
-                f"dataset {source} holds {modality} items, and no encoder of model.encoders takes them "
+                f"{source} holds {modality} items, and no encoder of model.encoders takes them "
                 f"(there are encoders for: {', '.join(by_modality) or 'nothing'})"
             )
 
@@ -231,8 +258,4 @@ def _budget(config: Config) -> Budget:
         raise ConfigError(
             f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
         )
-    for key in ("microbatch_tokens", "step_tokens", "step_samples"):
-        value = getattr(data, key)
-        if value is not None and value < 1:
-            raise ConfigError(f"data.{key}={value}: must be at least 1")
     return Budget(data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long)

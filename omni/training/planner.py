@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dataloader.format import DataError
 from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import Stream
@@ -88,8 +89,8 @@ class Planner:
         samples: list[SampleMeta] = []
         skipped: list[tuple[str, int]] = []
         tokens = 0
-        # A stream of nothing but dropped samples must not be searched for ever.
-        limit = cursor + 1_000_000
+        # Within so many positions the stream shows every sample, so beyond them all would be dropped.
+        limit = cursor + 2 * self.stream.cycle
         while cursor < limit:
             source, sample, _ = self.stream.at(cursor)
             meta = self.meta(source, sample)
@@ -102,7 +103,11 @@ class Planner:
             samples.append(meta)
             tokens += length(meta)
             cursor += 1
-        assert samples, "a million samples in a row were dropped: data.microbatch_tokens fits none of them"
+        if not samples:
+            raise DataError(
+                f"data.microbatch_tokens={self.budget.microbatch_tokens} fits no sample: "
+                f"{len(skipped)} in a row were dropped; raise it, or set data.on_long=truncate"
+            )
         return samples, tuple(skipped), cursor
 
     def _is_full(self, num_samples: int, tokens_with_next: int) -> bool:

@@ -12,11 +12,16 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from dataloader.format import DataError
+from infra.checkpoint import CheckpointError
 from infra.run_folder import RunFolder
 from omni.compose import load_config
+from omni.config import ConfigError
 from omni.training.job import Job, prepare_job
-from omni.training.trainer import Trainer
+from omni.training.trainer import BadDataError, Trainer
 from ops.device import backend_name, select_device
+from parallel.consensus import DivergenceError
+from parallel.layout import LayoutError
 
 
 @contextlib.contextmanager
@@ -41,14 +46,20 @@ def main(config_path: Path) -> None:
 
 
 def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
-    """Run a rank's main function; end with 0, 2 for a user's mistake, 1 for any other failure."""
+    """Run a rank's main function; end with 0, 2 for a user's mistake, 1 for any other failure.
+
+    Errors of ours whose message says all there is to say are printed without a traceback.
+    """
     rank = os.environ.get("RANK", "0")
     code = 0
     try:
         function(config_path)
-    except ValueError as error:  # the message is meant for the user
+    except (ConfigError, LayoutError, DataError) as error:
         print(f"rank {rank}: error: {error}", file=sys.stderr)
         code = 2
+    except (BadDataError, CheckpointError, DivergenceError) as error:
+        print(f"rank {rank} failed: {error}", file=sys.stderr)
+        code = 1
     except BaseException:
         print(f"rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 
 from dataloader.decode import decode_image
 from dataloader.format import Item
-from omni.config import ConfigError
-from omni.models.layers import layer_submodules, layer_work, transformer_config
+from omni.config import ConfigError, require
+from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
@@ -55,6 +55,10 @@ class ViTEncoder:
     modality = "image"
 
     def __init__(self, config: ViTConfig) -> None:
+        sizes = ("layers", "hidden", "heads", "ffn", "patch", "merge", "channels", "max_side", "max_tokens")
+        require("encoder", config, *sizes)
+        if config.recompute not in RECOMPUTE:
+            raise ConfigError(f"encoder recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
         if config.hidden % (4 * config.heads):
             raise ConfigError(
                 f"encoder hidden={config.hidden}, heads={config.heads}: "
