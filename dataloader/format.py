@@ -13,7 +13,7 @@ MANIFEST = "dataset.json"
 
 # Formats that the built-in decoders read. A modality that is not listed belongs to a user's encoder, which
 # brings its own decoder: any format name is then accepted.
-FORMATS: Mapping[str, tuple[str, ...]] = {"image": ("jpeg", "png")}
+FORMATS: Mapping[str, tuple[str, ...]] = {"audio": ("flac", "wav"), "image": ("jpeg", "png")}
 
 SHARD_SCHEMA = pa.schema(
     [
@@ -74,9 +74,10 @@ class SampleError(DataError):
 class Item:
     """One image, clip or recording inside a sample.
 
-    `size` is what the item's encoder counts tokens from. For images it is (height, width) in pixels; other
-    modalities belong to a user's encoder, which documents its own (a clip might use (frames, height, width),
-    a recording (audio samples, sampling rate)). `data` holds the encoded file, as `format` says.
+    `size` is what the item's encoder counts tokens from. For images it is (height, width) in pixels, for
+    audio (samples of a channel, sampling rate in Hz); other modalities belong to a user's encoder, which
+    documents its own (a clip might use (frames, height, width)). `data` holds the encoded file, as `format`
+    says.
     """
 
     modality: str
@@ -135,9 +136,10 @@ def _validate_item(name: str, item: Item) -> None:
             f"{name}: unknown format {item.format!r} of modality {item.modality!r}: known are "
             + "; ".join(f"{modality}: {', '.join(formats)}" for modality, formats in FORMATS.items())
         )
-    if not item.size or min(item.size) < 1 or (item.modality == "image" and len(item.size) != 2):
+    if not item.size or min(item.size) < 1 or (known is not None and len(item.size) != 2):
         raise DataError(
-            f"{name}: size {item.size} must be positive numbers, (height, width) for images: fix or drop it"
+            f"{name}: size {item.size} must be positive numbers, (height, width) for images, "
+            "(samples, sampling rate) for audio: fix or drop it"
         )
     if not item.data:
         raise DataError(f"{name}: has no bytes: its file is empty; fix or drop it")

@@ -136,7 +136,12 @@ class _WithView:
 
     def _drop(self, error: Exception) -> None:
         self._view = None
-        logger.warning("tracking: %s failed and is dropped, metrics.jsonl continues: %r", self._kind, error)
+        logger.warning(
+            "tracking: %s failed and is dropped, metrics.jsonl continues: %r",
+            self._kind,
+            error,
+            exc_info=error,
+        )
 
 
 def _start_tensorboard(folder: RunFolder, config: Mapping[str, Any], resumed_from: int | None) -> Tracker:

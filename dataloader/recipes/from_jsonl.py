@@ -5,13 +5,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from dataloader.audio import read_audio_size
 from dataloader.decode import read_image_size
-from dataloader.format import FORMATS, DataError, Item, Sample
+from dataloader.format import DataError, Item, Sample
 from dataloader.tokenizer import Tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 
 _SAMPLE_KEYS = {"id", "text", "items", "targets"}
 _ITEM_KEYS = {"modality", "path", "format", "size"}
+_READ_SIZE = {"audio": read_audio_size, "image": read_image_size}
 
 
 def build_from_jsonl(
@@ -26,8 +28,8 @@ def build_from_jsonl(
 
     A line is {"id": str, "text": str with U+FFFC where items stand, "items": [{"modality": "image", "path":
     str}, …], "targets": [[start, stop], …]}; items and targets may be left out, paths are relative to the
-    file. Format and size of images are read from their headers; items of other modalities state "format"
-    and "size" themselves. Raises DataError naming file and line.
+    file. Format and size of images and recordings are read from their headers; items of other modalities
+    state "format" and "size" themselves. Raises DataError naming file and line.
     """
     jsonl = Path(jsonl)
     try:
@@ -73,12 +75,12 @@ def _item(raw: dict[str, Any], folder: Path) -> Item:
         raise DataError(
             f"{folder / path}: {error.strerror}: fix the path, it is relative to the file"
         ) from None
-    if modality == "image":
-        return Item(modality, *read_image_size(data), data)
+    if modality in _READ_SIZE:
+        return Item(modality, *_READ_SIZE[modality](data), data)
     if not isinstance(kind, str) or not isinstance(size, list) or not all(type(n) is int for n in size):
         raise DataError(
             f'item {path} of modality {modality!r} must state "format" (a string) and "size" (integers): '
-            f"only {', '.join(FORMATS)} are read from the file"
+            f"only {', '.join(_READ_SIZE)} are read from the file"
         )
     return Item(modality, kind, tuple(size), data)
 

@@ -119,16 +119,18 @@ def _literal(text: str) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from dataloader.audio import decode_audio
     from dataloader.decode import decode_image
     from dataloader.format import DataError, read_manifest
     from dataloader.tokenizer import get_tokenizer
     from dataloader.verify import verify_dataset
 
+    decoders = {"audio": decode_audio, "image": decode_image}
     failed = False
     for path in _datasets(args.paths):
         try:
             tokenizer = get_tokenizer(read_manifest(path).tokenizer)
-            report = verify_dataset(path, tokenizer, {"image": decode_image})
+            report = verify_dataset(path, tokenizer, decoders)
         except DataError as error:
             print(f"{path}: cannot be opened: {error}")
             failed = True

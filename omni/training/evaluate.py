@@ -77,47 +77,40 @@ class Evaluator:
         return [transcription for first in firsts for transcription in gathered[first]]
 
     def _transcribe_group(self, step: int, source: str, metas: Sequence[SampleMeta]) -> list[Transcription]:
-        tokenizer = self.job.tokenizer
+        eos = self.job.tokenizer.eos
         samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
         prompts = [replace(meta, text_tokens=meta.items[-1].at if meta.items else 0) for meta in metas]
-        inputs = [self._text(source, meta)[0] for meta in metas]
-        ids = [full[: length(prompt)] for full, prompt in zip(inputs, prompts, strict=True)]
-        grown: list[list[int]] = [[] for _ in metas]
-        open_ = list(range(len(metas)))
+        ids = [
+            self._text(source, meta)[0][: length(prompt)] for meta, prompt in zip(metas, prompts, strict=True)
+        ]
+        new: list[list[int]] = [[] for _ in metas]
         for _ in range(MAX_NEW_TOKENS):
-            if not open_:
-                break
-            current = [replace(prompts[i], text_tokens=prompts[i].text_tokens + len(grown[i])) for i in open_]
-            budget = self.job.config.data.microbatch_tokens
-            open_ = [i for i, meta in zip(open_, current, strict=True) if length(meta) <= budget]
-            current = [meta for meta in current if length(meta) <= budget]
-            texts = {
-                place: (np.concatenate([ids[i], np.array(grown[i], dtype=np.int64)]),) * 3
-                for place, i in enumerate(open_)
-            }
-            tokens = self._next_tokens(step, current, texts)
-            for i, token in zip(open_, tokens, strict=True):
-                grown[i].append(token)
-            open_ = [i for i in open_ if grown[i][-1] != tokenizer.eos]
+            growing = [i for i in range(len(metas)) if eos not in new[i] and self._fits(prompts[i], new[i])]
+            current = [_grown(prompts[i], new[i]) for i in growing]
+            texts = [np.concatenate([ids[i], np.array(new[i], dtype=np.int64)]) for i in growing]
+            for i, token in zip(growing, self._next_tokens(step, current, texts), strict=True):
+                new[i].append(token)
         return [
             Transcription(
                 sample=sample.id,
                 items=len(sample.items),
                 expected=sample.text.rpartition(PLACEHOLDER)[2],
-                generated=tokenizer.decode([t for t in tokens if t != tokenizer.eos]),
+                generated=self.job.tokenizer.decode(tokens),
             )
-            for sample, tokens in zip(samples, grown, strict=True)
+            for sample, tokens in zip(samples, new, strict=True)
         ]
 
-    def _next_tokens(
-        self, step: int, metas: Sequence[SampleMeta], texts: Mapping[int, TextArrays]
-    ) -> list[int]:
+    def _fits(self, prompt: SampleMeta, new: Sequence[int]) -> bool:
+        return length(_grown(prompt, new)) <= self.job.config.data.microbatch_tokens
+
+    def _next_tokens(self, step: int, metas: Sequence[SampleMeta], texts: Sequence[np.ndarray]) -> list[int]:
         """The likeliest next token of each sequence, on all ranks of the replica."""
         if not metas:
             return []
         plan = self.job.planner.evaluation(step, metas, 1)
+        arrays = {i: (ids, ids, ids) for i, ids in enumerate(texts)}  # labels and mask are not looked at
         tokens = torch.zeros(len(metas), dtype=torch.int64)
-        for samples, predicted in self._run(plan, plan.replicas[0], metas, texts, predict=True):
+        for samples, predicted in self._run(plan, plan.replicas[0], metas, arrays, predict=True):
             tokens[list(samples)] = predicted.cpu()
         group = self.rank.groups.replica_control
         if group.size() > 1:
@@ -164,6 +157,10 @@ class Evaluator:
             return encoder.decode(item)
         except DataError as error:
             raise DataError(f"held-out source {source}, sample {sample}, item {index}: {error}") from error
+
+
+def _grown(prompt: SampleMeta, new: Sequence[int]) -> SampleMeta:
+    return replace(prompt, text_tokens=prompt.text_tokens + len(new))
 
 
 def _grouped(metas: Sequence[SampleMeta], tokens: int) -> list[list[SampleMeta]]:

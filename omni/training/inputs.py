@@ -20,7 +20,7 @@ from dataloader.loader import Failure, Fetch, Fetched
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
 from omni.models.llm import MicrobatchInputs
-from omni.models.registry import Encoder
+from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import make_ends
 from parallel.packed import PackedTokens, pack_tokens, sequence_positions
 from pipeline.anchor import StepInputs
@@ -139,26 +139,32 @@ class Assembler:
         chunk = replica.chunks[number]
         encoder = self.encoders[chunk.component]
         lengths = [replica.items[i].tokens for i in chunk.items]
-        ready = [None if array is None else encoder.preprocess(array) for array in arrays]
-        shape = next((r.values.shape[1:] for r in ready if r is not None), None)
-        axes = next((r.positions.shape[1:] for r in ready if r is not None), None)
-        if shape is None or axes is None:  # every item of the chunk is bad: ask the encoder for its shape
-            blank = encoder.preprocess(encoder.blank())
-            shape, axes = blank.values.shape[1:], blank.positions.shape[1:]
-        values, positions = [], []
-        for item, length in zip(ready, lengths, strict=True):
-            values.append(np.zeros((length, *shape), np.float32) if item is None else item.values)
-            positions.append(np.zeros((length, *axes), np.int64) if item is None else item.positions)
-            assert len(values[-1]) == length, f"{chunk.component}: {len(values[-1])} tokens, planned {length}"
-        where = self._tensor(np.concatenate(positions))
-        packed = encoder.pack(lengths, where, self.place.dtype, self.place.device)
-        return ChunkInputs(self._tensor(np.concatenate(values)), where, packed)
+        items = [
+            _silence(encoder, length) if array is None else encoder.preprocess(array)
+            for array, length in zip(arrays, lengths, strict=True)
+        ]
+        for item, length in zip(items, lengths, strict=True):
+            found = (len(item.values), len(item.positions))
+            assert found == (length, length), f"{chunk.component}: {found} tokens, planned {length}"
+        values = self._tensor(np.concatenate([item.values for item in items]))
+        positions = self._tensor(np.concatenate([item.positions for item in items]))
+        packed = encoder.pack(lengths, positions, self.place.dtype, self.place.device)
+        return ChunkInputs(values, positions, packed)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self.place.device.type == "cuda":
             return tensor.pin_memory().to(self.place.device, non_blocking=True)
         return tensor
+
+
+def _silence(encoder: Encoder, length: int) -> ItemArrays:
+    """Stand in for an item that cannot be decoded: its planned tokens, all zero."""
+    blank = encoder.preprocess(encoder.blank())
+    return ItemArrays(
+        np.zeros((length, *blank.values.shape[1:]), blank.values.dtype),
+        np.zeros((length, *blank.positions.shape[1:]), blank.positions.dtype),
+    )
 
 
 def share_tombstones(

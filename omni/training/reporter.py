@@ -116,7 +116,7 @@ class Reporter:
             f"eval/exact_match/{source}": exact / max(1, len(results)),
             f"eval/generated/{source}": len(results),
             f"eval/exact_match_by_words/{source}": {
-                n: sum(hits) / len(hits) for n, hits in by_length.items()
+                str(n): sum(hits) / len(hits) for n, hits in by_length.items()
             },
             f"eval/examples/{source}": [
                 {"sample": t.sample, "expected": t.expected, "generated": t.generated} for t in examples

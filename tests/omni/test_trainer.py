@@ -1,5 +1,6 @@
 """The trainer on real ranks where things differ or go wrong between them."""
 
+import math
 import re
 import time
 from dataclasses import replace
@@ -10,6 +11,9 @@ import torch
 from ranks import RankPool
 from small import overrides, write_mixed
 
+from dataloader.format import Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.training import evaluate
@@ -127,3 +131,18 @@ def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Pa
     assert metrics[-1]["loss/train"] < 0.2 < 4 < metrics[0]["loss/train"]
     assert [m["progress/step"] for m in metrics if "loss/eval/mixed" in m] == [10, 75, 150]
     assert metrics[-1]["loss/eval/mixed"] == pytest.approx(metrics[-1]["loss/train"], rel=0.3)
+
+
+def _train(rank: int, line: list[str], world: int) -> None:
+    make_trainer(rank, line, world).run()
+
+
+def test_a_step_without_targets_is_skipped_and_counted(ranks: RankPool, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "data", ByteTokenizer()) as writer:
+        for i in range(4):
+            writer.add(Sample(str(i), "nothing to learn", targets=()))
+    line = overrides(tmp_path / "data", tmp_path / "run", "layout=pp2", samples=2)
+    ranks.run(2, _train, line, 2)
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [m["optim/skipped_steps"] for m in metrics] == [1, 2, 3]
+    assert all(math.isnan(m["loss/train"]) for m in metrics)

@@ -1,0 +1,88 @@
+"""Encoded recordings to samples of one channel, and to another sampling rate.
+
+What encoders do with the samples (spectrograms, normalisation) is theirs.
+"""
+
+import io
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import soundfile
+import soxr
+
+from dataloader.format import Item, SampleError
+
+_FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac"}
+_LONGEST = 2**31 - 1  # sizes are stored as int32
+
+
+def decode_audio(item: Item) -> npt.NDArray[np.float32]:
+    """Samples float32 [samples] of a WAV or FLAC item, in -1 … 1: the mean of its channels.
+
+    `item.size` is (samples of a channel, sampling rate in Hz). Raises SampleError if the data is corrupt, cut
+    short, or not of the size and format that the item states. A WAV file has no checksum: damage that leaves
+    its header and length as they were is not found, unless it makes samples that are no numbers.
+    """
+    with _open(item.data) as file:
+        found = _FORMATS.get(file.format)
+        if found != item.format:
+            raise SampleError(f"the recording is {file.format}, its metadata says {item.format}")
+        # Before reading, which allocates what the header claims.
+        _check_size((file.frames, file.samplerate), item.size)
+        try:
+            channels = file.read(dtype="float32", always_2d=True)
+        except Exception as error:  # libsndfile's own errors and what its callbacks raise
+            raise SampleError(f"the recording cannot be decoded: {_reason(error)}") from error
+    _check_size((len(channels), file.samplerate), item.size)
+    samples: npt.NDArray[np.float32] = np.ascontiguousarray(channels.mean(axis=1))
+    if not np.isfinite(samples).all():
+        raise SampleError("the recording holds samples that are no finite numbers")
+    return samples
+
+
+def read_audio_size(data: bytes) -> tuple[str, tuple[int, int]]:
+    """Format name and (samples, sampling rate) from a recording's header; SampleError if it is no WAV or FLAC."""
+    with _open(data) as file:
+        if file.format not in _FORMATS:
+            raise SampleError(f"the recording is {file.format}: convert it to WAV or FLAC")
+        if not 0 < file.frames <= _LONGEST:
+            raise SampleError(
+                f"the recording's header says {file.frames} samples, it must be 1 to {_LONGEST}: "
+                "write it anew with its length, or cut it"
+            )
+        return _FORMATS[file.format], (file.frames, file.samplerate)
+
+
+def resampled_length(samples: int, rate: int, new_rate: int) -> int:
+    """Samples that `resample` makes of `samples` at `rate` Hz: the nearest number, halves up, at least 1."""
+    return max(1, (2 * samples * new_rate + rate) // (2 * rate))
+
+
+def resample(samples: npt.NDArray[np.float32], rate: int, new_rate: int) -> npt.NDArray[np.float32]:
+    """Bring float32 [samples] from `rate` to `new_rate` Hz, band-limited (soxr, quality HQ).
+
+    The result has exactly `resampled_length` samples, whatever soxr's floating-point rounding gave.
+    """
+    if rate == new_rate:
+        return samples
+    length = resampled_length(len(samples), rate, new_rate)
+    changed = np.asarray(soxr.resample(samples, rate, new_rate), np.float32)[:length]
+    return np.pad(changed, (0, length - len(changed)))
+
+
+def _check_size(found: tuple[int, int], stated: tuple[int, ...]) -> None:
+    if found != stated:
+        raise SampleError(f"the recording is {found} (samples, sampling rate), its metadata says {stated}")
+
+
+def _open(data: bytes) -> soundfile.SoundFile:
+    try:
+        return soundfile.SoundFile(io.BytesIO(data))
+    except Exception as error:  # unknown formats and damaged headers alike
+        raise SampleError(f"not a recording that can be read: {_reason(error)}") from error
+
+
+def _reason(error: Any) -> str:
+    """What libsndfile says, without the address of our buffer."""
+    return str(getattr(error, "error_string", error))

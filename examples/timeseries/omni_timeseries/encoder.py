@@ -1,0 +1,211 @@
+"""An encoder of multivariate time series: a transformer on packed patches of consecutive steps.
+
+A series is normalised channel by channel, padded with zeros at its end to whole merge windows and cut into
+patches; each patch, all channels of `patch` steps, is one token. `merge` tokens become one row for the LLM.
+
+`TimeSeriesEncoder` describes the encoder to the platform, without weights: plans are made from it. Its
+`build` makes `TimeSeriesTransformer`, a plain torch module: put a model of your own in its place.
+
+Shapes: S steps, C channels, T tokens, P values of a token, E width of the encoder, N heads, H head size,
+R rows, D width of the LLM.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dataloader.format import Item, SampleError
+from omni.config import ConfigError, require
+from omni.models.layers import PackedCoreAttention, layer_work, transformer_config
+from omni.models.registry import ItemArrays
+from parallel.costs import PartWork
+from parallel.megatron import ProcessGroupCollection, TransformerConfig
+from parallel.packed import PackedTokens, pack_tokens
+
+
+@dataclass
+class TimeSeriesConfig:
+    """The keys of `model.encoders.<name>`. A series may have fewer channels than `channels`, never more."""
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    ffn: int = 192
+    channels: int = 3
+    patch: int = 4
+    merge: int = 4
+    rotary_base: float = 1000.0
+
+
+class TimeSeriesEncoder:
+    """The description: takes items of modality "timeseries" and format "npy", of size (steps, channels)."""
+
+    Config = TimeSeriesConfig
+    modality = "timeseries"
+
+    def __init__(self, config: TimeSeriesConfig) -> None:
+        require("encoder", config, "layers", "hidden", "heads", "ffn", "channels", "patch", "merge")
+        if config.hidden % (2 * config.heads):
+            raise ConfigError(
+                f"encoder hidden={config.hidden}, heads={config.heads}: rotary needs an even head size"
+            )
+        self.config = config
+        self.unit = config.merge
+
+    def count(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """Return (tokens, rows) of a series of (steps, channels)."""
+        c = self.config
+        if len(size) != 2 or size[1] > c.channels:
+            raise ConfigError(
+                f"a series has size {size}, the encoder takes (steps, channels) with at most "
+                f"channels={c.channels}: raise its channels, or fix the dataset"
+            )
+        rows = -(-size[0] // (c.patch * c.merge))
+        return rows * c.merge, rows
+
+    def work(self, element: int) -> PartWork:
+        """Work of embedding, layers and the projector's first layer; its second is small beside them."""
+        c = self.config
+        layer = layer_work(
+            hidden=c.hidden,
+            heads=c.heads,
+            kv_heads=c.heads,
+            head_dim=c.hidden // c.heads,
+            ffn=c.ffn,
+            gated=False,
+            causal=False,
+            element=element,
+        )
+        merged = c.hidden * c.merge
+        ends = 2 * c.patch * c.channels * c.hidden + 2 * merged * merged // c.merge
+        return PartWork(
+            flops_per_token=c.layers * layer.flops_per_token + ends,
+            flops_per_square=c.layers * layer.flops_per_square,
+            bytes_per_token=c.layers * layer.bytes_per_token,
+            weight_bytes=c.layers * layer.weight_bytes,
+        )
+
+    def decode(self, item: Item) -> np.ndarray:
+        """The bytes of a .npy file → float32 [S, C]."""
+        try:
+            series = np.lib.format.read_array(io.BytesIO(item.data), allow_pickle=False)
+        except Exception as error:  # damaged headers raise many kinds: ValueError, EOFError, MemoryError, …
+            raise SampleError(f"not a .npy array that can be read: {error}") from error
+        if series.shape != item.size:
+            raise SampleError(f"the array has shape {series.shape}, its metadata says {item.size}")
+        if series.dtype.kind not in "fiu":
+            raise SampleError(f"the series holds {series.dtype}: store real numbers")
+        with np.errstate(over="ignore"):
+            series = series.astype(np.float32)
+        if not np.isfinite(series).all():
+            raise SampleError("the series holds values that are not finite, or too large for float32")
+        return series
+
+    def blank(self) -> np.ndarray:
+        """One step of one channel."""
+        return np.zeros((1, 1), np.float32)
+
+    def preprocess(self, array: np.ndarray) -> ItemArrays:
+        """float32 [S, C] → normalised patches [T, P] with positions [T, 1]. Missing channels are zero."""
+        c = self.config
+        steps, channels = array.shape
+        tokens, _ = self.count(array.shape)
+        series = array.astype(np.float64)
+        mean, deviation = series.mean(0), series.std(0)
+        # A constant channel becomes zeros, not its rounding errors enlarged.
+        scale = np.maximum(deviation, 1e-6 * np.abs(mean) + 1e-30)
+        padded = np.zeros((tokens * c.patch, c.channels), np.float32)
+        padded[:steps, :channels] = (series - mean) / scale
+        return ItemArrays(padded.reshape(tokens, c.patch * c.channels), np.arange(tokens)[:, None])
+
+    def pack(
+        self, lengths: Sequence[int], positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> PackedTokens:
+        """Each series attends to itself alone."""
+        c = self.config
+        return pack_tokens(
+            lengths,
+            positions,
+            heads=c.heads,
+            head_dim=c.hidden // c.heads,
+            rotary_base=c.rotary_base,
+            causal=False,
+            dtype=dtype,
+            device=device,
+        )
+
+    def build(
+        self, width: int, dtype: torch.dtype, device: torch.device, groups: ProcessGroupCollection
+    ) -> "TimeSeriesTransformer":
+        """Build the module on `device`, whole on every rank: `groups` would say how to split it."""
+        return TimeSeriesTransformer(self.config, width, dtype).to(device)
+
+
+class TimeSeriesTransformer(nn.Module):
+    """Patches to rows: linear embedding, transformer, merging of neighbours, two-layer projector.
+
+    The platform draws the initial weights by parameter name, so that they do not depend on the layout: what
+    has one dimension becomes 0, or 1 if "norm" is in its name; `linear_proj` and `linear_fc2`, which add to
+    the residual stream, are scaled down by depth. The platform reads depth and precision from `config`.
+    """
+
+    def __init__(self, sizes: TimeSeriesConfig, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.merge = sizes.merge
+        self.config = transformer_config(
+            layers=sizes.layers,
+            hidden=sizes.hidden,
+            heads=sizes.heads,
+            kv_heads=sizes.heads,
+            ffn=sizes.ffn,
+            norm="RMSNorm",
+            norm_eps=1e-5,
+            gated=False,
+            bias=True,
+            qkv_bias=True,
+            recompute="none",
+            dtype=dtype,
+        )
+        merged = sizes.hidden * sizes.merge
+        self.patch_linear = nn.Linear(sizes.patch * sizes.channels, sizes.hidden, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(self.config, dtype) for _ in range(sizes.layers))
+        self.final_norm = nn.RMSNorm(sizes.hidden, 1e-5, dtype=dtype)
+        self.projector_in = nn.Linear(merged, merged, dtype=dtype)
+        self.projector_out = nn.Linear(merged, width, dtype=dtype)
+
+    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """values [T, P] of packed series → rows [R, D], series by series. `packed` holds the positions."""
+        hidden = self.patch_linear(values.to(self.patch_linear.weight.dtype))
+        for layer in self.layers:
+            hidden = layer(hidden, packed)
+        merged = self.final_norm(hidden).unflatten(0, (-1, self.merge)).flatten(1)
+        rows: torch.Tensor = self.projector_out(F.gelu(self.projector_in(merged)))
+        return rows
+
+
+class Layer(nn.Module):
+    """A transformer layer, norms first. The platform's attention applies rotary and keeps items apart."""
+
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        width, ffn = config.hidden_size, config.ffn_hidden_size
+        self.heads = config.num_attention_heads
+        self.attention_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
+        self.linear_qkv = nn.Linear(width, 3 * width, dtype=dtype)
+        self.attention = PackedCoreAttention(config)
+        self.linear_proj = nn.Linear(width, width, dtype=dtype)
+        self.mlp_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
+        self.linear_fc1 = nn.Linear(width, ffn, dtype=dtype)
+        self.linear_fc2 = nn.Linear(ffn, width, dtype=dtype)
+
+    def forward(self, hidden: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """[T, E] → [T, E]."""
+        qkv = self.linear_qkv(self.attention_norm(hidden)).unflatten(1, (3, self.heads, -1))
+        query, key, value = qkv.unbind(1)  # each [T, N, H]
+        hidden = hidden + self.linear_proj(self.attention(query, key, value, None, packed_seq_params=packed))
+        return hidden + self.linear_fc2(F.gelu(self.linear_fc1(self.mlp_norm(hidden))))

@@ -1,0 +1,276 @@
+"""The example of an encoder in a package of its own: installed into a folder, and trained on real ranks."""
+
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omni_timeseries.encoder import TimeSeriesConfig, TimeSeriesEncoder
+from omni_timeseries.make_data import describe, make_sample, make_series, to_item
+from ranks import RankPool
+from runs import Finished, Running, read_lines
+
+from dataloader.format import PLACEHOLDER, Item, Sample, SampleError
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+from infra.run_folder import RunFolder
+from omni.compose import compose_config
+from omni.config import ConfigError
+from omni.models.initialise import initialise
+from omni.training import parity
+from omni.training.job import prepare_job
+from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
+
+EXAMPLE = Path(__file__).parents[2] / "examples/timeseries"
+TARGET = "omni_timeseries.encoder.TimeSeriesEncoder"
+SMALL = (
+    "model.llm.layers=2",
+    "model.llm.hidden=32",
+    "model.llm.heads=2",
+    "model.llm.kv_heads=1",
+    "model.llm.ffn=64",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the package is installed, as pip would into an environment."""
+    folder = tmp_path_factory.mktemp("site")
+    source = shutil.copytree(EXAMPLE, folder / "source")  # a build leaves files beside the sources
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    if importlib.util.find_spec("setuptools"):  # else pip fetches it
+        command.append("--no-build-isolation")
+    done = subprocess.run(
+        [*command, "--target", str(folder / "packages"), str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "packages"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Path:
+    """What the package's own command writes."""
+    folder = tmp_path_factory.mktemp("data")
+    arguments = ["-m", "omni_timeseries.make_data", "--out", "series", "--num", "64", "--num-heldout", "8"]
+    done = Running(arguments, folder, {"PYTHONPATH": str(site)}).finish()
+    assert done.code == 0, done.err
+    return folder / "series"
+
+
+def train(data: Path, cwd: Path, path: Path, *more: str) -> Finished:
+    """`omni train` of the example's experiment, small, with packages found in `path`."""
+    keys = [
+        f"--config-dir={EXAMPLE / 'conf'}",
+        "experiment=timeseries",
+        f"data.sources.series.path={data / 'train'}",
+        f"data.heldout.series.path={data / 'heldout'}",
+        "data.heldout.series.generate=0",
+        "data.step_tokens=512",
+        "train.eval_every=0",
+        "train.checkpoint_every=0",
+        "train.timeout_s=60",
+        "optim.warmup_steps=0",
+        "launch.ranks=2",
+        "layout=pp2",
+        "tracking=jsonl",
+        "run.dir=run",
+        *SMALL,
+        *more,
+    ]
+    paths = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return Running(["-m", "omni", "train", *keys], cwd, {"PYTHONPATH": paths}).finish()
+
+
+def test_an_installed_encoder_trains_by_its_name(site: Path, data: Path, tmp_path: Path) -> None:
+    done = train(data, tmp_path, site, "train.steps=30")
+    assert done.code == 0, done.err
+    losses = [record["loss/train"] for record in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert len(losses) == 30
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5]), losses
+
+
+def test_an_importable_encoder_trains_by_its_class(data: Path, tmp_path: Path) -> None:
+    more = ("train.steps=3", "~model.encoders.series.name", f"+model.encoders.series._target_={TARGET}")
+    done = train(data, tmp_path, EXAMPLE, *more)
+    assert done.code == 0, done.err
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+def test_without_the_package_the_refusal_names_the_encoder_and_the_remedy(data: Path, tmp_path: Path) -> None:
+    done = train(data, tmp_path, tmp_path, "train.steps=3")
+    assert done.code == 2
+    assert done.lines_with("model.encoders.series.name=timeseries", "Install the package", "omni.encoders")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def encoder(**keys: int) -> TimeSeriesEncoder:
+    return TimeSeriesEncoder(TimeSeriesConfig(**keys))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 9), st.integers(1, 4))
+def test_preprocessing_gives_the_counted_tokens(steps: int, channels: int, patch: int, merge: int) -> None:
+    made = encoder(channels=4, patch=patch, merge=merge)
+    tokens, rows = made.count((steps, channels))
+    arrays = made.preprocess(np.ones((steps, channels), np.float32))
+    assert arrays.values.shape == (tokens, patch * 4)
+    assert arrays.values.dtype == np.float32
+    assert arrays.positions.shape == (tokens, 1)
+    assert tokens == rows * merge == rows * made.unit
+    assert (tokens - merge) * patch < steps <= tokens * patch
+
+
+def test_patches_hold_the_normalised_series_and_zeros_where_there_is_none() -> None:
+    series = np.random.default_rng(0).normal(5, 3, (10, 2)).astype(np.float32)
+    steps = encoder(channels=3, patch=2, merge=3).preprocess(series).values.reshape(12, 3)
+    np.testing.assert_allclose(steps[:10, :2].mean(0), 0, atol=1e-6)
+    np.testing.assert_allclose(steps[:10, :2].std(0), 1, rtol=1e-5)
+    np.testing.assert_allclose(np.corrcoef(steps[:10, 1], series[:, 1])[0, 1], 1, rtol=1e-5)
+    assert not steps[10:].any()
+    assert not steps[:, 2].any()
+    assert not encoder().preprocess(np.full((7, 3), 0.1, np.float32)).values.any()
+
+
+def test_decoding_keeps_the_series_and_names_what_is_no_series() -> None:
+    series = make_series(np.random.default_rng(0), 50, 3, fastest=1, period=12)
+    item = to_item(series)
+    np.testing.assert_array_equal(encoder().decode(item), series)
+    np.testing.assert_array_equal(encoder().decode(to_item(series.astype(np.float64))), series)
+    pickled, archive = io.BytesIO(), io.BytesIO()
+    np.save(pickled, np.array([[{}]]), allow_pickle=True)
+    np.savez(archive, series)
+    broken = {
+        "magic": b"not an array",
+        "array data": item.data[:-1],
+        "Object arrays": pickled.getvalue(),
+        "can be read": archive.getvalue(),
+        "header": item.data[:20],
+        "its metadata says": to_item(series[:-1]).data,
+        "store real numbers": to_item(series + 1j).data,
+        "not finite": to_item(np.where(series > 0, np.nan, series)).data,
+        "too large": to_item(series * 1e300).data,
+    }
+    for words, damaged in broken.items():
+        with pytest.raises(SampleError, match=words):
+            encoder().decode(Item("timeseries", "npy", series.shape, damaged))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 400), st.integers(0, 255))
+def test_a_damaged_byte_is_a_sample_error_or_another_series(place: int, value: int) -> None:
+    item = to_item(np.ones((30, 3), np.float32))
+    damaged = bytearray(item.data)
+    damaged[place] = value
+    try:
+        decoded = encoder().decode(Item("timeseries", "npy", item.size, bytes(damaged)))
+    except SampleError:
+        return
+    assert decoded.shape == item.size
+
+
+def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="channels=3"):
+        encoder().count((10, 4))
+    with pytest.raises(ConfigError, match="steps, channels"):
+        encoder().count((10,))
+    with pytest.raises(ConfigError, match="heads=3"):
+        encoder(hidden=64, heads=3)
+
+
+def test_series_packed_together_equal_each_alone() -> None:
+    made = encoder(hidden=32, heads=2, ffn=48)
+    module = made.build(24, torch.float32, torch.device("cpu"), None).double()
+    initialise(module, seed=0, component="series", num_layers=2)
+    rng = np.random.default_rng(0)
+    series = [rng.normal(size=(steps, channels)).astype(np.float32) for steps, channels in SIZES]
+    together = encode(made, module, series)
+    alone = torch.cat([encode(made, module, [one]) for one in series])
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
+    assert len(together) == sum(made.count(size)[1] for size in SIZES)
+    assert encode(made, module, []).shape == (0, 24)
+
+
+SIZES = ((40, 3), (1, 1), (97, 2), (40, 3), (200, 1))
+
+
+def encode(made: TimeSeriesEncoder, module: torch.nn.Module, series: list[np.ndarray]) -> torch.Tensor:
+    arrays = [made.preprocess(one) for one in series]
+    lengths = [len(one.values) for one in arrays]
+    values = np.concatenate([one.values for one in arrays] or [np.zeros((0, 12), np.float32)])
+    positions = np.concatenate([one.positions for one in arrays] or [np.zeros((0, 1), np.int64)])
+    where = torch.from_numpy(positions)
+    packed = made.pack(lengths, where, torch.float64, torch.device("cpu"))
+    with torch.no_grad():
+        rows: torch.Tensor = module(torch.from_numpy(values), where, packed)
+    return rows
+
+
+def test_descriptions_say_what_the_series_holds() -> None:
+    """The strongest periods below the drift: the named one is the named channel's, and the shortest."""
+    rng = np.random.default_rng(0)
+    for fastest in (0, 1, 2):
+        series = make_series(rng, 480, 3, fastest, period=12)
+        spectrum = np.abs(np.fft.rfft(series - series.mean(0), axis=0))
+        spectrum[:5] = 0  # of 480 steps: periods above 96 are drift
+        strongest = spectrum.argmax(0)
+        assert strongest.argmax() == fastest
+        assert strongest.max() == 480 // 12
+    assert describe(3, 1, 12) == "three channels, the second is fastest, period twelve"
+    assert describe(1, 0, 24) == "one channel, period twenty four"
+
+
+def write_uneven(path: Path) -> None:
+    """Series of many lengths, one sample of two, one without any."""
+    rng = np.random.default_rng(0)
+    with DatasetWriter(path, ByteTokenizer(), rows_per_group=4) as writer:
+        for number in range(5):
+            writer.add(make_sample(rng, f"series{number}"))
+        two = tuple(to_item(rng.normal(size=size).astype(np.float32)) for size in ((20, 2), (150, 3)))
+        writer.add(Sample("two", f"left {PLACEHOLDER} and right {PLACEHOLDER}.", two))
+        writer.add(Sample("none", "no series"))
+
+
+def line(data: Path, folder: Path, *more: str) -> list[str]:
+    """A small run without image encoder, this one named by its class."""
+    return [
+        "~experiment",
+        "+model/llm=tiny",
+        f"+model.encoders.series={{_target_: {TARGET}, hidden: 32, heads: 2, ffn: 48}}",
+        f"+data.sources.uneven.path={data}",
+        *SMALL,
+        "data.microbatch_tokens=160",
+        "data.step_samples=7",
+        "train.steps=3",
+        "train.precision=fp32",
+        "train.timeout_s=60",
+        "optim.lr=1e-3",
+        "optim.eps=1e-4",
+        "tracking=jsonl",
+        f"run.dir={folder}",
+        *more,
+    ]
+
+
+def measure(rank: int, overrides: list[str], world: int) -> Measurement | None:
+    job = prepare_job(compose_config(overrides), world)
+    folder = RunFolder.create(Path(job.config.run.dir))
+    return parity.measure(job, folder, rank, torch.device("cpu"), steps=job.config.train.steps)
+
+
+def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    write_uneven(tmp_path / "uneven")
+    one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
+    assert any(name.startswith("series/") for name in one.gradients)
+    for more in ([], ["layout=pp2"]):
+        two = ranks.run(2, measure, line(tmp_path / "uneven", tmp_path / "two", *more), 2)[0]
+        worst, drifted = compare(one, two)[0], compare_weights(one, two)[0]
+        assert worst.relative <= TOLERANCE, (more, worst)
+        assert drifted.relative <= WEIGHT_TOLERANCE, (more, drifted)
