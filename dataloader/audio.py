@@ -42,7 +42,10 @@ def decode_audio(item: Item) -> npt.NDArray[np.float32]:
 
 
 def read_audio_size(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Format name and (samples, sampling rate) from a recording's header; SampleError if it is no WAV or FLAC."""
+    """Format name and (samples of a channel, sampling rate) from a recording's header.
+
+    Raises SampleError if it is no WAV or FLAC, or does not say how long it is.
+    """
     with _open(data) as file:
         if file.format not in _FORMATS:
             raise SampleError(f"the recording is {file.format}: convert it to WAV or FLAC")

@@ -19,9 +19,14 @@ def run(tmp_path_factory):
     write(cwd / "strips", [strip(i) for i in range(16)])
     write(cwd / "docs", [document(i) for i in range(8)])
     own = ["tracking=wandb", "tracking.mode=offline", f"train.steps={STEPS}", "launch.ranks=1"]
-    heldout = [f"+data.heldout={{docs: {{path: {cwd / 'docs'}, samples: 8}}}}", "train.eval_every=3"]
+    heldout = [
+        f"+data.heldout={{docs: {{path: {cwd / 'docs'}, samples: 8}},"
+        f" strips: {{path: {cwd / 'strips'}, samples: 4, generate: 4}}}}",
+        "train.eval_every=3",
+    ]
     result = train([*data_keys(cwd / "strips", cwd / "docs"), *own, *heldout], cwd)
     assert result.code == 0, result.err
+    assert "failed and is dropped" not in result.err
     return cwd / "run", read_offline_run(cwd / "run")
 
 
@@ -48,4 +53,5 @@ def test_the_summary_is_that_of_the_run_folder(run):
     assert isinstance(offline, OfflineRun)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == STEPS
+    assert summary["eval/generated/strips"] == 4
     assert {key: offline.summary[key] for key in summary} == summary

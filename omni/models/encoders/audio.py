@@ -126,7 +126,7 @@ class AudioEncoder:
         return np.zeros(1, np.float32)
 
     def preprocess(self, array: np.ndarray) -> ItemArrays:
-        """float32 [samples] at the encoder's rate → frames [T, 2·M], a token's two in turn, positions [T, 1]."""
+        """float32 [samples] at the encoder's rate → pairs of frames [T, 2·M], with positions [T, 1]."""
         c = self.config
         padded = np.pad(array, (0, -len(array) % self.window))
         frames = log_mel(torch.from_numpy(padded), self.filters, c.n_fft, c.hop)
@@ -230,7 +230,7 @@ def spaced(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [T, width] for integer positions [T] (Vaswani et al., 2017, section 3.5): sines, then cosines."""
+    """float32 [T, width] of integer positions [T]: sines, then cosines (Vaswani et al., 2017, section 3.5)."""
     half = width // 2
     exponent = torch.arange(half, device=positions.device, dtype=torch.float32) / half
     angles = positions.float().unsqueeze(1) * torch.exp(-math.log(10000.0) * exponent)
