@@ -79,7 +79,8 @@ class Encoder(Protocol):
         self, width: int, dtype: "torch.dtype", device: "torch.device", groups: "ProcessGroupCollection"
     ) -> "torch.nn.Module":
         """Build the module. Called with (values [T, ...], positions [T, A], packed), it returns the rows
-        [R, width] of all items in order.
+        [R, width] of all items in order. Its attribute `config` is a megatron TransformerConfig, which the
+        reduction of its gradients reads.
         """
         ...
 

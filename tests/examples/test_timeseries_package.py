@@ -1,11 +1,11 @@
 """The example of an encoder in a package of its own: installed into a folder, and trained on real ranks."""
 
-import importlib.util
 import io
 import os
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -46,13 +46,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     source = shutil.copytree(EXAMPLE, folder / "source")  # a build leaves files beside the sources
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    if importlib.util.find_spec("setuptools"):  # else pip fetches it
+    if setuptools_version() >= 77:  # else pip fetches one
         command.append("--no-build-isolation")
     done = subprocess.run(
         [*command, "--target", str(folder / "packages"), str(source)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return folder / "packages"
+
+
+def setuptools_version() -> int:
+    try:
+        return int(version("setuptools").partition(".")[0])
+    except PackageNotFoundError:
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,7 @@ def train(data: Path, cwd: Path, path: Path, *more: str) -> Finished:
         "train.eval_every=0",
         "train.checkpoint_every=0",
         "train.timeout_s=60",
+        "optim.lr=1e-2",
         "optim.warmup_steps=0",
         "launch.ranks=2",
         "layout=pp2",
@@ -97,6 +105,7 @@ def test_an_installed_encoder_trains_by_its_name(site: Path, data: Path, tmp_pat
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5]), losses
 
 
+@pytest.mark.slow
 def test_an_importable_encoder_trains_by_its_class(data: Path, tmp_path: Path) -> None:
     more = ("train.steps=3", "~model.encoders.series.name", f"+model.encoders.series._target_={TARGET}")
     done = train(data, tmp_path, EXAMPLE, *more)
@@ -156,7 +165,7 @@ def test_decoding_keeps_the_series_and_names_what_is_no_series() -> None:
         "its metadata says": to_item(series[:-1]).data,
         "store real numbers": to_item(series + 1j).data,
         "not finite": to_item(np.where(series > 0, np.nan, series)).data,
-        "too large": to_item(series * 1e300).data,
+        "too large": to_item(series.astype(np.float64) * 1e300).data,
     }
     for words, damaged in broken.items():
         with pytest.raises(SampleError, match=words):

@@ -19,13 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dataloader.format import Item, SampleError
-from omni.config import ConfigError, require
-from omni.models.layers import PackedCoreAttention, layer_work, transformer_config
-from omni.models.registry import ItemArrays
-from parallel.costs import PartWork
-from parallel.megatron import ProcessGroupCollection, TransformerConfig
-from parallel.packed import PackedTokens, pack_tokens
+from omni.encoders import (
+    ConfigError,
+    Item,
+    ItemArrays,
+    PackedCoreAttention,
+    PackedTokens,
+    PartWork,
+    ProcessGroupCollection,
+    SampleError,
+    TransformerConfig,
+    layer_work,
+    pack_tokens,
+    require,
+    transformer_config,
+)
 
 
 @dataclass
@@ -150,8 +158,8 @@ class TimeSeriesTransformer(nn.Module):
     """Patches to rows: linear embedding, transformer, merging of neighbours, two-layer projector.
 
     The platform draws the initial weights by parameter name, so that they do not depend on the layout: what
-    has one dimension becomes 0, or 1 if "norm" is in its name; `linear_proj` and `linear_fc2`, which add to
-    the residual stream, are scaled down by depth. The platform reads depth and precision from `config`.
+    has one dimension becomes 0, or 1 for weights with "norm" in their name; `linear_proj` and `linear_fc2`,
+    which add to the residual stream, are scaled down by depth. It reads depth and precision from `config`.
     """
 
     def __init__(self, sizes: TimeSeriesConfig, width: int, dtype: torch.dtype) -> None:

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader.format import PLACEHOLDER, Item, Sample
-from dataloader.tokenizer import ByteTokenizer
-from dataloader.writer import DatasetWriter, is_intact
+from omni.encoders import PLACEHOLDER, DatasetWriter, Item, Sample, get_tokenizer, is_intact
 
 COUNTS = ("one channel", "two channels", "three channels")
 ORDINALS = ("first", "second", "third")
@@ -63,7 +61,7 @@ def to_item(series: np.ndarray) -> Item:
 def write_dataset(path: Path, num_samples: int, seed: int, part: int) -> bool:
     """Write part 0 (train) or 1 (held out) of the draws of `seed`; False if it is there and intact."""
     recipe = f"synthetic time series: {num_samples} samples, seed {seed}, part {part}"
-    tokenizer = ByteTokenizer()
+    tokenizer = get_tokenizer("bytes")
     if is_intact(path, recipe, tokenizer.name):
         return False
     rng = np.random.default_rng([seed, part])

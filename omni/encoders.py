@@ -1,0 +1,47 @@
+"""Everything that a package with an encoder of its own imports: the contract, its types, and building blocks.
+
+Third parties import only `omni`. What stands here is kept stable; docs/encoders.md explains it.
+"""
+
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
+from dataloader.tokenizer import get_tokenizer
+from dataloader.writer import DatasetWriter, is_intact
+from omni.config import ConfigError, require
+from omni.models.layers import PackedCoreAttention, layer_submodules, layer_work, transformer_config
+from omni.models.registry import Encoder, ItemArrays
+from ops.attention import attention_bytes, attention_flops
+from ops.linear import linear_bytes, linear_flops
+from ops.norm import Norm
+from parallel.costs import PartWork
+from parallel.megatron import ProcessGroupCollection, TransformerBlock, TransformerConfig
+from parallel.packed import PackedTokens, pack_tokens
+
+__all__ = [
+    "PLACEHOLDER",
+    "ConfigError",
+    "DataError",
+    "DatasetWriter",
+    "Encoder",
+    "Item",
+    "ItemArrays",
+    "Norm",
+    "PackedCoreAttention",
+    "PackedTokens",
+    "PartWork",
+    "ProcessGroupCollection",
+    "Sample",
+    "SampleError",
+    "TransformerBlock",
+    "TransformerConfig",
+    "attention_bytes",
+    "attention_flops",
+    "get_tokenizer",
+    "is_intact",
+    "layer_submodules",
+    "layer_work",
+    "linear_bytes",
+    "linear_flops",
+    "pack_tokens",
+    "require",
+    "transformer_config",
+]
