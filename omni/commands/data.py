@@ -125,12 +125,11 @@ def _verify(args: argparse.Namespace) -> int:
     from dataloader.tokenizer import get_tokenizer
     from dataloader.verify import verify_dataset
 
-    decoders = {"audio": decode_audio, "image": decode_image}
     failed = False
     for path in _datasets(args.paths):
         try:
             tokenizer = get_tokenizer(read_manifest(path).tokenizer)
-            report = verify_dataset(path, tokenizer, decoders)
+            report = verify_dataset(path, tokenizer, {"audio": decode_audio, "image": decode_image})
         except DataError as error:
             print(f"{path}: cannot be opened: {error}")
             failed = True

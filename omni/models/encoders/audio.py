@@ -206,14 +206,14 @@ class AudioTransformer(torch.nn.Module):
         return rows
 
     def _stem(self, values: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-        """[T, 2·M] → [T, E], with an empty token before each recording and after the last.
+        """[T, 2·M] → [T, E], computed with an empty token before each recording.
 
         The first convolution's bias and its neighbours fill the empty tokens, so they are emptied again
         before the second: at each edge both read zeros, as their own padding would give them.
         """
         assert packed.packing is not None
         where = spaced(packed.packing.cu_seqlens, len(values))
-        size = len(values) + len(packed.packing.lengths) + 1
+        size = len(values) + len(packed.packing.lengths)
         frames = values.new_zeros(size, values.shape[1]).index_copy(0, where, values)
         full = values.new_zeros(size).index_fill(0, where, 1.0).repeat_interleave(_FRAMES)
         hidden = F.gelu(self.stem_in(frames.reshape(_FRAMES * size, -1).T.unsqueeze(0))) * full
@@ -230,7 +230,7 @@ def spaced(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """float32 [T, width] of integer positions [T]: sines, then cosines (Vaswani et al., 2017, section 3.5)."""
+    """Sines, then cosines, float32 [T, width], of positions [T] (Vaswani et al., 2017, section 3.5)."""
     half = width // 2
     exponent = torch.arange(half, device=positions.device, dtype=torch.float32) / half
     angles = positions.float().unsqueeze(1) * torch.exp(-math.log(10000.0) * exponent)
