@@ -46,11 +46,12 @@ def save_checkpoint(
     problem = _attempt(lambda: partial.mkdir(parents=True, exist_ok=True)) if rank == 0 else None
     problem = _first_problem(problem, group)
     if problem is None:
-        file = partial / f"rank_{rank:05d}.pt"
+        file = partial / _file_of(rank)
         problem = _first_problem(_attempt(lambda: _write_durably(file, write)), group)
     if problem is None:
         problem = _first_problem(
-            _attempt(lambda: _commit(partial, final, step, describe)) if rank == 0 else None, group
+            _attempt(lambda: _commit(partial, final, step, describe, group.size())) if rank == 0 else None,
+            group,
         )
     if problem is not None:
         if rank == 0:
@@ -85,6 +86,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 f"restore the file, or remove {path.name} to continue from an older one"
             )
     return manifest
+
+
+def _file_of(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"
 
 
 def _complete(root: Path) -> list[Path]:
@@ -127,8 +132,12 @@ def _write_durably(file: Path, write: Callable[[Path], None]) -> None:
     _sync(file)
 
 
-def _commit(partial: Path, final: Path, step: int, describe: Mapping[str, Any]) -> None:
+def _commit(partial: Path, final: Path, step: int, describe: Mapping[str, Any], ranks: int) -> None:
     files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
+    expected = {_file_of(rank) for rank in range(ranks)}
+    if set(files) != expected:
+        odd = sorted(set(files) ^ expected)[:3]
+        raise CheckpointError(f"{partial} should hold the files of {ranks} ranks: {', '.join(odd)} differ")
     manifest = partial / MANIFEST
     manifest.write_text(json.dumps({"step": step, "files": files, **describe}, indent=2))
     _sync(manifest)

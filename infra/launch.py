@@ -21,6 +21,7 @@ AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills ever
 STRAGGLERS_S = 5  # what is left after the agent gets between SIGTERM and SIGKILL
 LAUNCH_ID = "OMNI_LAUNCH_ID"  # marks every process of one launch through its environment
 TAIL_LINES = 40
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def launch_local(
@@ -33,10 +34,10 @@ def launch_local(
 ) -> int:
     """Run `python -m <module> <config_path>` on `ranks` local processes and return the exit code.
 
-    The code is torchrun's; 128 + n if it died of signal n, or if SIGTERM or SIGINT arrived here, was handed
-    on and ended the run. After such a signal the workers have TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (50
-    unless set) to save and leave, torchrun 10 more, then everything is killed; a second signal kills at
-    once. No process of the launch outlives this call.
+    The code is torchrun's; 128 + n if it died of signal n, or if SIGTERM, SIGINT, SIGHUP or SIGUSR1 arrived
+    here, was handed on as SIGTERM and ended the run. After such a signal the workers have
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (50 unless set) to save and leave, torchrun 10 more, then all is
+    killed; a second signal kills at once. No process of the launch outlives this call.
 
     Output goes to this process's stdout and stderr, or is appended to the file `log`, whose last lines are
     shown when the run fails. `env` is added to the environment. OMP_NUM_THREADS is cores // ranks unless
@@ -114,7 +115,8 @@ def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float) -
             return agent.wait(timeout=0.1)
         except subprocess.TimeoutExpired:
             if received and kill_at is None:
-                agent.send_signal(received[0])
+                # Always SIGTERM: the agent knows no SIGUSR1, and SIGINT would interrupt the workers' step.
+                agent.terminate()
                 kill_at = time.monotonic() + grace_s
             if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
                 _kill_group(agent)
@@ -122,13 +124,13 @@ def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float) -
 
 @contextmanager
 def _noting_signals() -> Iterator[list[int]]:
-    """The list to which SIGTERM and SIGINT are appended as they arrive."""
+    """The list to which signals that ask for an end are appended as they arrive."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, note) for number in ENDING}
     try:
         yield received
     finally:

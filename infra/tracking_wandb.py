@@ -80,7 +80,10 @@ def resolve_mode(mode: str) -> str:
         raise ValueError(f"tracking.mode={mode} is unknown: choose one of {', '.join(MODES)}")
     if mode != "auto":
         return mode
-    if os.environ.get("WANDB_MODE") == "offline":
+    asked = os.environ.get("WANDB_MODE")
+    if asked not in (None, "", "online", "offline"):
+        raise ValueError(f"WANDB_MODE={asked} with tracking=wandb: unset it, or choose tracking=jsonl")
+    if asked == "offline":
         return "offline"
     return "online" if os.environ.get("WANDB_API_KEY") or _netrc_has_host() else "offline"
 

@@ -103,8 +103,8 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
         group, option = override.key_or_group, str(override.value())
         for key, value in _values_of(group, option):
             final = OmegaConf.select(composed, key)
-            overruled = not any(key == k or key.startswith(k + ".") for k in set_keys)
-            if final != value and overruled:
+            is_set = any(key == k or key.startswith(k + ".") for k in set_keys)
+            if final != value and not is_set:
                 raise ConfigError(
                     f"{group}={option} sets {key}={value}, but the composed configuration has {key}={final}: "
                     f"another choice overrules it. Leave {group}={option} out, or set {key}={value} as well."

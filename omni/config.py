@@ -122,6 +122,7 @@ class DataConfig:
     on_error: str = "fail"
     max_error_share: float = 0.01
     window_groups: int = 64
+    loader_threads: int = 1
     record_samples: bool = False
 
 

@@ -1,6 +1,6 @@
 """Everything that a package with an encoder of its own imports: the contract, its types, and building blocks.
 
-Third parties import only `omni`. What stands here is kept stable; docs/encoders.md explains it.
+What stands here is kept stable; docs/encoders.md explains it.
 """
 
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError

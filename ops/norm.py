@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+NORMS = ("RMSNorm", "LayerNorm")
+
 
 class Norm(torch.nn.Module):
     """RMSNorm or LayerNorm over the last dimension, as `config.normalization` says.
@@ -19,8 +21,8 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
-        if config.normalization not in ("RMSNorm", "LayerNorm"):
-            raise ValueError(f"normalization={config.normalization!r}: choose RMSNorm or LayerNorm")
+        if config.normalization not in NORMS:
+            raise ValueError(f"normalization={config.normalization!r}: choose one of {', '.join(NORMS)}")
         self.shape = (hidden_size,)
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))

@@ -39,7 +39,11 @@ class WorkCost:
 
     def forward_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`."""
-        return self.overhead_ns + (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
+        return self.overhead_ns + self.marginal_ns(tokens, squares)
+
+    def marginal_ns(self, tokens: int, squares: int) -> int:
+        """Nanoseconds that more tokens add to a pass: what balancing compares."""
+        return (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
     def backward_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds of the backward pass; recomputation counts as another forward."""
@@ -50,7 +54,7 @@ class WorkCost:
 class CostTable:
     """Numbered costs of every part: the stages of the LLM as "llm/0", "llm/1", encoders by name.
 
-    The number is part of a plan: two ranks with different tables disagree on the digest, not in the dark.
+    The number is part of every plan made with it.
     """
 
     number: int

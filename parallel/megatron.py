@@ -23,14 +23,11 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -40,17 +37,14 @@ __all__ = [
     "AttnMaskType",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
-    "DistributedOptimizer",
     "GPTModel",
     "MegatronModule",
-    "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
-    "clip_grad_by_total_norm_fp32",
     "finalize_model_grads",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",

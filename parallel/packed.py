@@ -55,8 +55,3 @@ def pack_tokens(
         packing=packing,
         rotary=rotary_table(positions.to(device), head_dim, rotary_base, dtype),
     )
-
-
-def sequence_positions(lengths: Sequence[int]) -> torch.Tensor:
-    """Positions [T] that restart at 0 with every sequence."""
-    return torch.cat([torch.arange(n) for n in lengths] or [torch.zeros(0, dtype=torch.long)])

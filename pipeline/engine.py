@@ -137,6 +137,9 @@ class _Step:
             rows = self.engine.anchors[component].encode(self.inputs.chunks[chunk])
         expected = (self.replica.chunks[chunk].rows, self.engine.stage.width)
         assert rows.shape == expected, f"{component} put out {tuple(rows.shape)}, planned {expected}"
+        # Ranks without rows take part in shipping with buffers of the LLM's type.
+        dtype = self.engine.stage.dtype
+        assert rows.dtype == dtype, f"{component} put out {rows.dtype}, the LLM takes {dtype}"
         self.encoded[chunk] = rows
 
     def encode_backward(self, chunk: int) -> None:

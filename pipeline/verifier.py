@@ -22,8 +22,8 @@ class PlanRefusedError(RuntimeError):
     """A plan broke a rule; nothing of it has run. The message lists the rules and where they broke."""
 
 
-def verify(plan: StepPlan, max_in_flight: int, single_fifo: bool = False) -> None:
-    """Check all rules on every replica of a plan.
+def verify(plan: StepPlan, max_in_flight: int, single_fifo: bool = False, replica: int | None = None) -> None:
+    """Check all rules on every replica of a plan, or on one of them: its ranks need not check the others.
 
     `max_in_flight` caps the microbatches whose activations a stage may hold (R6); the last stages hold
     fewer. With `single_fifo` the lists must also run with one communication queue a rank.
@@ -32,8 +32,10 @@ def verify(plan: StepPlan, max_in_flight: int, single_fifo: bool = False) -> Non
         PlanRefusedError: with the first violations of each replica.
     """
     problems = list(_replica_order(plan))
-    for number, replica in enumerate(plan.replicas):
-        found = list(violations(replica, plan, max_in_flight, single_fifo))
+    for number, planned in enumerate(plan.replicas):
+        if replica not in (None, number):
+            continue
+        found = list(violations(planned, plan, max_in_flight, single_fifo))
         problems += [f"replica {number}: {text}" for text in found[:10]]
     if problems:
         lines = "\n  ".join(problems)
@@ -190,15 +192,16 @@ def _items(replica: ReplicaPlan, plan: StepPlan) -> Iterator[str]:
                 f"R5: item {number} is encoded on ranks {encoded[number]} "
                 f"and runs backward on ranks {backward[number]}"
             )
+    counts = [Counter(ops) for ops in replica.ops]
     for number, component in enumerate(plan.components):
         times = 1 if plan.train and component not in plan.frozen else 0
-        for rank, ops in enumerate(replica.ops):
-            if ops.count(Op(Kind.REDUCE, number)) != times:
+        for rank, count in enumerate(counts):
+            if count[Op(Kind.REDUCE, number)] != times:
                 yield f"R5: rank {rank} does not reduce {component} {times} times"
     for m in range(len(replica.microbatches)):
-        for rank, ops in enumerate(replica.ops):
+        for rank, count in enumerate(counts):
             expected_passes = (1, 1 if plan.train else 0)
-            passes = (ops.count(Op(Kind.FORWARD, m)), ops.count(Op(Kind.BACKWARD, m)))
+            passes = (count[Op(Kind.FORWARD, m)], count[Op(Kind.BACKWARD, m)])
             if passes != expected_passes:
                 yield f"R5: rank {rank} runs microbatch {m} forward and backward {passes} times"
 

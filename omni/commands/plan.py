@@ -14,7 +14,8 @@ WIDTH = 72  # characters of a timeline
 _LETTERS = {"encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "wait": "."}
 _DESCRIPTION = """\
 Plans a training step from metadata alone, as every rank will, checks it against rules R1 to R7, and times it
-with the cost table. Times are simulated. Overrides as for `omni train`.
+with the cost table. Times are simulated. Overrides as for `omni train`; launch.ranks is two unless given.
+Number format and queues are those of this machine's device.
 
   omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3
 """
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
     from omni.compose import compose_config
+    from omni.config import ConfigError
     from omni.training.job import prepare_job
     from pipeline.simulator import simulate
     from pipeline.verifier import PlanRefusedError, verify
@@ -41,9 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = compose_config(arguments.overrides)
         job = prepare_job(config, config.launch.ranks or 2)
+        if arguments.step < 1 or not 0 <= arguments.replica < job.layout.dp:
+            raise ConfigError(
+                f"--step {arguments.step} --replica {arguments.replica}: steps begin at 1, "
+                f"and there are replicas 0 to {job.layout.dp - 1}"
+            )
         plan = plan_of_step(job, arguments.step)
         replica = plan.replicas[arguments.replica]
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:

@@ -11,6 +11,7 @@ from omni.config import ConfigError, LLMConfig, require
 from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
 from ops.linear import linear_flops
 from ops.loss import token_losses
+from ops.norm import NORMS
 from parallel.costs import PartWork
 from parallel.layout import stage_layers
 from parallel.megatron import GPTModel, ProcessGroupCollection
@@ -47,8 +48,8 @@ def check_llm(config: LLMConfig) -> None:
         )
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
-    if config.norm not in ("RMSNorm", "LayerNorm"):
-        raise ConfigError(f"model.llm.norm={config.norm}: choose RMSNorm or LayerNorm")
+    if config.norm not in NORMS:
+        raise ConfigError(f"model.llm.norm={config.norm}: choose one of {', '.join(NORMS)}")
 
 
 def padded_vocabulary(vocab_size: int, multiple: int) -> int:

@@ -59,8 +59,9 @@ class Ahead:
         self.ready: dict[int, Future[Prepared]] = {}
         self.planning = ThreadPoolExecutor(1, "planner")
         self.assembling = ThreadPoolExecutor(1, "assembler")
-        for step in range(first, first + PLANS_AHEAD + 1):
-            self._start(step)
+        for step in range(first, first + PLANS_AHEAD):
+            self._start_plan(step)
+        self._start_preparing(first)
 
     def plan(self, step: int) -> StepPlan:
         """Return the plan of a step that is at most two ahead, waiting for it if need be."""
@@ -75,7 +76,8 @@ class Ahead:
         start = time.perf_counter()
         prepared = self.ready.pop(step).result(self.timeout_s + 10)
         del self.plans[step]
-        self._start(step + PLANS_AHEAD + 1)
+        self._start_plan(step + PLANS_AHEAD)
+        self._start_preparing(step + 1)
         wait_s = time.perf_counter() - start
         return Prepared(
             prepared.plan, prepared.replica, prepared.inputs, prepared.failures, prepared.plan_s, wait_s
@@ -87,9 +89,12 @@ class Ahead:
         self.planning.shutdown(wait=False, cancel_futures=True)
         self.assembling.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, step: int) -> None:
+    def _start_plan(self, step: int) -> None:
         if step <= self.last:
             self.plans[step] = self.planning.submit(self._plan, step)
+
+    def _start_preparing(self, step: int) -> None:
+        if step <= self.last:
             self.ready[step] = self.assembling.submit(self._prepare, step, self.plans[step])
 
     def _plan(self, step: int) -> tuple[StepPlan, float]:

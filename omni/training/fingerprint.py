@@ -1,10 +1,12 @@
 """What must not change when a run continues: its data, its model and how it learns."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from dataloader.index import Index
 from infra.checkpoint import CheckpointError
 from omni.training.job import Job
 
@@ -24,6 +26,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
                 "weight": source["weight"],
                 "num_samples": len(job.indexes[name]),
                 "rows_per_group": job.indexes[name].manifest.rows_per_group,
+                "content": _content(job.indexes[name]),
             }
             for name, source in data["sources"].items()
         },
@@ -40,6 +43,11 @@ def fingerprint(job: Job) -> dict[str, Any]:
         },
     }
     return dict(sorted(_flatten(parts, "")))
+
+
+def _content(index: Index) -> str:
+    """A name for what a dataset holds: its manifest lists every shard with its size, and all totals."""
+    return hashlib.blake2b(repr(index.manifest).encode(), digest_size=8).hexdigest()
 
 
 def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from omni.config import LLMConfig
 from omni.models.llm import MicrobatchInputs
 from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import make_ends
-from parallel.packed import PackedTokens, pack_tokens, sequence_positions
+from parallel.packed import PackedTokens, pack_tokens
 from pipeline.anchor import StepInputs
 from pipeline.plan import ReplicaPlan, StepPlan
 
@@ -94,8 +94,9 @@ class Assembler:
         for batch in replica.microbatches:
             arrays = [next(texts) for _ in batch.samples] if self.place.reads_text else []
             lengths = batch.layout.local_lengths(0)
+            positions = _positions(batch.layout.local_positions(0))
             sources = [numbers.get(plan.samples[i].source, 0) for i in batch.samples] if arrays else []
-            microbatches.append(self._microbatch(lengths, arrays, sources, predict))
+            microbatches.append(self._microbatch(lengths, positions, arrays, sources, predict))
         items = iter(fetched.items)
         chunks = {
             number: self._chunk(replica, number, [next(items) for _ in chunk.items])
@@ -109,12 +110,17 @@ class Assembler:
         return StepInputs(tuple(microbatches), chunks, ends)
 
     def _microbatch(
-        self, lengths: Sequence[int], arrays: Sequence[TextArrays], sources: Sequence[int], predict: bool
+        self,
+        lengths: Sequence[int],
+        positions: torch.Tensor,
+        arrays: Sequence[TextArrays],
+        sources: Sequence[int],
+        predict: bool,
     ) -> MicrobatchInputs:
         place = self.place
         packed = pack_tokens(
             lengths,
-            sequence_positions(lengths),
+            positions,
             heads=self.llm.heads,
             head_dim=self.llm.hidden // self.llm.heads,
             rotary_base=self.llm.rotary_base,
@@ -156,6 +162,10 @@ class Assembler:
         if self.place.device.type == "cuda":
             return tensor.pin_memory().to(self.place.device, non_blocking=True)
         return tensor
+
+
+def _positions(runs: Sequence[range]) -> torch.Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def _silence(encoder: Encoder, length: int) -> ItemArrays:

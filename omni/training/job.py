@@ -2,7 +2,7 @@
 
 `prepare_job` is where a user's mistakes are found: unknown encoders, sizes that do not fit, layouts that do
 not divide the world, datasets that are missing or cut short. The same job is what the trainer runs, what
-`omni plan` prints and what `omni simulate` times.
+`omni plan` prints and times.
 """
 
 from collections.abc import Mapping
@@ -206,7 +206,8 @@ def _check_choices(config: Config) -> None:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
     require("train", config.train, "eval_every", "checkpoint_every", least=0)
-    require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples", "window_groups")
+    require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples")
+    require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)
     require("launch", config.launch, "max_restarts", least=0)
     require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")

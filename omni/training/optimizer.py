@@ -9,11 +9,12 @@ step has one point where the host learns what happened.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from omni.config import OptimConfig
+from omni.config import ConfigError, OptimConfig
 from omni.training.schedules import frozen_components, learning_rate
 from parallel.megatron import (
     DistributedDataParallel,
@@ -97,7 +98,12 @@ class ComponentOptimizer:
             overlap_grad_reduce=False,
             grad_reduce_in_fp32=True,
         )
-        transformer_config = module.config
+        transformer_config: Any = module.config
+        if not transformer_config.calculate_per_token_loss:
+            raise ConfigError(
+                f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
+                "would average its gradients over ranks; set it, as omni.encoders.transformer_config does"
+            )
         self.ddp = DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -116,6 +122,9 @@ class ComponentOptimizer:
             use_gloo_process_groups=False,
             pg_collection=groups,
         ).chained_optimizers[0]
+        inner = type(self.optimizer.optimizer)
+        # With Transformer Engine or apex at hand megatron takes their Adam, whose state is kept elsewhere.
+        assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
         for group in self.optimizer.param_groups:
             # megatron leaves both to its training script: without the first, norms and biases would decay.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]

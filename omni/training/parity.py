@@ -1,8 +1,8 @@
 """Parity: the same model and batch under two configurations, loss and every gradient compared.
 
-Invariant (design, section 6): under any layout, placement and policy, the loss and each parameter's gradient
-equal those of one rank in fp32, ‖a - b‖ / max(‖b‖, 1e-6 · global norm) ≤ 1e-5. Every capability of the
-platform is held against it, by `omni parity` and by the tests.
+Invariant (docs/architecture.md): under any layout, placement and policy, the loss and each parameter's
+gradient equal those of one rank in fp32, ‖a - b‖ / max(‖b‖, 1e-6 · global norm) ≤ 1e-5. Every capability of
+the platform is held against it, by `omni parity` and by the tests.
 
 A measurement takes the way that training takes. Gradients and weights are collected by canonical name from
 the shards that ranks own, so nothing is compared that the optimizer would not see.
@@ -49,7 +49,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one quantity of the candidate is from the reference, relative as in design section 6."""
+    """How far one quantity of the candidate is from the reference, relative as the invariant says."""
 
     name: str
     relative: float

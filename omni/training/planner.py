@@ -150,12 +150,12 @@ class Planner:
         """Nanoseconds of a sample on the slowest stage, its items spread over all stages."""
         tokens = length(meta)
         stages = (self.table.parts[f"llm/{stage}"] for stage in range(self.num_stages))
-        llm = max(part.forward_ns(tokens, tokens * tokens) for part in stages)
+        llm = max(part.marginal_ns(tokens, tokens * tokens) for part in stages)
         items = (self._item_cost(item.modality, item.tokens) for item in meta.items)
         return llm + sum(items) // self.num_stages
 
     def _item_cost(self, modality: str, tokens: int) -> int:
-        return self.table.parts[self.encoders[modality]].forward_ns(tokens, tokens * tokens)
+        return self.table.parts[self.encoders[modality]].marginal_ns(tokens, tokens * tokens)
 
     def _replica(
         self, mine: Sequence[int], metas: Sequence[SampleMeta], train: bool, frozen: tuple[str, ...]

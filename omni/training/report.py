@@ -1,14 +1,14 @@
 """The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omni.models.llm import NAME as LLM
 from omni.training.ahead import Prepared
 from omni.training.job import Job
 from omni.training.optimizer import Totals
-from ops.device import peak_memory_bytes
+from ops.device import device_type, peak_memory_bytes
 from pipeline.engine import StepResult
 from pipeline.plan import Kind, StepPlan
 from pipeline.simulator import simulate
@@ -76,11 +76,14 @@ def imbalance(job: Job, plan: StepPlan) -> dict[str, float]:
     return {name: max(load) * len(load) / sum(load) for name, load in loads.items() if sum(load)}
 
 
-def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float:
-    """Simulated over measured time of this replica's ops, minus 1. Reduction is not part of either."""
+def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float | None:
+    """Simulated over measured time of this replica's ops, minus 1; None if it had none.
+
+    Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
+    """
     ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
     if not ran:
-        return 0.0
+        return None
     simulated = simulate(prepared.replica, job.table).makespan_ns / 1e9
     return simulated / (ran[-1][1] - ran[0][0]) - 1
 
@@ -109,7 +112,6 @@ def metrics_of(
         "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
         "perf/step_s": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "perf/mfu": sum(flops.values()) / peak,
         "data/wait_frac": totals.seconds[CAUSES.index("data")] / (job.layout.world * step_s),
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
@@ -118,19 +120,22 @@ def metrics_of(
         "mem/peak_gb": peak_memory_bytes() / 1e9,
         "health/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "plan/ms": prepared.plan_s * 1e3,
-        "plan/pred_error": predicted_error(job, prepared, result),
     }
     for source, loss, targets in zip(job.sources, totals.losses, totals.targets, strict=True):
         if targets:
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
     metrics |= {f"balance/max_over_mean/{name}": value for name, value in imbalance(job, plan).items()}
-    metrics |= _idle(job, totals.seconds, step_s)
+    on_gpu = device_type() == "cuda"
+    if not (on_gpu and job.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
+        metrics["perf/mfu"] = sum(flops.values()) / peak
+        metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
+    shares = [seconds / (job.layout.world * step_s) for seconds in totals.seconds]
+    for cause, share in zip(CAUSES, shares, strict=True):
+        if cause == "data" or not on_gpu:
+            metrics[f"perf/idle_frac/{cause}"] = share
+    error = None if on_gpu else predicted_error(job, prepared, result)
+    if error is not None:
+        metrics["plan/pred_error"] = error
     return metrics
-
-
-def _idle(job: Job, seconds: Sequence[float], step_s: float) -> dict[str, float]:
-    shares = (second / (job.layout.world * step_s) for second in seconds)
-    return {f"perf/idle_frac/{cause}": share for cause, share in zip(CAUSES, shares, strict=True)}

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from omegaconf import OmegaConf
 
 from infra.progress import Progress
-from infra.run_folder import RunFolder, append_line, set_aside, truncate_after
+from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
 from infra.tracking import Tracker, make_tracker
 from omni.training.ahead import Prepared
 from omni.training.evaluate import Transcription
@@ -47,6 +47,10 @@ class Reporter:
             tracking.mode,
             resumed,
         )
+        if resumed is not None:  # a run that only lacks its summary takes the last losses from its records
+            last = read_metrics(folder.metrics)[-1]
+            self.loss = last["loss/train"]
+            self.heldout = {key: value for key, value in last.items() if key.startswith("loss/eval/")}
         self.samples = _open_records(folder.samples, resumed) if job.config.data.record_samples else None
         self.progress = Progress(job.config.train.steps)
         self.progress.note(_opening(job, folder, resumed))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
+from omni.config import ComponentOptimConfig, ConfigError, OptimConfig, require
 
 SCHEDULES = ("cosine", "wsd")
 
@@ -12,6 +12,11 @@ def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int) ->
     """Raise ConfigError for settings that contradict each other."""
     if config.schedule not in SCHEDULES:
         raise ConfigError(f"optim.schedule={config.schedule}: choose one of {', '.join(SCHEDULES)}")
+    require("optim", config, "lr", "min_lr", "weight_decay", "clip", least=0)
+    require("optim", config, "eps", least=1e-20)
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(config, key) < 1:
+            raise ConfigError(f"optim.{key}={getattr(config, key)}: must lie in [0, 1)")
     if not 0 <= config.warmup_steps <= steps:
         raise ConfigError(f"optim.warmup_steps={config.warmup_steps} must lie within train.steps={steps}")
     if config.decay_steps is not None and config.decay_steps < 1:

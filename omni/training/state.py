@@ -100,7 +100,10 @@ def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, An
     """Copy a shard's elements and moments from the saved pieces that overlap it."""
     main, start, stop = shard.main, shard.start, shard.start + shard.main.numel()
     adam: dict[str, torch.Tensor] = {}
-    if all("step" in piece for piece in pieces):
+    trained = {"step" in piece for piece in pieces} | {MOMENTS[0] in piece for piece in pieces}
+    if len(trained) > 1:
+        raise CheckpointError(f"{what}: some of its optimizer state is missing in the checkpoint")
+    if trained == {True}:
         # A tensor of its own for every parameter: a shared one would count every step many times.
         adam["step"] = torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device)
         adam |= {key: torch.zeros_like(main) for key in MOMENTS}

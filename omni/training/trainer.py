@@ -63,7 +63,7 @@ class Trainer:
     def run(self) -> None:
         """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
         resumed = self.restore()
-        if self.step >= self.config.train.steps:
+        if self.step >= self.config.train.steps and self.folder.summary.exists():
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
             return
@@ -78,7 +78,9 @@ class Trainer:
                 self.advance(prepared, totals, updated)
                 self.offer(ahead, step + PLANS_AHEAD)
                 step_s = time.perf_counter() - start
-                report.step(prepared, result, totals, self.rank.optimizer, step_s, self.evaluate(step))
+                # A signal leaves little time: save, and measure another day.
+                heldout = {} if totals.stop else self.evaluate(step)
+                report.step(prepared, result, totals, self.rank.optimizer, step_s, heldout)
                 if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
                 if totals.stop:
@@ -98,7 +100,7 @@ class Trainer:
         ahead = Ahead(
             self.job.planner,
             self.verify,
-            Loader(self.readers, self.job.tokenizer, decoders),
+            Loader(self.readers, self.job.tokenizer, decoders, self.config.data.loader_threads),
             self.rank.assembler,
             replica=self.rank.replica,
             first=first,
@@ -115,7 +117,7 @@ class Trainer:
 
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much."""
-        verify(plan, max_in_flight=self.job.layout.pp, single_fifo=self.job.planner.single_queue)
+        verify(plan, self.job.layout.pp, self.job.planner.single_queue, self.rank.replica)
 
     def offer(self, ahead: Ahead, step: int) -> None:
         """Start comparing the plan of a coming step with the other ranks'."""

@@ -145,17 +145,15 @@ def test_a_killed_worker_is_restarted(run_folder):
     assert out.count("done after 1 restarts") == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_the_workers_which_may_end_their_step(run_folder, number):
-    # SIGINT interrupts Python workers, SIGTERM lets them save.
     launch = start(run_folder, "stop")
     workers = family(wait_for_ranks(run_folder))
     launch.send_signal(number)
     _, err = launch.communicate(timeout=60)
     assert launch.returncode == 128 + number, err
     assert last_line(err) == f"run folder {run_folder}: exit code {128 + number}"
-    if number == signal.SIGTERM:
-        assert [(run_folder / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
+    assert [(run_folder / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
     assert still_running(workers) == []
 
 

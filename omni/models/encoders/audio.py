@@ -27,7 +27,7 @@ from omni.config import ConfigError, require
 from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
-from ops.norm import Norm
+from ops.norm import NORMS, Norm
 from ops.spectrogram import log_mel, mel_filters
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
@@ -66,6 +66,8 @@ class AudioEncoder:
     def __init__(self, config: AudioConfig) -> None:
         sizes = ("layers", "hidden", "heads", "ffn", "sample_rate", "n_fft", "hop", "mels", "merge")
         require("encoder", config, *sizes)
+        if config.norm not in NORMS:
+            raise ConfigError(f"encoder norm={config.norm}: choose one of {', '.join(NORMS)}")
         if config.recompute not in RECOMPUTE:
             raise ConfigError(f"encoder recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
         if config.hidden % (2 * config.heads):

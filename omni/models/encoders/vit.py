@@ -22,7 +22,7 @@ from omni.config import ConfigError, require
 from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
-from ops.norm import Norm
+from ops.norm import NORMS, Norm
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens, pack_tokens
@@ -57,6 +57,8 @@ class ViTEncoder:
     def __init__(self, config: ViTConfig) -> None:
         sizes = ("layers", "hidden", "heads", "ffn", "patch", "merge", "channels", "max_side", "max_tokens")
         require("encoder", config, *sizes)
+        if config.norm not in NORMS:
+            raise ConfigError(f"encoder norm={config.norm}: choose one of {', '.join(NORMS)}")
         if config.recompute not in RECOMPUTE:
             raise ConfigError(f"encoder recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
         if config.hidden % (4 * config.heads):
