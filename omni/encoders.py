@@ -7,7 +7,13 @@ from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
 from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 from omni.config import ConfigError, require
-from omni.models.layers import PackedCoreAttention, layer_submodules, layer_work, transformer_config
+from omni.models.layers import (
+    PackedCoreAttention,
+    check_transformer,
+    layer_submodules,
+    layer_work,
+    transformer_config,
+)
 from omni.models.registry import Encoder, ItemArrays
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
@@ -35,6 +41,7 @@ __all__ = [
     "TransformerConfig",
     "attention_bytes",
     "attention_flops",
+    "check_transformer",
     "get_tokenizer",
     "is_intact",
     "layer_submodules",

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from omni.config import ConfigError, require
 from ops.attention import attention_bytes, attention_flops, packed_attention
 from ops.linear import linear_bytes, linear_flops
-from ops.norm import Norm
+from ops.norm import NORMS, Norm
 from ops.rotary import apply_rotary
 from parallel.costs import PartWork
 from parallel.megatron import (
@@ -23,6 +24,23 @@ from parallel.megatron import (
 from parallel.packed import PackedTokens
 
 RECOMPUTE = ("none", "selective", "full")
+
+
+def check_transformer(section: str, config: Any, rotary_axes: int) -> None:
+    """Refuse sizes of a transformer that do not fit together; `config` has the keys that all of ours share.
+
+    Raises:
+        ConfigError: naming the key under `section`.
+    """
+    require(section, config, "layers", "hidden", "heads", "ffn")
+    for key, known in (("norm", NORMS), ("recompute", RECOMPUTE)):
+        if getattr(config, key) not in known:
+            raise ConfigError(f"{section}.{key}={getattr(config, key)}: choose one of {', '.join(known)}")
+    if config.hidden % (2 * rotary_axes * config.heads):
+        raise ConfigError(
+            f"{section}.heads={config.heads}: hidden={config.hidden} must divide into heads whose size is a "
+            f"multiple of {2 * rotary_axes}, for rotation over {rotary_axes} axes"
+        )
 
 
 class PackedCoreAttention(MegatronModule):

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from omni.config import ConfigError, LLMConfig, require
-from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
+from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
 from ops.linear import linear_flops
 from ops.loss import token_losses
-from ops.norm import NORMS
 from parallel.costs import PartWork
 from parallel.layout import stage_layers
 from parallel.megatron import GPTModel, ProcessGroupCollection
@@ -39,17 +38,10 @@ class MicrobatchInputs:
 
 def check_llm(config: LLMConfig) -> None:
     """Raise ConfigError for sizes that do not fit together."""
-    require("model.llm", config, "layers", "hidden", "heads", "kv_heads", "ffn", "vocab_multiple")
-    if config.recompute not in RECOMPUTE:
-        raise ConfigError(f"model.llm.recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
-    if config.hidden % config.heads or (config.hidden // config.heads) % 2:
-        raise ConfigError(
-            f"model.llm.heads={config.heads}: hidden={config.hidden} must divide into heads of even size"
-        )
+    check_transformer("model.llm", config, rotary_axes=1)
+    require("model.llm", config, "kv_heads", "vocab_multiple")
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
-    if config.norm not in NORMS:
-        raise ConfigError(f"model.llm.norm={config.norm}: choose one of {', '.join(NORMS)}")
 
 
 def padded_vocabulary(vocab_size: int, multiple: int) -> int:

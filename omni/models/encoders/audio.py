@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
+from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
-from ops.norm import NORMS, Norm
+from ops.norm import Norm
 from ops.spectrogram import log_mel, mel_filters
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
@@ -64,16 +64,8 @@ class AudioEncoder:
     modality = "audio"
 
     def __init__(self, config: AudioConfig) -> None:
-        sizes = ("layers", "hidden", "heads", "ffn", "sample_rate", "n_fft", "hop", "mels", "merge")
-        require("encoder", config, *sizes)
-        if config.norm not in NORMS:
-            raise ConfigError(f"encoder norm={config.norm}: choose one of {', '.join(NORMS)}")
-        if config.recompute not in RECOMPUTE:
-            raise ConfigError(f"encoder recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
-        if config.hidden % (2 * config.heads):
-            raise ConfigError(
-                f"encoder hidden={config.hidden}, heads={config.heads}: the head size must be even to rotate"
-            )
+        check_transformer("encoder", config, rotary_axes=1)
+        require("encoder", config, "sample_rate", "n_fft", "hop", "mels", "merge")
         if config.hop > config.n_fft:
             raise ConfigError(
                 f"encoder hop={config.hop}, n_fft={config.n_fft}: samples between frames would be lost; "

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.layers import RECOMPUTE, layer_submodules, layer_work, transformer_config
+from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
-from ops.norm import NORMS, Norm
+from ops.norm import Norm
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens, pack_tokens
@@ -55,17 +55,8 @@ class ViTEncoder:
     modality = "image"
 
     def __init__(self, config: ViTConfig) -> None:
-        sizes = ("layers", "hidden", "heads", "ffn", "patch", "merge", "channels", "max_side", "max_tokens")
-        require("encoder", config, *sizes)
-        if config.norm not in NORMS:
-            raise ConfigError(f"encoder norm={config.norm}: choose one of {', '.join(NORMS)}")
-        if config.recompute not in RECOMPUTE:
-            raise ConfigError(f"encoder recompute={config.recompute}: choose one of {', '.join(RECOMPUTE)}")
-        if config.hidden % (4 * config.heads):
-            raise ConfigError(
-                f"encoder hidden={config.hidden}, heads={config.heads}: "
-                "the head size must divide by 4 for two rotary axes"
-            )
+        check_transformer("encoder", config, rotary_axes=2)
+        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens")
         if config.channels not in (1, 3):
             raise ConfigError(f"encoder channels={config.channels}: choose 1 (grey) or 3 (colour)")
         self.config = config
