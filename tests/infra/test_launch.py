@@ -42,6 +42,8 @@ ready()
 if action == "ignore":
     time.sleep(300)
 if action == "fail" and rank == "1":
+    while not (folder / "go").exists():  # the test first notes which processes there are
+        time.sleep(0.05)
     raise KeyError("the reason it failed")
 if action == "fail_once" and rank == "0" and restart == 0:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +122,7 @@ def test_success_and_threads_for_each_rank(run_folder, monkeypatch, ranks):
 def test_a_failing_worker_shows_its_traceback_and_its_code(run_folder):
     launch = start(run_folder, "fail", OMP_NUM_THREADS="7")
     workers = family(wait_for_ranks(run_folder))
+    (run_folder / "go").touch()
     _, err = launch.communicate(timeout=90)
     assert launch.returncode == 1
     assert "KeyError: 'the reason it failed'" in err
@@ -130,6 +133,7 @@ def test_a_failing_worker_shows_its_traceback_and_its_code(run_folder):
 
 def test_output_in_a_log_still_shows_the_reason(run_folder):
     log = run_folder / "logs" / "launch.log"
+    (run_folder / "go").touch()
     launch = start(run_folder, "fail", ranks=2, LOG=str(log))
     out, err = launch.communicate(timeout=90)
     assert launch.returncode == 1
