@@ -29,7 +29,10 @@ def require(section: str, config: Any, *keys: str, least: float = 1) -> None:
 
 @dataclass
 class LLMConfig:
-    """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention."""
+    """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
+
+    `loss_chunk` is the most tokens whose logits are held at once.
+    """
 
     layers: int = MISSING
     hidden: int = MISSING
@@ -42,6 +45,7 @@ class LLMConfig:
     qkv_bias: bool = False
     tied: bool = True
     vocab_multiple: int = 8
+    loss_chunk: int = 4096
     recompute: str = "none"
 
 
@@ -59,22 +63,36 @@ class ModelConfig:
 class LLMLayoutConfig:
     """Ranks of each axis. `dp: null` takes all ranks that the other axes leave."""
 
+    tp: int = 1
+    cp: int = 1
     dp: int | None = None
     pp: int = 1
+    ep: int = 1
+
+
+@dataclass
+class EncoderLayoutConfig:
+    """Ranks that share each layer of an encoder; the rest of its ranks hold copies."""
+
+    tp: int = 1
 
 
 @dataclass
 class LayoutConfig:
-    """The LLM's layout; colocated encoders are replicated on every rank."""
+    """The LLM's layout, and by name that of each encoder that is divided."""
 
     llm: LLMLayoutConfig = field(default_factory=LLMLayoutConfig)
+    encoders: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class PlacementConfig:
-    """Which ranks of a replica encode: colocated (all) or stage0."""
+    """Which ranks encode: colocated (all of the LLM's), stage0 (those of its first stage) or disaggregated
+    (`ranks` of their own).
+    """
 
     policy: str = MISSING
+    ranks: int = 0
 
 
 @dataclass
@@ -222,6 +240,7 @@ class Config:
 
 
 MAPPINGS: tuple[tuple[str, str, type], ...] = (
+    ("layout", "encoders", EncoderLayoutConfig),
     ("data", "sources", SourceConfig),
     ("data", "heldout", HeldoutConfig),
     ("optim", "components", ComponentOptimConfig),

@@ -9,6 +9,7 @@ from dataloader.writer import DatasetWriter, is_intact
 from omni.config import ConfigError, require
 from omni.models.layers import (
     PackedCoreAttention,
+    check_divisible,
     check_transformer,
     layer_submodules,
     layer_work,
@@ -41,6 +42,7 @@ __all__ = [
     "TransformerConfig",
     "attention_bytes",
     "attention_flops",
+    "check_divisible",
     "check_transformer",
     "get_tokenizer",
     "is_intact",

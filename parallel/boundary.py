@@ -1,23 +1,43 @@
 """The boundary: where rows that encoders put out become embeddings that the LLM takes in.
 
-Invariant: every row is sent once, straight from the rank that encoded it to the rank that holds its position
-in the packed sequence. The way back is the transposed route through the same code, so that for any rows x
-and gradients y, ⟨A x, y⟩ = ⟨x, Aᵀ y⟩.
+Invariant: every row is sent once, from the rank that encoded it to the one rank that holds its position in
+the packed sequence. The way back is the transposed route through the same code, so that for any rows x and
+gradients y, ⟨A x, y⟩ = ⟨x, Aᵀ y⟩.
 
 A route is planned from metadata by interval arithmetic: ragged counts, ranks that send or receive nothing,
-any number of sources for one destination and the reverse are all the same case. Rows travel in one uneven
-all-to-all; a route that never leaves its ranks needs no communicator.
+ranks that only encode, any number of sources for one destination and the reverse are all the same case. How
+the rows travel is the route's transport (`parallel/transports.py`): it is part of the plan, and changes
+neither the rows nor where they land.
+
+Rows may enter the model at several named attach points, such as the embeddings and a later layer. A route
+belongs to one of them: the plan holds one for each microbatch and attach point, all over the same rows of the
+sources, and each delivers a row once. What comes back from several is added up by `sum_returned`.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
-from parallel.sequence import SequenceLayout
+from parallel.sequence import Interval
+from parallel.transports import (
+    TRANSPOSED,
+    TWO_LEVEL,
+    Lane,
+    Slots,
+    Stop,
+    Work,
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+    relays,
+    two_hops,
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +63,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Route:
-    """All segments of one microbatch, in packed order, over a group of `num_ranks`."""
+    """All segments of one microbatch and attach point, in packed order, over a group of `num_ranks`.
+
+    `nodes` is the node of each rank; only two-level transports need it.
+    """
 
     num_ranks: int
     segments: tuple[Segment, ...]
+    transport: str = "direct"
+    nodes: tuple[int, ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -58,64 +83,89 @@ class Route:
         """Rows that the route carries, over all ranks."""
         return sum(s.length for s in self.segments)
 
+    def traffic(self) -> Counter[tuple[int, int]]:
+        """Return the rows for each (source, destination)."""
+        rows: Counter[tuple[int, int]] = Counter()
+        for s in self.segments:
+            rows[s.source, s.destination] += s.length
+        return rows
+
+    def moved_rows(self) -> int:
+        """Rows that cross between ranks: the least that any transport can send."""
+        return sum(s.length for s in self.segments if s.source != s.destination)
+
+    def over(self, transport: str, nodes: Sequence[int] = ()) -> "Route":
+        """Return the same route over another transport; `nodes` may be left out if that needs none."""
+        assert transport in TRANSPOSED, f"unknown transport {transport}: known are {', '.join(TRANSPOSED)}"
+        assert transport != "local" or self.is_local, "rows leave their rank: the route is not local"
+        if transport not in TWO_LEVEL:
+            return replace(self, transport=transport, nodes=())
+        assert len(nodes) == self.num_ranks, f"{len(nodes)} nodes for {self.num_ranks} ranks"
+        return replace(self, transport=transport, nodes=tuple(nodes))
+
     def transpose(self) -> "Route":
         """Return the way back: what a rank received, it sends, in the same order."""
         swapped = (
             Segment(s.destination, s.destination_start, s.source, s.source_start, s.length)
             for s in self.segments
         )
-        return Route(self.num_ranks, tuple(swapped))
-
-    def sends(self, rank: int) -> tuple[Segment, ...]:
-        """Segments that leave `rank`, by destination and then in packed order."""
-        mine = (s for s in self.segments if s.source == rank)
-        return tuple(sorted(mine, key=lambda s: s.destination))
-
-    def receives(self, rank: int) -> tuple[Segment, ...]:
-        """Segments that arrive at `rank`, by source and then in packed order."""
-        mine = (s for s in self.segments if s.destination == rank)
-        return tuple(sorted(mine, key=lambda s: s.source))
-
-    def moved_rows(self) -> int:
-        """Rows that cross between ranks: the least that any transport can send."""
-        return sum(s.length for s in self.segments if s.source != s.destination)
+        return Route(self.num_ranks, tuple(swapped), TRANSPOSED[self.transport], self.nodes)
 
 
-def make_route(rows: Iterable[Rows], layout: SequenceLayout) -> Route:
+def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: int) -> Route:
     """Find for each run of rows the ranks that hold its positions.
 
+    `intervals` say which of the `num_ranks` ranks of the group holds which positions, in any order: one
+    holder for a position, or none. Sources are any ranks of the group.
+
     Raises:
-        AssertionError: if a run reaches beyond the packed axis, which would lose rows.
+        AssertionError: if a run reaches positions that nobody holds, which would lose rows, or if runs claim
+            the same positions or the same rows of a source.
     """
-    intervals = [i for i in layout.intervals() if i.length]
-    starts = [i.start for i in intervals]
+    held = sorted((i for i in intervals if i.length), key=lambda i: i.start)
+    for interval in held:
+        assert 0 <= interval.rank < num_ranks, f"{interval}: the group has {num_ranks} ranks"
+    _assert_apart([(i.start, i.length, i) for i in held], "hold the same places")
+    runs = sorted((r for r in rows if r.length), key=lambda r: r.start)
+    by_source: dict[int, list[tuple[int, int, Rows]]] = defaultdict(list)
+    for run in runs:
+        assert 0 <= run.source < num_ranks, f"{run}: the group has {num_ranks} ranks"
+        by_source[run.source].append((run.source_start, run.length, run))
+    _assert_apart([(r.start, r.length, r) for r in runs], "claim the same places")
+    for of_rank in by_source.values():
+        _assert_apart(sorted(of_rank, key=lambda r: r[0]), "send the same rows")
+    starts = [i.start for i in held]
     segments = []
-    ordered = sorted((r for r in rows if r.length), key=lambda r: r.start)
-    for before, after in pairwise(ordered):
-        assert before.start + before.length <= after.start, f"{before} and {after} claim the same places"
-    for run in ordered:
-        assert 0 <= run.source < layout.num_ranks, f"{run}: the group has {layout.num_ranks} ranks"
+    for run in runs:
         covered = 0
-        at = bisect_right(starts, run.start) - 1
-        while 0 <= at < len(intervals) and covered < run.length:
-            place = intervals[at]
-            start = run.start + covered
+        at = max(0, bisect_right(starts, run.start) - 1)
+        while covered < run.length and at < len(held) and held[at].start <= run.start + covered:
+            place, start = held[at], run.start + covered
             stop = min(run.start + run.length, place.start + place.length)
             if start < stop:
-                source_start = run.source_start + covered
                 local = place.local_start + start - place.start
+                source_start = run.source_start + covered
                 segments.append(Segment(run.source, source_start, place.rank, local, stop - start))
                 covered += stop - start
             at += 1
         assert covered == run.length, f"{run}: only {covered} of {run.length} rows have a place"
-    return Route(layout.num_ranks, tuple(segments))
+    return Route(num_ranks, tuple(segments))
+
+
+def _assert_apart(runs: Sequence[tuple[int, int, object]], what: str) -> None:
+    """Check that runs (start, length, whose), sorted by start, do not overlap."""
+    for (start, length, one), (after, _, other) in pairwise(runs):
+        assert start + length <= after, f"{one} and {other} {what}"
 
 
 @dataclass(frozen=True)
 class Ends:
     """One rank's ends of a route, on its device: which rows leave in which order, where the others land.
 
-    `send` [rows out] and `receive` [rows in] are int64 indices; the counts are rows for each peer.
+    `send` [rows out] and `receive` [rows in] are int64 indices into the rank's rows and tokens, in an order
+    that suits the transport; the counts are rows for each peer that it sends to and receives from directly.
+    `stop` is what the rank passes on in a two-level transport, `slots` where its rows stand in the buffer of
+    a reduce-scatter or all-gather.
     """
 
     is_local: bool
@@ -123,28 +173,102 @@ class Ends:
     receive: torch.Tensor
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
+    transport: str = "direct"
+    stop: Stop | None = None
+    slots: Slots | None = None
 
     def transpose(self) -> "Ends":
         """Return the same rank's ends of the way back."""
-        return Ends(self.is_local, self.receive, self.send, self.receive_counts, self.send_counts)
+        return Ends(
+            self.is_local,
+            self.receive,
+            self.send,
+            self.receive_counts,
+            self.send_counts,
+            TRANSPOSED[self.transport],
+            None if self.stop is None else self.stop.transpose(),
+            self.slots,
+        )
 
 
 def make_ends(route: Route, rank: int, device: torch.device) -> Ends:
     """Build the index lists of `rank` once a step, ahead of use."""
-    sends, receives = route.sends(rank), route.receives(rank)
-    send_counts, receive_counts = [0] * route.num_ranks, [0] * route.num_ranks
-    for s in sends:
-        send_counts[s.destination] += s.length
-    for s in receives:
-        receive_counts[s.source] += s.length
-    send = _ranges([(s.source_start, s.length) for s in sends]).to(device)
-    receive = _ranges([(s.destination_start, s.length) for s in receives]).to(device)
-    return Ends(route.is_local, send, receive, tuple(send_counts), tuple(receive_counts))
+    relay = relays(route.transport, route.nodes) if route.transport in TWO_LEVEL else None
+
+    def sent_to(s: Segment) -> int:
+        return s.destination if relay is None else relay(s.source, s.destination)
+
+    def received_from(s: Segment) -> int:
+        return s.source if relay is None else relay(s.source, s.destination)
+
+    # Both ends sort alike: by peer, then by the far end, then in packed order (sorting is stable).
+    sends = sorted((s for s in route.segments if s.source == rank), key=lambda s: (sent_to(s), s.destination))
+    receives = sorted(
+        (s for s in route.segments if s.destination == rank), key=lambda s: (received_from(s), s.source)
+    )
+    return Ends(
+        is_local=route.is_local,
+        send=_ranges([(s.source_start, s.length) for s in sends], device),
+        receive=_ranges([(s.destination_start, s.length) for s in receives], device),
+        send_counts=_counts(sends, sent_to, route.num_ranks),
+        receive_counts=_counts(receives, received_from, route.num_ranks),
+        transport=route.transport,
+        stop=None
+        if relay is None
+        else _stop(route, [s for s in route.segments if sent_to(s) == rank], device),
+        slots=_slots(route, rank, device) if route.transport in ("reduce_scatter", "all_gather") else None,
+    )
 
 
-def _ranges(runs: list[tuple[int, int]]) -> torch.Tensor:
+def _stop(route: Route, passing: list[Segment], device: torch.device) -> Stop:
+    """Rows come in by source and leave by destination."""
+    arriving = sorted(passing, key=lambda s: (s.source, s.destination))
+    leaving = sorted(passing, key=lambda s: (s.destination, s.source))
+    at_arrival, at_departure = _starts(arriving), _starts(leaving)
+    return Stop(
+        receive_counts=_counts(arriving, lambda s: s.source, route.num_ranks),
+        order=_ranges([(at_arrival[s], s.length) for s in leaving], device),
+        inverse=_ranges([(at_departure[s], s.length) for s in arriving], device),
+        send_counts=_counts(leaving, lambda s: s.destination, route.num_ranks),
+    )
+
+
+def _slots(route: Route, rank: int, device: torch.device) -> Slots:
+    """The buffer of a reduce-scatter holds the rows of each destination, that of an all-gather each source's.
+
+    Within the share of a rank, rows stand as that rank receives or sends them.
+    """
+    gathers = route.transport == "all_gather"
+    owned: dict[int, list[Segment]] = defaultdict(list)
+    mine = []
+    for s in sorted(route.segments, key=lambda s: (s.source, s.destination)):
+        owned[s.source if gathers else s.destination].append(s)
+        if rank == (s.destination if gathers else s.source):
+            mine.append(s)
+    block = max((sum(s.length for s in segments) for segments in owned.values()), default=0)
+    starts = {s: owner * block + at for owner, own in owned.items() for s, at in _starts(own).items()}
+    return Slots(block, _ranges([(starts[s], s.length) for s in mine], device))
+
+
+def _starts(segments: Sequence[Segment]) -> dict[Segment, int]:
+    """Where each segment begins when they stand one after the other."""
+    starts, filled = {}, 0
+    for s in segments:
+        starts[s] = filled
+        filled += s.length
+    return starts
+
+
+def _counts(segments: Iterable[Segment], peer: Callable[[Segment], int], num_ranks: int) -> tuple[int, ...]:
+    counts = [0] * num_ranks
+    for s in segments:
+        counts[peer(s)] += s.length
+    return tuple(counts)
+
+
+def _ranges(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     parts = [torch.arange(start, start + length) for start, length in runs]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+    return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)).to(device)
 
 
 @dataclass
@@ -153,21 +277,48 @@ class Shipment:
 
     rows: torch.Tensor
     outgoing: torch.Tensor
-    work: "dist.Work | None"
+    work: Work | None
 
 
-def ship(ends: Ends, outgoing: torch.Tensor, group: "dist.ProcessGroup | None") -> Shipment:
+def ship(
+    ends: Ends, outgoing: torch.Tensor, group: "dist.ProcessGroup | None", lane: Lane | None = None
+) -> Shipment:
     """Start sending `outgoing` [rows out, D], already in the order of `ends.send`, along a route.
 
     Every rank of the group calls it. The rows arrive in the order of `ends.receive`, and a local route
-    delivers them at once. Over the transposed ends, the same call carries their gradients back.
+    delivers them at once. Over the transposed ends, the same call carries their gradients back. Two-level
+    transports need the communicator's lane, and once it has one, all its shipments go through it.
     """
     assert outgoing.shape[0] == sum(ends.send_counts), f"{outgoing.shape[0]} rows for {ends.send_counts}"
     if ends.is_local:
         return Shipment(outgoing, outgoing, None)
     assert group is not None, "a route between ranks needs a communicator"
     incoming = outgoing.new_empty(sum(ends.receive_counts), outgoing.shape[1])
-    work = dist.all_to_all_single(
-        incoming, outgoing, list(ends.receive_counts), list(ends.send_counts), group=group, async_op=True
-    )
-    return Shipment(incoming, outgoing, work)
+    start = partial(_start, ends, incoming, outgoing, group)
+    if ends.stop is not None:
+        assert lane is not None, f"{ends.transport} needs a lane"
+        return Shipment(incoming, outgoing, lane.run_long(start))
+    return Shipment(incoming, outgoing, start() if lane is None else lane.run(start))
+
+
+def _start(ends: Ends, incoming: torch.Tensor, outgoing: torch.Tensor, group: dist.ProcessGroup) -> Work:
+    if ends.slots is not None:
+        collective = reduce_scatter if ends.transport == "reduce_scatter" else all_gather
+        return collective(incoming, outgoing, ends.slots, group)
+    counts = ends.receive_counts, ends.send_counts
+    if ends.stop is not None:
+        return two_hops(incoming, outgoing, *counts, ends.stop, group)
+    return all_to_all(incoming, outgoing, *counts, group)
+
+
+def sum_returned(parts: Sequence[tuple[Ends, torch.Tensor]], num_rows: int) -> torch.Tensor:
+    """Return the gradients [num_rows, D] of this rank's rows from what came back of each attach point.
+
+    `parts` are, attach point by attach point, the ends of the way out and the rows [rows out, D] that came
+    back in their order. They are added in the order given, so that the sum is the same in every run; rows
+    that no attach point takes have a gradient of zero.
+    """
+    total = parts[0][1].new_zeros(num_rows, parts[0][1].shape[1])
+    for ends, rows in parts:
+        total.index_add_(0, ends.send, rows)  # the rows of a route are distinct: nothing races
+    return total

@@ -1,11 +1,11 @@
 """Process groups of every component, made once, in one order on all ranks.
 
 Each rank creates only the groups it belongs to, so start-up does not grow with the number of groups in the
-world. The order of creation follows from the layout alone, hence is the same on all members of each group.
+world. The order of creation follows from the arrangement alone, hence is the same on all ranks.
 
 Invariant: every rank creates the same number of groups. torch names a group that only its members create by
 its ranks and by how many groups the process has; members that count differently wait for each other under
-different names until they time out.
+different names until they time out. A rank that is not in a group therefore makes one of itself instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from parallel.layout import Layout
+from parallel.layout import Arrangement, Mesh
 from parallel.megatron import ProcessGroupCollection
 
 
@@ -22,82 +22,104 @@ from parallel.megatron import ProcessGroupCollection
 class Groups:
     """Communicators of one rank.
 
-    `forward`, `backward`, `ship` and `back` connect the ranks of a replica, one for each direction of each
-    traffic so that neither can block the other; `control` is a CPU group over all ranks for digests, flags
-    and checkpoints, `replica_control` one over the ranks of the replica.
+    `forward` and `backward` connect the stages of this rank's pipeline, `ship` and `back` all ranks of its
+    domain: one for each direction of each traffic, so that neither can block the other. `pool` connects the
+    ranks of a stage that share sequences. `control` is a CPU group over all ranks for digests, flags and
+    checkpoints, `domain_control` one over the ranks of the domain. `components` holds the groups of the
+    components that live on this rank.
     """
 
     world: dist.ProcessGroup
     control: dist.ProcessGroup
-    replica_control: dist.ProcessGroup
+    domain_control: dist.ProcessGroup
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
     ship: dist.ProcessGroup
     back: dist.ProcessGroup
+    pool: dist.ProcessGroup
     components: Mapping[str, ProcessGroupCollection]
 
 
-def make_groups(layouts: Mapping[str, Layout], llm: str, timeout: timedelta) -> Groups:
-    """Create all groups of this rank. `layouts` maps components to layouts; `llm` names the one with stages.
-
-    Every component's layout must cover the whole world.
-    """
+def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Groups:
+    """Create all groups of this rank; `llm` is the name of the component with stages."""
     rank = dist.get_rank()
     maker = _Maker(rank, timeout)
-    components = {name: _collection(maker, layout) for name, layout in layouts.items()}
-    replica = layouts[llm].group(rank, "tp", "cp", "pp")
+    everyone = range(arrangement.world)
+    domain = arrangement.domain_ranks(arrangement.domain(rank))
+    mesh = arrangement.mesh
+    collections = {llm: _llm_collection(maker, arrangement)}
+    for name, encoder_mesh in arrangement.encoder_meshes.items():
+        collections[name] = _encoder_collection(maker, encoder_mesh)
     return Groups(
-        world=maker.shared(range(dist.get_world_size())),
-        control=maker.own(range(dist.get_world_size()), backend="gloo"),
-        replica_control=maker.own(replica, backend="gloo"),
-        forward=maker.own(replica),
-        backward=maker.own(replica),
-        ship=maker.own(replica),
-        back=maker.own(replica),
-        components=components,
+        world=maker.own(everyone),
+        control=maker.own(everyone, backend="gloo"),
+        domain_control=maker.own(domain, backend="gloo"),
+        forward=maker.axes(mesh, "pp", fresh=True),
+        backward=maker.axes(mesh, "pp", fresh=True),
+        ship=maker.own(domain),
+        back=maker.own(domain),
+        pool=maker.axes(mesh, "cp", "replica"),
+        components={name: pg for name, pg in collections.items() if pg is not None},
     )
 
 
 class _Maker:
-    """Creates groups of this rank; `shared` returns the same communicator for the same ranks."""
+    """Creates groups of this rank; groups along the same axes of a mesh are made once."""
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.made: dict[tuple[int, tuple[str, ...]], dist.ProcessGroup] = {}
 
     def own(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        assert self.rank in ranks, f"rank {self.rank} makes a group of {list(ranks)}"
-        return dist.new_group(list(ranks), self.timeout, backend, use_local_synchronization=True)
+        members = list(ranks) if self.rank in ranks else [self.rank]
+        return dist.new_group(members, self.timeout, backend, use_local_synchronization=True)
 
-    def shared(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        key = tuple(ranks)
-        if key not in self.made:
-            self.made[key] = self.own(key)
+    def axes(self, mesh: Mesh, *names: str, fresh: bool = False) -> dist.ProcessGroup:
+        """The group of this rank along axes of a mesh; `fresh` for one that no other traffic uses."""
+        key = (id(mesh), mesh.axes(names))
+        if fresh or key not in self.made:
+            # Whether it was made before depends on the mesh alone, so all ranks keep count alike.
+            ranks = mesh.group(self.rank, *names) if self.rank in mesh else ()
+            self.made[key] = self.own(sorted(ranks))
         return self.made[key]
 
 
-def _collection(maker: _Maker, layout: Layout) -> ProcessGroupCollection:
-    """The groups megatron asks for. Experts are not split yet, so their data-parallel ranks are tp·cp·dp."""
-
-    def group(*axes: str) -> dist.ProcessGroup:
-        return maker.shared(layout.group(maker.rank, *axes))
-
-    pg = ProcessGroupCollection()
-    pg.tp, pg.cp, pg.pp, pg.dp = group("tp"), group("cp"), group("pp"), group("dp")
-    pg.dp_cp, pg.mp, pg.tp_cp = group("dp", "cp"), group("tp", "pp"), group("tp", "cp")
-    pg.tp_dp_cp = group("tp", "dp", "cp")
-    pg.ep = pg.expt_tp = pg.tp_ep = group()
-    pg.expt_dp, pg.tp_ep_pp = group("tp", "dp", "cp"), group("pp")
-    pg.intra_dp_cp, pg.intra_expt_dp, pg.inter_dist_opt = pg.dp_cp, pg.expt_dp, None
-    pg.intra_dist_opt = maker.shared(range(layout.world))
+def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupCollection | None:
+    """The groups megatron asks for. It is told of no context parallelism: the pool is ours."""
+    mesh, experts = arrangement.mesh, arrangement.expert_mesh
+    pg = _collection(maker, mesh)
+    pg.pp, pg.mp = maker.axes(mesh, "pp"), maker.axes(mesh, "tp", "pp")
+    pg.ep = pg.tp_ep = maker.axes(experts, "ep")
+    pg.expt_tp = maker.axes(experts)
+    pg.expt_dp = pg.intra_expt_dp = maker.axes(experts, "edp")
+    pg.tp_ep_pp = maker.axes(experts, "ep", "pp")
+    pg.intra_dist_opt = maker.axes(mesh, "tp", "cp", "dp", "pp")
     # The first and last stages share the word embedding when it is tied to the output.
-    stages = layout.group(maker.rank, "pp")
-    ends = tuple(dict.fromkeys((stages[0], stages[-1])))
-    if maker.rank in ends:
-        pg.embd = maker.shared(ends)
-    else:
-        maker.own((maker.rank,))  # in place of the group of the ends, to keep count
-        pg.embd = None
-    pg.pos_embd = pg.ep if maker.rank == stages[0] else None
+    stages = mesh.group(maker.rank, "pp") if maker.rank in mesh else ()
+    ends = tuple(dict.fromkeys((stages[0], stages[-1]))) if stages else ()
+    embd = maker.own(ends)
+    pg.embd = embd if maker.rank in ends else None
+    pg.pos_embd = pg.expt_tp if stages and maker.rank == stages[0] else None
+    return pg if maker.rank in mesh else None
+
+
+def _encoder_collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection | None:
+    pg = _collection(maker, mesh)
+    pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.tp_ep_pp = pg.embd = pg.pos_embd = maker.axes(mesh)
+    pg.mp = pg.tp
+    pg.expt_dp = pg.intra_expt_dp = pg.dp
+    pg.intra_dist_opt = maker.axes(mesh, "tp", "dp")
+    return pg if maker.rank in mesh else None
+
+
+def _collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection:
+    """Groups of the dense parts. Gradients are summed over all ranks that differ in tokens: cp and dp."""
+    replicated = ("cp", "dp") if "cp" in mesh.sizes else ("dp",)
+    pg = ProcessGroupCollection()
+    pg.tp = pg.tp_cp = maker.axes(mesh, "tp")
+    pg.cp = maker.axes(mesh)
+    pg.dp = pg.dp_cp = pg.intra_dp_cp = maker.axes(mesh, *replicated)
+    pg.tp_dp_cp = maker.axes(mesh, "tp", *replicated)
+    pg.inter_dist_opt = None
     return pg

@@ -1,13 +1,23 @@
-"""How one component is split over ranks: named axes, pure arithmetic, no process groups.
+"""How components are split over ranks: named axes, pure arithmetic, no process groups.
+
+Three ideas, each built on the one before:
+
+    Mesh         named axes over a list of ranks: coordinates, the group of any axis or product of axes
+    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, and ep for experts over the same ranks
+    Arrangement  everything of a run: the LLM, every encoder with a layout of its own, and the domains in
+                 which steps are planned
 
 Rank order, fastest to slowest: tp, cp, dp, pp. The axes that talk most lie closest together, so tensor and
 context parallelism stay inside a node and pipeline stages are what crosses between nodes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
+from math import lcm, prod
 
-AXES = ("tp", "cp", "dp", "pp")
+PLACEMENTS = ("colocated", "stage0", "disaggregated")
 
 
 class LayoutError(ValueError):
@@ -15,69 +25,263 @@ class LayoutError(ValueError):
 
 
 @dataclass(frozen=True)
+class Mesh:
+    """`sizes` of named axes, fastest first, over `ranks`: rank number i stands at the coordinates of i.
+
+    `aliases` name products of axes.
+    """
+
+    sizes: Mapping[str, int]
+    ranks: Sequence[int]
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert prod(self.sizes.values()) == len(self.ranks), f"{self.sizes} over {len(self.ranks)} ranks"
+
+    @cached_property
+    def _number(self) -> dict[int, int]:
+        return {rank: number for number, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._number
+
+    def axes(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Resolve aliases and leave out axes of one rank, in the mesh's order."""
+        wanted = {axis for name in names for axis in self.aliases.get(name, (name,))}
+        assert wanted <= set(self.sizes), f"{sorted(wanted)} are not all among {list(self.sizes)}"
+        return tuple(axis for axis, size in self.sizes.items() if axis in wanted and size > 1)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return the coordinate of `rank` on each axis, aliases included."""
+        number, at = self._number[rank], {}
+        for axis, size in self.sizes.items():
+            number, at[axis] = divmod(number, size)
+        for alias, parts in self.aliases.items():
+            at[alias] = 0
+            for axis in reversed(parts):
+                at[alias] = at[alias] * self.sizes[axis] + at[axis]
+        return at
+
+    def rank(self, **coordinates: int) -> int:
+        """Return the rank at `coordinates` of plain axes; axes left out are at 0."""
+        number = 0
+        for axis, size in reversed(list(self.sizes.items())):
+            at = coordinates.get(axis, 0)
+            assert 0 <= at < size, f"{axis}={at} outside an axis of {size}"
+            number = number * size + at
+        return self.ranks[number]
+
+    def group(self, rank: int, *names: str) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` only on the named axes, in the mesh's order."""
+        return self._along(self._number[rank], self.axes(names))
+
+    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
+        """Return every group of the product of the named axes, by first rank; together they are the mesh."""
+        axes = self.axes(names)
+        free = [(axis, s) for axis, s in zip(self.sizes, self._strides, strict=True) if axis not in axes]
+        offsets = [[i * stride for i in range(self.sizes[axis])] for axis, stride in reversed(free)]
+        return tuple(self._along(sum(at), axes) for at in product(*offsets))
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        strides, stride = [], 1
+        for size in self.sizes.values():
+            strides.append(stride)
+            stride *= size
+        return tuple(strides)
+
+    def _along(self, number: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        offsets = [0]
+        for (axis, size), stride in zip(self.sizes.items(), self._strides, strict=True):
+            if axis in axes:
+                number -= number // stride % size * stride
+                offsets = [o + i * stride for i in range(size) for o in offsets]
+        return tuple(self.ranks[number + offset] for offset in offsets)
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes of one component, over `world` consecutive ranks starting at 0."""
+    """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage."""
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            if getattr(self, axis) < 1:
-                raise LayoutError(f"layout.{axis}={getattr(self, axis)}: an axis has at least one rank")
+        for axis, size in vars(self).items():
+            if size < 1:
+                raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+        if self.tp * self.cp * self.dp % self.ep:
+            raise LayoutError(
+                f"layout.llm.ep={self.ep} does not divide the {self.tp * self.cp * self.dp} ranks of a stage "
+                f"(tp·cp·dp): choose an ep that does"
+            )
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the LLM."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def describe(self) -> str:
+        """Return the layout in one word, such as "dp2·pp2"."""
+        return "·".join(f"{axis}{size}" for axis, size in vars(self).items() if size > 1) or "single"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where every component of a run lives. Make it with `arrange`.
+
+    The world is the LLM's ranks, then `encoder_ranks` beside them if the placement is "disaggregated". It is
+    divided into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and
+    encodes stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's,
+    stage by stage, then those of encoders. `encoder_tp` gives the tensor-parallel size of each encoder; so
+    many neighbouring positions are a slot, which encodes as one.
+    """
+
+    llm: Layout
+    encoder_tp: Mapping[str, int]
+    placement: str
+    encoder_ranks: int
+    replicas: int
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.cp * self.dp * self.pp
+        return self.llm.world + self.encoder_ranks
 
     @property
-    def replica_size(self) -> int:
-        """Number of ranks that hold one copy: tp·cp·pp."""
-        return self.tp * self.cp * self.pp
+    def num_domains(self) -> int:
+        """Number of domains."""
+        return self.llm.dp // self.replicas
 
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of `rank` on each axis."""
-        assert 0 <= rank < self.world, f"rank {rank} outside a world of {self.world}"
-        out = {}
-        for axis in AXES:
-            rank, out[axis] = divmod(rank, getattr(self, axis))
-        return out
+    @property
+    def pool(self) -> int:
+        """Ranks of a stage of a domain that may share sequences: cp · replicas, each of tp ranks."""
+        return self.llm.cp * self.replicas
 
-    def rank(self, **coordinates: int) -> int:
-        """Return the rank at `coordinates`; axes left out are at 0."""
-        rank = 0
-        for axis in reversed(AXES):
-            size, at = getattr(self, axis), coordinates.get(axis, 0)
-            assert 0 <= at < size, f"{axis}={at} outside an axis of {size}"
-            rank = rank * size + at
-        return rank
+    @property
+    def stage_size(self) -> int:
+        """Positions of one stage of a domain."""
+        return self.llm.tp * self.pool
 
-    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` only on `axes`, in rank order."""
-        at = self.coordinates(rank)
-        choices = [range(getattr(self, axis)) if axis in axes else (at[axis],) for axis in AXES]
-        return tuple(sorted(self.rank(**dict(zip(AXES, c, strict=True))) for c in product(*choices)))
+    @property
+    def llm_size(self) -> int:
+        """Positions of a domain that hold a part of the LLM."""
+        return self.stage_size * self.llm.pp
 
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group of the product of `axes`, ordered by first rank; together they are the world."""
-        free = [range(1) if axis in axes else range(getattr(self, axis)) for axis in AXES]
-        leaders = sorted(self.rank(**dict(zip(AXES, at, strict=True))) for at in product(*free))
-        return tuple(self.group(rank, *axes) for rank in leaders)
+    @property
+    def domain_size(self) -> int:
+        """Positions of a domain."""
+        return self.world // self.num_domains
 
-    def replica(self, rank: int) -> int:
-        """Return which copy of the component `rank` belongs to."""
-        return self.coordinates(rank)["dp"]
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The LLM's ranks: tp, cp, replica (within the domain), domain, pp; dp is replica · domain."""
+        sizes = {
+            "tp": self.llm.tp,
+            "cp": self.llm.cp,
+            "replica": self.replicas,
+            "domain": self.num_domains,
+            "pp": self.llm.pp,
+        }
+        return Mesh(sizes, range(self.llm.world), {"dp": ("replica", "domain")})
 
-    def replica_ranks(self, replica: int) -> tuple[int, ...]:
-        """Return the ranks of a copy, in rank order: stage by stage."""
-        return self.group(self.rank(dp=replica), "tp", "cp", "pp")
+    @cached_property
+    def expert_mesh(self) -> Mesh:
+        """The same ranks as experts see them: ep, edp, pp."""
+        stage = self.llm.world // self.llm.pp
+        return Mesh(
+            {"ep": self.llm.ep, "edp": stage // self.llm.ep, "pp": self.llm.pp}, range(self.llm.world)
+        )
+
+    @cached_property
+    def encoder_meshes(self) -> Mapping[str, Mesh]:
+        """Each encoder's ranks: tp, slot (within the domain), domain; dp is slot · domain."""
+        domains = [self.domain_ranks(domain) for domain in range(self.num_domains)]
+        meshes = {}
+        for name, tp in self.encoder_tp.items():
+            slots = self.slots(name)
+            sizes = {"tp": tp, "slot": len(slots), "domain": self.num_domains}
+            ranks = tuple(of[position] for of in domains for slot in slots for position in slot)
+            meshes[name] = Mesh(sizes, ranks, {"dp": ("slot", "domain")})
+        return meshes
+
+    def slots(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of each slot of an encoder in a domain."""
+        first, last = {
+            "colocated": (0, self.llm_size),
+            "stage0": (0, self.stage_size),
+            "disaggregated": (self.llm_size, self.domain_size),
+        }[self.placement]
+        tp = self.encoder_tp[name]
+        return tuple(tuple(range(start, start + tp)) for start in range(first, last, tp))
+
+    def domain_ranks(self, domain: int) -> tuple[int, ...]:
+        """Return the global ranks of a domain by position."""
+        llm = self.mesh.group(self.mesh.rank(domain=domain), "tp", "cp", "replica", "pp")
+        beside = self.encoder_ranks // self.num_domains
+        first = self.llm.world + domain * beside
+        return (*llm, *range(first, first + beside))
+
+    def domain(self, rank: int) -> int:
+        """Return the domain of a rank."""
+        if rank < self.llm.world:
+            return self.mesh.coordinates(rank)["domain"]
+        return (rank - self.llm.world) // (self.encoder_ranks // self.num_domains)
 
     def describe(self) -> str:
-        """Return the layout in one word, such as "dp2·pp2"."""
-        return "·".join(f"{a}{getattr(self, a)}" for a in AXES if getattr(self, a) > 1) or "single"
+        """Return all layouts in one line, such as "dp2·pp2, image tp2 on 4 ranks of their own"."""
+        split = [f"{name} tp{tp}" for name, tp in self.encoder_tp.items() if tp > 1]
+        beside = [f"{self.encoder_ranks} ranks for encoders"] if self.encoder_ranks else []
+        return ", ".join([self.llm.describe(), *split, *beside])
+
+
+def arrange(
+    llm: Layout, encoder_tp: Mapping[str, int], placement: str, encoder_ranks: int, replicas: int = 1
+) -> Arrangement:
+    """Choose the smallest domains, of at least `replicas` replicas, that hold every shared group.
+
+    Groups of experts and slots of encoders lie inside a domain. A slot lies inside a stage if it can, next
+    to ranks that it talks to anyway, else across the stages of a domain.
+
+    Raises:
+        LayoutError: if no division of the replicas into equal domains fits.
+    """
+    if placement not in PLACEMENTS:
+        raise LayoutError(f"placement.policy={placement}: choose one of {', '.join(PLACEMENTS)}")
+    if (placement == "disaggregated") != (encoder_ranks > 0):
+        raise LayoutError(
+            f"placement.policy={placement} with placement.ranks={encoder_ranks}: encoders on ranks of their "
+            f"own take disaggregated and at least one rank, other placements none"
+        )
+    for name, tp in encoder_tp.items():
+        if tp < 1:
+            raise LayoutError(f"layout.encoders.{name}.tp={tp}: an axis has at least one rank")
+    sizes = [k for k in range(replicas, llm.dp + 1) if llm.dp % k == 0]
+    slot = lcm(*encoder_tp.values())
+    for stages in (1, llm.pp) if placement == "colocated" else (1,):
+        for k in sizes:
+            stage = llm.tp * llm.cp * k
+            if placement == "disaggregated":
+                fits = encoder_ranks * k % llm.dp == 0 and encoder_ranks * k // llm.dp % slot == 0
+            else:
+                fits = stage * stages % slot == 0
+            if fits and stage % llm.ep == 0:
+                return Arrangement(llm, dict(encoder_tp), placement, encoder_ranks, k)
+    slots = ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items())
+    home = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
+    raise LayoutError(
+        f"{slots or 'layout'}: {home} cannot be divided into equal groups of replicas (dp={llm.dp}) "
+        f"that hold whole tensor-parallel groups of every encoder: choose sizes that divide them"
+    )
+
+
+def split_evenly(total: int, parts: int) -> tuple[int, ...]:
+    """Divide `total` into `parts` as evenly as can be, larger parts first."""
+    share, rest = divmod(total, parts)
+    return tuple(share + (part < rest) for part in range(parts))
 
 
 def stage_layers(num_layers: int, stages: int) -> tuple[int, ...]:
@@ -87,5 +291,4 @@ def stage_layers(num_layers: int, stages: int) -> tuple[int, ...]:
             f"layout.llm.pp={stages} leaves a stage without a layer: model.llm.layers={num_layers}; "
             f"choose pp at most {num_layers}"
         )
-    share, rest = divmod(num_layers, stages)
-    return tuple(share + (s < rest) for s in range(stages))
+    return split_evenly(num_layers, stages)

@@ -20,32 +20,63 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.parallel_state import _set_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 accelerator.patch()
+# Sequence-parallel layers take scratch memory from one object that megatron's own set-up would make.
+_set_global_memory_buffer()
 
 __all__ = [
+    "HAVE_TE",
     "AttnMaskType",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "MLPSubmodules",
     "MegatronModule",
+    "MoELayer",
+    "MoESubmodules",
+    "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "SequentialMLP",
+    "SharedExpertMLP",
+    "TEGroupedMLP",
+    "TESpecProvider",
+    "TopKRouter",
+    "RowParallelLinear",
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "VocabParallelEmbedding",
     "finalize_model_grads",
+    "gather_from_sequence_parallel_region",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",

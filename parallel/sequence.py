@@ -5,12 +5,14 @@ shard on one rank; a long one may be cut over any number of ranks. Layers that w
 rank's tokens one after the other, in sequence order, and need nothing else; attention and the boundary are
 planned from this description alone, so every rank knows what every other rank holds.
 
-Today every sequence has one shard; the description, the local view and the interval arithmetic are
-those of the general case, and the boundary is tested on it.
+A "rank" here is a member of the pool that may share sequences. With tensor parallelism it stands for `tp`
+ranks: they divide its tokens evenly between attention layers (sequence parallelism; Korthikanti et al., 2022,
+section 4.2.2), so its tokens are padded to a multiple of tp, and to at least tp: no rank of the LLM is empty.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,41 @@ class SequenceLayout:
         """Tokens of each sequence."""
         return tuple(sum(piece.length for piece in pieces) for pieces in self.shards)
 
-    def intervals(self) -> Iterator[Interval]:
-        """Yield where each run of the packed axis lives, in packed order."""
+    @cached_property
+    def _held(self) -> tuple[int, ...]:
+        held = [0] * self.num_ranks
+        for pieces in self.shards:
+            for piece in pieces:
+                held[piece.rank] += piece.length
+        return tuple(held)
+
+    def local_tokens(self, rank: int) -> int:
+        """Tokens that `rank` holds."""
+        return self._held[rank]
+
+    def padded_tokens(self, rank: int, tp: int = 1) -> int:
+        """Tokens that `rank` computes on: rounded up to a multiple of `tp`, at least `tp`."""
+        return max(tp, -(-self._held[rank] // tp) * tp)
+
+    def intervals(self, tp: int = 1) -> Iterator[Interval]:
+        """Yield where each run of the packed axis lives, in packed order.
+
+        The ranks of the intervals are `tp` for each rank of the layout: rank r·tp + t holds the t-th of tp
+        equal parts of the padded tokens of r.
+        """
         start = 0
         filled = [0] * self.num_ranks
         for pieces in self.shards:
             for piece in pieces:
-                yield Interval(start, piece.length, piece.rank, filled[piece.rank])
-                start += piece.length
-                filled[piece.rank] += piece.length
+                share = self.padded_tokens(piece.rank, tp) // tp
+                left = piece.length
+                while left:
+                    part, local = divmod(filled[piece.rank], share)
+                    length = min(left, share - local)
+                    yield Interval(start, length, piece.rank * tp + part, local)
+                    start += length
+                    filled[piece.rank] += length
+                    left -= length
 
     def local_lengths(self, rank: int) -> tuple[int, ...]:
         """Lengths of the pieces that `rank` holds, in packed order."""

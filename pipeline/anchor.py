@@ -23,18 +23,15 @@ class Anchor(Protocol):
         ...
 
     def encode(self, inputs: Any) -> torch.Tensor:
-        """Encode the items of one chunk: rows [R, D], differentiable in the component's weights."""
+        """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
         ...
 
 
 class Stage(Protocol):
     """This rank's stage of the LLM."""
 
-    width: int
-    dtype: torch.dtype
-
     def embed(self, inputs: Any) -> torch.Tensor:
-        """First stage: the embedding of a microbatch's tokens, [T, D]."""
+        """First stage: the embedding of this rank's tokens of a microbatch, [T, D]."""
         ...
 
     def forward(self, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:

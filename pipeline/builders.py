@@ -1,20 +1,19 @@
-"""Schedules: from a replica's work to the ordered ops of each of its ranks.
+"""Schedules: from a domain's work to the ordered ops of each of its ranks.
 
 A builder orders compute; `expand` then inserts every communication and every wait by fixed rules, so that
 a new schedule is only a new order of compute. Builders are pure and every rank runs them alike.
 
 Sources: 1F1B after PipeDream-Flush (Narayanan et al., 2021, section 2); encode-first is the schedule in which
-all ranks of a replica encode before the pipeline starts (LongCat-Flash-Omni report, section 5, among others).
+all ranks encode before the pipeline starts (LongCat-Flash-Omni report, section 5, among others).
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
-from parallel.boundary import Route
-from pipeline.plan import Chunk, Kind, Op
+from pipeline.plan import DomainPlan, Kind, Op
 
 Order = list[list[Op]]
-Builder = Callable[[int, int, Sequence[Chunk]], Order]
+Builder = Callable[[DomainPlan], Order]
 
 
 def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
@@ -26,7 +25,7 @@ def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
     return ops + [Op(Kind.BACKWARD, m) for m in range(microbatches - warmup, microbatches)]
 
 
-def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+def build_one_f_one_b(domain: DomainPlan) -> Order:
     """1F1B with encoder work where the first stage needs it: just in time, at most a few microbatches ahead.
 
     Stage s runs s forwards behind the first stage, so it encodes microbatch m + s before its own forward of
@@ -35,11 +34,14 @@ def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -
     waited for the first one.
     """
     order = []
-    last = microbatches - 1
-    for stage in range(stages):
-        mine = [(c, chunk.microbatch) for c, chunk in enumerate(chunks) if chunk.rank == stage]
+    last = len(domain.microbatches) - 1
+    for rank, mine in enumerate(_chunks_by_rank(domain)):
+        stage = domain.stage(rank)
+        if stage is None:
+            order.append(_all(mine))
+            continue
         ops: list[Op] = []
-        for op in one_f_one_b(stages, microbatches, stage):
+        for op in one_f_one_b(domain.num_stages, last + 1, stage):
             if op.kind is Kind.FORWARD:
                 ahead = op.index + stage
                 ops += [Op(Kind.ENCODE, c) for c, m in mine if m == ahead or (op.index == 0 and m < ahead)]
@@ -55,29 +57,40 @@ def build_one_f_one_b(stages: int, microbatches: int, chunks: Sequence[Chunk]) -
     return order
 
 
-def build_encode_first(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+def build_encode_first(domain: DomainPlan) -> Order:
     """All encoder forwards, then 1F1B, then all encoder backwards."""
     order = []
-    for stage in range(stages):
-        mine = [c for c, chunk in enumerate(chunks) if chunk.rank == stage]
-        order.append(
-            [Op(Kind.ENCODE, c) for c in mine]
-            + one_f_one_b(stages, microbatches, stage)
-            + [Op(Kind.ENCODE_BACKWARD, c) for c in mine]
-        )
+    for rank, mine in enumerate(_chunks_by_rank(domain)):
+        stage = domain.stage(rank)
+        between = [] if stage is None else one_f_one_b(domain.num_stages, len(domain.microbatches), stage)
+        order.append(_all(mine, between))
     return order
 
 
-def build_forward_only(stages: int, microbatches: int, chunks: Sequence[Chunk]) -> Order:
+def build_forward_only(domain: DomainPlan) -> Order:
     """Evaluation: each microbatch's encoder work, then its forward; nothing goes back."""
     order = []
-    for stage in range(stages):
+    for rank, mine in enumerate(_chunks_by_rank(domain)):
         ops = []
-        for m in range(microbatches):
-            mine = [c for c, chunk in enumerate(chunks) if (chunk.rank, chunk.microbatch) == (stage, m)]
-            ops += [Op(Kind.ENCODE, c) for c in mine] + [Op(Kind.FORWARD, m)]
+        for m in range(len(domain.microbatches)):
+            ops += [Op(Kind.ENCODE, c) for c, of in mine if of == m]
+            ops += [] if domain.stage(rank) is None else [Op(Kind.FORWARD, m)]
         order.append(ops)
     return order
+
+
+def _chunks_by_rank(domain: DomainPlan) -> Iterator[list[tuple[int, int]]]:
+    """Yield for each rank its chunks as (number, microbatch), in the plan's order."""
+    mine: list[list[tuple[int, int]]] = [[] for _ in range(domain.num_ranks)]
+    for number, chunk in enumerate(domain.chunks):
+        for rank in chunk.ranks:
+            mine[rank].append((number, chunk.microbatch))
+    yield from mine
+
+
+def _all(mine: list[tuple[int, int]], between: list[Op] | None = None) -> list[Op]:
+    backward = [Op(Kind.ENCODE_BACKWARD, c) for c, _ in mine]
+    return [Op(Kind.ENCODE, c) for c, _ in mine] + (between or []) + backward
 
 
 BUILDERS: Mapping[str, Builder] = {
@@ -86,37 +99,36 @@ BUILDERS: Mapping[str, Builder] = {
 }
 
 
-def without_encoder_backward(order: Order, chunks: Sequence[Chunk], frozen: frozenset[str]) -> Order:
+def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
     """Drop the backward of chunks whose component is frozen this step."""
+    idle = {number for number, chunk in enumerate(domain.chunks) if chunk.component in frozen}
     return [
-        [op for op in ops if op.kind is not Kind.ENCODE_BACKWARD or chunks[op.index].component not in frozen]
-        for ops in order
+        [op for op in ops if op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle] for ops in order
     ]
 
 
-def expand(order: Order, chunks: Sequence[Chunk], routes: Sequence[Route | None]) -> list[list[Op]]:
-    """Insert all communication into an order of compute, for one rank a stage.
+def expand(order: Order, domain: DomainPlan) -> list[list[Op]]:
+    """Insert all communication into an order of compute, for every rank of a domain.
 
     - A receive is issued before the compute that precedes its use, so that it overlaps with that compute.
     - SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
     - RETURN(m) is issued right after the rank's own backward of m, long before any rank waits for it: a
-      return issued only where it is needed would make every chunk a barrier.
+      return issued only where it is needed would make every chunk a barrier. A rank beside the LLM has no
+      backward to wait for, so it issues all returns after its last ship.
     - A send is waited for before the next one of its direction, and at the end.
     """
-    stages = len(order)
-    returned = {chunks[op.index].microbatch for ops in order for op in ops if op.kind is Kind.ENCODE_BACKWARD}
-    return [_expand_rank(ops, rank, stages, chunks, routes, returned) for rank, ops in enumerate(order)]
+    returned = {
+        domain.chunks[op.index].microbatch for ops in order for op in ops if op.kind is Kind.ENCODE_BACKWARD
+    }
+    backward = [op.index for op in order[0] if op.kind is Kind.BACKWARD]
+    returns = [m for m in backward if m in returned]
+    return [_expand_rank(ops, rank, domain, returns) for rank, ops in enumerate(order)]
 
 
-def _expand_rank(
-    order: list[Op],
-    rank: int,
-    stages: int,
-    chunks: Sequence[Chunk],
-    routes: Sequence[Route | None],
-    returned: set[int],
-) -> list[Op]:
-    first, last = rank == 0, rank == stages - 1
+def _expand_rank(order: list[Op], rank: int, domain: DomainPlan, returns: list[int]) -> list[Op]:
+    first, last = domain.is_first(rank), domain.is_last(rank)
+    beside = domain.stage(rank) is None
+    chunks = domain.chunks
     forwards = [op.index for op in order if op.kind is Kind.FORWARD]
     backwards = [op.index for op in order if op.kind is Kind.BACKWARD]
     unencoded: dict[int, int] = {}
@@ -124,7 +136,7 @@ def _expand_rank(
         if op.kind is Kind.ENCODE:
             microbatch = chunks[op.index].microbatch
             unencoded[microbatch] = unencoded.get(microbatch, 0) + 1
-    ships = deque(m for m in sorted(forwards) if routes[m] is not None)
+    ships = deque(m for m, route in enumerate(domain.routes) if route is not None)
     forward_receives = deque([] if first else forwards)
     backward_receives = deque([] if last else backwards)
     waiting: dict[Kind, int | None] = {Kind.SEND_FORWARD: None, Kind.SEND_BACKWARD: None}
@@ -155,9 +167,14 @@ def _expand_rank(
         while ships and not any(unencoded.get(m) for m in unencoded if m <= ships[0]):
             issue(Kind.SHIP, ships.popleft())
 
+    def give_back(m: int) -> None:
+        wait(Kind.SHIP, m)
+        issue(Kind.RETURN, m)
+
     receive(forward_receives, Kind.RECV_FORWARD)
     receive(backward_receives, Kind.RECV_BACKWARD)
     ship_ready()
+    early = deque(returns if beside else [])
     for op in order:
         m = chunks[op.index].microbatch if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else op.index
         if op.kind is Kind.ENCODE:
@@ -180,13 +197,16 @@ def _expand_rank(
             out.append(op)
             if not first:
                 send(Kind.SEND_BACKWARD, m)
-            if m in returned:
-                wait(Kind.SHIP, m)
-                issue(Kind.RETURN, m)
+            if m in returns:
+                give_back(m)
         else:
             assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
+            while early:
+                give_back(early.popleft())
             wait(Kind.RETURN, m)
             out.append(op)
+    while early:
+        give_back(early.popleft())
     for kind, index in sorted(unwaited):
         out.append(Op(Kind.WAIT, index, kind))
     return out

@@ -22,7 +22,7 @@ from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
 from parallel.waiting import StallError
 from pipeline.anchor import Anchor, Stage, StepInputs
-from pipeline.plan import COLLECTIVE, Kind, Op, ReplicaPlan, StepPlan
+from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, StepPlan
 
 
 @dataclass
@@ -40,11 +40,12 @@ class StepResult:
 
 
 class Engine:
-    """Runs the op lists of one rank of one replica.
+    """Runs the op lists of one rank of one domain.
 
-    `ranks` are the global ranks of the replica, stage by stage, and `position` this rank's place among
-    them. `reducers` are called for REDUCE ops, in the order of the plan's components. `on_op` hears of every
-    op before it runs, so that a watchdog can say where a rank stands.
+    `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
+    `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
+    `reducers` are called for REDUCE ops, by number of the component. `on_op` hears of every op before it
+    runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -52,17 +53,21 @@ class Engine:
         *,
         position: int,
         ranks: Sequence[int],
-        stage: Stage,
+        stage: Stage | None,
+        width: int,
+        dtype: torch.dtype,
         anchors: Mapping[str, Anchor],
         groups: Groups,
         device: torch.device,
-        reducers: Sequence[Callable[[], None]],
+        reducers: Mapping[int, Callable[[], None]],
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
         self.position = position
         self.ranks = tuple(ranks)
         self.stage = stage
+        self.width = width
+        self.dtype = dtype
         self.anchors = anchors
         self.groups = groups
         self.device = device
@@ -70,15 +75,15 @@ class Engine:
         self.timeout_s = timeout_s
         self.on_op = on_op
 
-    def run(self, plan: StepPlan, replica: ReplicaPlan, inputs: StepInputs) -> StepResult:
-        """Run this rank's ops of `replica`. The plan must have been verified and agreed on.
+    def run(self, plan: StepPlan, domain: DomainPlan, inputs: StepInputs) -> StepResult:
+        """Run this rank's ops of `domain`. The plan must have been verified and agreed on.
 
         Raises:
             StallError: if a peer does not answer within the timeout.
         """
-        step = _Step(self, plan, replica, inputs)
+        step = _Step(self, plan, domain, inputs)
         with torch.set_grad_enabled(plan.train):
-            for op in replica.ops[self.position]:
+            for op in domain.ops[self.position]:
                 self.on_op(op)
                 start = time.perf_counter()
                 step.do(op)
@@ -90,15 +95,16 @@ class Engine:
 class _Step:
     """The tensors that live during one step, each from the op that makes it to the op that uses it last."""
 
-    def __init__(self, engine: Engine, plan: StepPlan, replica: ReplicaPlan, inputs: StepInputs) -> None:
+    def __init__(self, engine: Engine, plan: StepPlan, domain: DomainPlan, inputs: StepInputs) -> None:
         self.engine = engine
         self.plan = plan
-        self.replica = replica
+        self.domain = domain
         self.inputs = inputs
-        self.first = engine.position == 0
-        self.last = engine.position == len(engine.ranks) - 1
+        self.position = engine.position
+        self.first = domain.is_first(engine.position)
+        self.last = domain.is_last(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
-        self.returned = {op.index for op in replica.ops[engine.position] if op.kind is Kind.RETURN}
+        self.returned = {op.index for op in domain.ops[engine.position] if op.kind is Kind.RETURN}
         self.result = StepResult()
         # By chunk: rows with their graph. By microbatch: the rest.
         self.encoded: dict[int, torch.Tensor] = {}
@@ -132,26 +138,27 @@ class _Step:
     # Encoders.
 
     def encode(self, chunk: int) -> None:
-        component = self.replica.chunks[chunk].component
+        planned = self.domain.chunks[chunk]
+        component = planned.component
         with torch.set_grad_enabled(self.trains(component)):
             rows = self.engine.anchors[component].encode(self.inputs.chunks[chunk])
-        expected = (self.replica.chunks[chunk].rows, self.engine.stage.width)
+        expected = (planned.rows_of(self.position), self.engine.width)
         assert rows.shape == expected, f"{component} put out {tuple(rows.shape)}, planned {expected}"
         # Ranks without rows take part in shipping with buffers of the LLM's type.
-        dtype = self.engine.stage.dtype
+        dtype = self.engine.dtype
         assert rows.dtype == dtype, f"{component} put out {rows.dtype}, the LLM takes {dtype}"
         self.encoded[chunk] = rows
 
     def encode_backward(self, chunk: int) -> None:
-        planned = self.replica.chunks[chunk]
+        planned = self.domain.chunks[chunk]
         rows = self.encoded.pop(chunk)
         start = 0
         for other in self.chunks_of(planned.microbatch):
             if other == chunk:
                 break
-            start += self.replica.chunks[other].rows
+            start += self.domain.chunks[other].rows_of(self.position)
         grads = self.row_grads[planned.microbatch]
-        torch.autograd.backward(rows, grads[start : start + planned.rows])
+        torch.autograd.backward(rows, grads[start : start + planned.rows_of(self.position)])
         if not any(c in self.encoded for c in self.chunks_of(planned.microbatch)):
             del self.row_grads[planned.microbatch]
 
@@ -162,8 +169,8 @@ class _Step:
         """This rank's chunks of a microbatch, in the order in which their rows are counted."""
         return [
             c
-            for c, chunk in enumerate(self.replica.chunks)
-            if (chunk.microbatch, chunk.rank) == (microbatch, self.engine.position)
+            for c, chunk in enumerate(self.domain.chunks)
+            if chunk.microbatch == microbatch and self.position in chunk.ranks
         ]
 
     # The boundary.
@@ -174,14 +181,14 @@ class _Step:
         return ends
 
     def no_rows(self) -> torch.Tensor:
-        stage = self.engine.stage
-        return torch.empty(0, stage.width, dtype=stage.dtype, device=self.engine.device)
+        engine = self.engine
+        return torch.empty(0, engine.width, dtype=engine.dtype, device=engine.device)
 
     def ship(self, m: int) -> None:
         chunks = self.chunks_of(m)
         rows = [self.encoded[c].detach() for c in chunks]
         for c in chunks:
-            if not self.trains(self.replica.chunks[c].component):
+            if not self.trains(self.domain.chunks[c].component):
                 del self.encoded[c]
         values = torch.cat(rows) if rows else self.no_rows()
         ends = self.ends(m)
@@ -197,6 +204,7 @@ class _Step:
 
     def forward(self, m: int) -> None:
         stage, inputs = self.engine.stage, self.inputs.microbatches[m]
+        assert stage is not None, "a rank beside the LLM runs no pass of it"
         received = rows = None
         if self.first:
             hidden = stage.embed(inputs)
@@ -233,7 +241,7 @@ class _Step:
 
     def neighbour(self, kind: Kind) -> int:
         step = 1 if kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD) else -1
-        return self.engine.ranks[self.engine.position + step]
+        return self.engine.ranks[self.position + step * self.domain.stage_size]
 
     def group(self, kind: Kind) -> dist.ProcessGroup:
         groups = self.engine.groups
@@ -244,9 +252,10 @@ class _Step:
         self.flights[kind, m] = work
 
     def receive(self, kind: Kind, m: int) -> None:
-        stage = self.engine.stage
-        tokens = self.replica.microbatches[m].tokens
-        buffer = torch.empty(tokens, stage.width, dtype=stage.dtype, device=self.engine.device)
+        engine, domain = self.engine, self.domain
+        layout = domain.microbatches[m].layout
+        tokens = layout.padded_tokens(domain.member(self.position), domain.tp) // domain.tp
+        buffer = torch.empty(tokens, engine.width, dtype=engine.dtype, device=engine.device)
         self.inbox[kind, m] = buffer
         self.flights[kind, m] = dist.irecv(buffer, self.neighbour(kind), group=self.group(kind))
 
@@ -271,7 +280,7 @@ class _Step:
             work.wait(timedelta(seconds=self.engine.timeout_s))
         except RuntimeError as error:
             peers = self.engine.ranks if kind in COLLECTIVE else (self.neighbour(kind),)
-            me = self.engine.ranks[self.engine.position]
+            me = self.engine.ranks[self.position]
             others = ", ".join(str(rank) for rank in peers if rank != me)
             where = f"wait({kind} {m}) of step {self.plan.step}"
             raise StallError(f"rank {me} waited at {where} for rank {others}: {error}") from error

@@ -6,12 +6,12 @@ It holds no tensor, no clock reading and no float, and it can be written, hashed
 
     StepPlan
       samples      what the step trains on, with the length each one has in the LLM
-      replicas     one ReplicaPlan for each copy of the LLM in this rank's planning group
-        microbatches   which samples are packed together
+      domains      one DomainPlan for each group of replicas that share work
+        microbatches   which samples are packed together, and which ranks hold their tokens
         items          images, clips, recordings: how large, where their rows belong
-        chunks         which rank of the replica encodes which items, as one quantum of work
+        chunks         which ranks of the domain encode which items, as one quantum of work
         routes         for each microbatch, from which rank to which rank its rows travel
-        ops            for each rank of the replica, the ordered list of its actions
+        ops            for each rank of the domain, the ordered list of its actions
 """
 
 import hashlib
@@ -88,48 +88,120 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order."""
+    """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order.
+
+    `layout` says which members of the domain's pool hold them. A pass of several replicas is one
+    microbatch: each of them has its own samples in it, or none.
+    """
 
     samples: tuple[int, ...]
     layout: SequenceLayout
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the pack."""
-        return sum(self.layout.lengths)
-
-    @property
-    def squares(self) -> int:
-        """Sum of squared sequence lengths: what attention costs."""
-        return sum(n * n for n in self.layout.lengths)
+    def work(self, member: int) -> tuple[int, int]:
+        """Return tokens, and the share in squared lengths that attention costs, of a member of the pool."""
+        return _work(self.layout, member)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A quantum of encoder work: items of one microbatch that one rank of the replica encodes together."""
+    """A quantum of encoder work: items of one microbatch, encoded together.
+
+    `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
+    tokens of which item, and `rows` how many rows each of `ranks` puts out.
+    """
 
     component: str
     microbatch: int
-    rank: int
+    ranks: tuple[int, ...]
     items: tuple[int, ...]
-    tokens: int
-    squares: int
-    rows: int
+    layout: SequenceLayout
+    rows: tuple[int, ...]
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a slot."""
+        return len(self.ranks) // self.layout.num_ranks
+
+    def slot(self, rank: int) -> int:
+        """Return which slot of the chunk the position `rank` belongs to."""
+        return self.ranks.index(rank) // self.tp
+
+    def rows_of(self, rank: int) -> int:
+        """Rows that the position `rank` puts out."""
+        return self.rows[self.ranks.index(rank)]
+
+    def work(self, rank: int) -> tuple[int, int]:
+        """Return tokens, and the share in squared lengths that attention costs, of the slot of `rank`."""
+        return _work(self.layout, self.slot(rank))
+
+
+def _work(layout: SequenceLayout, rank: int) -> tuple[int, int]:
+    squares = 0
+    for pieces, length in zip(layout.shards, layout.lengths, strict=True):
+        squares += sum(piece.length * length for piece in pieces if piece.rank == rank)
+    return layout.local_tokens(rank), squares
 
 
 @dataclass(frozen=True)
-class ReplicaPlan:
-    """The work of one copy of the LLM, over the ranks of that copy (numbered 0 … within the replica).
+class DomainPlan:
+    """The work of one domain, over its ranks by position: those of the LLM, stage by stage, then encoders'.
 
-    `routes[m]` is None for a microbatch without items: nobody ships anything for it.
+    A stage has `pool` members of `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers,
+    so they run the passes of a microbatch together. `beside` ranks hold encoders only. `homes` are, for each
+    component of the plan, the first position that holds it and the one after the last. `routes[m]` is None
+    for a microbatch without items: nobody ships anything for it.
     """
 
     num_stages: int
+    pool: int
+    tp: int
+    party: int
+    beside: int
+    homes: tuple[tuple[int, int], ...]
     microbatches: tuple[Microbatch, ...]
     items: tuple[PlannedItem, ...]
     chunks: tuple[Chunk, ...]
     routes: tuple[Route | None, ...]
     ops: tuple[tuple[Op, ...], ...]
+
+    @property
+    def stage_size(self) -> int:
+        """Positions of a stage: the distance between neighbours in the pipeline."""
+        return self.pool * self.tp
+
+    @property
+    def num_ranks(self) -> int:
+        """Positions of the domain."""
+        return self.beside + self.num_stages * self.stage_size
+
+    def stage(self, rank: int) -> int | None:
+        """Return the stage of a position, None for one beside the LLM."""
+        stage = rank // self.stage_size
+        return stage if stage < self.num_stages else None
+
+    def member(self, rank: int) -> int:
+        """Return the member of the pool that a position of the LLM belongs to."""
+        return rank % self.stage_size // self.tp
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a position holds the first stage."""
+        return self.stage(rank) == 0
+
+    def is_last(self, rank: int) -> bool:
+        """Whether a position holds the last stage."""
+        return self.stage(rank) == self.num_stages - 1
+
+    def reports(self, rank: int) -> bool:
+        """Whether a position reports losses: the first of the tp ranks, which all compute the same ones."""
+        return self.is_last(rank) and rank % self.tp == 0
+
+    def parties(self, op: Op, rank: int) -> range:
+        """Return the positions that run a compute op together because its layers communicate."""
+        if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
+            ranks = self.chunks[op.index].ranks
+            return range(ranks[0], ranks[-1] + 1)
+        first = rank - rank % self.party
+        return range(first, first + self.party)
 
 
 @dataclass(frozen=True)
@@ -145,7 +217,7 @@ class StepPlan:
     frozen: tuple[str, ...]
     samples: tuple[PlannedSample, ...]
     skipped: tuple[tuple[str, int], ...]
-    replicas: tuple[ReplicaPlan, ...]
+    domains: tuple[DomainPlan, ...]
 
     @cached_property
     def digest(self) -> int:
@@ -155,7 +227,7 @@ class StepPlan:
 
 
 def diff(a: Any, b: Any, path: str = "plan") -> list[str]:
-    """Return where two plans differ, as lines like "plan.replicas[0].chunks[2].rank: 1 != 0"."""
+    """Return where two plans differ, as lines like "plan.domains[0].chunks[2].microbatch: 1 != 0"."""
     return list(_differences(a, b, path))
 
 

@@ -1,27 +1,20 @@
-"""Which rank of a replica encodes which item: pure functions from integer costs to ranks."""
+"""Which ranks of a domain encode which item: pure functions from integer costs to slots."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-Placement = Callable[[Sequence[int], int], tuple[int, ...]]
-
-
-def place_stage0(costs: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """All items on the first stage: the homogeneous baseline, an encoder in front of the LLM."""
-    return (0,) * len(costs)
+Slot = tuple[int, ...]
 
 
-def place_colocated(costs: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-    """Items over all ranks of the replica, longest first onto the least loaded; ties by item, then by rank.
+def spread(costs: Sequence[int], slots: Sequence[Sequence[Slot]], num_ranks: int) -> tuple[Slot, ...]:
+    """Choose for each item one of its `slots`: longest items first, onto the least loaded ranks.
 
-    Longest processing time first (Graham, 1969): at most 4/3 - 1/(3n) of the best makespan on n ranks.
+    A slot is as loaded as the busiest of its ranks; ties go by item, then by slot. Longest processing time
+    first (Graham, 1969): where slots are single ranks, at most 4/3 - 1/(3n) of the best makespan on n ranks.
     """
     load = [0] * num_ranks
-    ranks = [0] * len(costs)
+    chosen: list[Slot] = [()] * len(costs)
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = min(range(num_ranks), key=lambda r: (load[r], r))
-        ranks[item] = rank
-        load[rank] += costs[item]
-    return tuple(ranks)
-
-
-PLACEMENTS: Mapping[str, Placement] = {"colocated": place_colocated, "stage0": place_stage0}
+        chosen[item] = min(slots[item], key=lambda slot: (max(load[rank] for rank in slot), slot))
+        for rank in chosen[item]:
+            load[rank] += costs[item]
+    return tuple(chosen)

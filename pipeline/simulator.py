@@ -2,8 +2,10 @@
 
 Each rank runs its list in order. Compute takes time; issuing communication takes none; a WAIT blocks until
 the communication it names is done. Communication completes in the order of issue on its channel: one channel
-for each direction of each neighbouring pair, one for SHIP and one for RETURN. With `single_fifo` a rank has
-one channel for everything, the strictest thing a GPU may do.
+for each direction of each neighbouring pair, one for SHIP and one for RETURN. Ranks whose layers communicate
+(tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it, a
+transfer on a channel of their own. With `single_fifo` a rank has one channel for everything, the strictest
+thing a GPU may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it.
@@ -12,14 +14,15 @@ hang, whatever the op times; so one run proves it.
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from parallel.boundary import Route
 from parallel.costs import CostTable
-from pipeline.plan import COLLECTIVE, COMPUTE, ISSUED, Chunk, Kind, Op, ReplicaPlan
+from pipeline.plan import COLLECTIVE, COMPUTE, ISSUED, DomainPlan, Kind, Op
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]
-Transfer = tuple[str, int, int, int]  # channel kind, first rank, second rank, microbatch
+Transfer = tuple[str, int, int, int]  # kind, first rank, last rank, index
+NEXT, PREVIOUS = "to_next_stage", "to_previous_stage"
 
 
 class StuckError(Exception):
@@ -52,32 +55,40 @@ class Timeline:
         return sum(e.end_ns - e.start_ns for e in self.events[rank] if e.op.kind is Kind.WAIT)
 
 
-def transfer_of(op: Op, rank: int) -> Transfer:
-    """Name the transfer that an issuing op takes part in; both ends give it the same name."""
-    kind = op.kind
+def transfer_of(op: Op, rank: int, domain: DomainPlan) -> Transfer:
+    """Name the transfer that an op takes part in; all its ranks give it the same name."""
+    kind, distance = op.kind, domain.stage_size
+    if kind in COMPUTE:
+        together = domain.parties(op, rank)
+        return (kind, together[0], together[-1], op.index)
     if kind in COLLECTIVE:
-        return (kind, -1, -1, op.index)
+        return (kind, 0, domain.num_ranks - 1, op.index)
     if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD):
-        first = rank if kind is Kind.SEND_FORWARD else rank - 1
-        return ("forward", first, first + 1, op.index)
-    first = rank if kind is Kind.SEND_BACKWARD else rank + 1
-    return ("backward", first, first - 1, op.index)
+        first = rank if kind is Kind.SEND_FORWARD else rank - distance
+        return (NEXT, first, first + distance, op.index)
+    first = rank if kind is Kind.SEND_BACKWARD else rank + distance
+    return (PREVIOUS, first, first - distance, op.index)
+
+
+def communicates(op: Op, rank: int, domain: DomainPlan) -> bool:
+    """Whether an op is communication, or compute whose layers communicate; a local route is neither."""
+    if op.kind in COMPUTE:
+        return len(domain.parties(op, rank)) > 1
+    route = domain.routes[op.index] if op.kind in COLLECTIVE else None
+    return op.kind in ISSUED and not (route is not None and route.is_local)
 
 
 def run(
-    ops: Sequence[Sequence[Op]],
-    routes: Sequence[Route | None],
-    compute_ns: ComputeCost,
-    message_ns: MessageCost,
-    single_fifo: bool = False,
+    domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, single_fifo: bool = False
 ) -> Timeline:
-    """Run the lists of all ranks to the end.
+    """Run the lists of all ranks of a domain to the end.
 
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
     """
+    ops = domain.ops
     num_ranks = len(ops)
-    machine = _Machine(num_ranks, routes, message_ns, single_fifo)
+    machine = _Machine(domain, message_ns, single_fifo)
     events: list[list[Event]] = [[] for _ in ops]
     counter = [0] * num_ranks
     clock = [0] * num_ranks
@@ -104,13 +115,19 @@ def run(
 def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: ComputeCost) -> int | None:
     """Return when the op ends, or None if the rank must wait."""
     if op.kind in COMPUTE:
-        return now + compute_ns(rank, op)
+        if not communicates(op, rank, machine.domain):
+            return now + compute_ns(rank, op)
+        transfer = transfer_of(op, rank, machine.domain)
+        if (transfer, rank) not in machine.issued:
+            machine.issue(rank, op, now)
+        met = machine.done_ns(transfer, rank)
+        return None if met is None else met + compute_ns(rank, op)
     if op.kind in ISSUED:
         machine.issue(rank, op, now)
         return now
     if op.kind is Kind.WAIT:
         assert op.on is not None
-        transfer = transfer_of(Op(op.on, op.index), rank)
+        transfer = transfer_of(Op(op.on, op.index), rank, machine.domain)
         if (transfer, rank) not in machine.issued:
             raise StuckError(f"rank {rank} waits for {op.on}({op.index}), which it never issued before")
         done = machine.done_ns(transfer, rank)
@@ -121,11 +138,8 @@ def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: Compu
 class _Machine:
     """Transfers in flight: each completes when it is first in line at all its ranks."""
 
-    def __init__(
-        self, num_ranks: int, routes: Sequence[Route | None], message_ns: MessageCost, single_fifo: bool
-    ) -> None:
-        self.num_ranks = num_ranks
-        self.routes = routes
+    def __init__(self, domain: DomainPlan, message_ns: MessageCost, single_fifo: bool) -> None:
+        self.domain = domain
         self.message_ns = message_ns
         self.single_fifo = single_fifo
         self.queues: dict[tuple[int, object], deque[tuple[Transfer, Op]]] = defaultdict(deque)
@@ -133,23 +147,26 @@ class _Machine:
         self.issued: dict[tuple[Transfer, int], int] = {}
         self.started: dict[Transfer, int] = {}
         self.done: dict[Transfer, int] = {}
+        self.fresh: set[tuple[int, object]] = set()  # queues whose first in line may have changed
 
     def channel(self, transfer: Transfer) -> object:
         return "all" if self.single_fifo else transfer[:3]
 
     def ranks(self, transfer: Transfer) -> Sequence[int]:
-        return range(self.num_ranks) if transfer[0] in COLLECTIVE else transfer[1:3]
+        kind, first, last, _ = transfer
+        return (first, last) if kind in (NEXT, PREVIOUS) else range(first, last + 1)
 
     def issue(self, rank: int, op: Op, now: int) -> None:
-        transfer = transfer_of(op, rank)
+        transfer = transfer_of(op, rank, self.domain)
         self.issued[transfer, rank] = now
-        route = self.routes[op.index] if op.kind in COLLECTIVE else None
-        if route is None or not route.is_local:
-            self.queues[rank, self.channel(transfer)].append((transfer, op))
+        if communicates(op, rank, self.domain):
+            at = (rank, self.channel(transfer))
+            self.queues[at].append((transfer, op))
+            self.fresh.add(at)
 
     def done_ns(self, transfer: Transfer, rank: int) -> int | None:
         """When a transfer was done for `rank`, None if it is not; a local route is done when issued."""
-        route = self.routes[transfer[3]] if transfer[0] in COLLECTIVE else None
+        route = self.domain.routes[transfer[3]] if transfer[0] in COLLECTIVE else None
         if route is not None and route.is_local:
             return self.issued[transfer, rank]
         return self.done.get(transfer)
@@ -157,56 +174,64 @@ class _Machine:
     def complete(self) -> bool:
         """Complete every transfer that is first in line everywhere; say whether there was one."""
         progressed = False
-        for (_, channel), queue in list(self.queues.items()):
-            while queue:
-                transfer, op = queue[0]
-                lines = [(rank, channel) for rank in self.ranks(transfer)]
-                if not all(self.queues[at] and self.queues[at][0][0] == transfer for at in lines):
-                    break
-                start = max(max(self.issued[transfer, at[0]], self.free[at]) for at in lines)
-                end = start + self.message_ns(op)
-                self.started[transfer] = start
-                self.done[transfer] = end
-                for at in lines:
-                    self.queues[at].popleft()
-                    self.free[at] = end
-                progressed = True
+        while self.fresh:
+            queue = self.queues[self.fresh.pop()]
+            if not queue:
+                continue
+            transfer, op = queue[0]
+            channel = self.channel(transfer)
+            lines = [(rank, channel) for rank in self.ranks(transfer)]
+            if not all(self.queues[at] and self.queues[at][0][0] == transfer for at in lines):
+                continue
+            start = max(max(self.issued[transfer, at[0]], self.free[at]) for at in lines)
+            end = start if op.kind in COMPUTE else start + self.message_ns(op)
+            self.started[transfer] = start
+            self.done[transfer] = end
+            for at in lines:
+                self.queues[at].popleft()
+                self.free[at] = end
+            self.fresh.update(lines)
+            progressed = True
         return progressed
 
     def describe(self, rank: int, op: Op, position: int) -> str:
         text = f"rank {rank} stands at op {position}, {op}"
-        if op.kind is not Kind.WAIT or op.on is None:
+        together = op.kind in COMPUTE and communicates(op, rank, self.domain)
+        if not together and (op.kind is not Kind.WAIT or op.on is None):
             return text
-        transfer = transfer_of(Op(op.on, op.index), rank)
+        awaited = Op(op.on, op.index) if op.on is not None else op
+        transfer = transfer_of(awaited, rank, self.domain)
         missing = [r for r in self.ranks(transfer) if (transfer, r) not in self.issued]
         if missing:
             return f"{text}, waiting for rank {', '.join(map(str, missing))} to take part"
         return f"{text}, behind another transfer on its channel"
 
 
-def plan_costs(replica: ReplicaPlan, table: CostTable) -> tuple[ComputeCost, MessageCost]:
-    """Return the costs of a planned replica under a cost table."""
+def plan_costs(domain: DomainPlan, table: CostTable) -> tuple[ComputeCost, MessageCost]:
+    """Return the costs of a planned domain under a cost table."""
 
     def compute(rank: int, op: Op) -> int:
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            work = replica.microbatches[op.index]
-            cost = table.parts[f"llm/{rank}"]
-            tokens, squares = work.tokens, work.squares
+            cost = table.parts[f"llm/{domain.stage(rank)}"]
+            tokens, squares = domain.microbatches[op.index].work(domain.member(rank))
         else:
-            chunk: Chunk = replica.chunks[op.index]
-            cost, tokens, squares = table.parts[chunk.component], chunk.tokens, chunk.squares
+            chunk = domain.chunks[op.index]
+            cost = table.parts[chunk.component]
+            tokens, squares = chunk.work(rank)
         forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
         return cost.forward_ns(tokens, squares) if forward else cost.backward_ns(tokens, squares)
 
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:
-            route = replica.routes[op.index]
+            route = domain.routes[op.index]
             return table.message_ns(route.moved_rows() if route else 0)
-        return table.message_ns(replica.microbatches[op.index].tokens)
+        layout = domain.microbatches[op.index].layout
+        most = max(layout.padded_tokens(member, domain.tp) for member in range(domain.pool))
+        return table.message_ns(most // domain.tp)
 
-    return compute, message
+    return cache(compute), cache(message)
 
 
-def simulate(replica: ReplicaPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
-    """Time a planned replica with a cost table. The result is simulated, not measured."""
-    return run(replica.ops, replica.routes, *plan_costs(replica, table), single_fifo=single_fifo)
+def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
+    """Time a planned domain with a cost table. The result is simulated, not measured."""
+    return run(domain, *plan_costs(domain, table), single_fifo=single_fifo)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omni.training.job import Job
-    from pipeline.plan import ReplicaPlan, StepPlan
+    from pipeline.plan import DomainPlan, StepPlan
     from pipeline.simulator import Timeline
 
 WIDTH = 72  # characters of a timeline
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--step", type=int, default=1, help="which step to plan (default 1)")
-    parser.add_argument("--replica", type=int, default=0, help="which replica to show (default 0)")
-    parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the replica")
+    parser.add_argument("--domain", type=int, default=0, help="which domain to show (default 0)")
+    parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
 
@@ -43,13 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = compose_config(arguments.overrides)
         job = prepare_job(config, config.launch.ranks or 2)
-        if arguments.step < 1 or not 0 <= arguments.replica < job.layout.dp:
+        if arguments.step < 1 or not 0 <= arguments.domain < job.arrangement.num_domains:
             raise ConfigError(
-                f"--step {arguments.step} --replica {arguments.replica}: steps begin at 1, "
-                f"and there are replicas 0 to {job.layout.dp - 1}"
+                f"--step {arguments.step} --domain {arguments.domain}: steps begin at 1, "
+                f"and there are domains 0 to {job.arrangement.num_domains - 1}"
             )
         plan = plan_of_step(job, arguments.step)
-        replica = plan.replicas[arguments.replica]
+        domain = plan.domains[arguments.domain]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -58,17 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    timeline = simulate(replica, job.table)
+    timeline = simulate(domain, job.table)
     if arguments.json:
-        print(json.dumps(figures(job, plan, replica, timeline), indent=2))
+        print(json.dumps(figures(job, plan, domain, timeline), indent=2))
         return 0
-    for key, value in figures(job, plan, replica, timeline).items():
+    for key, value in figures(job, plan, domain, timeline).items():
         print(f"{key:28} {value}")
     print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, . wait")
-    for rank in range(len(replica.ops)):
+    for rank in range(len(domain.ops)):
         print(f"  rank {rank}  {draw(timeline, rank)}")
     if arguments.ops:
-        for rank, ops in enumerate(replica.ops):
+        for rank, ops in enumerate(domain.ops):
             print(f"\nrank {rank}: {' '.join(map(str, ops))}")
     return 0
 
@@ -81,25 +81,25 @@ def plan_of_step(job: "Job", step: int) -> "StepPlan":
     return plan
 
 
-def figures(job: "Job", plan: "StepPlan", replica: "ReplicaPlan", timeline: "Timeline") -> dict[str, object]:
+def figures(job: "Job", plan: "StepPlan", domain: "DomainPlan", timeline: "Timeline") -> dict[str, object]:
     """What a plan amounts to, as plain values."""
-    rows = sum(item.rows for item in replica.items)
-    moved = sum(route.moved_rows() for route in replica.routes if route is not None)
-    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(len(replica.ops)))
+    rows = sum(item.rows for item in domain.items)
+    moved = sum(route.moved_rows() for route in domain.routes if route is not None)
+    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(len(domain.ops)))
     return {
         "step": plan.step,
         "digest": f"{plan.digest:016x}",
         "stream positions": f"{plan.cursor} to {plan.next_cursor - 1}",
         "samples": len(plan.samples),
         "tokens": sum(sample.length for sample in plan.samples),
-        "layout": job.layout.describe(),
-        "policies": ", ".join(vars(job.planner.policies).values()),
-        "microbatches of the replica": [batch.tokens for batch in replica.microbatches],
-        "items, chunks": f"{len(replica.items)}, {len(replica.chunks)}",
+        "layout": job.arrangement.describe(),
+        "policies": ", ".join([job.arrangement.placement, *vars(job.planner.policies).values()]),
+        "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
+        "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
         "rows, of them shipped": f"{rows}, {moved}",
         "verifier": "accepted, rules R1 to R7",
         "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
-        "simulated busy share": round(busy / max(1, timeline.makespan_ns * len(replica.ops)), 3),
+        "simulated busy share": round(busy / max(1, timeline.makespan_ns * len(domain.ops)), 3),
         "simulated on": job.cluster.name,
     }
 

@@ -26,6 +26,19 @@ from parallel.packed import PackedTokens
 RECOMPUTE = ("none", "selective", "full")
 
 
+def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -> None:
+    """Refuse a tensor-parallel size `tp`, set by `key`, that does not divide the sizes called `names`.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    for name in names:
+        if getattr(config, name) % tp:
+            raise ConfigError(
+                f"{key}={tp} does not divide {section}.{name}={getattr(config, name)}: choose a tp that does"
+            )
+
+
 def check_transformer(section: str, config: Any, rotary_axes: int) -> None:
     """Refuse sizes of a transformer that do not fit together; `config` has the keys that all of ours share.
 
@@ -101,9 +114,15 @@ def transformer_config(
     qkv_bias: bool,
     recompute: str,
     dtype: torch.dtype,
+    tp: int = 1,
+    sequence_parallel: bool = False,
     stages: int = 1,
 ) -> TransformerConfig:
-    """Translate our sizes into megatron's configuration, with the settings that replace its globals."""
+    """Translate our sizes into megatron's configuration, with the settings that replace its globals.
+
+    Layers are divided over `tp` ranks. With `sequence_parallel` these divide the tokens between attention and
+    feed-forward as well; without it, every one of them sees all tokens.
+    """
     assert recompute in RECOMPUTE, recompute
     return TransformerConfig(
         num_layers=layers,
@@ -122,6 +141,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel and tp > 1,
         pipeline_model_parallel_size=stages,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -149,8 +170,9 @@ def layer_work(
     gated: bool,
     causal: bool,
     element: int,
+    tp: int = 1,
 ) -> PartWork:
-    """Work of one transformer layer, with `element` bytes a number."""
+    """Work of one transformer layer on each of `tp` ranks that share it, with `element` bytes a number."""
     linears = (
         (hidden, head_dim * (heads + 2 * kv_heads)),
         (head_dim * heads, hidden),
@@ -160,8 +182,8 @@ def layer_work(
     weights = sum(linear_bytes(0, inputs, outputs, element) for inputs, outputs in linears)
     once = sum(linear_bytes(1, inputs, outputs, element) for inputs, outputs in linears)
     return PartWork(
-        flops_per_token=sum(linear_flops(1, inputs, outputs) for inputs, outputs in linears),
-        flops_per_square=attention_flops(1, heads, head_dim, causal),
-        bytes_per_token=once - weights + attention_bytes(1, heads, kv_heads, head_dim, element),
-        weight_bytes=weights,
+        flops_per_token=sum(linear_flops(1, inputs, outputs) for inputs, outputs in linears) // tp,
+        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
+        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
+        weight_bytes=weights // tp,
     )

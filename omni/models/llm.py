@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from omni.config import ConfigError, LLMConfig, require
-from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
+from omni.models.layers import (
+    check_divisible,
+    check_transformer,
+    layer_submodules,
+    layer_work,
+    transformer_config,
+)
+from omni.models.regions import Numbering, mark_parallel
 from ops.linear import linear_flops
-from ops.loss import token_losses
 from parallel.costs import PartWork
-from parallel.layout import stage_layers
-from parallel.megatron import GPTModel, ProcessGroupCollection
+from parallel.layout import Layout, stage_layers
+from parallel.loss import linear_argmax, linear_losses
+from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
 
 NAME = "llm"
@@ -21,11 +28,14 @@ NAME = "llm"
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """Tensors of one microbatch on one stage, on its device.
+    """Tensors of one microbatch on one rank of one stage, on its device. T tokens are those of its member of
+    the pool, of which this rank holds T / tp between attention layers.
 
-    `ids` [1, T] on the first stage. On the last stage `wanted` [n] are the positions whose next token counts:
-    targets with their `labels` [n], `weights` [n] (0 for a tombstone) and `sources` [n] (the index of each
-    one's data source), or, where labels are None, the positions to predict from. None elsewhere.
+    `ids` [1, T] on the first stage. On the last stage `wanted` [c] are positions among this rank's tokens
+    whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
+    have `labels` [n], `weights` [n] (0 for padding and tombstones), `sources` [n] (the index of each one's
+    data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
+    `order` picks the real ones out of n, sequence by sequence. None elsewhere.
     """
 
     packed: PackedTokens
@@ -34,6 +44,8 @@ class MicrobatchInputs:
     labels: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     sources: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 def check_llm(config: LLMConfig) -> None:
@@ -67,13 +79,13 @@ class LLMStage:
     ) -> None:
         stage, stages = groups.pp.rank(), groups.pp.size()
         layers = stage_layers(config.layers, stages)
+        self.tp_group = groups.tp
         self.config = config
         self.width = config.hidden
         self.dtype = dtype
         self.device = device
         self.num_sources = num_sources
         self.first, self.last = stage == 0, stage == stages - 1
-        self.first_layer = sum(layers[:stage])
         self.transformer = transformer_config(
             layers=config.layers,
             hidden=config.hidden,
@@ -87,6 +99,8 @@ class LLMStage:
             qkv_bias=config.qkv_bias,
             recompute=config.recompute,
             dtype=dtype,
+            tp=groups.tp.size(),
+            sequence_parallel=True,
             stages=stages,
         )
         self.model = GPTModel(
@@ -100,13 +114,20 @@ class LLMStage:
             share_embeddings_and_output_weights=config.tied,
             pg_collection=groups,
         ).to(device)
+        mark_parallel(self.model)
+        self.numbering = Numbering(
+            first_layer=sum(layers[:stage]),
+            tied=config.tied,
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+        )
 
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
-        """Word embeddings [T, D] of a microbatch."""
+        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch."""
         return self.model.embedding(inputs.ids, None).squeeze(1)
 
     def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [T, D] → [T, D]; on the last stage losses [n], or next token ids [n] without labels.
+        """Hidden [T / tp, D] → the same; on the last stage losses [n], or the next token id of each sequence.
 
         The output layer runs on the wanted positions alone: rows of images have no next token.
         """
@@ -118,21 +139,45 @@ class LLMStage:
         if not self.last:
             return out.squeeze(1)
         assert inputs.wanted is not None
-        weight = self.model.shared_embedding_or_output_weight() if self.config.tied else None
-        logits, _ = self.model.output_layer(out.index_select(0, inputs.wanted), weight=weight)
+        wanted = out.squeeze(1).index_select(0, inputs.wanted)
+        if self.tp_group.size() > 1:
+            wanted = gather_from_sequence_parallel_region(wanted, group=self.tp_group)
+        tied = self.config.tied
+        weight = self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
         if inputs.labels is None:
-            return logits.squeeze(1).argmax(-1)
-        return token_losses(logits.squeeze(1), inputs.labels)
+            assert inputs.order is not None
+            return linear_argmax(wanted, weight, self.tp_group)[inputs.order]
+        return linear_losses(wanted, weight, inputs.labels, self.tp_group, self.config.loss_chunk)
 
     def loss(self, inputs: MicrobatchInputs, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [n] → their weighted sum, and [loss, targets] summed by source in fp64."""
+        """Losses [n] → their weighted sum, and [loss, targets] summed by source in fp64.
+
+        All tp ranks compute the same losses, so the first of them reports for all.
+        """
         assert inputs.weights is not None
         assert inputs.sources is not None
-        weights = inputs.weights.double()
+        weights = inputs.weights.double() * (self.tp_group.rank() == 0)
         sums = torch.zeros(2, self.num_sources, dtype=torch.float64, device=self.device)
         sums[0].index_add_(0, inputs.sources, output.detach().double() * weights)
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
+
+
+def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None:
+    """Refuse a layout that the LLM's sizes do not allow.
+
+    Raises:
+        ConfigError, LayoutError: naming the key, the value and the remedy.
+    """
+    check_divisible("model.llm", config, "layout.llm.tp", layout.tp, "heads", "kv_heads", "ffn")
+    vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+    if vocabulary % layout.tp:
+        raise ConfigError(
+            f"layout.llm.tp={layout.tp} does not divide the vocabulary of {vocabulary} "
+            f"({vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
+            f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
+        )
+    stage_layers(config.layers, layout.pp)
 
 
 def output_flops(config: LLMConfig, vocab_size: int) -> int:
@@ -140,8 +185,8 @@ def output_flops(config: LLMConfig, vocab_size: int) -> int:
     return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
 
 
-def llm_work(config: LLMConfig, vocab_size: int, stages: int, element: int) -> tuple[PartWork, ...]:
-    """Work of each stage. The output layer counts for every token, as if all were targets."""
+def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[PartWork, ...]:
+    """Work of a rank of each stage. The output layer counts for every token, as if all were targets."""
     layer = layer_work(
         hidden=config.hidden,
         heads=config.heads,
@@ -151,12 +196,13 @@ def llm_work(config: LLMConfig, vocab_size: int, stages: int, element: int) -> t
         gated=True,
         causal=True,
         element=element,
+        tp=layout.tp,
     )
-    output = output_flops(config, vocab_size)
-    layers = stage_layers(config.layers, stages)
+    output = output_flops(config, vocab_size) // layout.tp
+    layers = stage_layers(config.layers, layout.pp)
     return tuple(
         PartWork(
-            flops_per_token=n * layer.flops_per_token + (output if stage == stages - 1 else 0),
+            flops_per_token=n * layer.flops_per_token + (output if stage == layout.pp - 1 else 0),
             flops_per_square=n * layer.flops_per_square,
             bytes_per_token=n * layer.bytes_per_token,
             weight_bytes=n * layer.weight_bytes,

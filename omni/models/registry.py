@@ -53,8 +53,14 @@ class Encoder(Protocol):
         """Return (tokens in, LLM rows out) of an item of this size, from metadata alone."""
         ...
 
-    def work(self, element: int) -> PartWork:
-        """Return what a forward pass takes: FLOPs, and bytes at `element` bytes a number."""
+    def work(self, element: int, tp: int = 1) -> PartWork:
+        """Return what a forward pass takes on each of `tp` ranks that share the encoder's layers: FLOPs, and
+        bytes at `element` bytes a number.
+        """
+        ...
+
+    def check_tp(self, key: str, tp: int) -> None:
+        """Raise ConfigError, naming `key`, if `tp` ranks cannot share the encoder's layers."""
         ...
 
     def decode(self, item: "Item") -> "np.ndarray":

@@ -14,7 +14,7 @@ from dataloader.loader import Failure, Loader
 from omni.training.inputs import Assembler
 from omni.training.planner import Planner
 from pipeline.anchor import StepInputs
-from pipeline.plan import ReplicaPlan, StepPlan
+from pipeline.plan import DomainPlan, StepPlan
 
 PLANS_AHEAD = 2
 
@@ -24,7 +24,7 @@ class Prepared:
     """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it."""
 
     plan: StepPlan
-    replica: ReplicaPlan
+    domain: DomainPlan
     inputs: StepInputs
     failures: tuple[Failure, ...]
     plan_s: float
@@ -32,7 +32,7 @@ class Prepared:
 
 
 class Ahead:
-    """Prepares the steps from `first` (at stream position `cursor`) to `last` for one replica."""
+    """Prepares the steps from `first` (at stream position `cursor`) to `last` for one domain."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Ahead:
         loader: Loader,
         assembler: Assembler,
         *,
-        replica: int,
+        domain: int,
         first: int,
         last: int,
         cursor: int,
@@ -51,7 +51,7 @@ class Ahead:
         self.verify = verify
         self.loader = loader
         self.assembler = assembler
-        self.replica = replica
+        self.domain = domain
         self.last = last
         self.cursor = cursor
         self.timeout_s = timeout_s
@@ -80,7 +80,7 @@ class Ahead:
         self._start_preparing(step + 1)
         wait_s = time.perf_counter() - start
         return Prepared(
-            prepared.plan, prepared.replica, prepared.inputs, prepared.failures, prepared.plan_s, wait_s
+            prepared.plan, prepared.domain, prepared.inputs, prepared.failures, prepared.plan_s, wait_s
         )
 
     def close(self) -> None:
@@ -104,17 +104,17 @@ class Ahead:
         _ = plan.digest  # hash it here, not in the step
         self.cursor = plan.next_cursor
         metas = {}
-        for batch in plan.replicas[self.replica].microbatches:
+        for batch in plan.domains[self.domain].microbatches:
             for i in batch.samples:
                 meta = self.planner.meta(plan.samples[i].source, plan.samples[i].id)
                 assert meta is not None, "a dropped sample is in no plan"
                 metas[i] = meta
-        self.loader.submit(step, self.assembler.fetch_of(plan.replicas[self.replica], metas))
+        self.loader.submit(step, self.assembler.fetch_of(plan.domains[self.domain], metas))
         return plan, time.perf_counter() - start
 
     def _prepare(self, step: int, planned: "Future[tuple[StepPlan, float]]") -> Prepared:
         plan, plan_s = planned.result()
         fetched = self.loader.get(step, self.timeout_s)
-        replica = plan.replicas[self.replica]
-        inputs = self.assembler.assemble(plan, replica, fetched, predict=False)
-        return Prepared(plan, replica, inputs, fetched.failures, plan_s, fetched.wait_s)
+        domain = plan.domains[self.domain]
+        inputs = self.assembler.assemble(plan, domain, fetched, predict=False)
+        return Prepared(plan, domain, inputs, fetched.failures, plan_s, fetched.wait_s)

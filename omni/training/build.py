@@ -10,14 +10,14 @@ import torch
 from omni.models.initialise import initialise
 from omni.models.llm import NAME as LLM
 from omni.models.llm import LLMStage
+from omni.models.regions import Numbering, mark_parallel
 from omni.training.anchors import EncoderAnchor
 from omni.training.inputs import Assembler, Place
 from omni.training.job import Job
-from omni.training.optimizer import ComponentOptimizer, JointOptimizer
+from omni.training.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
 from omni.training.state import Names
 from ops.device import dtype_of
 from parallel.groups import Groups, make_groups
-from parallel.layout import Layout
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
 from pipeline.engine import Engine
@@ -26,13 +26,14 @@ from pipeline.plan import Op
 
 @dataclass(frozen=True)
 class Rank:
-    """Everything that lives on one rank of a run."""
+    """Everything that lives on one rank of a run. `stage` is None on a rank that holds encoders only."""
 
     rank: int
-    replica: int
+    domain: int
+    position: int
     device: torch.device
     groups: Groups
-    stage: LLMStage
+    stage: LLMStage | None
     components: Mapping[str, ComponentOptimizer]
     names: Names
     optimizer: JointOptimizer
@@ -52,67 +53,83 @@ def _reduce(component: ComponentOptimizer, groups: Groups) -> None:
 
 def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
     """Build rank `rank` of `job`. torch.distributed must be initialised; every rank calls it."""
-    config, layout = job.config, job.layout
+    config, arrangement = job.config, job.arrangement
     dtype = dtype_of(config.train.precision)
-    layouts = {LLM: layout, **{name: Layout(dp=layout.world) for name in job.encoders}}
-    groups = make_groups(layouts, LLM, timedelta(seconds=config.train.timeout_s))
-    model_parallel_cuda_manual_seed(config.train.seed, tp_rank=0, ep_rank=0, etp_rank=0)
+    groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
+    tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
+    model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
+    modules: dict[str, torch.nn.Module] = {}
+    names: dict[str, Numbering] = {}
+    stage = None
+    if LLM in groups.components:
+        stage = _build_stage(job, groups, dtype, device)
+        modules[LLM], names[LLM] = stage.model, stage.numbering
+    for name, encoder in job.encoders.items():
+        if name in groups.components:
+            own = groups.components[name]
+            modules[name] = encoder.build(config.model.llm.hidden, dtype, device, own)
+            mark_parallel(modules[name])
+            names[name] = Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())
+    for name, module in modules.items():
+        depth = config.model.llm.layers if name == LLM else getattr(module.config, "num_layers", 1)
+        initialise(module, seed=config.train.seed, component=name, num_layers=depth, numbering=names[name])
 
-    llm = config.model.llm
-    stage = LLMStage(
-        llm,
+    components = {}
+    for name in job.components:
+        if name in modules:
+            own = groups.components[name]
+            components[name] = ComponentOptimizer(name, modules[name], own, config.optim)
+        else:
+            attend_optimizer_setup()
+    domain = arrangement.domain(rank)
+    ranks = arrangement.domain_ranks(domain)
+    position = ranks.index(rank)
+    return Rank(
+        rank=rank,
+        domain=domain,
+        position=position,
+        device=device,
+        groups=groups,
+        stage=stage,
+        components=components,
+        names=names,
+        optimizer=JointOptimizer(job.components, components, config.optim, config.train.steps, device),
+        engine=Engine(
+            position=position,
+            ranks=ranks,
+            stage=stage,
+            width=config.model.llm.hidden,
+            dtype=dtype,
+            anchors={
+                name: EncoderAnchor(modules[name], groups.components[name].tp)
+                for name in job.encoders
+                if name in modules
+            },
+            groups=groups,
+            device=device,
+            reducers={
+                number: partial(_reduce, components[name], groups)
+                for number, name in enumerate(job.components)
+                if name in components
+            },
+            timeout_s=config.train.timeout_s,
+            on_op=on_op,
+        ),
+        assembler=Assembler(
+            llm=config.model.llm,
+            encoders=job.encoders,
+            sources=job.sources,
+            place=Place(position, device, dtype),
+        ),
+    )
+
+
+def _build_stage(job: Job, groups: Groups, dtype: torch.dtype, device: torch.device) -> LLMStage:
+    return LLMStage(
+        job.config.model.llm,
         vocab_size=job.tokenizer.vocab_size,
         num_sources=len(job.sources),
         dtype=dtype,
         device=device,
         groups=groups.components[LLM],
-    )
-    seed = config.train.seed
-    initialise(
-        stage.model,
-        seed=seed,
-        component=LLM,
-        num_layers=llm.layers,
-        first_layer=stage.first_layer,
-        tied=llm.tied,
-    )
-    modules: dict[str, torch.nn.Module] = {LLM: stage.model}
-    for name, encoder in job.encoders.items():
-        modules[name] = encoder.build(llm.hidden, dtype, device, groups.components[name])
-        depth = getattr(modules[name].config, "num_layers", 1)
-        initialise(modules[name], seed=seed, component=name, num_layers=depth)
-
-    components = {
-        name: ComponentOptimizer(name, module, groups.components[name], config.optim)
-        for name, module in modules.items()
-    }
-    replica = layout.replica(rank)
-    ranks = layout.replica_ranks(replica)
-    position = ranks.index(rank)
-    return Rank(
-        rank=rank,
-        replica=replica,
-        device=device,
-        groups=groups,
-        stage=stage,
-        components=components,
-        names={name: (stage.first_layer, llm.tied) if name == LLM else (0, False) for name in components},
-        optimizer=JointOptimizer(components, config.optim, config.train.steps, device),
-        engine=Engine(
-            position=position,
-            ranks=ranks,
-            stage=stage,
-            anchors={name: EncoderAnchor(modules[name]) for name in job.encoders},
-            groups=groups,
-            device=device,
-            reducers=[partial(_reduce, components[name], groups) for name in job.components],
-            timeout_s=config.train.timeout_s,
-            on_op=on_op,
-        ),
-        assembler=Assembler(
-            llm=llm,
-            encoders=job.encoders,
-            sources=job.sources,
-            place=Place(position, layout.pp, device, dtype),
-        ),
     )

@@ -15,10 +15,11 @@ from dataloader.format import PLACEHOLDER, DataError
 from dataloader.loader import Fetched
 from dataloader.reader import Reader
 from dataloader.tokens import SampleMeta, length, tokenize
+from omni.models.llm import MicrobatchInputs
 from omni.training.build import Rank
 from omni.training.inputs import TextArrays
 from omni.training.job import Job
-from pipeline.plan import ReplicaPlan, StepPlan
+from pipeline.plan import DomainPlan, Microbatch, StepPlan
 from pipeline.verifier import verify
 
 MAX_NEW_TOKENS = 128
@@ -52,11 +53,14 @@ class Evaluator:
         metas = self._metas(source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         for group in _grouped(metas, self._tokens_at_once()):
-            plan = self.job.planner.evaluation(step, group, self.job.layout.dp)
-            replica = plan.replicas[self.rank.replica]
-            texts = {i: self._text(source, group[i]) for batch in replica.microbatches for i in batch.samples}
-            for _, losses in self._run(plan, replica, group, texts, predict=False):
-                sums += torch.stack([losses.double().sum(), sums.new_tensor(len(losses))])
+            plan = self.job.planner.evaluation(step, group, self.job.arrangement.num_domains)
+            domain = plan.domains[self.rank.domain]
+            texts = {i: self._text(source, group[i]) for i in self.rank.assembler.texts(domain)}
+            for _, inputs, losses in self._run(plan, domain, group, texts, predict=False):
+                if domain.reports(self.rank.position):
+                    assert inputs.weights is not None
+                    weights = inputs.weights.double()
+                    sums += torch.stack([(losses.double() * weights).sum(), weights.sum()])
         dist.all_reduce(sums, group=self.rank.groups.world)
         total, targets = sums.tolist()
         return total / targets if targets else float("nan")
@@ -64,16 +68,17 @@ class Evaluator:
     def transcribe(self, step: int, source: str, num_samples: int) -> list[Transcription]:
         """Generate the text after each sample's last item, greedily, and return all of them on rank 0.
 
-        Replicas work on samples of their own; the ranks of one agree on every token through its last stage.
+        Domains work on samples of their own; the ranks of one agree on every token.
         """
-        replica, replicas = self.rank.replica, self.job.layout.dp
-        metas = self._metas(source, num_samples)[replica::replicas]
+        arrangement = self.job.arrangement
+        domain, domains = self.rank.domain, arrangement.num_domains
+        metas = self._metas(source, num_samples)[domain::domains]
         mine = []
-        for group in _grouped(metas, self._tokens_at_once() // replicas):
+        for group in _grouped(metas, self._tokens_at_once() // domains):
             mine += self._transcribe_group(step, source, group)
-        gathered: list[list[Transcription]] = [[] for _ in range(self.job.layout.world)]
+        gathered: list[list[Transcription]] = [[] for _ in range(arrangement.world)]
         dist.all_gather_object(gathered, mine, group=self.rank.groups.control)
-        firsts = [self.job.layout.replica_ranks(r)[0] for r in range(replicas)]
+        firsts = [arrangement.domain_ranks(d)[0] for d in range(domains)]
         return [transcription for first in firsts for transcription in gathered[first]]
 
     def _transcribe_group(self, step: int, source: str, metas: Sequence[SampleMeta]) -> list[Transcription]:
@@ -104,37 +109,42 @@ class Evaluator:
         return length(_grown(prompt, new)) <= self.job.config.data.microbatch_tokens
 
     def _next_tokens(self, step: int, metas: Sequence[SampleMeta], texts: Sequence[np.ndarray]) -> list[int]:
-        """The likeliest next token of each sequence, on all ranks of the replica."""
+        """The likeliest next token of each sequence, on all ranks of the domain."""
         if not metas:
             return []
         plan = self.job.planner.evaluation(step, metas, 1)
+        domain = plan.domains[0]
         arrays = {i: (ids, ids, ids) for i, ids in enumerate(texts)}  # labels and mask are not looked at
-        tokens = torch.zeros(len(metas), dtype=torch.int64)
-        for samples, predicted in self._run(plan, plan.replicas[0], metas, arrays, predict=True):
-            tokens[list(samples)] = predicted.cpu()
-        group = self.rank.groups.replica_control
+        tokens = torch.full((len(metas),), -1, dtype=torch.int64)
+        for batch, _, predicted in self._run(plan, domain, metas, arrays, predict=True):
+            pieces = self.rank.assembler.pieces(domain, batch)
+            last = [p.sample for p in pieces if p.stop == batch.layout.lengths[p.sequence]]
+            tokens[last] = predicted.cpu()
+        group = self.rank.groups.domain_control
         if group.size() > 1:
-            dist.broadcast(tokens, group=group, group_src=group.size() - 1)
+            dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=group)
         return [int(token) for token in tokens]
 
     def _run(
         self,
         plan: StepPlan,
-        replica: ReplicaPlan,
+        domain: DomainPlan,
         metas: Sequence[SampleMeta],
         texts: Mapping[int, TextArrays],
         predict: bool,
-    ) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Run a forward-only plan; on the last stage return (samples, outputs) of each microbatch."""
+    ) -> list[tuple[Microbatch, MicrobatchInputs, torch.Tensor]]:
+        """Run a forward-only plan; on the last stage return every microbatch, its inputs and outputs."""
         verify(plan, max_in_flight=self.job.layout.pp, single_fifo=self.job.planner.single_queue)
         assembler = self.rank.assembler
-        fetch = assembler.fetch_of(replica, dict(enumerate(metas)))
-        arrays = [texts[i] for batch in replica.microbatches for i in batch.samples]
+        fetch = assembler.fetch_of(domain, dict(enumerate(metas)))
         items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]
-        fetched = Fetched(arrays if assembler.place.reads_text else [], items, (), 0.0)
-        inputs = assembler.assemble(plan, replica, fetched, predict)
-        result = self.rank.engine.run(plan, replica, inputs)
-        return [(replica.microbatches[m].samples, outputs) for m, outputs in sorted(result.outputs.items())]
+        fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, (), 0.0)
+        inputs = assembler.assemble(plan, domain, fetched, predict)
+        result = self.rank.engine.run(plan, domain, inputs)
+        return [
+            (domain.microbatches[m], inputs.microbatches[m], outputs)
+            for m, outputs in sorted(result.outputs.items())
+        ]
 
     def _metas(self, source: str, num_samples: int) -> list[SampleMeta]:
         total = len(self.job.heldout[source])

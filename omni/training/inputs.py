@@ -1,10 +1,11 @@
 """From a plan to the tensors that one rank needs for it.
 
 `fetch_of` says what the loader must bring; `assemble` turns what came into the engine's inputs. A rank loads
-the texts of its replica if it embeds them or computes their loss, and the items that it encodes: no more.
+the texts that its member of the pool holds if it embeds them or computes their loss, and the items that it
+encodes: no more.
 
 Bad data keeps its planned shape. An item that cannot be decoded becomes zeros, its sample is a tombstone:
-the ranks of the replica tell each other which samples these are, and the last stage masks their targets.
+the ranks of the domain tell each other which samples these are, and the last stage masks their targets.
 """
 
 import contextlib
@@ -24,33 +25,40 @@ from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import make_ends
 from parallel.packed import PackedTokens, pack_tokens
 from pipeline.anchor import StepInputs
-from pipeline.plan import ReplicaPlan, StepPlan
+from pipeline.plan import DomainPlan, Microbatch, StepPlan
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """The items of a chunk, packed: values [T, ...], positions [T, A] and how attention divides them."""
+    """A chunk's items on this rank's slot, packed: values [T, ...], positions [T, A] and how attention
+    divides them. `row_counts` are the rows that each rank of the slot passes on.
+    """
 
     values: torch.Tensor
     positions: torch.Tensor
     packed: PackedTokens
+    row_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: its position among the ranks of its replica, and its device."""
+    """Where this rank stands: its position in its domain, and its device."""
 
     position: int
-    num_stages: int
     device: torch.device
     dtype: torch.dtype
 
-    @property
-    def reads_text(self) -> bool:
-        """Whether this rank embeds tokens or computes losses."""
-        return self.position in (0, self.num_stages - 1)
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens [start, stop) of sequence number `sequence` of a microbatch, which is sample `sample`."""
+
+    sequence: int
+    sample: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -62,65 +70,83 @@ class Assembler:
     sources: tuple[str, ...]
     place: Place
 
-    def fetch_of(self, replica: ReplicaPlan, metas: Mapping[int, SampleMeta]) -> Fetch:
-        """Say what this rank must load. `metas` are those of the replica's samples, by place in the plan."""
-        texts = (
-            tuple((metas[i].source, metas[i]) for batch in replica.microbatches for i in batch.samples)
-            if self.place.reads_text
-            else ()
-        )
+    def reads_text(self, domain: DomainPlan) -> bool:
+        """Whether this rank embeds tokens or computes losses."""
+        return domain.is_first(self.place.position) or domain.is_last(self.place.position)
+
+    def pieces(self, domain: DomainPlan, batch: Microbatch) -> list[Piece]:
+        """Return what this rank's member of the pool holds of a microbatch, in order."""
+        member = domain.member(self.place.position)
+        return [
+            Piece(number, sample, shard.start, shard.start + shard.length)
+            for number, (sample, shards) in enumerate(zip(batch.samples, batch.layout.shards, strict=True))
+            for shard in shards
+            if shard.rank == member and shard.length
+        ]
+
+    def texts(self, domain: DomainPlan) -> list[int]:
+        """Return the samples whose texts this rank needs, by place in the plan, in the order of loading."""
+        if not self.reads_text(domain):
+            return []
+        batches = domain.microbatches
+        return list(dict.fromkeys(p.sample for batch in batches for p in self.pieces(domain, batch)))
+
+    def fetch_of(self, domain: DomainPlan, metas: Mapping[int, SampleMeta]) -> Fetch:
+        """Say what this rank must load. `metas` are those of the domain's samples, by place in the plan."""
+        texts = tuple((metas[i].source, metas[i]) for i in self.texts(domain))
         items = tuple(
-            (metas[replica.items[i].sample].source, metas[replica.items[i].sample].id, replica.items[i].index)
-            for chunk in replica.chunks
-            if chunk.rank == self.place.position
+            (metas[domain.items[i].sample].source, metas[domain.items[i].sample].id, domain.items[i].index)
+            for chunk in domain.chunks
+            if self.place.position in chunk.ranks
             for i in chunk.items
         )
         return Fetch(texts, items)
 
-    def assemble(self, plan: StepPlan, replica: ReplicaPlan, fetched: Fetched, predict: bool) -> StepInputs:
+    def assemble(self, plan: StepPlan, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
         """Build the tensors of a step. With `predict`, the last stage gives each next token.
 
         It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
         """
         on_gpu = self.place.device.type == "cuda"
         with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
-            return self._assemble(plan, replica, fetched, predict)
+            return self._assemble(plan, domain, fetched, predict)
 
-    def _assemble(self, plan: StepPlan, replica: ReplicaPlan, fetched: Fetched, predict: bool) -> StepInputs:
-        texts = iter(fetched.texts)
-        # Held-out sources have no number: evaluation sums losses by itself.
-        numbers = {name: number for number, name in enumerate(self.sources)}
-        microbatches = []
-        for batch in replica.microbatches:
-            arrays = [next(texts) for _ in batch.samples] if self.place.reads_text else []
-            lengths = batch.layout.local_lengths(0)
-            positions = _positions(batch.layout.local_positions(0))
-            sources = [numbers.get(plan.samples[i].source, 0) for i in batch.samples] if arrays else []
-            microbatches.append(self._microbatch(lengths, positions, arrays, sources, predict))
+    def _assemble(self, plan: StepPlan, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
+        position = self.place.position
+        texts = dict(zip(self.texts(domain), fetched.texts, strict=True))
+        in_llm = domain.stage(position) is not None
+        microbatches = [
+            self._microbatch(plan, domain, batch, texts, predict)
+            for batch in (domain.microbatches if in_llm else ())
+        ]
         items = iter(fetched.items)
         chunks = {
-            number: self._chunk(replica, number, [next(items) for _ in chunk.items])
-            for number, chunk in enumerate(replica.chunks)
-            if chunk.rank == self.place.position
+            number: self._chunk(domain, number, [next(items) for _ in chunk.items])
+            for number, chunk in enumerate(domain.chunks)
+            if position in chunk.ranks
         }
         ends = tuple(
-            None if route is None else make_ends(route, self.place.position, self.place.device)
-            for route in replica.routes
+            None if route is None else make_ends(route, position, self.place.device)
+            for route in domain.routes
         )
         return StepInputs(tuple(microbatches), chunks, ends)
 
     def _microbatch(
         self,
-        lengths: Sequence[int],
-        positions: torch.Tensor,
-        arrays: Sequence[TextArrays],
-        sources: Sequence[int],
+        plan: StepPlan,
+        domain: DomainPlan,
+        batch: Microbatch,
+        texts: Mapping[int, TextArrays],
         predict: bool,
     ) -> MicrobatchInputs:
-        place = self.place
+        place, tp = self.place, domain.tp
+        pieces = self.pieces(domain, batch)
+        tokens = batch.layout.padded_tokens(domain.member(place.position), tp)
+        tail = tokens - sum(p.stop - p.start for p in pieces)
+        runs = [range(p.start, p.stop) for p in pieces] + [range(tail)]
         packed = pack_tokens(
-            lengths,
-            positions,
+            [len(run) for run in runs],
+            torch.cat([torch.arange(run.start, run.stop) for run in runs]),
             heads=self.llm.heads,
             head_dim=self.llm.hidden // self.llm.heads,
             rotary_base=self.llm.rotary_base,
@@ -129,22 +155,23 @@ class Assembler:
             device=place.device,
         )
         tensors: dict[str, Any] = {}
-        if place.position == 0:
-            tensors["ids"] = self._tensor(np.concatenate([ids for ids, _, _ in arrays])).unsqueeze(0)
-        if place.position == place.num_stages - 1 and predict:
-            tensors["wanted"] = self._tensor(np.cumsum(lengths) - 1)
-        elif place.position == place.num_stages - 1:
-            wanted = np.flatnonzero(np.concatenate([mask for _, _, mask in arrays]))
-            tensors["wanted"] = self._tensor(wanted)
-            tensors["labels"] = self._tensor(np.concatenate([labels for _, labels, _ in arrays])[wanted])
-            tensors["weights"] = self._tensor(np.ones(len(wanted), np.float32))
-            tensors["sources"] = self._tensor(np.repeat(np.array(sources), np.array(lengths))[wanted])
+        if domain.is_first(place.position):
+            ids = [texts[p.sample][0][p.start : p.stop] for p in pieces]
+            padded = np.concatenate([*ids, np.zeros(tail, np.int64)])
+            tensors["ids"] = self._tensor(padded).unsqueeze(0)
+        if domain.is_last(place.position):
+            numbers = {name: number for number, name in enumerate(self.sources)}
+            # Held-out sources have no number: evaluation sums losses by itself.
+            sources = [numbers.get(plan.samples[p.sample].source, 0) for p in pieces]
+            targets = _last_tokens(batch, pieces) if predict else _targets(pieces, texts, sources)
+            wanted = _wanted(targets, tokens, tp, place.position % tp, predict)
+            tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(self, replica: ReplicaPlan, number: int, arrays: Sequence[np.ndarray | None]) -> ChunkInputs:
-        chunk = replica.chunks[number]
+    def _chunk(self, domain: DomainPlan, number: int, arrays: Sequence[np.ndarray | None]) -> ChunkInputs:
+        chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
-        lengths = [replica.items[i].tokens for i in chunk.items]
+        lengths = [domain.items[i].tokens for i in chunk.items]
         items = [
             _silence(encoder, length) if array is None else encoder.preprocess(array)
             for array, length in zip(arrays, lengths, strict=True)
@@ -155,7 +182,8 @@ class Assembler:
         values = self._tensor(np.concatenate([item.values for item in items]))
         positions = self._tensor(np.concatenate([item.positions for item in items]))
         packed = encoder.pack(lengths, positions, self.place.dtype, self.place.device)
-        return ChunkInputs(values, positions, packed)
+        first = chunk.slot(self.place.position) * chunk.tp
+        return ChunkInputs(values, positions, packed, chunk.rows[first : first + chunk.tp])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -164,8 +192,51 @@ class Assembler:
         return tensor
 
 
-def _positions(runs: Sequence[range]) -> torch.Tensor:
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+def _targets(
+    pieces: Sequence[Piece], texts: Mapping[int, TextArrays], sources: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """Tokens whose next one counts: where they stand among a member's tokens, and what is known of each."""
+    lengths = [p.stop - p.start for p in pieces]
+    masks = [texts[p.sample][2][p.start : p.stop] for p in pieces]
+    labels = [texts[p.sample][1][p.start : p.stop] for p in pieces]
+    at = np.flatnonzero(np.concatenate([np.zeros(0, bool), *masks]))
+    return {
+        "at": at,
+        "labels": np.concatenate([np.zeros(0, np.int64), *labels])[at],
+        "sources": np.repeat(np.array(sources, np.int64), lengths)[at],
+        "sequences": np.repeat(np.array([p.sequence for p in pieces], np.int64), lengths)[at],
+    }
+
+
+def _last_tokens(batch: Microbatch, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
+    """The last token of each sequence, where a member holds it."""
+    ends = np.cumsum([p.stop - p.start for p in pieces], dtype=np.int64) - 1
+    last = np.array([p.stop == batch.layout.lengths[p.sequence] for p in pieces], bool)
+    return {"at": ends[last]}
+
+
+def _wanted(
+    targets: dict[str, np.ndarray], tokens: int, tp: int, tp_rank: int, predict: bool
+) -> dict[str, np.ndarray]:
+    """Divide targets over the tp ranks that hold `tokens`: see `MicrobatchInputs`."""
+    at = targets.pop("at")
+    part, local = np.divmod(at, tokens // tp)
+    counts = np.bincount(part, minlength=tp)
+    each = int(counts.max()) if tp == 1 else max(1, int(counts.max()))
+    # Targets are in order, so those of a part are neighbours: where each goes among the gathered ones.
+    place = part * each + np.arange(len(at)) - (np.cumsum(counts) - counts)[part]
+    gathered = np.zeros(tp * each, np.int64)
+    gathered[place] = local
+    out = {"wanted": gathered[tp_rank * each : (tp_rank + 1) * each]}
+    if predict:
+        return out | {"order": place}
+    for name, values in targets.items():
+        padded = np.full(tp * each, -1 if name == "sequences" else 0, np.int64)
+        padded[place] = values
+        out[name] = padded
+    weights = np.zeros(tp * each, np.float32)
+    weights[place] = 1.0
+    return out | {"weights": weights}
 
 
 def _silence(encoder: Encoder, length: int) -> ItemArrays:
@@ -178,28 +249,26 @@ def _silence(encoder: Encoder, length: int) -> ItemArrays:
 
 
 def share_tombstones(
-    plan: StepPlan, replica: ReplicaPlan, failures: Sequence[Failure], group: dist.ProcessGroup
+    plan: StepPlan, domain: DomainPlan, failures: Sequence[Failure], group: dist.ProcessGroup
 ) -> tuple[int, ...]:
-    """Return the plan's samples of this replica that have a bad item on any of its ranks.
+    """Return the plan's samples of this domain that have a bad item on any of its ranks.
 
-    Every rank of the replica calls it, with the failures of its own items.
+    Every rank of the domain calls it, with the failures of its own items.
     """
-    members = sorted({i for batch in replica.microbatches for i in batch.samples})
+    members = sorted({i for batch in domain.microbatches for i in batch.samples})
     bad = {(f.source, f.sample) for f in failures}
     flags = torch.tensor(
         [(plan.samples[i].source, plan.samples[i].id) in bad for i in members], dtype=torch.uint8
     )
-    if group.size() > 1 and any(replica.routes):
+    if group.size() > 1 and any(domain.routes):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     return tuple(i for i, flag in zip(members, flags.tolist(), strict=True) if flag)
 
 
-def mask_tombstones(replica: ReplicaPlan, inputs: StepInputs, tombstones: Sequence[int]) -> None:
+def mask_tombstones(domain: DomainPlan, inputs: StepInputs, tombstones: Sequence[int]) -> None:
     """Take the targets of tombstones out of the loss, where this rank computes it."""
-    for batch, tensors in zip(replica.microbatches, inputs.microbatches, strict=True):
-        start = 0
-        for sample, length in zip(batch.samples, batch.layout.lengths, strict=True):
-            if sample in tombstones and tensors.weights is not None:
-                inside = (tensors.wanted >= start) & (tensors.wanted < start + length)
-                tensors.weights.masked_fill_(inside, 0.0)
-            start += length
+    for batch, tensors in zip(domain.microbatches, inputs.microbatches, strict=False):
+        if tensors.weights is not None:
+            for number, sample in enumerate(batch.samples):
+                if sample in tombstones:
+                    tensors.weights.masked_fill_(tensors.sequences == number, 0.0)

@@ -18,15 +18,14 @@ from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from infra.tracking import KINDS, MODES
 from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
-from omni.models.llm import check_llm, llm_work, output_flops
+from omni.models.llm import check_llm, check_llm_layout, llm_work, output_flops
 from omni.models.registry import Encoder, make_encoder
 from omni.training.planner import Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
-from parallel.layout import Layout, LayoutError, stage_layers
+from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from pipeline.builders import BUILDERS
-from pipeline.policies import PLACEMENTS
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -34,10 +33,10 @@ PRECISIONS = ("auto", "fp32", "bf16")
 
 @dataclass(frozen=True)
 class Job:
-    """A run, resolved: its layout over `layout.world` ranks, its components, data and planner."""
+    """A run, resolved: who lives where, its components, data and planner."""
 
     config: Config
-    layout: Layout
+    arrangement: Arrangement
     encoders: Mapping[str, Encoder]
     tokenizer: Tokenizer
     indexes: Mapping[str, Index]
@@ -47,6 +46,11 @@ class Job:
     output_flops: int
     table: CostTable
     cluster: Cluster
+
+    @property
+    def layout(self) -> Layout:
+        """The LLM's layout."""
+        return self.arrangement.llm
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -72,7 +76,7 @@ def prepare_job(config: Config, world: int) -> Job:
     check_llm(config.model.llm)
     encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
     by_modality = _by_modality(encoders)
-    layout = resolve_layout(config, world)
+    arrangement = resolve_layout(config, world)
     components = (LLM, *encoders)
     if LLM in encoders:
         raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
@@ -88,8 +92,12 @@ def prepare_job(config: Config, world: int) -> Job:
     for key, opened in (("data.sources", indexes), ("data.heldout", heldout)):
         for name, index in opened.items():
             _check_modalities(f"{key}.{name}", index, by_modality)
+    check_llm_layout(config.model.llm, arrangement.llm, tokenizer.vocab_size)
+    for name, tp in arrangement.encoder_tp.items():
+        if tp > 1:
+            encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
     element = dtype_of(config.train.precision).itemsize
-    work = part_work(config, encoders, tokenizer.vocab_size, layout.pp, element)
+    work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(
         name=config.cluster.name,
         flops=config.cluster.flops,
@@ -105,18 +113,17 @@ def prepare_job(config: Config, world: int) -> Job:
         metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
         encoders=by_modality,
         components=components,
-        num_replicas=layout.dp,
-        num_stages=layout.pp,
-        policies=Policies(config.balance.policy, config.placement.policy, config.pipeline.schedule),
+        arrangement=arrangement,
+        policies=Policies(config.balance.policy, config.pipeline.schedule),
         budget=_budget(config),
         table=table,
         frozen=partial(frozen_components, config.optim.components),
         # Until several GPUs have shown that separate communicators never block each other.
-        single_queue=layout.pp > 1 and device_type() == "cuda",
+        single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
     )
     return Job(
         config=config,
-        layout=layout,
+        arrangement=arrangement,
         encoders=encoders,
         tokenizer=tokenizer,
         indexes=indexes,
@@ -143,35 +150,58 @@ def count_ranks(config: Config) -> int:
     return ranks
 
 
-def resolve_layout(config: Config, world: int) -> Layout:
-    """Fill in the data-parallel size and check that the layout covers the world."""
-    pp, dp = config.layout.llm.pp, config.layout.llm.dp
-    if pp < 1 or (dp is not None and dp < 1):
-        raise LayoutError(f"layout.llm.pp={pp}, dp={dp}: an axis has at least one rank")
-    if dp is None:
-        if world % pp:
-            raise LayoutError(
-                f"layout.llm.pp={pp} does not divide the {world} ranks of this launch: "
-                f"choose launch.ranks as a multiple of {pp}"
-            )
-        dp = world // pp
-    layout = Layout(dp=dp, pp=pp)
-    if layout.world != world:
+def resolve_layout(config: Config, world: int) -> Arrangement:
+    """Fill in the data-parallel size and arrange all components over the world.
+
+    Raises:
+        LayoutError: for sizes that do not fit the world or each other, with the remedy.
+    """
+    sizes, beside = config.layout.llm, config.placement.ranks
+    unknown = sorted(set(config.layout.encoders) - set(config.model.encoders))
+    if unknown:
         raise LayoutError(
-            f"layout.llm (dp={dp}, pp={pp}) takes {layout.world} ranks, but there are {world}: "
-            f"set launch.ranks={layout.world}, or dp=null to take all ranks"
+            f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
+            f"{', '.join(config.model.encoders) or 'none'})"
         )
-    stage_layers(config.model.llm.layers, pp)
-    return layout
+    own = ", ".join(f"{axis}={size}" for axis, size in vars(sizes).items() if axis not in ("dp", "ep"))
+    for axis, size in vars(sizes).items():
+        if size is not None and size < 1:
+            raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+    if beside < 0:
+        raise LayoutError(f"placement.ranks={beside}: must be at least 0")
+    copy = sizes.tp * sizes.cp * sizes.pp
+    dp = sizes.dp
+    if dp is None:
+        if world <= beside or (world - beside) % copy:
+            rest = f"the {world} ranks of this launch" + (f", less {beside} for encoders," if beside else "")
+            raise LayoutError(
+                f"layout.llm ({own}) does not divide {rest}: "
+                f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
+            )
+        dp = (world - beside) // copy
+    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep)
+    if layout.world + beside != world:
+        raise LayoutError(
+            f"layout.llm ({own}, dp={dp}) and placement.ranks={beside} take {layout.world + beside} ranks, "
+            f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
+        )
+    tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
+    return arrange(layout, tp, config.placement.policy, beside)
+
+
+def _encoder_tp(config: Config, name: str) -> int:
+    own = config.layout.encoders.get(name)
+    return own.tp if own else 1
 
 
 def part_work(
-    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, stages: int, element: int
+    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
 ) -> dict[str, PartWork]:
-    """Work of every part, each stage of the LLM and each encoder, with `element` bytes a number."""
-    stage_work = llm_work(config.model.llm, vocab_size, stages, element)
+    """Work of a rank of every part, each stage of the LLM and each encoder, with `element` bytes a number."""
+    stage_work = llm_work(config.model.llm, vocab_size, arrangement.llm, element)
     parts = {f"{LLM}/{stage}": work for stage, work in enumerate(stage_work)}
-    return parts | {name: encoder.work(element) for name, encoder in encoders.items()}
+    tp = arrangement.encoder_tp
+    return parts | {name: encoder.work(element, tp[name]) for name, encoder in encoders.items()}
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
@@ -193,7 +223,6 @@ def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]
 
 def _check_choices(config: Config) -> None:
     for key, value, known in (
-        ("placement.policy", config.placement.policy, tuple(PLACEMENTS)),
         ("balance.policy", config.balance.policy, tuple(BALANCES)),
         ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),

@@ -82,6 +82,16 @@ def _nothing_to_do(**unused: object) -> None:
     pass
 
 
+def attend_optimizer_setup() -> None:
+    """Stand in for a ComponentOptimizer on a rank that the component does not live on.
+
+    megatron-core gathers the settings of parameter groups over the whole world, once for weights that all
+    ranks of a stage hold and once for experts, whatever groups it is given.
+    """
+    for _ in range(2):
+        dist.all_gather_object([None] * dist.get_world_size(), [])
+
+
 class ComponentOptimizer:
     """One component's gradients and AdamW state, sharded over its data-parallel ranks."""
 
@@ -105,7 +115,7 @@ class ComponentOptimizer:
                 "would average its gradients over ranks; set it, as omni.encoders.transformer_config does"
             )
         self.ddp = DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
-        self.optimizer = get_megatron_optimizer(
+        chained = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=config.lr,
@@ -121,15 +131,19 @@ class ComponentOptimizer:
             [self.ddp],
             use_gloo_process_groups=False,
             pg_collection=groups,
-        ).chained_optimizers[0]
-        inner = type(self.optimizer.optimizer)
-        # With Transformer Engine or apex at hand megatron takes their Adam, whose state is kept elsewhere.
-        assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
-        for group in self.optimizer.param_groups:
-            # megatron leaves both to its training script: without the first, norms and biases would decay.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["fused"] = True
-        if groups.dp_cp.size() == 1:
+        )
+        # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
+        self.optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
+        for optimizer in self.optimizers:
+            inner = type(optimizer.optimizer)
+            # With Transformer Engine or apex megatron takes their Adam, whose state is kept elsewhere.
+            assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
+            for group in optimizer.param_groups:
+                # megatron leaves both to its training script: without this, norms and biases would decay.
+                group["weight_decay"] = config.weight_decay * group["wd_mult"]
+                group["fused"] = True
+        has_experts = any(not getattr(p, "allreduce", True) for p in module.parameters())
+        if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
             self.ddp.finish_grad_sync = self.ddp.start_param_sync = _nothing_to_do
 
@@ -138,27 +152,38 @@ class ComponentOptimizer:
         """The bare module."""
         return self.ddp.module
 
+    def owner(self, parameter: torch.nn.Parameter) -> Any | None:
+        """Return the optimizer that updates this rank's shard of a parameter, None if it has none here."""
+        return next((o for o in self.optimizers if parameter in o.model_param_group_index_map), None)
+
+    def owner_of_main(self, main: torch.nn.Parameter) -> Any:
+        """Return the optimizer that updates a shard of fp32 weights."""
+        return next(o for o in self.optimizers if any(main is p for p in o.get_parameters()))
+
     def reduce(self) -> None:
         """Sum gradients over the component's ranks; afterwards each holds its own shard of the sum."""
         finalize_model_grads([self.ddp], pg_collection=self.groups)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the summed gradients, each element on one rank only."""
-        self.optimizer.prepare_grads()
-        grads: list[torch.Tensor] = self.optimizer.get_main_grads_for_grad_norm()
+        grads: list[torch.Tensor] = []
+        for optimizer in self.optimizers:
+            optimizer.prepare_grads()
+            grads += optimizer.get_main_grads_for_grad_norm()
         return grads
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's shards of the summed gradients."""
-        grads = [p.grad for p in self.optimizer.get_parameters() if p.grad is not None]
+        grads = [p.grad for o in self.optimizers for p in o.get_parameters() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
     def update(self, lr: float) -> None:
         """Take one AdamW step with the prepared gradients and gather the new weights."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step_with_ready_grads()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step_with_ready_grads()
 
     def set_trainable(self, trainable: bool) -> None:
         """Freeze or thaw all weights; a frozen component computes no weight gradients."""
@@ -167,15 +192,20 @@ class ComponentOptimizer:
 
 
 class JointOptimizer:
-    """All components under one norm, each with its own learning rate and frozen spans."""
+    """All components under one norm, each with its own learning rate and frozen spans.
+
+    `names` are all components of the run; `components` those of them that live on this rank.
+    """
 
     def __init__(
         self,
+        names: Sequence[str],
         components: Mapping[str, ComponentOptimizer],
         config: OptimConfig,
         steps: int,
         device: torch.device,
     ) -> None:
+        self.names = tuple(names)
         self.components = dict(components)
         self.config = config
         self.steps = steps
@@ -193,9 +223,10 @@ class JointOptimizer:
 
     def squares(self) -> torch.Tensor:
         """Squared norm of this rank's shards of each component's summed gradient, [components] in fp64."""
-        squares = torch.zeros(len(self.components), dtype=torch.float64, device=self.device)
-        for i, (name, component) in enumerate(self.components.items()):
-            grads = [] if name in self.frozen else component.gradients()
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device=self.device)
+        for i, name in enumerate(self.names):
+            trains = name in self.components and name not in self.frozen
+            grads = self.components[name].gradients() if trains else []
             if grads:
                 squares[i] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         return squares
@@ -205,7 +236,7 @@ class JointOptimizer:
         scale = totals.num_targets or math.nan
         return {
             name: math.sqrt(square) / scale
-            for name, square in zip(self.components, totals.squares, strict=True)
+            for name, square in zip(self.names, totals.squares, strict=True)
             if name not in self.frozen
         }
 

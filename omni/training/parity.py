@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from infra.run_folder import RunFolder
-from omni.models.llm import NAME as LLM
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.job import Job
 from omni.training.state import Shard, shards
@@ -38,8 +37,8 @@ OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.
 class Measurement:
     """Loss and gradients of the first step, and weights after the last, by "component/name".
 
-    A parameter that several pipeline stages hold appears once for each, as "name@stage": copies must agree
-    with the reference one by one.
+    A parameter of which several ranks of a pipeline hold copies appears once for each, as "name@holder":
+    copies must agree with the reference one by one.
     """
 
     loss: float
@@ -87,14 +86,14 @@ def collect(
 ) -> dict[str, torch.Tensor] | None:
     """Assemble full tensors on rank 0 from `value` of every shard of every rank."""
     pieces = []
-    stage = trainer.job.layout.coordinates(trainer.rank.rank)["pp"]
     for component, optimizer in trainer.rank.components.items():
-        for shard in shards(optimizer, *trainer.rank.names[component]):
+        numbering = trainer.rank.names[component]
+        for shard in shards(optimizer, numbering):
             tensor = value(shard)
             if tensor is not None:
-                holder = stage if component == LLM else 0
-                flat = tensor.detach().float().cpu().reshape(-1).clone()
-                pieces.append((component, shard.name, holder, shard.shape, shard.start, flat))
+                holder = (numbering.first_layer, numbering.tp_rank if shard.region.is_whole else 0)
+                flat = tensor.detach().float().cpu().reshape(-1).numpy()
+                pieces.append((component, shard.name, holder, shard.region.shape, shard.places(), flat))
     group = trainer.rank.groups.control
     gathered: list[Any] | None = [None] * group.size() if trainer.rank.is_first else None
     dist.gather_object(pieces, gathered, group=group, group_dst=0)
@@ -104,15 +103,16 @@ def collect(
 
 
 def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:
-    holders: dict[tuple[str, str], set[int]] = defaultdict(set)
+    holders: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
     for component, name, holder, *_ in pieces:
         holders[component, name].add(holder)
     full: dict[str, torch.Tensor] = {}
-    for component, name, holder, shape, start, flat in pieces:
-        copies = holders[component, name]
-        key = f"{component}/{name}" + (f"@{holder}" if len(copies) > 1 else "")
+    for component, name, holder, shape, places, flat in pieces:
+        copies = sorted(holders[component, name])
+        key = f"{component}/{name}" + (f"@{copies.index(holder)}" if len(copies) > 1 else "")
         tensor = full.setdefault(key, torch.full((math.prod(shape),), math.nan))
-        tensor[start : start + flat.numel()] = flat
+        for here, there, length in zip(*places, strict=True):
+            tensor[there : there + length] = torch.from_numpy(flat[here : here + length])
     return full
 
 

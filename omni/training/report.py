@@ -52,39 +52,47 @@ def step_flops(job: Job, plan: StepPlan, num_targets: float) -> dict[str, float]
     flops = dict.fromkeys(plan.components, 0.0)
     tokens = sum(sample.length for sample in plan.samples)
     flops[LLM] -= job.output_flops * (tokens - num_targets)
-    for replica in plan.replicas:
-        for batch in replica.microbatches:
-            for stage in range(replica.num_stages):
-                flops[LLM] += job.work[f"{LLM}/{stage}"].flops(batch.tokens, batch.squares)
-        for chunk in replica.chunks:
-            flops[chunk.component] += job.work[chunk.component].flops(chunk.tokens, chunk.squares)
+    for domain in plan.domains:
+        for batch in domain.microbatches:
+            lengths = batch.layout.lengths
+            for stage in range(domain.num_stages):
+                part = job.work[f"{LLM}/{stage}"]
+                flops[LLM] += part.flops(sum(lengths), sum(n * n for n in lengths)) * domain.tp
+        for chunk in domain.chunks:
+            lengths = chunk.layout.lengths
+            part = job.work[chunk.component]
+            flops[chunk.component] += part.flops(sum(lengths), sum(n * n for n in lengths)) * chunk.tp
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
 
 
 def imbalance(job: Job, plan: StepPlan) -> dict[str, float]:
-    """Largest over mean planned load: of replicas for the LLM, of ranks for each encoder; 1 is even."""
-    loads: dict[str, list[int]] = {LLM: []}
-    for replica in plan.replicas:
+    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
+    even.
+    """
+    loads: dict[str, list[int]] = {name: [] for name in job.components}
+    for domain in plan.domains:
         part = job.table.parts[f"{LLM}/0"]
-        loads[LLM].append(sum(part.forward_ns(b.tokens, b.squares) for b in replica.microbatches))
-        for name in job.encoders:
-            ranks = [0] * replica.num_stages
-            for chunk in replica.chunks:
-                if chunk.component == name:
-                    ranks[chunk.rank] += job.table.parts[name].forward_ns(chunk.tokens, chunk.squares)
-            loads.setdefault(name, []).extend(ranks)
+        for member in range(domain.pool):
+            loads[LLM].append(sum(part.forward_ns(*batch.work(member)) for batch in domain.microbatches))
+        for number, name in enumerate(plan.components):
+            if name != LLM:
+                own = dict.fromkeys(range(*domain.homes[number]), 0)
+                for chunk in domain.chunks:
+                    for rank in chunk.ranks if chunk.component == name else ():
+                        own[rank] += job.table.parts[name].forward_ns(*chunk.work(rank))
+                loads[name] += own.values()
     return {name: max(load) * len(load) / sum(load) for name, load in loads.items() if sum(load)}
 
 
 def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float | None:
-    """Simulated over measured time of this replica's ops, minus 1; None if it had none.
+    """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
     Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
     """
     ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    simulated = simulate(prepared.replica, job.table).makespan_ns / 1e9
+    simulated = simulate(prepared.domain, job.table).makespan_ns / 1e9
     return simulated / (ran[-1][1] - ran[0][0]) - 1
 
 
@@ -102,9 +110,9 @@ def metrics_of(
     plan = prepared.plan
     tokens = sum(sample.length for sample in plan.samples)
     flops = step_flops(job, plan, totals.num_targets)
-    peak = job.cluster.flops * job.layout.world * step_s
-    num_microbatches = sum(len(replica.microbatches) for replica in plan.replicas)
-    capacity = num_microbatches * job.config.data.microbatch_tokens
+    peak = job.cluster.flops * job.arrangement.world * step_s
+    packs = sum(len(domain.microbatches) for domain in plan.domains) * job.arrangement.replicas
+    capacity = packs * job.config.data.microbatch_tokens
     metrics = {
         "progress/step": plan.step,
         "progress/tokens": progression.tokens,
@@ -112,7 +120,7 @@ def metrics_of(
         "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
         "perf/step_s": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (job.layout.world * step_s),
+        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (job.arrangement.world * step_s),
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.tombstones,
@@ -131,7 +139,7 @@ def metrics_of(
     if not (on_gpu and job.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
-    shares = [seconds / (job.layout.world * step_s) for seconds in totals.seconds]
+    shares = [seconds / (job.arrangement.world * step_s) for seconds in totals.seconds]
     for cause, share in zip(CAUSES, shares, strict=True):
         if cause == "data" or not on_gpu:
             metrics[f"perf/idle_frac/{cause}"] = share

@@ -94,7 +94,7 @@ class Reporter:
             "steps": self.job.config.train.steps,
             "tokens": self.progression.tokens,
             "seconds": round(time.time() - self.started, 1),
-            "layout": self.job.layout.describe(),
+            "layout": self.job.arrangement.describe(),
             "loss/train": self.loss,
             **self.heldout,
         }
@@ -144,8 +144,8 @@ def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
     encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in job.encoders.items()) or "none"
     start = "from the start" if resumed is None else f"continued after step {resumed}"
     return (
-        f"run folder {folder.path}\n{model}; encoders: {encoders}; {job.layout.world} ranks, "
-        f"{job.layout.describe()}; {config.placement.policy}, {config.pipeline.schedule}; {start}"
+        f"run folder {folder.path}\n{model}; encoders: {encoders}; {job.arrangement.world} ranks, "
+        f"{job.arrangement.describe()}; {config.placement.policy}, {config.pipeline.schedule}; {start}"
     )
 
 

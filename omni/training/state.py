@@ -1,9 +1,10 @@
-"""The state of a run, saved by name and interval rather than by rank.
+"""The state of a run, saved by name and place rather than by rank.
 
-Each rank saves the shards it owns: for every parameter, by its canonical name, the interval of its flattened
-elements with the fp32 weights and AdamW's moments. Together the ranks' files hold each element of each
-parameter. Loading reads whatever intervals a rank needs from whichever files have them, so a checkpoint
-loads under any data- and pipeline-parallel layout; under its own layout it is exact to the bit.
+Each rank saves the shards it owns: for every parameter, by its canonical name, the fp32 weights and AdamW's
+moments of an interval of the elements of its region. Copies that tensor-parallel ranks hold alike are saved
+once. Together the ranks' files hold each element of each parameter. Loading reads whatever elements a rank
+needs from whichever files have them, so a checkpoint loads under any layout; under its own layout it is exact
+to the bit.
 """
 
 from collections import defaultdict
@@ -12,15 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from infra.checkpoint import CheckpointError
-from omni.models.initialise import canonical_parameters
+from omni.models.regions import Numbering, Region, named_parameters
 from omni.training.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Names = Mapping[str, tuple[int, bool]]
-"""For each component, its first layer and whether its output is tied: what canonical names need."""
+Names = Mapping[str, Numbering]
+"""For each component, what its canonical names need."""
 
 
 def write_state(path: Path, components: Mapping[str, ComponentOptimizer], names: Names) -> None:
@@ -29,8 +31,12 @@ def write_state(path: Path, components: Mapping[str, ComponentOptimizer], names:
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
     for component, optimizer in components.items():
-        for shard in shards(optimizer, *names[component]):
-            saved = {"component": component, "name": shard.name, "shape": shard.shape, "start": shard.start}
+        for shard in shards(optimizer, names[component]):
+            if shard.is_copy:
+                continue
+            region = shard.region
+            saved: dict[str, Any] = {"component": component, "name": shard.name, "start": shard.start}
+            saved |= {"shape": region.shape, "dim": region.dim, "runs": region.runs}
             saved["main"] = shard.main.detach().cpu().clone()
             saved |= {key: shard.adam[key].cpu().clone() for key in MOMENTS if key in shard.adam}
             if "step" in shard.adam:
@@ -58,47 +64,55 @@ def read_state(
             if "cuda_rng" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_rng"])
     for component, optimizer in components.items():
-        for shard in shards(optimizer, *names[component]):
+        for shard in shards(optimizer, names[component]):
             what = f"{path.name}: {component} {shard.name}"
             pieces = saved.get((component, shard.name), [])
-            if not pieces or tuple(pieces[0]["shape"]) != shard.shape:
+            if not pieces or tuple(pieces[0]["shape"]) != shard.region.shape:
                 found = f"has shape {tuple(pieces[0]['shape'])}" if pieces else "is not in the checkpoint"
-                raise CheckpointError(f"{what} {found}, the model has {shard.shape}")
+                raise CheckpointError(f"{what} {found}, the model has {shard.region.shape}")
             _fill(optimizer, shard, pieces, what)
-        inner: Any = optimizer.optimizer
-        inner._copy_main_params_to_model_params()
+        for inner in optimizer.optimizers:
+            inner._copy_main_params_to_model_params()
         optimizer.ddp.start_param_sync(force_sync=True)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank owns of one parameter: elements from `start` of the flattened full `shape`.
+    """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
     `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
+    `is_copy` marks what another tensor-parallel rank owns as well, and saves.
     """
 
     name: str
-    shape: tuple[int, ...]
+    region: Region
     start: int
     main: torch.nn.Parameter
     adam: dict[str, torch.Tensor]
+    is_copy: bool
+
+    def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where its elements lie in the flattened full tensor: see `Region.elements`."""
+        return self.region.elements(self.start, self.start + self.main.numel())
 
 
-def shards(optimizer: ComponentOptimizer, first_layer: int, tied: bool) -> Iterator[Shard]:
+def shards(optimizer: ComponentOptimizer, numbering: Numbering) -> Iterator[Shard]:
     """Yield this rank's shards of a component's parameters, by canonical name."""
-    inner: Any = optimizer.optimizer
-    for name, parameter in canonical_parameters(optimizer.module, first_layer, tied):
-        if parameter not in inner.model_param_group_index_map:
+    for named in named_parameters(optimizer.module, numbering):
+        inner = optimizer.owner(named.parameter)
+        if inner is None:
             continue
-        group, order = inner.model_param_group_index_map[parameter]
+        group, order = inner.model_param_group_index_map[named.parameter]
         main = inner.optimizer.param_groups[group]["params"][order]
-        start = inner._get_model_param_range_map(parameter)["param"].start
-        yield Shard(name, tuple(parameter.shape), start, main, inner.optimizer.state.get(main, {}))
+        start = inner._get_model_param_range_map(named.parameter)["param"].start
+        is_expert = not getattr(named.parameter, "allreduce", True)
+        is_copy = numbering.tp_rank > 0 and not is_expert and named.region.is_whole
+        yield Shard(named.name, named.region, start, main, inner.optimizer.state.get(main, {}), is_copy)
 
 
 def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, Any]], what: str) -> None:
     """Copy a shard's elements and moments from the saved pieces that overlap it."""
-    main, start, stop = shard.main, shard.start, shard.start + shard.main.numel()
+    main = shard.main
     adam: dict[str, torch.Tensor] = {}
     trained = {"step" in piece for piece in pieces} | {MOMENTS[0] in piece for piece in pieces}
     if len(trained) > 1:
@@ -107,19 +121,34 @@ def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, An
         # A tensor of its own for every parameter: a shared one would count every step many times.
         adam["step"] = torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device)
         adam |= {key: torch.zeros_like(main) for key in MOMENTS}
-        inner: Any = optimizer.optimizer
+        inner: Any = optimizer.owner_of_main(main)
         inner.optimizer.state[main] = adam
-    covered = torch.zeros(main.numel(), dtype=torch.bool)
+    covered = 0
+    wanted = shard.places()
     for piece in pieces:
-        low = max(start, piece["start"])
-        high = min(stop, piece["start"] + piece["main"].numel())
-        if low >= high:
-            continue
-        here, there = slice(low - start, high - start), slice(low - piece["start"], high - piece["start"])
-        main.data.view(-1)[here].copy_(piece["main"].view(-1)[there])
-        for key in MOMENTS:
-            if adam:
-                adam[key].view(-1)[here].copy_(piece[key].view(-1)[there])
-        covered[here] = True
-    if not covered.all():
-        raise CheckpointError(f"{what}: elements {start} to {stop} are not all in the checkpoint")
+        region = Region(tuple(piece["shape"]), piece["dim"], tuple(map(tuple, piece["runs"])))
+        held = region.elements(piece["start"], piece["start"] + piece["main"].numel())
+        for here, there, length in _overlaps(wanted, held):
+            main.data.view(-1)[here : here + length].copy_(piece["main"].view(-1)[there : there + length])
+            for key in MOMENTS if adam else ():
+                source = piece[key].view(-1)[there : there + length]
+                adam[key].view(-1)[here : here + length].copy_(source)
+            covered += length
+    if covered < main.numel():
+        raise CheckpointError(f"{what}: {main.numel() - covered} of its elements are not in the checkpoint")
+
+
+def _overlaps(
+    wanted: tuple[np.ndarray, np.ndarray, np.ndarray], held: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset in wanted, offset in held, length) of the places that two lists of runs share."""
+    here, place, size = wanted
+    there, other, room = held
+    # Both lists are in order of place, so the runs of `held` that a wanted run meets are neighbours.
+    first = np.searchsorted(other + room, place, side="right")
+    last = np.searchsorted(other, place + size, side="left")
+    for i in np.flatnonzero(first < last):
+        for j in range(first[i], last[i]):
+            low = max(place[i], other[j])
+            high = min(place[i] + size[i], other[j] + room[j])
+            yield int(here[i] + low - place[i]), int(there[j] + low - other[j]), int(high - low)

@@ -102,7 +102,7 @@ class Trainer:
             self.verify,
             Loader(self.readers, self.job.tokenizer, decoders, self.config.data.loader_threads),
             self.rank.assembler,
-            replica=self.rank.replica,
+            domain=self.rank.domain,
             first=first,
             last=last,
             cursor=self.cursor,
@@ -117,7 +117,7 @@ class Trainer:
 
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much."""
-        verify(plan, self.job.layout.pp, self.job.planner.single_queue, self.rank.replica)
+        verify(plan, self.job.layout.pp, self.job.planner.single_queue, self.rank.domain)
 
     def offer(self, ahead: Ahead, step: int) -> None:
         """Start comparing the plan of a coming step with the other ranks'."""
@@ -136,12 +136,12 @@ class Trainer:
         """Run this rank's ops. Returns the result and the number of samples lost to bad data here."""
         self.check_failures(prepared)
         self.where = f"step {prepared.plan.step}: sharing which items are bad"
-        group = self.rank.groups.replica_control
+        group = self.rank.groups.domain_control
         with waiting(self.where, group):
-            tombstones = share_tombstones(prepared.plan, prepared.replica, prepared.failures, group)
-        mask_tombstones(prepared.replica, prepared.inputs, tombstones)
+            tombstones = share_tombstones(prepared.plan, prepared.domain, prepared.failures, group)
+        mask_tombstones(prepared.domain, prepared.inputs, tombstones)
         self.rank.optimizer.begin(prepared.plan.step)
-        result = self.rank.engine.run(prepared.plan, prepared.replica, prepared.inputs)
+        result = self.rank.engine.run(prepared.plan, prepared.domain, prepared.inputs)
         return result, len(tombstones) if self.rank.engine.position == 0 else 0
 
     def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:
@@ -224,7 +224,7 @@ class Trainer:
             {
                 "cursor": self.cursor,
                 "progression": asdict(self.progression),
-                "layout": self.job.layout.describe(),
+                "layout": self.job.arrangement.describe(),
                 "cost_table": self.job.table.number,
                 "fingerprint": fingerprint(self.job),
             },

@@ -28,6 +28,15 @@ CASES = {
     "pp4": (4, ["layout.llm.pp=4"]),
     "dp2 pp2": (4, ["layout=pp2"]),
     "dp3": (3, ["balance=none"]),
+    "tp2": (2, ["layout.llm.tp=2"]),
+    "tp2 pp2": (4, ["layout.llm.tp=2", "layout.llm.pp=2"]),
+    "tp2 dp2 enc tp2": (4, ["layout.llm.tp=2", "+layout.encoders.image.tp=2"]),
+    "dp2 enc tp2": (2, ["+layout.encoders.image.tp=2"]),
+    "pp2 enc tp2": (2, ["layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
+    "beside 1+1": (2, ["placement=disaggregated"]),
+    "beside dp2+1": (3, ["placement=disaggregated"]),
+    "beside dp1+2": (3, ["placement=disaggregated", "placement.ranks=2", "layout.llm.dp=1", "+layout.encoders.image.tp=2"]),
+    "beside dp2+3 1f1b": (5, ["placement=disaggregated", "placement.ranks=3", "pipeline=one_f_one_b"]),
 }
 # What changes the model must be changed in the reference as well.
 MODEL_KEYS = (

@@ -24,7 +24,13 @@ import torch.nn.functional as F
 from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
+from omni.models.layers import (
+    check_divisible,
+    check_transformer,
+    layer_submodules,
+    layer_work,
+    transformer_config,
+)
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
@@ -87,7 +93,7 @@ class AudioEncoder:
         rows = -(-resampled_length(size[0], size[1], self.config.sample_rate) // self.window)
         return rows * self.config.merge, rows
 
-    def work(self, element: int) -> PartWork:
+    def work(self, element: int, tp: int = 1) -> PartWork:
         """Work of stem, layers and the projector's first layer; its second is small beside them."""
         c = self.config
         layer = layer_work(
@@ -99,6 +105,7 @@ class AudioEncoder:
             gated=False,
             causal=False,
             element=element,
+            tp=tp,
         )
         merged = c.hidden * c.merge
         ends = linear_flops(_FRAMES, 3 * c.mels, c.hidden) + linear_flops(1, 3 * c.hidden, c.hidden)
@@ -110,6 +117,10 @@ class AudioEncoder:
             weight_bytes=c.layers * layer.weight_bytes,
             recomputed=c.recompute == "full",
         )
+
+    def check_tp(self, key: str, tp: int) -> None:
+        """Heads and feed-forward are what tensor parallelism divides."""
+        check_divisible("encoder", self.config, key, tp, "heads", "ffn")
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to float32 [samples] at the encoder's sampling rate, one channel."""
@@ -173,6 +184,7 @@ class AudioTransformer(torch.nn.Module):
             qkv_bias=True,
             recompute=config.recompute,
             dtype=dtype,
+            tp=groups.tp.size(),
         )
         merged = config.hidden * config.merge
         self.stem_in = torch.nn.Conv1d(config.mels, config.hidden, 3, padding=1, dtype=dtype)

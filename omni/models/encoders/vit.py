@@ -19,7 +19,13 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.layers import check_transformer, layer_submodules, layer_work, transformer_config
+from omni.models.layers import (
+    check_divisible,
+    check_transformer,
+    layer_submodules,
+    layer_work,
+    transformer_config,
+)
 from omni.models.registry import ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
@@ -90,7 +96,7 @@ class ViTEncoder:
         rows, columns = self.grid(size)
         return rows * columns, rows * columns // self.unit
 
-    def work(self, element: int) -> PartWork:
+    def work(self, element: int, tp: int = 1) -> PartWork:
         """Work of embedding, layers and the projector's first layer; its second is small beside them."""
         c = self.config
         layer = layer_work(
@@ -102,6 +108,7 @@ class ViTEncoder:
             gated=False,
             causal=False,
             element=element,
+            tp=tp,
         )
         merged = c.hidden * self.unit
         ends = linear_flops(1, c.patch**2 * c.channels, c.hidden)
@@ -113,6 +120,10 @@ class ViTEncoder:
             weight_bytes=c.layers * layer.weight_bytes,
             recomputed=c.recompute == "full",
         )
+
+    def check_tp(self, key: str, tp: int) -> None:
+        """Heads and feed-forward are what tensor parallelism divides."""
+        check_divisible("encoder", self.config, key, tp, "heads", "ffn")
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""
@@ -194,6 +205,7 @@ class ViT(torch.nn.Module):
             qkv_bias=True,
             recompute=config.recompute,
             dtype=dtype,
+            tp=groups.tp.size(),
         )
         patch_values = config.patch**2 * config.channels
         merged = config.hidden * config.merge**2

@@ -1,0 +1,136 @@
+"""Which part of a parameter a rank holds, by names that do not depend on the layout.
+
+Every parameter has one full shape and one canonical name, whoever holds it: layers are counted from the start
+of the model, experts from the first, and a tied output layer is the word embedding it copies. A rank holds a
+region of it: all of it, or its tensor-parallel part along one dimension. Initialisation, checkpoints and
+parity are written in these terms alone, so none of them knows a layout.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+
+from parallel.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+
+_LAYER = re.compile(r"(?<=layers\.)(\d+)")
+_EXPERT = re.compile(r"(?<=local_experts\.)(\d+)")
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a tensor of full `shape` that lies in `runs` (start, length) along dimension `dim`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the full tensor."""
+        return self.runs == ((0, self.shape[self.dim]),)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        held = sum(length for _, length in self.runs)
+        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return the part out of the full tensor."""
+        parts = [full.narrow(self.dim, start, length) for start, length in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def elements(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Say where elements [start, stop) of the flattened part lie in the flattened full tensor.
+
+        Returns int64 arrays (offset from `start`, place in the full tensor, length) of contiguous runs, in
+        order of both.
+        """
+        inner = prod(self.shape[self.dim + 1 :])
+        outer = np.arange(prod(self.shape[: self.dim]), dtype=np.int64)[:, None]
+        starts = np.array([s for s, _ in self.runs], np.int64)
+        lengths = np.array([n for _, n in self.runs], np.int64)
+        held = int(lengths.sum())
+        local = (outer * held + np.cumsum(lengths) - lengths) * inner
+        full = (outer * self.shape[self.dim] + starts) * inner
+        size = np.broadcast_to(lengths * inner, local.shape)
+        local, full, size = local.ravel(), full.ravel(), size.ravel()
+        low = np.maximum(local, start)
+        high = np.minimum(local + size, stop)
+        kept = low < high
+        return (low - start)[kept], (full + low - local)[kept], (high - low)[kept]
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """What canonical names need to know of a rank: its first layer and its first expert in a component whose
+    tensor-parallel group has `tp_size` ranks, this one number `tp_rank`; and whether the output is tied.
+    """
+
+    first_layer: int = 0
+    first_expert: int = 0
+    tied: bool = False
+    tp_rank: int = 0
+    tp_size: int = 1
+
+
+@dataclass(frozen=True)
+class Named:
+    """A parameter by its canonical name, and which part of it this rank holds."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    region: Region
+
+
+def mark_parallel(module: torch.nn.Module) -> None:
+    """Note on each weight how tensor parallelism divides it.
+
+    megatron-core does so only where it draws the weights itself; without the notes, gradients of divided
+    weights would be taken for copies, and left out of the norm.
+    """
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear | VocabParallelEmbedding):
+            dim = 0
+        elif isinstance(part, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        for name, parameter in part.named_parameters(recurse=False):
+            divided = name == "weight" or dim == 0  # a row-parallel bias is whole on every rank
+            parameter.tensor_model_parallel = divided 
+            parameter.partition_dim = dim if divided else -1 
+
+
+def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[Named]:
+    """Yield all parameters of a module that `mark_parallel` has seen."""
+    gated = bool(getattr(getattr(module, "config", None), "gated_linear_unit", False))
+    for name, parameter in module.named_parameters():
+        canonical = canonical_name(name, numbering)
+        is_expert = not getattr(parameter, "allreduce", True)
+        size, rank = (1, 0) if is_expert else (numbering.tp_size, numbering.tp_rank)
+        if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+            region = Region(tuple(parameter.shape), 0, ((0, parameter.shape[0]),))
+        else:
+            # Each rank holds its part of the gate, then its part of what the gate lets through.
+            parts = 2 if gated and "linear_fc1" in name else 1
+            dim = int(parameter.partition_dim) 
+            held = parameter.shape[dim] // parts
+            full = list(parameter.shape)
+            full[dim] *= size
+            runs = tuple((part * held * size + rank * held, held) for part in range(parts))
+            region = Region(tuple(full), dim, runs)
+        yield Named(canonical, parameter, region)
+
+
+def canonical_name(name: str, numbering: Numbering) -> str:
+    """Return the name of a parameter as if one rank held the whole component."""
+    name = _LAYER.sub(lambda match: str(int(match[0]) + numbering.first_layer), name)
+    name = _EXPERT.sub(lambda match: str(int(match[0]) + numbering.first_expert), name)
+    if numbering.tied and name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    return name

@@ -1,0 +1,84 @@
+"""Cross entropy over a vocabulary that tensor-parallel ranks share, in chunks of tokens.
+
+Each rank holds the logits of its part of the vocabulary. Only three numbers a token cross between ranks: the
+largest logit, the sum of exponentials and the target's logit (Shoeybi et al., Megatron-LM, 2019, section 3).
+Logits are the largest tensor of a step, so above `chunk` tokens they are made, used and dropped a chunk at a
+time, and made again in the backward pass.
+
+Shapes: T tokens, D width, V vocabulary of all ranks, v of this one.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ops.loss import token_losses
+
+
+def linear_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup, chunk: int
+) -> torch.Tensor:
+    """hidden [T, D], weight [v, D], labels [T] → the loss of each token [T], in fp32 (fp64 for fp64 models).
+
+    Every rank of `group` calls it with the same hidden states and labels and gets the same losses; the
+    gradient of `hidden` is this rank's part of a sum over the group.
+    """
+    if len(hidden) <= chunk:
+        return _chunk_losses(hidden, weight, labels, group)
+    pieces = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    return torch.cat(
+        [checkpoint(_chunk_losses, h, weight, l, group, use_reentrant=False) for h, l in pieces]  # noqa: E741
+    )
+
+
+def _chunk_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    logits = F.linear(hidden, weight)
+    if group.size() == 1:
+        return token_losses(logits, labels)
+    exact = logits if logits.dtype == torch.float64 else logits.float()
+    losses: torch.Tensor = _VocabParallelLoss.apply(exact, labels, group)
+    return losses
+
+
+class _VocabParallelLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        size = logits.shape[1]
+        local = labels - group.rank() * size
+        inside = (local >= 0) & (local < size)
+        local = local.clamp(0, size - 1).unsqueeze(1)
+        largest = logits.amax(1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest.unsqueeze(1)
+        powers = shifted.exp()
+        sums = torch.stack([powers.sum(1), shifted.gather(1, local).squeeze(1) * inside])
+        dist.all_reduce(sums, group=group)
+        total, target = sums
+        ctx.save_for_backward(powers.div_(total.unsqueeze(1)), local, inside)
+        return total.log() - target
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        probabilities, local, inside = ctx.saved_tensors
+        grad = grads[0].unsqueeze(1)
+        return (probabilities * grad).scatter_add_(1, local, -(grad * inside.unsqueeze(1))), None, None
+
+
+def linear_argmax(hidden: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """hidden [T, D], weight [v, D] → the likeliest token ids [T], the lowest of equals, on every rank."""
+    value, token = F.linear(hidden, weight).float().max(1)
+    if group.size() == 1:
+        return token
+    token = token + group.rank() * weight.shape[0]
+    values = value.new_empty(group.size(), len(value))
+    tokens = token.new_empty(group.size(), len(token))
+    dist.all_gather_into_tensor(values, value, group=group)
+    dist.all_gather_into_tensor(tokens, token, group=group)
+    return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0)

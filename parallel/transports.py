@@ -1,0 +1,350 @@
+"""How rows travel between the ranks of a group, what that moves over which links, and which way is cheapest.
+
+Invariant: every transport brings the same rows to the same places, bit for bit; only the links differ.
+
+    local           no row leaves its rank: no collective
+    direct          one uneven all-to-all: a row moves once, the least that can be sent
+    two_level       rows for other nodes gather inside their node on the rank that has the destination's
+                    number there, and cross to it in one message for each node: few large messages between
+                    nodes, for rows that move twice inside one. Two uneven all-to-alls
+    two_level_back  its transpose: cross first, then spread inside the destination's node
+    reduce_scatter  every rank writes its rows into a buffer of all places, whose sum is scattered. No place
+                    is written twice, so the sum is exact. Few steps, for a volume that grows with the group
+    all_gather      its transpose: every rank gets all rows and takes its own
+
+The first half of this file is pure: a transport sees how many rows go from whom to whom and which node each
+rank is on. The second half runs the collectives, all over the same parent group.
+"""
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+# Each transport and the one that carries the transposed route.
+TRANSPOSED: Mapping[str, str] = {
+    "local": "local",
+    "direct": "direct",
+    "two_level": "two_level_back",
+    "two_level_back": "two_level",
+    "reduce_scatter": "all_gather",
+    "all_gather": "reduce_scatter",
+}
+TWO_LEVEL = frozenset({"two_level", "two_level_back"})
+
+Traffic = Mapping[tuple[int, int], int]  # rows by (source, destination)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What one message costs between two ranks of a node (`inside`) and between nodes (`across`).
+
+    A rank's links of both kinds work at the same time, and in both directions.
+    """
+
+    inside_latency_ns: int
+    inside_bytes_per_s: int
+    across_latency_ns: int
+    across_bytes_per_s: int
+
+    def message_ns(self, num_bytes: int, across: bool) -> int:
+        """Nanoseconds of one message."""
+        if across:
+            return self.across_latency_ns + num_bytes * 10**9 // self.across_bytes_per_s
+        return self.inside_latency_ns + num_bytes * 10**9 // self.inside_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes sent inside nodes and across nodes, over all ranks; the most that one rank sends or receives."""
+
+    inside: int
+    across: int
+    busiest: int
+
+    @property
+    def total(self) -> int:
+        """Bytes sent over all ranks."""
+        return self.inside + self.across
+
+
+def node_map(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
+    """Return the node of each global rank of a group, where nodes hold consecutive ranks."""
+    return tuple(rank // ranks_per_node for rank in ranks)
+
+
+def relays(transport: str, nodes: Sequence[int]) -> Callable[[int, int], int]:
+    """Return the function that names the stop of a two-level transport between a source and a destination.
+
+    Inside a node it is the destination itself. Between nodes it is the rank of the source's node that has
+    the destination's number there, so that every rank meets one peer of each other node.
+    """
+    members: dict[int, list[int]] = defaultdict(list)
+    number = []
+    for rank, node in enumerate(nodes):
+        number.append(len(members[node]))
+        members[node].append(rank)
+
+    def relay(source: int, destination: int) -> int:
+        if nodes[source] == nodes[destination]:
+            return destination
+        peers = members[nodes[source]]
+        return peers[number[destination] % len(peers)]
+
+    assert transport in TWO_LEVEL, f"{transport} has no stop on the way"
+    return relay if transport == "two_level" else lambda source, destination: relay(destination, source)
+
+
+def hops(transport: str, traffic: Traffic, nodes: Sequence[int]) -> list[Traffic]:
+    """Return what travels between different ranks, hop after hop: rows by (sender, receiver).
+
+    The buffers of reduce_scatter and all_gather travel in ⌈log2 n⌉ steps, as in the concatenation algorithm
+    of Bruck et al. (1997, section 4) and its transpose; what that sends in total is the same for every
+    algorithm that reduces on the way.
+    """
+    if transport in TWO_LEVEL:
+        relay = relays(transport, nodes)
+        first: Counter[tuple[int, int]] = Counter()
+        second: Counter[tuple[int, int]] = Counter()
+        for (source, destination), rows in traffic.items():
+            stop = relay(source, destination)
+            first[source, stop] += rows
+            second[stop, destination] += rows
+        return [_between_ranks(first), _between_ranks(second)]
+    if transport == "all_gather":
+        return _gathering(_largest(traffic, 0), len(nodes))
+    if transport == "reduce_scatter":
+        back = reversed(_gathering(_largest(traffic, 1), len(nodes)))
+        return [{(b, a): rows for (a, b), rows in hop.items()} for hop in back]
+    assert transport in ("local", "direct"), f"unknown transport {transport}"
+    return [_between_ranks(traffic)]
+
+
+def _between_ranks(traffic: Traffic) -> Traffic:
+    return {(a, b): rows for (a, b), rows in traffic.items() if a != b and rows}
+
+
+def _largest(traffic: Traffic, end: int) -> int:
+    """The most rows of any source (end 0) or destination (end 1): what every rank's share is padded to."""
+    rows_of: Counter[int] = Counter()
+    for pair, rows in traffic.items():
+        rows_of[pair[end]] += rows
+    return max(rows_of.values(), default=0)
+
+
+def _gathering(block: int, num_ranks: int) -> list[Traffic]:
+    out: list[Traffic] = []
+    distance = 1
+    while distance < num_ranks and block:
+        rows = block * min(distance, num_ranks - distance)
+        out.append({(rank, (rank - distance) % num_ranks): rows for rank in range(num_ranks)})
+        distance *= 2
+    return out
+
+
+def volume(transport: str, traffic: Traffic, nodes: Sequence[int], row_bytes: int) -> Volume:
+    """Return the bytes that a transport moves; those of the transposed traffic back are the same."""
+    tiers = {False: 0, True: 0}
+    of_rank: Counter[tuple[int, bool]] = Counter()
+    for hop in hops(transport, traffic, nodes):
+        for (sender, receiver), rows in hop.items():
+            tiers[nodes[sender] != nodes[receiver]] += rows * row_bytes
+            of_rank[sender, True] += rows * row_bytes
+            of_rank[receiver, False] += rows * row_bytes
+    return Volume(tiers[False], tiers[True], max(of_rank.values(), default=0))
+
+
+def transport_ns(transport: str, traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> int:
+    """Return the modelled time of a transport: of each hop, that of the busiest link of any rank.
+
+    The way back, over the transposed traffic, takes as long.
+    """
+    total = 0
+    for hop in hops(transport, traffic, nodes):
+        busy: Counter[tuple[int, bool, bool]] = Counter()
+        for (sender, receiver), rows in hop.items():
+            across = nodes[sender] != nodes[receiver]
+            ns = links.message_ns(rows * row_bytes, across)
+            busy[sender, True, across] += ns
+            busy[receiver, False, across] += ns
+        total += max(busy.values(), default=0)
+    return total
+
+
+def choose_transport(traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
+    """Return the transport that takes the least modelled time; among equals, the simplest."""
+    if not _between_ranks(traffic):
+        return "local"
+    among = ("direct", "two_level", "two_level_back", "reduce_scatter", "all_gather")
+    return min(among, key=lambda name: transport_ns(name, traffic, nodes, row_bytes, links))
+
+
+# From here on: tensors and ranks. D is the width of a row.
+
+
+class Work(Protocol):
+    """Communication under way. A timeout of zero stands for that of the group."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Return when the rows are there; on a GPU, make the current stream wait instead of the host.
+
+        Raises:
+            RuntimeError: if a peer does not answer.
+        """
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What one rank passes on for others in a two-level transport.
+
+    Rows arrive in counts of `receive_counts`; taken in `order` [rows] they leave in counts of `send_counts`,
+    and `inverse` [rows] is the order of the way back.
+    """
+
+    receive_counts: tuple[int, ...]
+    order: torch.Tensor
+    inverse: torch.Tensor
+    send_counts: tuple[int, ...]
+
+    def transpose(self) -> "Stop":
+        """Return the same rank's stop of the way back."""
+        return Stop(self.send_counts, self.inverse, self.order, self.receive_counts)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Places of this rank's rows in a buffer with `block` places for each rank of the group.
+
+    `index` [rows] are those that it writes before a reduce-scatter, or reads after an all-gather.
+    """
+
+    block: int
+    index: torch.Tensor
+
+
+def all_to_all(
+    incoming: torch.Tensor,
+    outgoing: torch.Tensor,
+    receive_counts: Sequence[int],
+    send_counts: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Work:
+    """Start one uneven all-to-all from `outgoing` [rows out, D] to `incoming` [rows in, D]."""
+    work: Work = dist.all_to_all_single(
+        incoming, outgoing, list(receive_counts), list(send_counts), group=group, async_op=True
+    )
+    return work
+
+
+def two_hops(
+    incoming: torch.Tensor,
+    outgoing: torch.Tensor,
+    receive_counts: Sequence[int],
+    send_counts: Sequence[int],
+    stop: Stop,
+    group: dist.ProcessGroup,
+) -> Work:
+    """Run the first all-to-all to its end and start the second. Call it on a Lane."""
+    held = outgoing.new_empty(len(stop.order), outgoing.shape[1])
+    all_to_all(held, outgoing, stop.receive_counts, send_counts, group).wait()
+    return all_to_all(incoming, held.index_select(0, stop.order), receive_counts, stop.send_counts, group)
+
+
+def reduce_scatter(
+    incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
+) -> Work:
+    """Start bringing `outgoing` to the places of `slots`, and this rank's first places into `incoming`.
+
+    The buffer is filled with -0.0, the only value with x + fill = x for every x, the sign of zero included.
+    """
+    buffer = outgoing.new_full((slots.block * group.size(), outgoing.shape[1]), -0.0)
+    buffer.index_copy_(0, slots.index, outgoing)
+    mine = outgoing.new_empty(slots.block, outgoing.shape[1])
+    work = dist.reduce_scatter_tensor(mine, buffer, group=group, async_op=True)
+    return _Then(work, lambda: incoming.copy_(mine[: len(incoming)]))
+
+
+def all_gather(
+    incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
+) -> Work:
+    """Start bringing `outgoing` to every rank, and from it all the places of `slots` into `incoming`."""
+    mine = outgoing.new_zeros(slots.block, outgoing.shape[1])
+    mine[: len(outgoing)] = outgoing
+    buffer = outgoing.new_empty(slots.block * group.size(), outgoing.shape[1])
+    work = dist.all_gather_into_tensor(buffer, mine, group=group, async_op=True)
+    return _Then(work, lambda: torch.index_select(buffer, 0, slots.index, out=incoming))
+
+
+@dataclass(frozen=True)
+class _Then:
+    """Communication, and what its receiver does once it is there."""
+
+    work: Work
+    then: Callable[[], object]
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self.work.wait(timeout)
+        self.then()
+
+
+class Lane:
+    """Runs the shipments of one communicator in the order of issue, those of two hops too, beside the host.
+
+    The second hop needs what the first one brings, yet all ranks must issue both before the next shipment's
+    first. If the hop were issued where the shipment is waited for, ranks that wait in different places would
+    hang: in a pipeline the last stage waits for a shipment after its backward, which needs the first stage's
+    forward, which needs the rows. So on a GPU both hops are queued at once on a stream, and on a CPU they run
+    on a thread. Whoever owns the communicator makes one lane for it, and ships everything through it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: _Turn | None = None
+
+    def run(self, job: Callable[[], Work]) -> Work:
+        """Start a job that issues one collective: at once, unless a longer one is still under way."""
+        if self._last is None or self._last.is_over():
+            return job()
+        return self.run_long(job)
+
+    def run_long(self, job: Callable[[], Work]) -> Work:
+        """Start a job that issues several collectives, each after waiting for the one before it."""
+        if self._stream is None:
+            self._last = _Turn(job, self._last)
+            return self._last
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            return job()
+
+
+class _Turn:
+    """A job on a thread, which begins when the turn before it has ended."""
+
+    def __init__(self, job: Callable[[], Work], before: "_Turn | None") -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True)
+        self._thread.start()
+
+    def _run(self, job: Callable[[], Work], before: "_Turn | None") -> None:
+        try:
+            if before is not None:
+                before.wait()
+            with torch.no_grad():
+                job().wait()
+        except Exception as error:  # raised where the shipment is waited for
+            self._error = error
+
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:
+        self._thread.join(timeout.total_seconds() or None)
+        if self._thread.is_alive():
+            raise RuntimeError(f"not done after {timeout.total_seconds()} s")
+        if self._error is not None:
+            raise RuntimeError(f"a shipment failed: {self._error}") from self._error
