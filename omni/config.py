@@ -96,6 +96,23 @@ class PlacementConfig:
 
 
 @dataclass
+class EncoderSPConfig:
+    """How encoders share long items among their ranks: none, all, long_short, dynamic or hybrid_pow2."""
+
+    policy: str = MISSING
+
+
+@dataclass
+class LLMSPConfig:
+    """How the LLM's ranks share sequences: uniform (each over the cp ranks of its replica), or a policy of
+    encoder_sp over a pool of `pool` members (cp, or a multiple of it across replicas).
+    """
+
+    policy: str = MISSING
+    pool: int | None = None
+
+
+@dataclass
 class BalanceConfig:
     """How samples go to replicas: lpt (by cost) or none (in turn)."""
 
@@ -231,6 +248,8 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    encoder_sp: EncoderSPConfig = field(default_factory=EncoderSPConfig)
+    llm_sp: LLMSPConfig = field(default_factory=LLMSPConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -15,16 +15,17 @@ from omni.models.layers import (
     layer_work,
     transformer_config,
 )
-from omni.models.registry import Encoder, ItemArrays
+from omni.models.registry import Attention, Encoder, ItemArrays
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from ops.norm import Norm
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, TransformerConfig
-from parallel.packed import PackedTokens, pack_tokens
+from parallel.packed import PackedTokens, Sharding, pack_tokens
 
 __all__ = [
     "PLACEHOLDER",
+    "Attention",
     "ConfigError",
     "DataError",
     "DatasetWriter",
@@ -38,6 +39,7 @@ __all__ = [
     "ProcessGroupCollection",
     "Sample",
     "SampleError",
+    "Sharding",
     "TransformerBlock",
     "TransformerConfig",
     "attention_bytes",

@@ -3,16 +3,22 @@
 One function, `packed_attention`, with backends chosen by capability:
 
 - `varlen`: torch's variable-length flash attention, on CUDA in half precision;
-- `batched`: scaled_dot_product_attention, one call for each run of equal-length neighbours;
+- `batched`: scaled_dot_product_attention, one call for each run of equal neighbours;
 - `masked`: one scaled_dot_product_attention call with a block mask, where many short sequences would
   otherwise cost more in call overhead than in arithmetic.
 
-Shapes: T tokens, N query heads, K key/value heads, H head size.
+The same function attends tiles: query rows against a context that holds more tokens than those rows, as when
+a long sequence is shared among ranks. A `Span` says where the rows stand in their context; a sequence that
+attends to itself is the span whose context is its rows. Masks follow from places, never from shapes: a row
+sees itself, under `causal` nothing after it, under a `window` nothing further away than that many tokens.
+
+Shapes: T query tokens, C context tokens, N query heads, K key/value heads, H head size.
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.nn.functional as F
@@ -24,49 +30,122 @@ _MASK_LIMIT = 2048
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How a packed tensor divides into sequences, with what the chosen backend needs.
+class Span:
+    """`rows` queries against `context` keys; query i stands at place `offset` + i among the keys."""
 
-    `lengths` is known on the host, so nothing synchronises with the device. `cu_seqlens` is int32 [S+1] on
-    the device; `mask` is boolean [T, T], present only for the `masked` backend. Zero-length sequences are
-    allowed and ignored.
+    rows: int
+    context: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`count` equal neighbours for one scaled_dot_product_attention call over `rows` and `context` in all.
+
+    `causal` is the kernel's own mask, which aligns first row with first key, so it fits square spans only;
+    every other restriction is in `mask`, boolean, True where a row sees a key.
+    """
+
+    rows: int
+    context: int
+    count: int
+    causal: bool
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Neighbours for one variable-length call over `rows` and `context` in all.
+
+    `window` counts the keys seen to the left and right of a row, -1 for all, with the last row of each span
+    on its last key, as flash attention aligns them.
+    """
+
+    rows: int
+    context: int
+    cu_rows: torch.Tensor
+    cu_context: torch.Tensor
+    longest_rows: int
+    longest_context: int
+    window: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How packed tensors divide into sequences or tiles, with what the chosen backend needs.
+
+    `lengths` counts the query rows of each and is known on the host, so nothing synchronises with the device.
+    `cu_seqlens` is int32 [S+1] on the device. `calls` are what the backend runs, in order; masks are built
+    here once and shared by all layers.
     """
 
     lengths: tuple[int, ...]
     causal: bool
     backend: str
     cu_seqlens: torch.Tensor
-    mask: torch.Tensor | None
+    calls: tuple[Batch | Ragged, ...]
 
     @property
     def tokens(self) -> int:
-        """Total tokens T."""
+        """Query tokens T in all."""
         return sum(self.lengths)
 
 
 def make_packing(
-    lengths: tuple[int, ...], causal: bool, width: int, device: torch.device, dtype: torch.dtype
+    lengths: tuple[int, ...],
+    causal: bool,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> Packing:
-    """Prepare attention over sequences of `lengths`; `width` is N·H, which decides between the backends."""
-    lengths = tuple(n for n in lengths if n)
-    offsets = [0]
-    for n in lengths:
-        offsets.append(offsets[-1] + n)
-    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, device=device)
-    backend = _choose_backend(lengths, causal, width, device, dtype)
-    mask = _block_mask(lengths, causal, device) if backend == "masked" else None
-    return Packing(lengths, causal, backend, cu_seqlens, mask)
+    """Prepare attention within sequences of `lengths`; `width` is N·H, which decides between the backends.
+
+    A token sees those at most `window` tokens away, on both sides or, if causal, before it. Zero-length
+    sequences are allowed and ignored.
+    """
+    return make_tile_packing([Span(n, n, 0) for n in lengths], causal, width, device, dtype, window)
+
+
+def make_tile_packing(
+    spans: Sequence[Span],
+    causal: bool,
+    width: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Packing:
+    """Prepare attention of tiles that follow one another in the query rows and in the contexts.
+
+    Each row must stand within its context. Zero-row spans must have no context and are ignored.
+    """
+    assert window is None or window >= 0, window
+    for span in spans:
+        assert 0 <= span.offset <= span.context - span.rows, f"{span}: rows outside their context"
+        assert span.rows or not span.context, f"{span}: a context that nobody reads"
+    spans = [span for span in spans if span.rows]
+    lengths = tuple(span.rows for span in spans)
+    backend = _choose_backend(spans, causal, width, device, dtype)
+    if backend == "varlen":
+        calls: list[Batch | Ragged] = [*_ragged_calls(spans, causal, window, device)]
+    elif backend == "masked":
+        mask = _mask(spans, causal, window, device)
+        calls = [Batch(sum(lengths), sum(span.context for span in spans), 1, False, mask)]
+    else:
+        calls = [_batch(span, len(list(same)), causal, window, device) for span, same in groupby(spans)]
+    return Packing(lengths, causal, backend, _cumulative(lengths, device), tuple(calls))
 
 
 def _choose_backend(
-    lengths: tuple[int, ...], causal: bool, width: int, device: torch.device, dtype: torch.dtype
+    spans: Sequence[Span], causal: bool, width: int, device: torch.device, dtype: torch.dtype
 ) -> str:
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_varlen():
         return "varlen"
-    total = sum(lengths)
-    calls = len(list(groupby(lengths)))
-    wasted = 12 * width * (total**2 - sum(n * n for n in lengths) // (2 if causal else 1))
-    if calls > 1 and total <= _MASK_LIMIT and wasted < (calls - 1) * _CALL_OVERHEAD_FLOPS:
+    rows, context = sum(span.rows for span in spans), sum(span.context for span in spans)
+    calls = len(list(groupby(spans)))
+    needed = sum(span.rows * span.context for span in spans) // (2 if causal else 1)
+    wasted = 12 * width * (rows * context - needed)
+    if calls > 1 and context <= _MASK_LIMIT and wasted < (calls - 1) * _CALL_OVERHEAD_FLOPS:
         return "masked"
     return "batched"
 
@@ -80,71 +159,125 @@ def _has_varlen() -> bool:
     return {"window_size", "enable_gqa"} <= set(known) and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def _block_mask(lengths: tuple[int, ...], causal: bool, device: torch.device) -> torch.Tensor:
-    sequence = torch.repeat_interleave(torch.tensor(lengths)).to(device)
-    mask = sequence.unsqueeze(0) == sequence.unsqueeze(1)
-    return mask.tril_() if causal else mask
+def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _batch(span: Span, count: int, causal: bool, window: int | None, device: torch.device) -> Batch:
+    last = span.offset + span.rows - 1
+    in_reach = window is None or window >= max(last, 0 if causal else span.context - 1 - span.offset)
+    square = span.rows == span.context
+    plain = in_reach and (square or not causal)
+    mask = None if plain else _mask([span], causal, window, device)
+    return Batch(span.rows * count, span.context * count, count, causal and plain, mask)
+
+
+def _mask(spans: Sequence[Span], causal: bool, window: int | None, device: torch.device) -> torch.Tensor:
+    """Boolean [T, C]: whether each row of `spans` sees each key of them."""
+    numbers = torch.arange(len(spans))
+    row_span = numbers.repeat_interleave(torch.tensor([span.rows for span in spans])).to(device)
+    key_span = numbers.repeat_interleave(torch.tensor([span.context for span in spans])).to(device)
+    row_places = [torch.arange(span.offset, span.offset + span.rows) for span in spans]
+    row = torch.cat(row_places).to(device).unsqueeze(1)
+    key = torch.cat([torch.arange(span.context) for span in spans]).to(device)
+    mask = row_span.unsqueeze(1) == key_span
+    if causal:
+        mask &= key <= row
+    if window is not None:
+        mask &= key >= row - window
+        mask &= key <= row + window
+    return mask
+
+
+def _ragged_calls(
+    spans: Sequence[Span], causal: bool, window: int | None, device: torch.device
+) -> list[Ragged]:
+    calls = []
+    for sides, run in groupby(spans, lambda span: _kernel_window(span, causal, window)):
+        members = list(run)
+        rows, context = [span.rows for span in members], [span.context for span in members]
+        calls.append(
+            Ragged(
+                sum(rows),
+                sum(context),
+                _cumulative(rows, device),
+                _cumulative(context, device),
+                max(rows),
+                max(context),
+                sides,
+            )
+        )
+    return calls
+
+
+def _kernel_window(span: Span, causal: bool, window: int | None) -> tuple[int, int]:
+    """Return the window as flash attention counts it, from the key on which the last row is aligned."""
+    trailing = span.context - span.offset - span.rows
+    if causal:
+        assert not trailing, f"{span}: a causal context ends at its last row"
+        return (-1 if window is None else window, 0)
+    if window is None:
+        return (-1, -1)
+    assert trailing <= window, f"{span}: the context reaches further than the window of {window}"
+    return (window + trailing, window - trailing)
 
 
 def packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None = None
 ) -> torch.Tensor:
-    """Attend within each sequence: query [T, N, H], key and value [T, K, H] → [T, N, H]; K divides N.
+    """Attend within each sequence or tile: query [T, N, H], key and value [C, K, H] → [T, N, H]; K divides N.
 
-    T may be zero, and any sequence may have a single token.
+    For sequences that attend to themselves C is T. T may be zero, and any sequence may have a single token.
     """
     assert query.shape[0] == packing.tokens, f"{query.shape[0]} tokens against {packing.lengths}"
     if query.shape[0] == 0:
         # A view of the inputs keeps the graph connected for ranks without tokens.
         return query + 0 * (key.sum() + value.sum())
-    if packing.backend == "varlen":
-        return _varlen(query, key, value, packing, scale)
-    if packing.backend == "masked":
-        return _sdpa(query, key, value, 1, packing.mask, False, scale)
-    return _batched(query, key, value, packing, scale)
+    calls = packing.calls
+    if len(calls) == 1:
+        return _attend(query, key, value, calls[0], scale)
+    # split(), not slicing: the backward of a slice adds a zero tensor of full size for every sequence.
+    rows, context = [call.rows for call in calls], [call.context for call in calls]
+    parts = zip(query.split(rows), key.split(context), value.split(context), calls, strict=True)
+    return torch.cat([_attend(q, k, v, call, scale) for q, k, v, call in parts])
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Batch | Ragged, scale: float | None
+) -> torch.Tensor:
+    assert key.shape[0] == call.context, f"{key.shape[0]} keys for {call.context} of context"
+    if isinstance(call, Batch):
+        return _batched(query, key, value, call, scale)
+    return _varlen(query, key, value, call, scale)
 
 
 def _batched(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Batch, scale: float | None
 ) -> torch.Tensor:
-    runs = [(length, len(list(same))) for length, same in groupby(packing.lengths)]
-    if len(runs) == 1:
-        return _sdpa(query, key, value, runs[0][1], None, packing.causal, scale)
-    # split(), not slicing: the backward of a slice adds a zero tensor of full size for every sequence.
-    sizes = [length * count for length, count in runs]
-    parts = zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True)
-    return torch.cat([_sdpa(q, k, v, count, None, packing.causal, scale) for q, k, v, (_, count) in parts])
-
-
-def _sdpa(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    batch: int,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """`batch` equal sequences, one after the other in the token dimension."""
-    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (x.unflatten(0, (call.count, -1)).transpose(1, 2) for x in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        q, k, v, attn_mask=call.mask, is_causal=call.causal, scale=scale, enable_gqa=grouped
     )
     return out.transpose(1, 2).flatten(0, 1)
 
 
 def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ragged, scale: float | None
 ) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    longest = max(packing.lengths)
-    cu = packing.cu_seqlens
-    window = (-1, 0) if packing.causal else (-1, -1)
-    grouped = query.shape[1] != key.shape[1]
     out = varlen_attn(
-        query, key, value, cu, cu, longest, longest, scale=scale, window_size=window, enable_gqa=grouped
+        query,
+        key,
+        value,
+        call.cu_rows,
+        call.cu_context,
+        call.longest_rows,
+        call.longest_context,
+        scale=scale,
+        window_size=call.window,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, torch.Tensor)
     return out

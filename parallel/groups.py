@@ -23,10 +23,10 @@ class Groups:
     """Communicators of one rank.
 
     `forward` and `backward` connect the stages of this rank's pipeline, `ship` and `back` all ranks of its
-    domain: one for each direction of each traffic, so that neither can block the other. `pool` connects the
-    ranks of a stage that share sequences. `control` is a CPU group over all ranks for digests, flags and
-    checkpoints, `domain_control` one over the ranks of the domain. `components` holds the groups of the
-    components that live on this rank.
+    domain: one for each direction of each traffic, so that neither can block the other. `control` is a CPU
+    group over all ranks for digests, flags and checkpoints, `domain_control` one over the ranks of the
+    domain. `components` holds the groups of the components that live on this rank; the `pool` of each
+    connects the ranks that share its sequences.
     """
 
     world: dist.ProcessGroup
@@ -36,7 +36,6 @@ class Groups:
     backward: dist.ProcessGroup
     ship: dist.ProcessGroup
     back: dist.ProcessGroup
-    pool: dist.ProcessGroup
     components: Mapping[str, ProcessGroupCollection]
 
 
@@ -58,7 +57,6 @@ def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Group
         backward=maker.axes(mesh, "pp", fresh=True),
         ship=maker.own(domain),
         back=maker.own(domain),
-        pool=maker.axes(mesh, "cp", "replica"),
         components={name: pg for name, pg in collections.items() if pg is not None},
     )
 
@@ -86,9 +84,10 @@ class _Maker:
 
 
 def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupCollection | None:
-    """The groups megatron asks for. It is told of no context parallelism: the pool is ours."""
+    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism."""
     mesh, experts = arrangement.mesh, arrangement.expert_mesh
     pg = _collection(maker, mesh)
+    pg.pool = maker.axes(mesh, "cp", "replica", fresh=True)
     pg.pp, pg.mp = maker.axes(mesh, "pp"), maker.axes(mesh, "tp", "pp")
     pg.ep = pg.tp_ep = maker.axes(experts, "ep")
     pg.expt_tp = maker.axes(experts)
@@ -106,6 +105,7 @@ def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupColl
 
 def _encoder_collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection | None:
     pg = _collection(maker, mesh)
+    pg.pool = maker.axes(mesh, "slot", fresh=True)
     pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.tp_ep_pp = pg.embd = pg.pos_embd = maker.axes(mesh)
     pg.mp = pg.tp
     pg.expt_dp = pg.intra_expt_dp = pg.dp

@@ -1,6 +1,6 @@
 """Packed tokens: what encoders and LLM alike see of a microbatch.
 
-Shapes: T tokens, S sequences, A position axes.
+Shapes: T tokens of this rank, A position axes, H head size.
 """
 
 from collections.abc import Sequence
@@ -8,32 +8,63 @@ from dataclasses import dataclass
 
 import torch
 
-from ops.attention import Packing, make_packing
+from ops.attention import Packing
 from ops.rotary import rotary_table
 from parallel.megatron import PackedSeqParams
+from parallel.sequence import SequenceLayout
+from parallel.sharded_attention import AttentionPlan, plan_attention
+from parallel.tiles import Tile
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where the sequences of a pack live, and who attends to which part of those that several ranks share.
+
+    The pack is that of member `rank` of the pool: its shards in order, then `tail` padding tokens. `tp` ranks
+    share its layers.
+    """
+
+    layout: SequenceLayout
+    tiles: tuple[tuple[Tile, ...], ...]
+    rank: int = 0
+    tail: int = 0
+    tp: int = 1
+
+    @classmethod
+    def whole(cls, lengths: Sequence[int], tp: int = 1) -> "Sharding":
+        """Sequences that nobody else has a part of."""
+        return cls(SequenceLayout.whole(lengths, [0] * len(lengths), 1), ((),) * len(lengths), tp=tp)
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """Sequences packed one after the other in one token dimension.
+    """Sequences, or shards of them, packed one after the other in one token dimension.
 
     It extends megatron's own descriptor because that is what megatron hands, untouched, from the model's
-    input to the attention of each layer. `packing` says where sequences begin and end; `rotary` holds the
-    cos and sin of every token's position, so attention never has to guess a position from an index.
+    input to the attention of each layer. `attention` says how sequences divide the tokens and what is
+    exchanged for those that are shared; `rotary` holds the cos and sin of every token's position, so
+    attention never has to guess a position from an index.
     """
 
-    packing: Packing | None = None
+    attention: AttentionPlan | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens T of the pack."""
-        assert self.packing is not None
-        return self.packing.tokens
+        assert self.attention is not None
+        return self.attention.tokens
+
+    @property
+    def packing(self) -> Packing:
+        """How whole sequences divide the tokens; not to be asked where sequences are shared."""
+        assert self.attention is not None
+        assert self.attention.tiles is None, "some of the sequences are shared among ranks"
+        return self.attention.early
 
 
 def pack_tokens(
-    lengths: Sequence[int],
+    sharding: Sharding,
     positions: torch.Tensor,
     *,
     heads: int,
@@ -42,16 +73,35 @@ def pack_tokens(
     causal: bool,
     dtype: torch.dtype,
     device: torch.device,
+    kv_heads: int | None = None,
+    window: int | None = None,
 ) -> PackedTokens:
-    """Describe sequences of `lengths` whose tokens stand at integer `positions`, [T] or [T, A]."""
-    packing = make_packing(tuple(lengths), causal, heads * head_dim, device, dtype)
-    longest = max(packing.lengths, default=0)
+    """Describe the tokens of a pack, which stand at integer `positions`, [T] or [T, A], of their sequences.
+
+    `heads` and `kv_heads` (as many unless given) are those of the whole model.
+    """
+    attention = plan_attention(
+        sharding.layout,
+        sharding.tiles,
+        sharding.rank,
+        heads=heads // sharding.tp,
+        kv_heads=(kv_heads or heads) // sharding.tp,
+        head_dim=head_dim,
+        causal=causal,
+        window=window,
+        tail=sharding.tail,
+        device=device,
+        dtype=dtype,
+    )
+    # megatron reads these only to see that tokens are packed.
+    cu_seqlens = attention.early.cu_seqlens
+    longest = max(attention.early.lengths, default=0)
     return PackedTokens(
         qkv_format="thd",
-        cu_seqlens_q=packing.cu_seqlens,
-        cu_seqlens_kv=packing.cu_seqlens,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        packing=packing,
+        attention=attention,
         rotary=rotary_table(positions.to(device), head_dim, rotary_base, dtype),
     )

@@ -81,8 +81,8 @@ def node_map(ranks: Sequence[int], ranks_per_node: int) -> tuple[int, ...]:
 def relays(transport: str, nodes: Sequence[int]) -> Callable[[int, int], int]:
     """Return the function that names the stop of a two-level transport between a source and a destination.
 
-    Inside a node it is the destination itself. Between nodes it is the rank of the source's node that has
-    the destination's number there, so that every rank meets one peer of each other node.
+    It is the rank of the source's node that has the destination's number there: the destination itself if
+    both are in one node. So between nodes of one size, every rank meets one peer of each other node.
     """
     members: dict[int, list[int]] = defaultdict(list)
     number = []
@@ -91,8 +91,6 @@ def relays(transport: str, nodes: Sequence[int]) -> Callable[[int, int], int]:
         members[node].append(rank)
 
     def relay(source: int, destination: int) -> int:
-        if nodes[source] == nodes[destination]:
-            return destination
         peers = members[nodes[source]]
         return peers[number[destination] % len(peers)]
 

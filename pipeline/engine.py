@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ops.rows import gather_rows, scatter_rows
 from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
+from parallel.transports import Work
 from parallel.waiting import StallError
 from pipeline.anchor import Anchor, Stage, StepInputs
 from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, StepPlan
@@ -272,7 +273,7 @@ class _Step:
             grads = torch.empty_like(flight.rows)
             self.row_grads[m] = grads.index_copy_(0, self.ends(m).send, flight.rows)
 
-    def wait_for(self, work: dist.Work, kind: Kind, m: int) -> None:
+    def wait_for(self, work: Work, kind: Kind, m: int) -> None:
         if self.engine.device.type == "cuda":
             work.wait()  # orders streams; the communicator's own timeout covers a missing peer
             return

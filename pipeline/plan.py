@@ -23,6 +23,7 @@ from typing import Any
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
+from parallel.tiles import Tile
 
 
 class Kind(StrEnum):
@@ -91,11 +92,13 @@ class Microbatch:
     """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order.
 
     `layout` says which members of the domain's pool hold them. A pass of several replicas is one
-    microbatch: each of them has its own samples in it, or none.
+    microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
+    sequence that several members share.
     """
 
     samples: tuple[int, ...]
     layout: SequenceLayout
+    tiles: tuple[tuple[Tile, ...], ...]
 
     def work(self, member: int) -> tuple[int, int]:
         """Return tokens, and the share in squared lengths that attention costs, of a member of the pool."""
@@ -107,7 +110,8 @@ class Chunk:
     """A quantum of encoder work: items of one microbatch, encoded together.
 
     `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
-    tokens of which item, and `rows` how many rows each of `ranks` puts out.
+    tokens of which item, `tiles` divide the attention of each shared item, and `rows` count what each of
+    `ranks` puts out.
     """
 
     component: str
@@ -115,6 +119,7 @@ class Chunk:
     ranks: tuple[int, ...]
     items: tuple[int, ...]
     layout: SequenceLayout
+    tiles: tuple[tuple[Tile, ...], ...]
     rows: tuple[int, ...]
 
     @property

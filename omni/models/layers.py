@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from omni.config import ConfigError, require
-from ops.attention import attention_bytes, attention_flops, packed_attention
+from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from ops.norm import NORMS, Norm
 from ops.rotary import apply_rotary
@@ -17,11 +17,13 @@ from parallel.costs import PartWork
 from parallel.megatron import (
     AttnMaskType,
     MegatronModule,
+    ProcessGroupCollection,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
 from parallel.packed import PackedTokens
+from parallel.sharded_attention import sharded_attention
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -59,14 +61,21 @@ def check_transformer(section: str, config: Any, rotary_axes: int) -> None:
 class PackedCoreAttention(MegatronModule):
     """Core attention over packed tokens: rotates queries and keys by their own positions, then attends.
 
-    Rotation happens here and not in megatron, which would restart positions at 0 on every shard.
+    Rotation happens here and not in megatron, which would restart positions at 0 on every shard. Shards of
+    shared sequences are exchanged over the pool of the process groups.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, softmax_scale: float | None = None, **unused: Any
+        self,
+        config: TransformerConfig,
+        *,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.pool = getattr(pg_collection, "pool", None)
 
     def forward(
         self,
@@ -78,13 +87,13 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedTokens | None = None,
     ) -> torch.Tensor:
-        """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the packing."""
+        """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the plan of the pack."""
         assert isinstance(packed_seq_params, PackedTokens), "attention runs on packed tokens only"
         packed = packed_seq_params
-        assert packed.packing is not None
+        assert packed.attention is not None
         if packed.rotary is not None:
             query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
-        return packed_attention(query, key, value, packed.packing, self.scale).flatten(1)
+        return sharded_attention(query, key, value, packed.attention, self.pool, self.scale).flatten(1)
 
 
 def layer_submodules(num_layers: int, normalization: str, causal: bool) -> TransformerBlockSubmodules:

@@ -102,8 +102,8 @@ def mark_parallel(module: torch.nn.Module) -> None:
             continue
         for name, parameter in part.named_parameters(recurse=False):
             divided = name == "weight" or dim == 0  # a row-parallel bias is whole on every rank
-            parameter.tensor_model_parallel = divided 
-            parameter.partition_dim = dim if divided else -1 
+            parameter.tensor_model_parallel = divided
+            parameter.partition_dim = dim if divided else -1
 
 
 def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[Named]:
@@ -118,7 +118,7 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
         else:
             # Each rank holds its part of the gate, then its part of what the gate lets through.
             parts = 2 if gated and "linear_fc1" in name else 1
-            dim = int(parameter.partition_dim) 
+            dim = int(vars(parameter)["partition_dim"])
             held = parameter.shape[dim] // parts
             full = list(parameter.shape)
             full[dim] *= size

@@ -7,7 +7,7 @@ An encoder lives wherever its author likes. It is found by name through the entr
     model.encoders.radar: {_target_: mypkg.RadarEncoder, ...}     # any importable one
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from dataloader.format import Item
     from parallel.megatron import ProcessGroupCollection
-    from parallel.packed import PackedTokens
+    from parallel.packed import PackedTokens, Sharding
 
 GROUP = "omni.encoders"
 
@@ -38,16 +38,27 @@ class ItemArrays:
     positions: "np.ndarray"
 
 
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a component: what sharing its sequences among ranks must move and divide."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+
 class Encoder(Protocol):
     """The contract. An object is made from the encoder's configuration and holds no weights.
 
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
-    of tokens that must stay together when an item is split.
+    of tokens that must stay together when an item is split, None if items are never split.
     """
 
     Config: type
     modality: str
-    unit: int
+    unit: int | None
 
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return (tokens in, LLM rows out) of an item of this size, from metadata alone."""
@@ -57,6 +68,10 @@ class Encoder(Protocol):
         """Return what a forward pass takes on each of `tp` ranks that share the encoder's layers: FLOPs, and
         bytes at `element` bytes a number.
         """
+        ...
+
+    def attention(self) -> Attention:
+        """Return what sharing its items among ranks is planned from."""
         ...
 
     def check_tp(self, key: str, tp: int) -> None:
@@ -76,9 +91,9 @@ class Encoder(Protocol):
         ...
 
     def pack(
-        self, lengths: Sequence[int], positions: "torch.Tensor", dtype: "torch.dtype", device: "torch.device"
+        self, sharding: "Sharding", positions: "torch.Tensor", dtype: "torch.dtype", device: "torch.device"
     ) -> "PackedTokens":
-        """Describe items of `lengths` tokens, one sequence each, to attention. Runs ahead of the step."""
+        """Describe items, one sequence each, to attention. Runs ahead of the step."""
         ...
 
     def build(

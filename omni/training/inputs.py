@@ -23,7 +23,7 @@ from omni.config import LLMConfig
 from omni.models.llm import MicrobatchInputs
 from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import make_ends
-from parallel.packed import PackedTokens, pack_tokens
+from parallel.packed import PackedTokens, Sharding, pack_tokens
 from pipeline.anchor import StepInputs
 from pipeline.plan import DomainPlan, Microbatch, StepPlan
 
@@ -145,9 +145,10 @@ class Assembler:
         tail = tokens - sum(p.stop - p.start for p in pieces)
         runs = [range(p.start, p.stop) for p in pieces] + [range(tail)]
         packed = pack_tokens(
-            [len(run) for run in runs],
+            Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
             torch.cat([torch.arange(run.start, run.stop) for run in runs]),
             heads=self.llm.heads,
+            kv_heads=self.llm.kv_heads,
             head_dim=self.llm.hidden // self.llm.heads,
             rotary_base=self.llm.rotary_base,
             causal=True,
@@ -171,19 +172,22 @@ class Assembler:
     def _chunk(self, domain: DomainPlan, number: int, arrays: Sequence[np.ndarray | None]) -> ChunkInputs:
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
-        lengths = [domain.items[i].tokens for i in chunk.items]
-        items = [
-            _silence(encoder, length) if array is None else encoder.preprocess(array)
-            for array, length in zip(arrays, lengths, strict=True)
-        ]
-        for item, length in zip(items, lengths, strict=True):
+        slot = chunk.slot(self.place.position)
+        values, positions = [], []
+        for i, array, shards in zip(chunk.items, arrays, chunk.layout.shards, strict=True):
+            length = domain.items[i].tokens
+            item = _silence(encoder, length) if array is None else encoder.preprocess(array)
             found = (len(item.values), len(item.positions))
             assert found == (length, length), f"{chunk.component}: {found} tokens, planned {length}"
-        values = self._tensor(np.concatenate([item.values for item in items]))
-        positions = self._tensor(np.concatenate([item.positions for item in items]))
-        packed = encoder.pack(lengths, positions, self.place.dtype, self.place.device)
-        first = chunk.slot(self.place.position) * chunk.tp
-        return ChunkInputs(values, positions, packed, chunk.rows[first : first + chunk.tp])
+            for shard in shards:
+                if shard.rank == slot:
+                    values.append(item.values[shard.start : shard.start + shard.length])
+                    positions.append(item.positions[shard.start : shard.start + shard.length])
+        at = self._tensor(np.concatenate(positions))
+        sharding = Sharding(chunk.layout, chunk.tiles, slot, tp=chunk.tp)
+        packed = encoder.pack(sharding, at, self.place.dtype, self.place.device)
+        counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
+        return ChunkInputs(self._tensor(np.concatenate(values)), at, packed, counts)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -19,16 +19,21 @@ from infra.tracking import KINDS, MODES
 from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import check_llm, check_llm_layout, llm_work, output_flops
-from omni.models.registry import Encoder, make_encoder
-from omni.training.planner import Budget, Planner, Policies
+from omni.models.registry import Attention, Encoder, make_encoder
+from omni.training.planner import Budget, Planner, Policies, Sharing
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
-from parallel.layout import Arrangement, Layout, LayoutError, arrange
+from parallel.layout import Arrangement, Layout, LayoutError, arrange, stage_layers
+from parallel.policies import POLICIES as SEQUENCE_POLICIES
+from parallel.policies import make_pool
+from parallel.schemes import SequenceCost, sequence_cost
+from parallel.tiles import AttentionShape
 from pipeline.builders import BUILDERS
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
+UNIFORM = "uniform"
 
 
 @dataclass(frozen=True)
@@ -108,12 +113,17 @@ def prepare_job(config: Config, world: int) -> Job:
         op_overhead_ns=config.cluster.op_overhead_ns,
     )
     table = table_from_work(work, cluster, config.model.llm.hidden * element)
+    sharing = {LLM: _llm_sharing(config, arrangement, table, element)}
+    for name, encoder in encoders.items():
+        sharing[name] = _encoder_sharing(config, name, encoder, arrangement, table, element)
     planner = Planner(
         stream=_stream(config, indexes),
         metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
         encoders=by_modality,
         components=components,
         arrangement=arrangement,
+        llm=LLM,
+        sharing=sharing,
         policies=Policies(config.balance.policy, config.pipeline.schedule),
         budget=_budget(config),
         table=table,
@@ -186,7 +196,23 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
     tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
-    return arrange(layout, tp, config.placement.policy, beside)
+    return arrange(layout, tp, config.placement.policy, beside, _pooled_replicas(config, layout))
+
+
+def _pooled_replicas(config: Config, layout: Layout) -> int:
+    """Replicas whose ranks share sequences."""
+    pool, policy = config.llm_sp.pool, config.llm_sp.policy
+    if pool is None:
+        return 1
+    if policy == UNIFORM:
+        raise LayoutError(f"llm_sp.pool={pool} with llm_sp.policy={policy}: only other policies use a pool")
+    replicas, rest = divmod(pool, layout.cp)
+    if rest or not replicas or layout.dp % replicas:
+        raise LayoutError(
+            f"llm_sp.pool={pool} does not divide the {layout.cp * layout.dp} ranks that cp={layout.cp} and "
+            f"dp={layout.dp} give: choose a multiple of cp whose number of replicas divides dp"
+        )
+    return replicas
 
 
 def _encoder_tp(config: Config, name: str) -> int:
@@ -202,6 +228,33 @@ def part_work(
     parts = {f"{LLM}/{stage}": work for stage, work in enumerate(stage_work)}
     tp = arrangement.encoder_tp
     return parts | {name: encoder.work(element, tp[name]) for name, encoder in encoders.items()}
+
+
+def _sequence_cost(part: str, attention: Attention, tp: int, table: CostTable, element: int) -> SequenceCost:
+    shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
+    return sequence_cost(table, part, shape, attention.layers, attention.head_dim * element)
+
+
+def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, element: int) -> Sharing:
+    llm, tp = config.model.llm, arrangement.llm.tp
+    layers = stage_layers(llm.layers, arrangement.llm.pp)[0]
+    attention = Attention(layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
+    cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
+    if config.llm_sp.policy == UNIFORM:
+        return Sharing(cost)
+    pool = make_pool(cost, arrangement.pool, tokens_per_rank=config.data.microbatch_tokens)
+    return Sharing(cost, SEQUENCE_POLICIES[config.llm_sp.policy], pool)
+
+
+def _encoder_sharing(
+    config: Config, name: str, encoder: Encoder, arrangement: Arrangement, table: CostTable, element: int
+) -> Sharing:
+    cost = _sequence_cost(name, encoder.attention(), arrangement.encoder_tp[name], table, element)
+    slots = len(arrangement.slots(name))
+    # Whole items are best spread together with those of other encoders on the same ranks.
+    if config.encoder_sp.policy == "none" or slots == 1 or encoder.unit is None:
+        return Sharing(cost)
+    return Sharing(cost, SEQUENCE_POLICIES[config.encoder_sp.policy], make_pool(cost, slots, encoder.unit))
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
@@ -223,6 +276,8 @@ def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]
 
 def _check_choices(config: Config) -> None:
     for key, value, known in (
+        ("encoder_sp.policy", config.encoder_sp.policy, tuple(SEQUENCE_POLICIES)),
+        ("llm_sp.policy", config.llm_sp.policy, (UNIFORM, *SEQUENCE_POLICIES)),
         ("balance.policy", config.balance.policy, tuple(BALANCES)),
         ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),

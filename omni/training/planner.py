@@ -3,8 +3,9 @@
     stream      which samples, up to the step's budget
     balance     samples → replicas, by cost
     packing     samples → microbatches, without padding; replicas of a domain pass theirs together
-    sharding    sequences → the ranks that hold their tokens
-    placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk
+    sharding    sequences → the ranks that hold their tokens, and tiles of attention that ranks share
+    placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
+                items of one microbatch on all slots are one chunk if any of them is shared
     boundary    rows → the rank that holds their position
     schedule    chunks and microbatches → ordered ops
 
@@ -13,7 +14,7 @@ same arguments and get the same plan.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, zip_longest
@@ -26,7 +27,10 @@ from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
 from parallel.costs import CostTable
 from parallel.layout import Arrangement, split_evenly
+from parallel.policies import Pool, SequencePolicy
+from parallel.schemes import SequenceCost, choose_tiles
 from parallel.sequence import SequenceLayout, Shard
+from parallel.tiles import Tile
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import Chunk, DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, StepPlan
 from pipeline.policies import Slot, spread
@@ -54,11 +58,23 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How a component's ranks may share sequences: what tiles cost, and a policy with its pool, or None where
+    the layout says it all.
+    """
+
+    cost: SequenceCost
+    policy: SequencePolicy | None = None
+    pool: Pool | None = None
+
+
+@dataclass(frozen=True)
 class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `frozen` tells the components frozen at a step; `single_queue` asks for op lists that are safe where
+    it; `sharing` says how each component shares sequences; `frozen` tells the components frozen at a step;
+    `single_queue` asks for op lists that are safe where
     all communication of a rank shares one queue.
     """
 
@@ -67,6 +83,8 @@ class Planner:
     encoders: Mapping[str, str]
     components: tuple[str, ...]
     arrangement: Arrangement
+    llm: str
+    sharing: Mapping[str, Sharing]
     policies: Policies
     budget: Budget
     table: CostTable
@@ -165,7 +183,10 @@ class Planner:
         )
 
     def _item_cost(self, modality: str, tokens: int) -> int:
-        return self.table.parts[self.encoders[modality]].marginal_ns(tokens, tokens * tokens)
+        return self._tokens_cost(self.encoders[modality], tokens)
+
+    def _tokens_cost(self, component: str, tokens: int) -> int:
+        return self.table.parts[component].marginal_ns(tokens, tokens * tokens)
 
     @cached_property
     def _slots(self) -> dict[str, tuple[Slot, ...]]:
@@ -185,9 +206,7 @@ class Planner:
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
-        costs = [self._item_cost(metas[i.sample].items[i.index].modality, i.tokens) for i in items]
-        places = spread(costs, [self._slots[i.component] for i in items], world.domain_size)
-        chunks = _chunks(items, places)
+        chunks = self._chunks(items)
         routes = tuple(
             plan_route(m, batch.layout, world.llm.tp, world.domain_size, items, chunks)
             for m, batch in enumerate(microbatches)
@@ -196,7 +215,7 @@ class Planner:
             num_stages=world.llm.pp,
             pool=world.pool,
             tp=world.llm.tp,
-            party=lcm(world.llm.tp * world.llm.cp, world.llm.ep),
+            party=self._party,
             beside=world.domain_size - world.llm_size,
             homes=tuple(self._home(component) for component in self.components),
             microbatches=microbatches,
@@ -218,35 +237,95 @@ class Planner:
         slots = self._slots[component]
         return slots[0][0], slots[-1][-1] + 1
 
+    @property
+    def _party(self) -> int:
+        """Neighbouring ranks of a stage whose layers communicate, for any reason."""
+        world = self.arrangement
+        if self.sharing[self.llm].policy is not None:
+            return world.stage_size
+        return lcm(world.llm.tp * world.llm.cp, world.llm.ep)
+
     def _microbatches(
         self, members: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> tuple[Microbatch, ...]:
         """Pack the samples of each replica; one pass of the domain takes one pack of every replica."""
-        packs = [
-            [
-                [mine[i] for i in pack_]
-                for pack_ in pack([lengths[i] for i in mine], self.budget.microbatch_tokens)
-            ]
-            for mine in members
-        ]
+        size = self.budget.microbatch_tokens
+        packs = [[[mine[i] for i in of] for of in pack([lengths[i] for i in mine], size)] for mine in members]
         return tuple(
-            self._microbatch([pack_ or [] for pack_ in together], lengths) for together in zip_longest(*packs)
+            self._microbatch([of or [] for of in together], lengths) for together in zip_longest(*packs)
         )
 
     def _microbatch(self, packs: Sequence[Sequence[int]], lengths: Sequence[int]) -> Microbatch:
+        """Lay the packs of all replicas over the pool."""
+        sharing = self.sharing[self.llm]
+        samples = tuple(sample for of in packs for sample in of)
+        if sharing.policy is None:
+            layout = self._uniform(packs, lengths)
+        else:
+            assert sharing.pool is not None
+            layout = sharing.policy([lengths[i] for i in samples], sharing.pool)
+        return Microbatch(samples, layout, tuple(self._tiles(self.llm, shards) for shards in layout.shards))
+
+    def _uniform(self, packs: Sequence[Sequence[int]], lengths: Sequence[int]) -> SequenceLayout:
         """Cut each sequence evenly over the cp ranks of its replica."""
         cp = self.arrangement.llm.cp
         shards = []
         for replica, samples in enumerate(packs):
             for sample in samples:
-                pieces = split_evenly(lengths[sample], cp)
-                starts = accumulate(pieces, initial=0)
-                ranks = range(replica * cp, (replica + 1) * cp)
-                shards.append(tuple(map(Shard, ranks, starts, pieces)))
-        return Microbatch(
-            tuple(sample for samples in packs for sample in samples),
-            SequenceLayout(self.arrangement.pool, tuple(shards)),
-        )
+                parts = split_evenly(lengths[sample], cp)
+                starts = [0, *accumulate(parts)]
+                pieces = (Shard(replica * cp + c, starts[c], parts[c]) for c in range(cp) if parts[c])
+                shards.append(tuple(pieces))
+        return SequenceLayout(self.arrangement.pool, tuple(shards))
+
+    def _tiles(self, component: str, shards: Sequence[Shard]) -> tuple[Tile, ...]:
+        """Divide the attention of a sequence that several ranks share."""
+        return choose_tiles(shards, self.sharing[component].cost) if len(shards) > 1 else ()
+
+    def _chunks(self, items: Sequence[PlannedItem]) -> tuple[Chunk, ...]:
+        """Share items of each component among its slots by its policy, or place them whole, by cost."""
+        world = self.arrangement
+        shared = {name for name in self._slots if self.sharing[name].policy is not None}
+        chunks = [chunk for name in sorted(shared) for chunk in self._shared_chunks(name, items)]
+        own = [number for number, item in enumerate(items) if item.component not in shared]
+        costs = [self._tokens_cost(items[i].component, items[i].tokens) for i in own]
+        places = spread(costs, [self._slots[items[i].component] for i in own], world.domain_size)
+        members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
+        for number, slot in zip(own, places, strict=True):
+            members[items[number].microbatch, items[number].component, slot].append(number)
+        for (_, _, slot), numbers in members.items():
+            layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
+            chunks.append(self._chunk(items, numbers, slot, layout))
+        return tuple(sorted(chunks, key=lambda c: (c.microbatch, c.component, c.ranks)))
+
+    def _shared_chunks(self, component: str, items: Sequence[PlannedItem]) -> Iterator[Chunk]:
+        """Share all items of a step among the slots, then take them microbatch by microbatch."""
+        sharing, slots = self.sharing[component], self._slots[component]
+        assert sharing.policy is not None
+        assert sharing.pool is not None
+        mine = [number for number, item in enumerate(items) if item.component == component]
+        layout = sharing.policy([items[i].tokens for i in mine], sharing.pool)
+        shards = dict(zip(mine, layout.shards, strict=True))
+        everyone = tuple(rank for slot in slots for rank in slot)
+        for microbatch in sorted({items[i].microbatch for i in mine}):
+            numbers = [i for i in mine if items[i].microbatch == microbatch]
+            if any(len(shards[i]) > 1 for i in numbers):
+                pieces = SequenceLayout(len(slots), tuple(shards[i] for i in numbers))
+                yield self._chunk(items, numbers, everyone, pieces)
+                continue
+            for number, slot in enumerate(slots):
+                here = [i for i in numbers if shards[i][0].rank == number]
+                if here:
+                    lengths = [items[i].tokens for i in here]
+                    yield self._chunk(items, here, slot, SequenceLayout.whole(lengths, [0] * len(here), 1))
+
+    def _chunk(
+        self, items: Sequence[PlannedItem], numbers: Sequence[int], ranks: Slot, layout: SequenceLayout
+    ) -> Chunk:
+        component, microbatch = items[numbers[0]].component, items[numbers[0]].microbatch
+        tiles = tuple(self._tiles(component, shards) for shards in layout.shards)
+        rows = row_counts([items[i] for i in numbers], layout, len(ranks) // layout.num_ranks)
+        return Chunk(component, microbatch, ranks, tuple(numbers), layout, tiles, rows)
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]
@@ -272,16 +351,3 @@ class Planner:
                 for rank in range(*domain.homes[number]):
                     lists[rank].append(Op(Kind.REDUCE, number))
         return tuple(map(tuple, lists))
-
-
-def _chunks(items: Sequence[PlannedItem], places: Sequence[Slot]) -> tuple[Chunk, ...]:
-    """Group items by microbatch, component and slot, in that order."""
-    members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
-    for number, (item, slot) in enumerate(zip(items, places, strict=True)):
-        members[item.microbatch, item.component, slot].append(number)
-    chunks = []
-    for (microbatch, component, slot), numbers in sorted(members.items()):
-        layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-        rows = row_counts([items[i] for i in numbers], layout, len(slot))
-        chunks.append(Chunk(component, microbatch, slot, tuple(numbers), layout, rows))
-    return tuple(chunks)

@@ -13,7 +13,6 @@ Shapes: S recordings, T tokens, M mel bands, E width of the encoder, R rows, D w
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +30,13 @@ from omni.models.layers import (
     layer_work,
     transformer_config,
 )
-from omni.models.registry import ItemArrays
+from omni.models.registry import Attention, ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
 from ops.spectrogram import log_mel, mel_filters
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
-from parallel.packed import PackedTokens, pack_tokens
+from parallel.packed import PackedTokens, Sharding, pack_tokens
 
 _FRAMES = 2  # of the spectrogram in a token: the stem's stride
 
@@ -78,7 +77,8 @@ class AudioEncoder:
                 "choose hop at most n_fft"
             )
         self.config = config
-        self.unit = config.merge
+        # The stem of a shard would have to see its neighbours' frames.
+        self.unit = None
         self.window = config.hop * _FRAMES * config.merge  # samples of a row
         self.filters = mel_filters(config.sample_rate, config.n_fft, config.mels)
         empty = int((self.filters.sum(1) == 0).sum())
@@ -118,6 +118,11 @@ class AudioEncoder:
             recomputed=c.recompute == "full",
         )
 
+    def attention(self) -> Attention:
+        """Every token sees all of its item."""
+        c = self.config
+        return Attention(c.layers, c.heads, c.heads, c.hidden // c.heads, causal=False)
+
     def check_tp(self, key: str, tp: int) -> None:
         """Heads and feed-forward are what tensor parallelism divides."""
         check_divisible("encoder", self.config, key, tp, "heads", "ffn")
@@ -139,12 +144,12 @@ class AudioEncoder:
         return ItemArrays(values, np.arange(len(values))[:, None])
 
     def pack(
-        self, lengths: Sequence[int], positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+        self, sharding: Sharding, positions: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> PackedTokens:
         """Each recording attends to itself alone."""
         c = self.config
         return pack_tokens(
-            lengths,
+            sharding,
             positions,
             heads=c.heads,
             head_dim=c.hidden // c.heads,
@@ -217,7 +222,6 @@ class AudioTransformer(torch.nn.Module):
         The first convolution's bias and its neighbours fill the empty tokens, so they are emptied again
         before the second: at each edge both read zeros, as their own padding would give them.
         """
-        assert packed.packing is not None
         where = spaced(packed.packing.cu_seqlens, len(values))
         size = len(values) + len(packed.packing.lengths)
         frames = values.new_zeros(size, values.shape[1]).index_copy(0, where, values)

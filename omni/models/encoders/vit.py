@@ -8,7 +8,6 @@ Shapes: T patches, P values of a patch, E width of the encoder, R rows, m merge,
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +25,12 @@ from omni.models.layers import (
     layer_work,
     transformer_config,
 )
-from omni.models.registry import ItemArrays
+from omni.models.registry import Attention, ItemArrays
 from ops.linear import linear_flops
 from ops.norm import Norm
 from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
-from parallel.packed import PackedTokens, pack_tokens
+from parallel.packed import PackedTokens, Sharding, pack_tokens
 
 
 @dataclass
@@ -121,6 +120,11 @@ class ViTEncoder:
             recomputed=c.recompute == "full",
         )
 
+    def attention(self) -> Attention:
+        """Every token sees all of its item."""
+        c = self.config
+        return Attention(c.layers, c.heads, c.heads, c.hidden // c.heads, causal=False)
+
     def check_tp(self, key: str, tp: int) -> None:
         """Heads and feed-forward are what tensor parallelism divides."""
         check_divisible("encoder", self.config, key, tp, "heads", "ffn")
@@ -154,12 +158,12 @@ class ViTEncoder:
         return ItemArrays(patches.contiguous().numpy(), _window_positions(rows, columns, c.merge))
 
     def pack(
-        self, lengths: Sequence[int], positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+        self, sharding: Sharding, positions: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> PackedTokens:
         """Each image attends to itself alone."""
         c = self.config
         return pack_tokens(
-            lengths,
+            sharding,
             positions,
             heads=c.heads,
             head_dim=c.hidden // c.heads,

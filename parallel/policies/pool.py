@@ -1,0 +1,197 @@
+"""What the policies of sequence sharding share: a pool of ranks, predicted times, and layouts in the making.
+
+Times of even cuts come from a table that is made once for a pool, so that planning a microbatch is cheap.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.schemes import SequenceCost, scheme_tiles
+from parallel.sequence import SequenceLayout, Shard
+from parallel.tiles import attention_work, exchange_volume, pairs_before
+
+Times = npt.NDArray[np.int64]
+NEVER = 2**50  # nanoseconds: what cannot be; sums of thousands of them stay in int64
+_SCALE = 1 << 20
+_REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding to rows is negligible there
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Ranks that may share sequences, and what sequences cost there.
+
+    `unit` tokens of a sequence stay together (a merge window); a rank holds at most `tokens_per_rank`.
+    `shares[k - 1]` lists, for even cuts over k ranks, each scheme that no other beats in both: the slowest
+    rank's part of the attention in 1 / 2**20, and its exchange in femtoseconds for a token of the sequence.
+    """
+
+    cost: SequenceCost
+    num_ranks: int
+    unit: int
+    tokens_per_rank: int | None
+    shares: tuple[tuple[tuple[int, int], ...], ...]
+
+
+SequencePolicy = Callable[[Sequence[int], Pool], SequenceLayout]
+"""From the lengths of sequences to the shards of each. ValueError if they find no room in the pool."""
+
+
+def make_pool(cost: SequenceCost, num_ranks: int, unit: int = 1, tokens_per_rank: int | None = None) -> Pool:
+    """Work out the schemes' shares for every degree: once for a cost table, not for each plan."""
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks={num_ranks}: a pool has at least one rank")
+    if unit < 1:
+        raise ValueError(f"unit={unit}: a splittable unit has at least one token")
+    if tokens_per_rank is not None and tokens_per_rank < unit:
+        raise ValueError(f"tokens_per_rank={tokens_per_rank}: a rank must hold a unit of {unit} tokens")
+    assert cost.shape.window is None, "windowed layers belong to the cost of a token"
+    shares = tuple(_scheme_shares(cost, degree) for degree in range(1, num_ranks + 1))
+    return Pool(cost, num_ranks, unit, tokens_per_rank, shares)
+
+
+def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ...]:
+    if degree == 1:
+        return ((_SCALE, 0),)
+    shards = cut(_REFERENCE, [(rank, 1) for rank in range(degree)], 1)
+    total = pairs_before(_REFERENCE, _REFERENCE, cost.shape) * cost.shape.heads
+    found = set()
+    for _, tiles in scheme_tiles(shards, cost.shape):
+        work = max(attention_work(tiles, _REFERENCE, cost.shape).values())
+        rows = max(volume.busier for volume in exchange_volume(tiles, shards, cost.shape).values())
+        found.add((-(-work * _SCALE // total), cost.transfer_ns(rows) * 1_000_000 // _REFERENCE))
+    ordered = sorted(found)
+    return tuple(s for i, s in enumerate(ordered) if all(s[1] < other[1] for other in ordered[:i]))
+
+
+def degree_times(lengths: Sequence[int], pool: Pool) -> Times:
+    """Predicted nanoseconds [S, P] of the slowest rank when sequence s is cut evenly over 1 … P ranks.
+
+    Latency is apart, since a rank pays it once. NEVER where a sequence has fewer units than ranks.
+    """
+    cost = pool.cost
+    most = max(map(len, pool.shares))
+    table = np.array([[*s, *[s[-1]] * (most - len(s))] for s in pool.shares], np.int64)  # [P, schemes, 2]
+    tokens = np.array(lengths, np.int64)[:, None]
+    degrees = np.arange(1, pool.num_ranks + 1)
+    pairs = tokens * (tokens + 1) // 2 if cost.shape.causal else tokens * tokens
+    attention = pairs * cost.pair_fs // 1_000_000
+    spent = np.full((len(lengths), pool.num_ranks), NEVER)
+    for scheme in range(most):
+        share, exchange_fs = table[:, scheme, 0], table[:, scheme, 1]
+        np.minimum(spent, attention * share // _SCALE + tokens * exchange_fs // 1_000_000, out=spent)
+    units = -(-tokens // pool.unit)
+    held = np.minimum(-(-units // degrees) * pool.unit, tokens)
+    spent += held * cost.token_fs // 1_000_000
+    spent[(degrees > units) & (degrees > 1)] = NEVER
+    return spent
+
+
+def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard, ...]:
+    """Shards in proportion to the weights of (rank, weight), cut at the nearest units; parts that come out
+    empty are left out, but an empty sequence is one empty shard.
+    """
+    units, total = -(-length // unit), sum(weight for _, weight in parts)
+    start = before = 0
+    shards = []
+    for rank, weight in parts:
+        before += weight
+        stop = min(length, (2 * units * before + total) // (2 * total) * unit)
+        if stop > start:
+            shards.append(Shard(rank, start, stop - start))
+            start = stop
+    return tuple(shards) or (Shard(parts[0][0], 0, 0),)
+
+
+def costliest_first(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Sequences by the time of one rank, `rows[s][0]`, ties by number."""
+    return sorted(range(len(rows)), key=lambda s: -rows[s][0])
+
+
+class Build:
+    """A layout in the making, with predicted nanoseconds of each rank. `rows[s][k - 1]` times sequence s over
+    k ranks.
+    """
+
+    def __init__(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool) -> None:
+        self.lengths, self.rows, self.pool = lengths, rows, pool
+        self.ns = [0] * pool.num_ranks
+        self.tokens = [0] * pool.num_ranks
+        self.homes: dict[int, int] = {}
+        self.parts: dict[int, Sequence[tuple[int, int]]] = {}
+        self.sharing: set[int] = set()
+
+    def share(self, number: int, ranks: Sequence[int]) -> None:
+        """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
+        self.pour(number, [(rank, 1) for rank in ranks])
+        for rank in ranks:
+            self.ns[rank] += self.rows[number][len(ranks) - 1]
+            if rank not in self.sharing:
+                self.ns[rank] += self.pool.cost.sharing_ns
+        self.sharing.update(ranks)
+
+    def pour(self, number: int, parts: Sequence[tuple[int, int]]) -> None:
+        """Cut a sequence in proportion to the weights of (rank, weight). Its time is not counted."""
+        self.parts[number] = parts
+        if self.pool.tokens_per_rank is not None:
+            for shard in cut(self.lengths[number], parts, self.pool.unit):
+                self.tokens[shard.rank] += shard.length
+
+    def place(self, order: Iterable[int]) -> bool:
+        """Put each sequence of `order` whole on the least loaded rank with room; tell if all found one.
+
+        From the costliest on, this is longest processing time first (Graham, 1969).
+        """
+        heap = [(ns, rank) for rank, ns in enumerate(self.ns)]
+        heapq.heapify(heap)
+        cap, tokens, rows, homes = self.pool.tokens_per_rank, self.tokens, self.rows, self.homes
+        full: list[tuple[int, int]] = []
+        for number in order:
+            if cap is not None:
+                length = self.lengths[number]
+                while heap and tokens[heap[0][1]] + length > cap:
+                    full.append(heapq.heappop(heap))
+                if not heap:
+                    return False
+                tokens[heap[0][1]] += length
+            ns, rank = heap[0]
+            heapq.heapreplace(heap, (ns + rows[number][0], rank))
+            homes[number] = rank
+            while full:
+                heapq.heappush(heap, full.pop())
+        for ns, rank in heap:
+            self.ns[rank] = ns
+        return True
+
+    @property
+    def fits(self) -> bool:
+        """Whether no rank holds more tokens than it may."""
+        cap = self.pool.tokens_per_rank
+        return cap is None or max(self.tokens) <= cap
+
+    @property
+    def makespan(self) -> int:
+        """Predicted nanoseconds of the slowest rank."""
+        return max(self.ns)
+
+    def shards(self, number: int) -> tuple[Shard, ...]:
+        """The shards of a sequence that was placed, shared or poured."""
+        if number in self.parts:
+            return cut(self.lengths[number], self.parts[number], self.pool.unit)
+        return (Shard(self.homes[number], 0, self.lengths[number]),)
+
+    def layout(self) -> SequenceLayout:
+        """The finished layout."""
+        return SequenceLayout(self.pool.num_ranks, tuple(map(self.shards, range(len(self.lengths)))))
+
+
+def no_room(lengths: Sequence[int], pool: Pool) -> ValueError:
+    """The error of a policy whose sequences do not fit."""
+    return ValueError(
+        f"tokens_per_rank={pool.tokens_per_rank}: {len(lengths)} sequences of {sum(lengths)} tokens, the "
+        f"longest {max(lengths)}, find no room on {pool.num_ranks} ranks with this policy; raise it, take "
+        "fewer samples a step, or choose a policy that splits sequences"
+    )

@@ -1,0 +1,98 @@
+"""Policies of sequence sharding with at most one choice to make: what others do, and what to compare with."""
+
+from collections.abc import Sequence
+
+from parallel.policies.pool import NEVER, Build, Pool, costliest_first, degree_times, no_room
+from parallel.sequence import SequenceLayout
+
+
+def shard_none(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Whole sequences, the costliest first, each to the least loaded rank with room."""
+    rows = degree_times(lengths, pool).tolist()
+    build = Build(lengths, rows, pool)
+    if not build.place(costliest_first(rows)):
+        raise no_room(lengths, pool)
+    return build.layout()
+
+
+def shard_all(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Every sequence evenly over all ranks, or over as many as it has units."""
+    build = Build(lengths, [], pool)
+    for number in range(len(lengths)):
+        build.pour(number, _everywhere(pool))
+    if not build.fits:
+        raise no_room(lengths, pool)
+    return build.layout()
+
+
+def _everywhere(pool: Pool) -> list[tuple[int, int]]:
+    return [(rank, 1) for rank in range(pool.num_ranks)]
+
+
+def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Long sequences over all ranks, the others whole on top of that equal load: long-short sequence
+    parallelism, as MegaScale-Omni has it in encoders.
+
+    Every length is tried as the threshold, from the longest down to where even the mean load is no shorter
+    than the best makespan found.
+    """
+    rows = degree_times(lengths, pool).tolist()
+    order = costliest_first(rows)
+    best: Build | None = None
+    base, rest = 0, sum(row[0] for row in rows)
+    for count in range(len(order) + 1):
+        if count:
+            row = rows[order[count - 1]]
+            base += min(row[-1], max(ns for ns in row if ns < NEVER)) + pool.cost.sharing_ns * (count == 1)
+            rest -= row[0]
+        if best is not None and base + rest // pool.num_ranks >= best.makespan:
+            break
+        build = Build(lengths, rows, pool)
+        for number in order[:count]:
+            build.pour(number, _everywhere(pool))
+        build.ns = [base] * pool.num_ranks
+        better = build.place(order[count:]) and build.fits
+        if better and (best is None or build.makespan < best.makespan):
+            best = build
+    if best is None:
+        raise no_room(lengths, pool)
+    return best.layout()
+
+
+def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | None = None) -> SequenceLayout:
+    """Each sequence over the least power of two of ranks that leaves each at most `tokens_a_rank` of it, in
+    aligned blocks: the costliest first, each to the block whose busiest rank is least loaded.
+
+    That is what BalancedCPScheduler of megatron-core 0.16 aims at, with two favours: its groups need not wait
+    for one another, and loads are our times where it takes squared lengths. Where users set `tokens_a_rank`
+    there, the power of two with the least predicted makespan is taken here.
+    """
+    rows = degree_times(lengths, pool).tolist()
+    powers = [1 << power for power in range(max(lengths, default=1).bit_length() + 1)]
+    thresholds = powers if tokens_a_rank is None else [tokens_a_rank]
+    builds = [_aligned_blocks(lengths, rows, pool, threshold) for threshold in thresholds]
+    fitting = [build for build in builds if build.fits]
+    if not fitting:
+        raise no_room(lengths, pool)
+    return min(fitting, key=lambda build: build.makespan).layout()
+
+
+def _aligned_blocks(
+    lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool, threshold: int
+) -> Build:
+    build = Build(lengths, rows, pool)
+    for number in costliest_first(rows):
+        degree = 1
+        while degree * threshold < lengths[number] and 2 * degree <= pool.num_ranks:
+            degree *= 2
+        while rows[number][degree - 1] >= NEVER:
+            degree //= 2
+        blocks = [range(first, first + degree) for first in range(0, pool.num_ranks - degree + 1, degree)]
+        block = min(blocks, key=lambda block: max(build.ns[rank] for rank in block))
+        if degree > 1:
+            build.share(number, block)
+        else:
+            build.homes[number] = block[0]
+            build.ns[block[0]] += rows[number][0]
+            build.tokens[block[0]] += lengths[number]
+    return build

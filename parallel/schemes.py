@@ -1,0 +1,173 @@
+"""Which tiles a shared sequence gets, and how long every rank of a layout takes: arithmetic on exact volumes.
+
+A cost is an integer number of nanoseconds of one forward pass through all layers of a component.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from parallel.costs import CostTable
+from parallel.sequence import SequenceLayout, Shard
+from parallel.tiles import (
+    AttentionShape,
+    Tile,
+    Volume,
+    attention_work,
+    balanced_tiles,
+    check_tiles,
+    exchange_volume,
+    gather_tiles,
+    hybrid_tiles,
+    pairs_before,
+    rows_tiles,
+    ulysses_tiles,
+)
+
+_FS_PER_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """What sequences of one component cost.
+
+    `token_fs` is the work of a token outside attention and `pair_fs` that of a (query, key) pair in all
+    heads, in femtoseconds for all layers. `layers` of them exchange, once in and once out; a head row has
+    `head_bytes`. Layers whose attention never leaves a rank, such as those of windows that no cut divides,
+    belong to `token_fs`.
+    """
+
+    shape: AttentionShape
+    layers: int
+    token_fs: int
+    pair_fs: int
+    head_bytes: int
+    latency_ns: int
+    link_ns_per_kib: int
+
+    def linear_ns(self, tokens: int) -> int:
+        """Work on tokens outside attention."""
+        return tokens * self.token_fs // _FS_PER_NS
+
+    def attention_ns(self, work: int) -> int:
+        """Attention over `work` pairs × heads in each layer."""
+        return work * self.pair_fs // (self.shape.heads * _FS_PER_NS)
+
+    def transfer_ns(self, head_rows: int) -> int:
+        """What a link takes to carry `head_rows` in each layer, latency apart."""
+        return self.layers * head_rows * self.head_bytes * self.link_ns_per_kib // 1024
+
+    @property
+    def sharing_ns(self) -> int:
+        """What a rank pays for taking part in exchanges at all: the latency of two in each layer."""
+        return 2 * self.layers * self.latency_ns
+
+
+def sequence_cost(
+    table: CostTable, part: str, shape: AttentionShape, layers: int, head_bytes: int
+) -> SequenceCost:
+    """Take the costs of `part` from a table; `head_bytes` is H times the bytes of a number."""
+    work = table.parts[part]
+    # The table times a causal sequence by its square, of which it has half the pairs.
+    pair_fs = work.square_fs * (2 if shape.causal else 1)
+    return SequenceCost(
+        shape, layers, work.token_fs, pair_fs, head_bytes, table.link_latency_ns, table.link_ns_per_kib
+    )
+
+
+def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tuple[str, tuple[Tile, ...]]]:
+    """Yield the schemes worth trying and their tiles, in the order that decides ties.
+
+    The head ways of a hybrid divide the degree, so that its blocks are equal, or are the key/value heads.
+    """
+    degree = len(shards)
+    yield "ulysses", ulysses_tiles(shards, shape)
+    yield "gather", gather_tiles(shards, shape)
+    for ways in range(2, degree):
+        if degree % ways == 0 or shape.kv_heads == ways:
+            yield f"hybrid{ways}", hybrid_tiles(shards, shape, ways)
+    yield "balanced", balanced_tiles(shards, shape)
+    if shape.causal or shape.window is not None:
+        yield "rows", rows_tiles(shards, shape)
+
+
+def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...]:
+    """Return the tiles with the least time of the slowest rank, or none if the sequence lives on one rank.
+
+    Slow is what a rank's attention and exchange take beyond its tokens' share of the attention, so that cuts
+    which are uneven because the ranks have other work keep their proportion. Of even cuts it is the slowest.
+    """
+    held = [s for s in shards if s.length]
+    if len({s.rank for s in held}) <= 1:
+        return ()
+    length = sum(s.length for s in held)
+    best: tuple[Tile, ...] = ()
+    least = None
+    for _, tiles in scheme_tiles(held, cost.shape):
+        work = attention_work(tiles, length, cost.shape)
+        beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
+        total = cost.attention_ns(sum(work.values()))
+        for s in held:
+            beyond[s.rank] -= total * s.length // length
+        if least is not None and max(beyond.values()) >= least:
+            continue  # its exchange cannot make it faster
+        for rank, volume in exchange_volume(tiles, held, cost.shape).items():
+            beyond[rank] += cost.transfer_ns(volume.busier)
+        if least is None or max(beyond.values()) < least:
+            best, least = tiles, max(beyond.values())
+    check_tiles(best, length, cost.shape)
+    return best
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where the time of a rank goes: work on its tokens, attention of sequences that live on it alone,
+    attention of its tiles, exchanges.
+
+    In each layer one exchange goes in and one out, each of a latency and the bytes of the busier direction of
+    the rank's link.
+    """
+
+    linear_ns: int
+    local_ns: int
+    tiles_ns: int
+    exchange_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """All of it, one after the other."""
+        return self.linear_ns + self.local_ns + self.tiles_ns + self.exchange_ns
+
+    @property
+    def overlapped_ns(self) -> int:
+        """The least that overlap allows: exchanges hide behind local attention, and behind nothing else."""
+        return self.linear_ns + self.tiles_ns + max(self.local_ns, self.exchange_ns)
+
+
+def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
+    """Time every rank of a layout, with the tiles that `choose_tiles` gives.
+
+    Ranks are taken to wait for each other once, at the end, not in every layer.
+    """
+    local, tiled = [0] * layout.num_ranks, [0] * layout.num_ranks
+    volumes = [Volume()] * layout.num_ranks
+    sharing = [False] * layout.num_ranks
+    for shards, length in zip(layout.shards, layout.lengths, strict=True):
+        tiles = choose_tiles(shards, cost) if len(shards) > 1 else ()
+        if not tiles:
+            pairs = pairs_before(length, length, cost.shape)
+            local[next((s.rank for s in shards if s.length), 0)] += pairs * cost.shape.heads
+            continue
+        for rank, work in attention_work(tiles, length, cost.shape).items():
+            tiled[rank] += work
+        for rank, volume in exchange_volume(tiles, shards, cost.shape).items():
+            volumes[rank] += volume
+            sharing[rank] = True
+    return [
+        RankTime(
+            cost.linear_ns(layout.local_tokens(rank)),
+            cost.attention_ns(local[rank]),
+            cost.attention_ns(tiled[rank]),
+            cost.transfer_ns(volumes[rank].busier) + cost.sharing_ns * sharing[rank],
+        )
+        for rank in range(layout.num_ranks)
+    ]

@@ -1,0 +1,177 @@
+"""Attention over sequences of which some are shared among ranks, each among ranks of its own.
+
+The idea: token by token, layers work on what a rank holds and communicate nothing; attention brings the
+rows of shared sequences to the tiles that read them, and its outputs back to the tokens. Splitting heads
+(Ulysses), moving keys and values (gather), both at once (hybrid) and balanced causal rows are one operation
+that differs only in its tiles. Sequences that live on one rank are never exchanged: part of their attention
+is computed while the exchange in is under way, the rest during the exchange out.
+
+Invariant: outputs and gradients are those of every sequence attended whole on one rank. Whether anything is
+exchanged follows from the tiles of all ranks, so all ranks agree.
+
+Shapes: T tokens of this rank, N query heads, K key/value heads, H head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ops.attention import Packing, make_packing, make_tile_packing, packed_attention
+from parallel.exchange import Exchange, finish, start
+from parallel.sequence import SequenceLayout
+from parallel.tile_plan import TilePlan, plan_tiles
+from parallel.tiles import AttentionShape, Tile
+
+SHARED, EARLY, LATE = range(3)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """All that attention on one rank needs to know of one microbatch, for every layer of one kind.
+
+    `runs` divide the rank's `tokens` into neighbours that are SHARED, attended during the exchange in (EARLY)
+    or out (LATE). `packings` are those of the tile groups. If nothing is shared anywhere, `tiles` is None and
+    all tokens are EARLY.
+    """
+
+    tokens: int
+    runs: tuple[tuple[int, int], ...]
+    early: Packing
+    late: Packing
+    tiles: TilePlan | None
+    packings: tuple[Packing, ...]
+
+
+def plan_attention(
+    layout: SequenceLayout,
+    tiles: Sequence[Sequence[Tile]],
+    rank: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
+    window: int | None = None,
+    tail: int = 0,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> AttentionPlan:
+    """Plan the attention of `rank` over the sequences of `layout`: once a microbatch, ahead of use.
+
+    `tiles[s]` partition heads × rows of sequence s; they are empty for a sequence that lives on one rank. The
+    rank's tokens are its shards in packed order and then `tail` padding tokens, a sequence of their own.
+    `heads` and `kv_heads` are those of this rank's tensor-parallel share. A token sees those at most `window`
+    tokens away, on both sides or, if causal, before it.
+
+    Raises:
+        AssertionError: if tiles do not partition their sequence, or a sequence on several ranks has none.
+    """
+    tile_plan = plan_tiles(layout, tiles, rank, AttentionShape(heads, kv_heads, causal, window), head_dim)
+    pieces = _pieces(layout, tiles, rank)
+    pieces.append((False, tail))
+    local = [length for shared, length in pieces if not shared]
+    num_early = len(local) if tile_plan is None else _during_incoming(local, window, tile_plan)
+    early, late = (
+        make_packing(tuple(part), causal, heads * head_dim, device, dtype, window)
+        for part in (local[:num_early], local[num_early:])
+    )
+    groups = [
+        make_tile_packing(group.spans, causal, group.heads * head_dim, device, dtype, window)
+        for group in (tile_plan.groups if tile_plan else ())
+    ]
+    tokens = sum(length for _, length in pieces)
+    return AttentionPlan(tokens, _runs(pieces, num_early), early, late, tile_plan, tuple(groups))
+
+
+def _pieces(layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int) -> list[tuple[bool, int]]:
+    """Whether each sequence is shared, and how many of its tokens `rank` holds."""
+    pieces = []
+    for number, (shards, sequence_tiles) in enumerate(zip(layout.shards, tiles, strict=True)):
+        holders = {shard.rank for shard in shards if shard.length}
+        assert sequence_tiles or len(holders) <= 1, f"sequence {number} on ranks {holders} has no tiles"
+        held = sum(shard.length for shard in shards if shard.rank == rank)
+        pieces.append((bool(sequence_tiles), held))
+    return pieces
+
+
+def _during_incoming(local: Sequence[int], window: int | None, tiles: TilePlan) -> int:
+    """How many of the `local` sequences to attend during the exchange in: work in proportion to elements."""
+    into, out = _elements(tiles.incoming), _elements(tiles.outgoing)
+    works = [length * (length if window is None else min(length, window + 1)) for length in local]
+    done = 0
+    for number, work in enumerate(works):
+        # A sequence belongs to the exchange in which its middle falls.
+        if (2 * done + work) * (into + out) > 2 * sum(works) * into:
+            return number
+        done += work
+    return len(works)
+
+
+def _elements(exchange: Exchange) -> int:
+    return exchange.moved_elements() + exchange.transpose().moved_elements()
+
+
+def _runs(pieces: Sequence[tuple[bool, int]], num_early: int) -> tuple[tuple[int, int], ...]:
+    """Neighbours of one kind, and how many tokens they are; every kind has a run, if an empty one, because
+    ranks without shared tokens belong to the graph too.
+    """
+    runs: list[tuple[int, int]] = []
+    num_local = 0
+    for shared, length in pieces:
+        kind = SHARED if shared else EARLY if num_local < num_early else LATE
+        num_local += not shared
+        before = runs.pop()[1] if runs and runs[-1][0] == kind else 0
+        runs.append((kind, before + length))
+    missing = {SHARED, EARLY, LATE} - {kind for kind, _ in runs}
+    return (*runs, *((kind, 0) for kind in sorted(missing)))
+
+
+def sharded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup | None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attend within each sequence: query [T, N, H], key and value [T, K, H] of this rank → [T, N, H].
+
+    If any sequence is shared, every rank of `group` calls it, also one without tokens, and if one runs the
+    backward, all do. Otherwise it is `packed_attention` and needs no group.
+    """
+    assert query.shape[0] == plan.tokens, f"{query.shape[0]} tokens for a plan of {plan.tokens}"
+    if plan.tiles is None:
+        return packed_attention(query, key, value, plan.early, scale)
+    assert group is not None, "shared sequences need a communicator"
+    q, k, v = (_divide(x, plan.runs) for x in (query, key, value))
+    incoming = start(plan.tiles.incoming, (q[SHARED], k[SHARED], v[SHARED]), group)
+    early = packed_attention(q[EARLY], k[EARLY], v[EARLY], plan.early, scale)
+    tiles = _attend_tiles(finish(incoming), plan.packings, scale)
+    outgoing = start(plan.tiles.outgoing, tiles, group)
+    late = packed_attention(q[LATE], k[LATE], v[LATE], plan.late, scale)
+    (shared,) = finish(outgoing)
+    return _join((shared, early, late), plan.runs)
+
+
+def _attend_tiles(
+    tensors: Sequence[torch.Tensor], packings: Sequence[Packing], scale: float | None
+) -> list[torch.Tensor]:
+    num = len(packings)
+    by_group = zip(tensors[:num], tensors[num : 2 * num], tensors[2 * num :], packings, strict=True)
+    return [packed_attention(q, k, v, packing, scale) for q, k, v, packing in by_group]
+
+
+def _divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The tokens of each kind. split() and cat(): the backward of a slice adds a zero tensor of full size."""
+    kinds: list[list[torch.Tensor]] = [[], [], []]
+    for (kind, _), piece in zip(runs, x.split([length for _, length in runs]), strict=True):
+        kinds[kind].append(piece)
+    return [pieces[0] if len(pieces) == 1 else torch.cat(pieces) for pieces in kinds]
+
+
+def _join(kinds: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Undo `_divide`."""
+    pieces = [iter(x.split([n for kind, n in runs if kind == which])) for which, x in enumerate(kinds)]
+    return torch.cat([next(pieces[kind]) for kind, _ in runs])
