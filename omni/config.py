@@ -28,10 +28,29 @@ def require(section: str, config: Any, *keys: str, least: float = 1) -> None:
 
 
 @dataclass
+class MoEConfig:
+    """Experts in place of MLPs, in all layers after the first `dense_layers`; none if `experts` is 0.
+
+    Every token goes to `topk` of `experts` of width `ffn`, and through a shared expert of width `shared_ffn`
+    (0 for none). Weights are the softmax of the chosen logits (Mixtral) or their sigmoids divided by their
+    sum (DeepSeek-V3); with softmax and a topk of 1, the probability among all experts (Switch). The bias of
+    an expert moves by `bias_update_rate` a step; 0 leaves the choice to the scores.
+    """
+
+    experts: int = 0
+    topk: int = 2
+    ffn: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    score: str = "sigmoid"
+    bias_update_rate: float = 1e-3
+
+
+@dataclass
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
-    `loss_chunk` is the most tokens whose logits are held at once.
+    `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers experts.
     """
 
     layers: int = MISSING
@@ -47,6 +66,12 @@ class LLMConfig:
     vocab_multiple: int = 8
     loss_chunk: int = 4096
     recompute: str = "none"
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    @property
+    def mixture(self) -> MoEConfig | None:
+        """The experts, None for a dense model."""
+        return self.moe if self.moe.experts else None
 
 
 @dataclass
@@ -110,6 +135,15 @@ class LLMSPConfig:
 
     policy: str = MISSING
     pool: int | None = None
+
+
+@dataclass
+class BoundaryConfig:
+    """How rows travel from encoders to the LLM: auto (by cost, each time), direct, two_level,
+    two_level_back, reduce_scatter or all_gather.
+    """
+
+    transport: str = MISSING
 
 
 @dataclass
@@ -188,7 +222,9 @@ class OptimConfig:
 
 @dataclass
 class ClusterConfig:
-    """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds."""
+    """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds. `link` is between nodes of
+    `ranks_per_node` neighbouring ranks, `node_link` inside one.
+    """
 
     name: str = MISSING
     flops: int = MISSING
@@ -196,6 +232,9 @@ class ClusterConfig:
     memory_bytes_per_s: int = MISSING
     link_bytes_per_s: int = MISSING
     link_latency_ns: int = MISSING
+    ranks_per_node: int = MISSING
+    node_link_bytes_per_s: int = MISSING
+    node_link_latency_ns: int = MISSING
     op_overhead_ns: int = MISSING
 
 
@@ -250,6 +289,7 @@ class Config:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     encoder_sp: EncoderSPConfig = field(default_factory=EncoderSPConfig)
     llm_sp: LLMSPConfig = field(default_factory=LLMSPConfig)
+    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)

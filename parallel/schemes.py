@@ -104,8 +104,8 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
     least = None
     for _, tiles in scheme_tiles(held, cost.shape):
         work = attention_work(tiles, length, cost.shape)
-        beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
         total = cost.attention_ns(sum(work.values()))
+        beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
         for s in held:
             beyond[s.rank] -= total * s.length // length
         if least is not None and max(beyond.values()) >= least:
@@ -150,7 +150,6 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
     """
     local, tiled = [0] * layout.num_ranks, [0] * layout.num_ranks
     volumes = [Volume()] * layout.num_ranks
-    sharing = [False] * layout.num_ranks
     for shards, length in zip(layout.shards, layout.lengths, strict=True):
         tiles = choose_tiles(shards, cost) if len(shards) > 1 else ()
         if not tiles:
@@ -161,13 +160,12 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
             tiled[rank] += work
         for rank, volume in exchange_volume(tiles, shards, cost.shape).items():
             volumes[rank] += volume
-            sharing[rank] = True
     return [
         RankTime(
             cost.linear_ns(layout.local_tokens(rank)),
             cost.attention_ns(local[rank]),
             cost.attention_ns(tiled[rank]),
-            cost.transfer_ns(volumes[rank].busier) + cost.sharing_ns * sharing[rank],
+            cost.transfer_ns(volumes[rank].busier) + cost.sharing_ns * (volumes[rank] != Volume()),
         )
         for rank in range(layout.num_ranks)
     ]

@@ -31,10 +31,18 @@ def build_one_f_one_b(domain: DomainPlan) -> Order:
     Stage s runs s forwards behind the first stage, so it encodes microbatch m + s before its own forward of
     m, and finds the gradients of m - s ready after its own backward of m. Encoding its own microbatch would
     be too late: the first stage would wait for rows that a later stage encodes only after that stage itself
-    waited for the first one.
+    waited for the first one. Ranks of several stages that encode together go back together, when the latest
+    of these stages would: each at its own time would wait for the others in a circle.
     """
     order = []
     last = len(domain.microbatches) - 1
+
+    def behind(chunk: int, backward: int) -> int:
+        """The microbatch whose encoders go back after the backward pass of another."""
+        latest = domain.stage(domain.chunks[chunk].ranks[-1])
+        assert latest is not None, "a chunk is on ranks of the LLM, or beside it"
+        return backward - latest
+
     for rank, mine in enumerate(_chunks_by_rank(domain)):
         stage = domain.stage(rank)
         if stage is None:
@@ -47,11 +55,10 @@ def build_one_f_one_b(domain: DomainPlan) -> Order:
                 ops += [Op(Kind.ENCODE, c) for c, m in mine if m == ahead or (op.index == 0 and m < ahead)]
             ops.append(op)
             if op.kind is Kind.BACKWARD:
-                behind = op.index - stage
                 ops += [
                     Op(Kind.ENCODE_BACKWARD, c)
                     for c, m in mine
-                    if m == behind or (op.index == last and m > behind)
+                    if m == behind(c, op.index) or (op.index == last and m > behind(c, last))
                 ]
         order.append(ops)
     return order
@@ -80,9 +87,11 @@ def build_forward_only(domain: DomainPlan) -> Order:
 
 
 def _chunks_by_rank(domain: DomainPlan) -> Iterator[list[tuple[int, int]]]:
-    """Yield for each rank its chunks as (number, microbatch), in the plan's order."""
+    """Yield for each rank its chunks as (number, microbatch), earlier microbatches first: an order that ranks
+    which encode together share, wherever they stand.
+    """
     mine: list[list[tuple[int, int]]] = [[] for _ in range(domain.num_ranks)]
-    for number, chunk in enumerate(domain.chunks):
+    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatch):
         for rank in chunk.ranks:
             mine[rank].append((number, chunk.microbatch))
     yield from mine

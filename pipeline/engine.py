@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ops.rows import gather_rows, scatter_rows
 from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
-from parallel.transports import Work
+from parallel.transports import Lane, Work
 from parallel.waiting import StallError
 from pipeline.anchor import Anchor, Stage, StepInputs
 from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, StepPlan
@@ -74,6 +74,7 @@ class Engine:
         self.device = device
         self.reducers = reducers
         self.timeout_s = timeout_s
+        self.lanes = {Kind.SHIP: Lane(device), Kind.RETURN: Lane(device)}
         self.on_op = on_op
 
     def run(self, plan: StepPlan, domain: DomainPlan, inputs: StepInputs) -> StepResult:
@@ -194,12 +195,15 @@ class _Step:
         values = torch.cat(rows) if rows else self.no_rows()
         ends = self.ends(m)
         outgoing = gather_rows(values, ends.send)
-        self.flights[Kind.SHIP, m] = ship(ends, outgoing, self.engine.groups.ship)
+        self.flights[Kind.SHIP, m] = ship(
+            ends, outgoing, self.engine.groups.ship, self.engine.lanes[Kind.SHIP]
+        )
 
     def return_(self, m: int) -> None:
         # What the first stage received, it sends back in the order of arrival.
         grads = self.row_grads.pop(m) if self.first else self.no_rows()
-        self.flights[Kind.RETURN, m] = ship(self.ends(m).transpose(), grads, self.engine.groups.back)
+        ends, lane = self.ends(m).transpose(), self.engine.lanes[Kind.RETURN]
+        self.flights[Kind.RETURN, m] = ship(ends, grads, self.engine.groups.back, lane)
 
     # The pipeline of the LLM.
 

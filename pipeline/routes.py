@@ -28,9 +28,10 @@ def _rows_by_slot(
     A shard is cut at whole units of its encoder, so its rows are whole too.
     """
     for item, pieces in zip(items, layout.shards, strict=True):
+        tokens = max(1, item.tokens)  # an item may be empty
         for piece in pieces:
-            first = piece.start * item.rows // item.tokens
-            stop = (piece.start + piece.length) * item.rows // item.tokens
+            first = piece.start * item.rows // tokens
+            stop = (piece.start + piece.length) * item.rows // tokens
             yield piece.rank, item, first, stop - first
 
 

@@ -20,7 +20,8 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
     Raises:
         StuckError: if the lists cannot run to the end as they are.
     """
-    timeline = run(domain, compute_ns, lambda op: max(1, message_ns(op)))
+    # Nothing is free: what comes after an op must have a higher number than the op.
+    timeline = run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
     return [_in_order(domain, rank, timeline.started_ns) for rank in range(domain.num_ranks)]
 
 

@@ -216,7 +216,7 @@ def _routes(domain: DomainPlan) -> Iterator[str]:
             yield f"R5: microbatch {m}: {error}"
             continue
         if route is not None and expected is not None:
-            expected = replace(expected, transport=route.transport)
+            expected = replace(expected, transport=route.transport, nodes=route.nodes)
         if route != expected:
             yield f"R5: the route of microbatch {m} does not bring each row to the place of its item"
 

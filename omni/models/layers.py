@@ -3,6 +3,7 @@
 Shapes: T tokens, N heads, K key/value heads, H head size.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from parallel.costs import PartWork
 from parallel.megatron import (
     AttnMaskType,
     MegatronModule,
+    ModuleSpec,
     ProcessGroupCollection,
     TransformerBlockSubmodules,
     TransformerConfig,
@@ -96,8 +98,16 @@ class PackedCoreAttention(MegatronModule):
         return sharded_attention(query, key, value, packed.attention, self.pool, self.scale).flatten(1)
 
 
-def layer_submodules(num_layers: int, normalization: str, causal: bool) -> TransformerBlockSubmodules:
-    """Specify `num_layers` layers with packed attention and our norm, for any device."""
+def layer_submodules(
+    num_layers: int,
+    normalization: str,
+    causal: bool,
+    specs: Callable[[ModuleSpec], list[ModuleSpec]] | None = None,
+) -> TransformerBlockSubmodules:
+    """Specify `num_layers` layers with packed attention and our norm, for any device.
+
+    `specs` makes the layers out of the spec of one, where they are not all alike.
+    """
     spec = get_gpt_layer_local_spec(normalization=normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
@@ -106,7 +116,8 @@ def layer_submodules(num_layers: int, normalization: str, causal: bool) -> Trans
     # The default mask of the spec is causal, for encoders too.
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention.params = {**(attention.params or {}), "attn_mask_type": mask}
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=Norm)
+    layers = [spec] * num_layers if specs is None else specs(spec)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
 def transformer_config(
@@ -126,11 +137,12 @@ def transformer_config(
     tp: int = 1,
     sequence_parallel: bool = False,
     stages: int = 1,
+    more: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Translate our sizes into megatron's configuration, with the settings that replace its globals.
 
     Layers are divided over `tp` ranks. With `sequence_parallel` these divide the tokens between attention and
-    feed-forward as well; without it, every one of them sees all tokens.
+    feed-forward as well; without it, every one of them sees all tokens. `more` are settings beyond ours.
     """
     assert recompute in RECOMPUTE, recompute
     return TransformerConfig(
@@ -166,6 +178,7 @@ def transformer_config(
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
+        **(more or {}),
     )
 
 

@@ -3,7 +3,9 @@
 Shapes: T tokens, D width, V vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +16,16 @@ from omni.models.layers import (
     layer_submodules,
     layer_work,
     transformer_config,
+)
+from omni.models.moe import (
+    check_moe,
+    expert_biases,
+    first_expert,
+    layer_specs,
+    load_expert_biases,
+    moe_layer_work,
+    moe_settings,
+    update_expert_bias,
 )
 from omni.models.regions import Numbering, mark_parallel
 from ops.linear import linear_flops
@@ -35,7 +47,8 @@ class MicrobatchInputs:
     whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
     have `labels` [n], `weights` [n] (0 for padding and tombstones), `sources` [n] (the index of each one's
     data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
-    `order` picks the real ones out of n, sequence by sequence. None elsewhere.
+    `order` picks the real ones out of n, sequence by sequence. None elsewhere. `padding` [1, T / tp] marks
+    the tail, which experts do not count; None if there is none.
     """
 
     packed: PackedTokens
@@ -46,6 +59,7 @@ class MicrobatchInputs:
     sources: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
     order: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
 
 
 def check_llm(config: LLMConfig) -> None:
@@ -102,10 +116,16 @@ class LLMStage:
             tp=groups.tp.size(),
             sequence_parallel=True,
             stages=stages,
+            more=moe_settings(config.mixture, groups.ep.size(), dtype, device) if config.mixture else None,
         )
+        first = sum(layers[:stage])
+        specs = partial(
+            layer_specs, moe=config.mixture, layers=range(first, first + layers[stage]), device=device
+        )
+        self.groups = groups
         self.model = GPTModel(
             self.transformer,
-            layer_submodules(layers[stage], config.norm, causal=True),
+            layer_submodules(layers[stage], config.norm, causal=True, specs=specs),
             vocab_size=padded_vocabulary(vocab_size, config.vocab_multiple),
             max_sequence_length=0,
             pre_process=self.first,
@@ -116,7 +136,8 @@ class LLMStage:
         ).to(device)
         mark_parallel(self.model)
         self.numbering = Numbering(
-            first_layer=sum(layers[:stage]),
+            first_layer=first,
+            first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,
             tied=config.tied,
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
@@ -134,7 +155,8 @@ class LLMStage:
         hidden = hidden.unsqueeze(1)
         if not self.first:
             self.model.set_input_tensor(hidden)
-        out = self.model.decoder(hidden, None, packed_seq_params=inputs.packed)
+        masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
+        out = self.model.decoder(hidden, None, packed_seq_params=inputs.packed, **masked)
         self.model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not self.last:
             return out.squeeze(1)
@@ -162,6 +184,27 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
+    def balance_experts(self) -> float:
+        """Move the experts' bias once a step; every rank of a stage calls it.
+
+        Returns the tokens of the busiest expert over the mean, summed over this stage's layers and divided
+        by the ranks that return it.
+        """
+        if self.config.mixture is None:
+            return 0.0
+        loads = update_expert_bias(self.model, self.groups, self.config.mixture.bias_update_rate)
+        return float(loads.sum()) / self.groups.tp_dp_cp.size()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """State beside the weights, by canonical name, on the one rank of a stage that saves it."""
+        if self.config.mixture is None or self.groups.tp_dp_cp.rank() > 0:
+            return {}
+        return expert_biases(self.model, self.numbering.first_layer)
+
+    def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Load this stage's state from that of all stages."""
+        load_expert_biases(self.model, self.numbering.first_layer, saved)
+
 
 def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None:
     """Refuse a layout that the LLM's sizes do not allow.
@@ -178,6 +221,12 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
     stage_layers(config.layers, layout.pp)
+    if config.mixture is not None:
+        check_moe("model.llm.moe", config.mixture, layers=config.layers, tp=layout.tp, ep=layout.ep)
+    elif layout.ep > 1:
+        raise ConfigError(
+            f"layout.llm.ep={layout.ep}, but the model has no experts: set model.llm.moe, or ep=1"
+        )
 
 
 def output_flops(config: LLMConfig, vocab_size: int) -> int:
@@ -198,15 +247,35 @@ def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -
         element=element,
         tp=layout.tp,
     )
-    output = output_flops(config, vocab_size) // layout.tp
-    layers = stage_layers(config.layers, layout.pp)
-    return tuple(
-        PartWork(
-            flops_per_token=n * layer.flops_per_token + (output if stage == layout.pp - 1 else 0),
-            flops_per_square=n * layer.flops_per_square,
-            bytes_per_token=n * layer.bytes_per_token,
-            weight_bytes=n * layer.weight_bytes,
-            recomputed=config.recompute == "full",
+    kinds = [layer] * config.layers
+    if config.mixture is not None:
+        experts = moe_layer_work(
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.hidden // config.heads,
+            moe=config.mixture,
+            ep=layout.ep,
+            gated=True,
+            causal=True,
+            element=element,
+            tp=layout.tp,
         )
-        for stage, n in enumerate(layers)
-    )
+        kinds[config.mixture.dense_layers :] = [experts] * (config.layers - config.mixture.dense_layers)
+    output = output_flops(config, vocab_size) // layout.tp
+    sizes = stage_layers(config.layers, layout.pp)
+    works = []
+    for stage, size in enumerate(sizes):
+        first = sum(sizes[:stage])
+        own = kinds[first : first + size]
+        works.append(
+            PartWork(
+                flops_per_token=sum(w.flops_per_token for w in own)
+                + (output if stage == layout.pp - 1 else 0),
+                flops_per_square=sum(w.flops_per_square for w in own),
+                bytes_per_token=sum(w.bytes_per_token for w in own),
+                weight_bytes=sum(w.weight_bytes for w in own),
+                recomputed=config.recompute == "full",
+            )
+        )
+    return tuple(works)

@@ -14,10 +14,10 @@ from math import prod
 import numpy as np
 import torch
 
+from omni.models.moe import expert_name
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
-_EXPERT = re.compile(r"(?<=local_experts\.)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
 def canonical_name(name: str, numbering: Numbering) -> str:
     """Return the name of a parameter as if one rank held the whole component."""
     name = _LAYER.sub(lambda match: str(int(match[0]) + numbering.first_layer), name)
-    name = _EXPERT.sub(lambda match: str(int(match[0]) + numbering.first_expert), name)
+    name = expert_name(name, numbering.first_expert)
     if numbering.tied and name == "output_layer.weight":
         return "embedding.word_embeddings.weight"
     return name

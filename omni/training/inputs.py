@@ -21,6 +21,7 @@ from dataloader.loader import Failure, Fetch, Fetched
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
 from omni.models.llm import MicrobatchInputs
+from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import make_ends
 from parallel.packed import PackedTokens, Sharding, pack_tokens
@@ -156,6 +157,8 @@ class Assembler:
             device=place.device,
         )
         tensors: dict[str, Any] = {}
+        if self.llm.mixture is not None:
+            tensors["padding"] = tail_mask(tokens, tokens - tail, place.position % tp, tp, place.device)
         if domain.is_first(place.position):
             ids = [texts[p.sample][0][p.start : p.stop] for p in pieces]
             padded = np.concatenate([*ids, np.zeros(tail, np.int64)])

@@ -20,7 +20,7 @@ from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import check_llm, check_llm_layout, llm_work, output_flops
 from omni.models.registry import Attention, Encoder, make_encoder
-from omni.training.planner import Budget, Planner, Policies, Sharing
+from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies, Sharing
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
@@ -29,11 +29,13 @@ from parallel.policies import POLICIES as SEQUENCE_POLICIES
 from parallel.policies import make_pool
 from parallel.schemes import SequenceCost, sequence_cost
 from parallel.tiles import AttentionShape
+from parallel.transports import TRANSPOSED, Links
 from pipeline.builders import BUILDERS
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
 UNIFORM = "uniform"
+TRANSPORTS = (AUTO, *(name for name in TRANSPOSED if name != "local"))
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,7 @@ def prepare_job(config: Config, world: int) -> Job:
             encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
-    cluster = Cluster(
-        name=config.cluster.name,
-        flops=config.cluster.flops,
-        efficiency=config.cluster.efficiency,
-        memory_bytes_per_s=config.cluster.memory_bytes_per_s,
-        link_bytes_per_s=config.cluster.link_bytes_per_s,
-        link_latency_ns=config.cluster.link_latency_ns,
-        op_overhead_ns=config.cluster.op_overhead_ns,
-    )
+    cluster = Cluster(**vars(config.cluster))
     table = table_from_work(work, cluster, config.model.llm.hidden * element)
     sharing = {LLM: _llm_sharing(config, arrangement, table, element)}
     for name, encoder in encoders.items():
@@ -124,6 +118,9 @@ def prepare_job(config: Config, world: int) -> Job:
         arrangement=arrangement,
         llm=LLM,
         sharing=sharing,
+        boundary=Boundary(
+            config.boundary.transport, cluster.ranks_per_node, table.row_bytes, _links(cluster)
+        ),
         policies=Policies(config.balance.policy, config.pipeline.schedule),
         budget=_budget(config),
         table=table,
@@ -230,6 +227,15 @@ def part_work(
     return parts | {name: encoder.work(element, tp[name]) for name, encoder in encoders.items()}
 
 
+def _links(cluster: Cluster) -> Links:
+    return Links(
+        inside_latency_ns=cluster.node_link_latency_ns,
+        inside_bytes_per_s=cluster.node_link_bytes_per_s,
+        across_latency_ns=cluster.link_latency_ns,
+        across_bytes_per_s=cluster.link_bytes_per_s,
+    )
+
+
 def _sequence_cost(part: str, attention: Attention, tp: int, table: CostTable, element: int) -> SequenceCost:
     shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
     return sequence_cost(table, part, shape, attention.layers, attention.head_dim * element)
@@ -278,6 +284,7 @@ def _check_choices(config: Config) -> None:
     for key, value, known in (
         ("encoder_sp.policy", config.encoder_sp.policy, tuple(SEQUENCE_POLICIES)),
         ("llm_sp.policy", config.llm_sp.policy, (UNIFORM, *SEQUENCE_POLICIES)),
+        ("boundary.transport", config.boundary.transport, TRANSPORTS),
         ("balance.policy", config.balance.policy, tuple(BALANCES)),
         ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
@@ -295,7 +302,8 @@ def _check_choices(config: Config) -> None:
     require("data", config.data, "max_error_share", least=0)
     require("launch", config.launch, "max_restarts", least=0)
     require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
-    require("cluster", config.cluster, "link_latency_ns", "op_overhead_ns", least=0)
+    require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s")
+    require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)
     require("cluster", config.cluster, "efficiency", least=1e-6)
     for name, source in config.data.sources.items():
         require(f"data.sources.{name}", source, "weight", least=0)

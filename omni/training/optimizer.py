@@ -29,14 +29,15 @@ from parallel.megatron import (
 @dataclass(frozen=True)
 class Totals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, seconds that ranks spent in named ways, samples lost to bad data, and whether any rank was
-    asked to stop.
+    component, seconds that ranks spent in named ways, the load of experts (tokens of the busiest over the
+    mean, summed over layers), samples lost to bad data, and whether any rank was asked to stop.
     """
 
     losses: tuple[float, ...]
     targets: tuple[float, ...]
     squares: tuple[float, ...]
     seconds: tuple[float, ...]
+    expert_load: float
     tombstones: int
     stop: bool
 
@@ -56,6 +57,7 @@ def reduce_totals(
     num_sources: int,
     squares: torch.Tensor,
     seconds: Sequence[float],
+    expert_load: float,
     tombstones: int,
     stop: bool,
     group: dist.ProcessGroup,
@@ -63,7 +65,7 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, tombstones, stop], dtype=torch.float64, device=squares.device)
+    rest = torch.tensor([*seconds, expert_load, tombstones, stop], dtype=torch.float64, device=squares.device)
     packed = torch.cat([sums, squares, rest])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
@@ -72,7 +74,8 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        seconds=tuple(values[m:-2]),
+        seconds=tuple(values[m:-3]),
+        expert_load=values[-3],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,
     )

@@ -6,7 +6,7 @@
     sharding    sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
                 items of one microbatch on all slots are one chunk if any of them is shared
-    boundary    rows → the rank that holds their position
+    boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
 The planner knows every policy only as a function. It reads no clock and no rank: all ranks call it with the
@@ -25,12 +25,14 @@ from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
+from parallel.boundary import Route
 from parallel.costs import CostTable
 from parallel.layout import Arrangement, split_evenly
 from parallel.policies import Pool, SequencePolicy
 from parallel.schemes import SequenceCost, choose_tiles
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import Tile
+from parallel.transports import Links, choose_transport, node_map
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import Chunk, DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, StepPlan
 from pipeline.policies import Slot, spread
@@ -55,6 +57,29 @@ class Budget:
     step_tokens: int | None
     step_samples: int | None
     on_long: str
+
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How rows travel: over one transport, or with `auto` the one of each route that takes the least time."""
+
+    transport: str
+    ranks_per_node: int
+    row_bytes: int
+    links: Links
+
+    def send(self, route: Route, ranks: Sequence[int]) -> Route:
+        """Choose the transport of a route over global `ranks`."""
+        if route.is_local:
+            return route.over("local")
+        nodes = node_map(ranks, self.ranks_per_node)
+        transport = self.transport
+        if transport == AUTO:
+            transport = choose_transport(route.traffic(), nodes, self.row_bytes, self.links)
+        return route.over(transport, nodes)
 
 
 @dataclass(frozen=True)
@@ -85,6 +110,7 @@ class Planner:
     arrangement: Arrangement
     llm: str
     sharing: Mapping[str, Sharing]
+    boundary: Boundary
     policies: Policies
     budget: Budget
     table: CostTable
@@ -154,7 +180,7 @@ class Planner:
         for sample, home in enumerate(homes):
             members[home].append(sample)
         domains = tuple(
-            self._domain(members[domain * shared : (domain + 1) * shared], metas, train, frozen)
+            self._domain(domain, members[domain * shared : (domain + 1) * shared], metas, train, frozen)
             for domain in range(num_domains)
         )
         return StepPlan(
@@ -194,6 +220,7 @@ class Planner:
 
     def _domain(
         self,
+        number: int,
         members: Sequence[Sequence[int]],
         metas: Sequence[SampleMeta],
         train: bool,
@@ -207,9 +234,11 @@ class Planner:
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
         chunks = self._chunks(items)
+        ranks = world.domain_ranks(number)
         routes = tuple(
-            plan_route(m, batch.layout, world.llm.tp, world.domain_size, items, chunks)
+            None if route is None else self.boundary.send(route, ranks)
             for m, batch in enumerate(microbatches)
+            for route in [plan_route(m, batch.layout, world.llm.tp, world.domain_size, items, chunks)]
         )
         domain = DomainPlan(
             num_stages=world.llm.pp,

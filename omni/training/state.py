@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from infra.checkpoint import CheckpointError
+from omni.models.llm import LLMStage
 from omni.models.regions import Numbering, Region, named_parameters
 from omni.training.optimizer import ComponentOptimizer
 
@@ -25,9 +26,12 @@ Names = Mapping[str, Numbering]
 """For each component, what its canonical names need."""
 
 
-def write_state(path: Path, components: Mapping[str, ComponentOptimizer], names: Names) -> None:
-    """Write this rank's shards to `path`."""
+def write_state(
+    path: Path, components: Mapping[str, ComponentOptimizer], names: Names, stage: LLMStage | None
+) -> None:
+    """Write this rank's shards, and what state its stage has beside the weights, to `path`."""
     state: dict[str, Any] = {"rng": torch.get_rng_state(), "shards": []}
+    state["buffers"] = {name: b.cpu().clone() for name, b in (stage.buffers() if stage else {}).items()}
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
     for component, optimizer in components.items():
@@ -47,7 +51,12 @@ def write_state(path: Path, components: Mapping[str, ComponentOptimizer], names:
 
 
 def read_state(
-    path: Path, files: list[str], components: Mapping[str, ComponentOptimizer], names: Names, rank: int
+    path: Path,
+    files: list[str],
+    components: Mapping[str, ComponentOptimizer],
+    names: Names,
+    stage: LLMStage | None,
+    rank: int,
 ) -> None:
     """Load this rank's shards from a checkpoint that any layout may have written.
 
@@ -55,14 +64,18 @@ def read_state(
         CheckpointError: if a parameter is missing, or has another shape.
     """
     saved: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    buffers: dict[str, torch.Tensor] = {}
     for file in files:
         state = torch.load(path / file, map_location="cpu", mmap=True, weights_only=True)
         for shard in state["shards"]:
             saved[shard["component"], shard["name"]].append(shard)
+        buffers |= state["buffers"]
         if file == f"rank_{rank:05d}.pt":
             torch.set_rng_state(state["rng"])
             if "cuda_rng" in state and torch.cuda.is_available():
                 torch.cuda.set_rng_state(state["cuda_rng"])
+    if stage is not None:
+        stage.load_buffers(buffers)
     for component, optimizer in components.items():
         for shard in shards(optimizer, names[component]):
             what = f"{path.name}: {component} {shard.name}"

@@ -154,6 +154,7 @@ class Trainer:
                 len(self.job.sources),
                 squares,
                 idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
+                self.rank.stage.balance_experts() if self.rank.stage else 0.0,
                 tombstones,
                 stop,
                 self.rank.groups.world,
@@ -220,7 +221,7 @@ class Trainer:
         save_checkpoint(
             self.folder.checkpoints,
             self.step,
-            lambda path: write_state(path, self.rank.components, self.rank.names),
+            lambda path: write_state(path, self.rank.components, self.rank.names, self.rank.stage),
             {
                 "cursor": self.cursor,
                 "progression": asdict(self.progression),
@@ -241,7 +242,7 @@ class Trainer:
         manifest = read_manifest(path)
         check_fingerprint(manifest["fingerprint"], fingerprint(self.job), path)
         files = sorted(manifest["files"])
-        read_state(path, files, self.rank.components, self.rank.names, self.rank.rank)
+        read_state(path, files, self.rank.components, self.rank.names, self.rank.stage, self.rank.rank)
         self.step, self.cursor = manifest["step"], manifest["cursor"]
         self.progression = Progression(**manifest["progression"])
         return self.step

@@ -8,8 +8,7 @@ Three searches, each bounded by a count, of which the smallest predicted makespa
 2. Targets: for each of a row of target times the least degrees that keep to it. As in 1, shared sequences
    are cut evenly over the least loaded ranks, and whole ones fill what is idle.
 3. Pouring: whole sequences first, then the costliest fill the ranks up to one level, cut where a rank is
-   full. Uneven cuts leave no rank idle for being a fraction of one; the times of the tiles that come of
-   them correct the cuts once.
+   full, so that no rank idles because a sequence needs a fraction of one.
 """
 
 from bisect import bisect_left, insort
@@ -25,7 +24,7 @@ from parallel.policies.simple import shard_all
 from parallel.schemes import rank_times
 from parallel.sequence import SequenceLayout
 
-_HALVINGS = 6  # of the range in which DHP's target time is searched
+_HALVINGS = 5  # of the range in which DHP's target time is searched
 _TARGETS = 24  # target times tried between the least possible and twice that
 _MORE_POURED = 6  # sequences beyond the longest that are tried as poured ones
 
@@ -183,7 +182,7 @@ def _best_even(
         bound = max(int(own.max()), int((own * degrees).sum()) // pool.num_ranks)
         if best is not None and bound >= best.makespan:
             continue
-        build = _evenly(lengths, rows, order, degrees.tolist(), pool, best.makespan if best else NEVER)
+        build = _evenly(lengths, rows, order, degrees, pool, best.makespan if best else NEVER)
         if build is not None and (best is None or build.makespan < best.makespan):
             best = build
     return best
@@ -193,7 +192,7 @@ def _evenly(
     lengths: Sequence[int],
     rows: Sequence[Sequence[int]],
     order: Sequence[int],
-    degrees: Sequence[int],
+    degrees: Degrees,
     pool: Pool,
     limit: int,
 ) -> Build | None:
@@ -201,13 +200,16 @@ def _evenly(
     find no room, or if the makespan reaches `limit` before the whole ones are placed.
     """
     build = Build(lengths, rows, pool)
-    shared = [s for s in order if degrees[s] > 1]
-    for number in sorted(shared, key=lambda s: -rows[s][degrees[s] - 1]):
-        ranks = nsmallest(degrees[number], range(pool.num_ranks), key=build.ns.__getitem__)
+    degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
+    for number in sorted(degree_of, key=lambda s: -rows[s][degree_of[s] - 1]):
+        degree = degree_of[number]
+        ranks = nsmallest(degree, build.with_room(-(-lengths[number] // degree)), key=build.ns.__getitem__)
+        if len(ranks) < degree:
+            return None
         build.share(number, sorted(ranks))
     if build.makespan >= limit or not build.fits:
         return None
-    return build if build.place(s for s in order if degrees[s] == 1) else None
+    return build if build.place(s for s in order if s not in degree_of) else None
 
 
 def _best_poured(
@@ -223,22 +225,20 @@ def _best_poured(
     least, amounts = limit, {}
     for count in range(max(1, longest), min(len(order), longest + _MORE_POURED) + 1):
         poured = {s: _amount(rows[s], mean) for s in order[:count]}
+        amount = sum(poured.values())
         rest = whole - sum(rows[s][0] for s in poured)
-        if (sum(poured.values()) + rest) // pool.num_ranks >= least:
+        if (amount + rest) // pool.num_ranks >= least:
             break
         build = Build(lengths, rows, pool)
         if build.place(order[count:]):
-            level = max(_level(build.ns, sum(poured.values()), pool.cost.sharing_ns), build.makespan)
+            level = max(_level(build.ns, amount, pool.cost.sharing_ns), build.makespan)
             if level < least:
                 best, least, amounts = build, level, poured
     if best is None:
         return None
     rooms = [least - pool.cost.sharing_ns - ns for ns in best.ns]
-    first = fill(amounts, rooms)
-    once = _timed(best, first)
-    twice = _timed(best, _corrected(first, once.ns))
-    fitting = [build for build in (once, twice) if build.fits]
-    return min(fitting, key=lambda build: build.makespan, default=None)
+    build = _timed(best, fill(amounts, rooms))
+    return build if build.fits else None
 
 
 def _amount(row: Sequence[int], mean: int) -> int:
@@ -290,21 +290,3 @@ def _timed(whole: Build, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Buil
     added = rank_times(shared, whole.pool.cost)
     build.ns = [ns + time.total_ns for ns, time in zip(whole.ns, added, strict=True)]
     return build
-
-
-def _corrected(
-    parts: Mapping[int, Sequence[tuple[int, int]]], times: Sequence[int]
-) -> dict[int, list[tuple[int, int]]]:
-    """Give ranks that turn out slower than the mean less of what they share, and the others more."""
-    mean = sum(times) // len(times)
-    held = [0] * len(times)
-    for of_ranks in parts.values():
-        for rank, amount in of_ranks:
-            held[rank] += amount
-    return {
-        number: [
-            (rank, max(1, amount * max(0, held[rank] + mean - times[rank]) // held[rank]))
-            for rank, amount in of_ranks
-        ]
-        for number, of_ranks in parts.items()
-    }

@@ -15,8 +15,8 @@ from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import attention_work, exchange_volume, pairs_before
 
 Times = npt.NDArray[np.int64]
-NEVER = 2**50  # nanoseconds: what cannot be; sums of thousands of them stay in int64
-_SCALE = 1 << 20
+NEVER = 2**46  # nanoseconds, 19 hours: what cannot be; sums of 2**16 of them stay in int64
+_SCALE = 1 << 14
 _REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding to rows is negligible there
 
 
@@ -26,7 +26,7 @@ class Pool:
 
     `unit` tokens of a sequence stay together (a merge window); a rank holds at most `tokens_per_rank`.
     `shares[k - 1]` lists, for even cuts over k ranks, each scheme that no other beats in both: the slowest
-    rank's part of the attention in 1 / 2**20, and its exchange in femtoseconds for a token of the sequence.
+    rank's part of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the sequence.
     """
 
     cost: SequenceCost
@@ -78,13 +78,14 @@ def degree_times(lengths: Sequence[int], pool: Pool) -> Times:
     tokens = np.array(lengths, np.int64)[:, None]
     degrees = np.arange(1, pool.num_ranks + 1)
     pairs = tokens * (tokens + 1) // 2 if cost.shape.causal else tokens * tokens
-    attention = pairs * cost.pair_fs // 1_000_000
+    millions, rest = np.divmod(pairs, 1_000_000)  # femtoseconds of the whole could overflow
+    attention = millions * cost.pair_fs + rest * cost.pair_fs // 1_000_000
     spent = np.full((len(lengths), pool.num_ranks), NEVER)
     for scheme in range(most):
         share, exchange_fs = table[:, scheme, 0], table[:, scheme, 1]
         np.minimum(spent, attention * share // _SCALE + tokens * exchange_fs // 1_000_000, out=spent)
     units = -(-tokens // pool.unit)
-    held = np.minimum(-(-units // degrees) * pool.unit, tokens)
+    held = np.minimum(-(-units // degrees) * pool.unit, tokens)  # by the rank with the most
     spent += held * cost.token_fs // 1_000_000
     spent[(degrees > units) & (degrees > 1)] = NEVER
     return spent
@@ -104,6 +105,11 @@ def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard
             shards.append(Shard(rank, start, stop - start))
             start = stop
     return tuple(shards) or (Shard(parts[0][0], 0, 0),)
+
+
+def most_ranks(length: int, pool: Pool) -> int:
+    """Ranks that a sequence can be cut over: at most one for each unit."""
+    return max(1, min(pool.num_ranks, -(-length // pool.unit)))
 
 
 def costliest_first(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -165,6 +171,12 @@ class Build:
         for ns, rank in heap:
             self.ns[rank] = ns
         return True
+
+    def with_room(self, tokens: int) -> Sequence[int]:
+        """Ranks that may hold so many tokens more."""
+        cap = self.pool.tokens_per_rank
+        everyone = range(self.pool.num_ranks)
+        return everyone if cap is None else [rank for rank in everyone if self.tokens[rank] + tokens <= cap]
 
     @property
     def fits(self) -> bool:

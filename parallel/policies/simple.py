@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from parallel.policies.pool import NEVER, Build, Pool, costliest_first, degree_times, no_room
+from parallel.policies.pool import Build, Pool, costliest_first, degree_times, most_ranks, no_room
 from parallel.sequence import SequenceLayout
 
 
@@ -42,9 +42,9 @@ def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     base, rest = 0, sum(row[0] for row in rows)
     for count in range(len(order) + 1):
         if count:
-            row = rows[order[count - 1]]
-            base += min(row[-1], max(ns for ns in row if ns < NEVER)) + pool.cost.sharing_ns * (count == 1)
-            rest -= row[0]
+            last = order[count - 1]
+            base += rows[last][most_ranks(lengths[last], pool) - 1] + pool.cost.sharing_ns * (count == 1)
+            rest -= rows[last][0]
         if best is not None and base + rest // pool.num_ranks >= best.makespan:
             break
         build = Build(lengths, rows, pool)
@@ -83,10 +83,8 @@ def _aligned_blocks(
     build = Build(lengths, rows, pool)
     for number in costliest_first(rows):
         degree = 1
-        while degree * threshold < lengths[number] and 2 * degree <= pool.num_ranks:
+        while degree * threshold < lengths[number] and 2 * degree <= most_ranks(lengths[number], pool):
             degree *= 2
-        while rows[number][degree - 1] >= NEVER:
-            degree //= 2
         blocks = [range(first, first + degree) for first in range(0, pool.num_ranks - degree + 1, degree)]
         block = min(blocks, key=lambda block: max(build.ns[rank] for rank in block))
         if degree > 1:

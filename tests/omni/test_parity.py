@@ -15,6 +15,7 @@ from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.boundary import Ends, Route, make_ends
 
+MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
 CASES = {
     "dp2": (2, []),
     "pp2": (2, ["layout=pp2"]),
@@ -39,6 +40,14 @@ CASES = {
     "dp2 enc dynamic": (2, ["encoder_sp=dynamic"]),
     "pp2 enc all": (2, ["encoder_sp=all", "layout.llm.pp=2"]),
     "pool 2 dynamic": (2, ["encoder_sp=long_short", "llm_sp=dynamic", "llm_sp.pool=2"]),
+    "moe dp2": (2, [MOE]),
+    "moe ep2": (2, [MOE, "layout.llm.ep=2"]),
+    "moe tp2 ep2": (2, [MOE, "layout.llm.tp=2", "layout.llm.ep=2"]),
+    "moe dp2 pp2 ep2": (4, [MOE, "layout.llm.pp=2", "layout.llm.ep=2"]),
+    "moe cp2 tp2 ep4": (4, [MOE, "layout.llm.cp=2", "layout.llm.tp=2", "layout.llm.ep=4"]),
+    "moe dp3 recompute": (3, [MOE, "balance=none", "model.llm.recompute=full"]),
+    "pp4 two_level": (4, ["layout.llm.pp=4", "boundary=two_level", "cluster.ranks_per_node=2"]),
+    "pp2 reduce_scatter": (2, ["layout.llm.pp=2", "boundary=reduce_scatter"]),
     "beside 1+1": (2, ["placement=disaggregated"]),
     "beside dp2+1": (3, ["placement=disaggregated"]),
     "beside dp1+2": (3, ["placement=disaggregated", "placement.ranks=2", "layout.llm.dp=1", "+layout.encoders.image.tp=2"]),
@@ -49,6 +58,7 @@ MODEL_KEYS = (
     "model.llm.tied",
     "model.llm.qkv_bias",
     "model.llm.norm",
+    "model.llm.moe",
     "model.encoders.image.norm",
     "optim.comp",
 )

@@ -1,0 +1,358 @@
+"""Mixture-of-experts layers: megatron-core's MoELayer in place of a dense layer's MLP.
+
+A router sends every token to `topk` of `experts`; the experts are split `ep` ways over the tp·cp·dp ranks of
+a stage, whole (no tensor parallelism inside an expert), and tokens travel to them and back by an uneven
+all-to-all. No token is dropped. There is no auxiliary loss: a bias added to the scores, for the choice alone,
+moves once a step against each expert's share of the tokens (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+
+Invariant: what a token gets and every gradient are those of one rank, whichever rank holds an expert. So the
+choice must not hang on rounding (`routing_margins` measures by how much it does not), and tokens are counted
+once: not in evaluation, not again in recomputation, and not at all where they only fill a rank's tail.
+
+Shapes: T tokens of this rank, D width, E experts.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infra.checkpoint import CheckpointError
+from omni.config import ConfigError, MoEConfig, require
+from ops.attention import attention_bytes, attention_flops
+from ops.linear import linear_bytes, linear_flops
+from parallel.costs import PartWork
+from parallel.megatron import (
+    HAVE_TE,
+    ColumnParallelLinear,
+    MLPSubmodules,
+    ModuleSpec,
+    MoELayer,
+    MoESubmodules,
+    ProcessGroupCollection,
+    RowParallelLinear,
+    SequentialMLP,
+    SharedExpertMLP,
+    TEGroupedMLP,
+    TESpecProvider,
+    TopKRouter,
+    TransformerConfig,
+)
+
+SCORES = ("softmax", "sigmoid")
+Linears = list[tuple[int, int]]
+_LAYER = re.compile(r"(?<=layers\.)\d+")
+# How an expert's weights are called by the two modules that can hold them.
+_SEQUENTIAL = re.compile(r"(?<=\.experts\.)local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.weight)(\d+)$")
+
+
+def check_moe(section: str, config: MoEConfig, *, layers: int, tp: int, ep: int) -> None:
+    """Refuse sizes that fit neither each other nor the layout.
+
+    Raises:
+        ConfigError: naming the key under `section`.
+    """
+    require(section, config, "experts", "topk", "ffn")
+    require(section, config, "shared_ffn", "dense_layers", "bias_update_rate", least=0)
+    if config.score not in SCORES:
+        raise ConfigError(f"{section}.score={config.score}: choose one of {', '.join(SCORES)}")
+    if config.topk > config.experts:
+        raise ConfigError(f"{section}.topk={config.topk}: must be at most experts={config.experts}")
+    if config.dense_layers >= layers:
+        raise ConfigError(
+            f"{section}.dense_layers={config.dense_layers} leaves none of {layers} layers to experts: choose "
+            f"at most {layers - 1}, or a model without experts"
+        )
+    if config.bias_update_rate and config.score == "softmax":
+        raise ConfigError(
+            f"{section}.bias_update_rate={config.bias_update_rate:g} needs score=sigmoid: a bias is added to "
+            f"scores that do not depend on each other; set it to 0 for score=softmax"
+        )
+    if config.experts % ep:
+        raise ConfigError(
+            f"layout.llm.ep={ep} does not divide {section}.experts={config.experts}: choose an ep that does"
+        )
+    if config.shared_ffn % tp:
+        raise ConfigError(
+            f"{section}.shared_ffn={config.shared_ffn} does not divide among layout.llm.tp={tp}: choose a "
+            f"multiple of {tp}"
+        )
+
+
+def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Return what a model with experts adds to its TransformerConfig.
+
+    The dispatcher, "alltoall", is the same for dense models and not repeated here.
+    """
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_router_topk": moe.topk,
+        "moe_ffn_hidden_size": moe.ffn,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn or None,
+        "moe_router_score_function": moe.score,
+        "moe_router_pre_softmax": moe.score == "softmax" and moe.topk == 1,
+        "moe_router_dtype": "fp64" if dtype == torch.float64 else "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        # The bias is ours: megatron's would be updated by every finalisation, over global process groups.
+        "moe_router_enable_expert_bias": False,
+        "moe_grouped_gemm": _grouped(device),
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def layer_specs(
+    dense: ModuleSpec, moe: MoEConfig | None, layers: Iterable[int], device: torch.device
+) -> list[ModuleSpec]:
+    """Return the spec of each of `layers`, counted from the start of the model: `dense`, or with experts."""
+    if moe is None:
+        return [dense for _ in layers]
+    mlp = experts_spec(moe, device)
+    with_experts = replace(dense, submodules=replace(dense.submodules, mlp=mlp))
+    return [dense if layer < moe.dense_layers else with_experts for layer in layers]
+
+
+def experts_spec(moe: MoEConfig, device: torch.device) -> ModuleSpec:
+    """Specify router, experts and shared expert: what takes the place of a dense layer's MLP.
+
+    On a GPU with Transformer Engine the experts of a rank are one grouped product; without it, and on the
+    CPU, they run one after the other.
+    """
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = ModuleSpec(module=SequentialExperts, submodules=linears)
+    if _grouped(device):
+        _, grouped = TESpecProvider().grouped_mlp_modules(True, False)
+        experts = ModuleSpec(module=GroupedExperts, submodules=grouped)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            experts=experts,
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+            router=partial(CountingRouter, balanced=moe.bias_update_rate > 0),
+        ),
+    )
+
+
+def _grouped(device: torch.device) -> bool:
+    return device.type == "cuda" and HAVE_TE
+
+
+class SequentialExperts(SequentialMLP):
+    """The experts of this rank, one after the other."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _mark(self)
+
+
+class GroupedExperts(TEGroupedMLP):
+    """The experts of this rank in one grouped product, with Transformer Engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _mark(self)
+
+
+def _mark(experts: torch.nn.Module) -> None:
+    """Mark weights as an expert's, so that they are reduced and counted over the ranks that see them.
+
+    megatron leaves the first mark out when ep is 1, and then sums gradients over cp·dp alone although experts
+    see only a tp-th of the tokens; and the second when weights are not initialised by it, and then leaves
+    them out of the norm on all but the first tp rank.
+    """
+    for parameter in experts.parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+class CountingRouter(TopKRouter):
+    """megatron's router, with the tokens of each expert counted and a bias for `update_expert_bias` to move.
+
+    Tokens under `padding_mask` [T], True for the tail, are routed but not counted. Counting is left out
+    without gradients, hence in evaluation and in the first of the two passes of a recomputed layer. The mask
+    is an argument of every pass and not a state: recomputation comes after the passes of later microbatches.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        balanced: bool,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        counts = torch.zeros(config.num_moe_experts, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+        if balanced:
+            del self.expert_bias  # None, in the place of the buffer
+            self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, dtype=torch.float32))
+
+    @torch.no_grad()
+    def _count(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.unsqueeze(1)
+        self.tokens_per_expert += routing_map.sum(0)
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Take megatron's place for its statistics; its own masks experts where it means to mask tokens."""
+        if torch.is_grad_enabled():
+            self._count(routing_map, padding_mask)
+
+
+def tail_mask(tokens: int, real: int, tp_rank: int, tp: int, device: torch.device) -> torch.Tensor | None:
+    """Mark the tail in this rank's slice of a pack of `tokens`, the first `real` of which are not tail.
+
+    Give it to the transformer block as `padding_mask`: [1, tokens / tp], True for tail tokens. None if the
+    pack has no tail.
+    """
+    assert tokens % tp == 0, f"{tokens} tokens over tp={tp}"
+    if real == tokens:
+        return None
+    share = tokens // tp
+    return (torch.arange(tp_rank * share, (tp_rank + 1) * share, device=device) >= real).unsqueeze(0)
+
+
+def routers(model: torch.nn.Module) -> dict[str, CountingRouter]:
+    """Return the routers of this stage by the name they have in it, in the order of layers."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, CountingRouter)}
+
+
+@torch.no_grad()
+def update_expert_bias(model: torch.nn.Module, groups: ProcessGroupCollection, rate: float) -> torch.Tensor:
+    """Move each expert's bias by `rate` towards an equal share of the tokens counted since the last call.
+
+    Counts are summed over the tp·cp·dp ranks of the stage, which all call this, and start again from 0.
+    A bias grows if its expert had less than the mean and shrinks if it had more (DeepSeek-V3, section 2.1.2);
+    the comparison is of integers, so all ranks agree. A rate of 0 only counts.
+
+    Returns:
+        For each layer with experts on this stage, the tokens of the busiest expert over the mean, 0 if there
+        were none: float32, on the device.
+    """
+    found = list(routers(model).values())
+    if not found:
+        return torch.zeros(0)
+    counts = torch.stack([router.tokens_per_expert for router in found])
+    dist.all_reduce(counts, group=groups.tp_dp_cp)
+    totals, num_experts = counts.sum(1), counts.shape[1]
+    directions = torch.sign(totals.unsqueeze(1) - counts * num_experts)
+    for router, direction in zip(found, directions, strict=True):
+        router.tokens_per_expert.zero_()
+        if router.expert_bias is not None:
+            router.expert_bias.add_(direction, alpha=rate)
+    return counts.amax(1) * num_experts / totals.clamp(min=1)
+
+
+def expert_biases(model: torch.nn.Module, first_layer: int) -> dict[str, torch.Tensor]:
+    """Return the biases of this stage, live, by names that count layers from the start of the model.
+
+    They are the same on all tp·cp·dp ranks of the stage.
+    """
+    return {
+        _LAYER.sub(lambda match: str(int(match[0]) + first_layer), f"{name}.expert_bias"): router.expert_bias
+        for name, router in routers(model).items()
+        if router.expert_bias is not None
+    }
+
+
+@torch.no_grad()
+def load_expert_biases(model: torch.nn.Module, first_layer: int, saved: Mapping[str, torch.Tensor]) -> None:
+    """Copy this stage's biases from all those of a checkpoint.
+
+    Raises:
+        CheckpointError: if one is missing, or is for another number of experts.
+    """
+    for name, bias in expert_biases(model, first_layer).items():
+        if name not in saved or saved[name].shape != bias.shape:
+            found = f"has {len(saved[name])} experts" if name in saved else "is not in the checkpoint"
+            raise CheckpointError(f"{name} {found}, the model has {len(bias)}")
+        bias.copy_(saved[name])
+
+
+def first_expert(num_experts: int, groups: ProcessGroupCollection) -> int:
+    """Return the number of the first expert that this rank holds."""
+    return groups.ep.rank() * (num_experts // groups.ep.size())
+
+
+def expert_name(name: str, first: int) -> str:
+    """Number an expert from the first of the model, whichever rank and module holds it; leave other names.
+
+    `first` is the first expert of this rank. Weights of expert 5 are "….experts.5.linear_fc1.weight".
+    """
+    name = _SEQUENTIAL.sub(lambda match: f"{first + int(match[1])}.", name)
+    return _GROUPED.sub(lambda match: f"{first + int(match[2])}.{match[1]}", name)
+
+
+@contextmanager
+def routing_margins(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Collect the narrowest choice of every pass through every router, tail aside.
+
+    It is the least distance, over tokens, between the last score that was chosen and the first that was not:
+    rounding below it cannot send a token to another expert.
+    """
+    margins: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def watch(router: CountingRouter, inputs: tuple[Any, ...], output: Any) -> None:
+        hidden, padding_mask = inputs
+        scores = router.gating(hidden).flatten(0, -2)
+        if router.score_function == "sigmoid":
+            scores = scores.sigmoid()
+        if router.expert_bias is not None:
+            scores = scores + router.expert_bias
+        if padding_mask is not None:
+            scores = scores[~padding_mask.reshape(-1)]
+        if router.topk < scores.shape[1] and len(scores):
+            top = scores.topk(router.topk + 1).values
+            margins.append((top[:, -2] - top[:, -1]).min())
+
+    hooks = [router.register_forward_hook(watch) for router in routers(model).values()]
+    try:
+        yield margins
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def moe_layer_work(
+    *,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    moe: MoEConfig,
+    ep: int,
+    gated: bool,
+    causal: bool,
+    element: int,
+    tp: int = 1,
+) -> PartWork:
+    """Work of one layer with experts on each of `tp` ranks that share it, with `element` bytes a number.
+
+    A token costs the experts that it is sent to, wherever they are: with balanced experts a rank computes for
+    others as much as others compute for it. A pass reads the weights of all experts that the rank holds.
+    """
+    attention: Linears = [(hidden, head_dim * (heads + 2 * kv_heads)), (head_dim * heads, hidden)]
+    expert: Linears = [(hidden, moe.ffn * (2 if gated else 1)), (moe.ffn, hidden)]
+    shared: Linears = [(hidden, moe.shared_ffn * (2 if gated else 1)), (moe.shared_ffn, hidden)]
+    router: Linears = [(hidden, moe.experts)]
+    divided = attention + (shared if moe.shared_ffn else [])
+    whole = router + expert * (moe.experts // ep)
+    active = divided + router + expert * moe.topk
+    weights = sum(linear_bytes(0, i, o, element) for i, o in active)
+    once = sum(linear_bytes(1, i, o, element) for i, o in active)
+    return PartWork(
+        flops_per_token=sum(linear_flops(1, i, o) for i, o in active) // tp,
+        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
+        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
+        weight_bytes=sum(linear_bytes(0, i, o, element) for i, o in divided) // tp
+        + sum(linear_bytes(0, i, o, element) for i, o in whole),
+    )
