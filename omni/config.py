@@ -104,9 +104,12 @@ class EncoderLayoutConfig:
 
 @dataclass
 class LayoutConfig:
-    """The LLM's layout, and by name that of each encoder that is divided."""
+    """The LLM's layout, and by name that of each encoder that is divided. A domain has at least `domain`
+    replicas: they plan together, and their ranks may share sequences and items.
+    """
 
     llm: LLMLayoutConfig = field(default_factory=LLMLayoutConfig)
+    domain: int = 1
     encoders: dict[str, Any] = field(default_factory=dict)
 
 
@@ -130,11 +133,10 @@ class EncoderSPConfig:
 @dataclass
 class LLMSPConfig:
     """How the LLM's ranks share sequences: uniform (each over the cp ranks of its replica), or a policy of
-    encoder_sp over a pool of `pool` members (cp, or a multiple of it across replicas).
+    encoder_sp over all cp ranks of the replicas of a domain.
     """
 
     policy: str = MISSING
-    pool: int | None = None
 
 
 @dataclass

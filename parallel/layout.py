@@ -14,7 +14,7 @@ context parallelism stay inside a node and pipeline stages are what crosses betw
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import lcm, prod
 
 PLACEMENTS = ("colocated", "stage0", "disaggregated")
@@ -284,11 +284,49 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def stage_layers(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Split layers over stages as evenly as can be; the first stages, which wait least, take the rest."""
-    if num_layers < stages:
+def stage_layers(costs: Sequence[int], last: int, stages: int) -> tuple[int, ...]:
+    """Divide layers of given costs over stages, so that the costliest stage costs least.
+
+    `last` is what the last stage does besides. Among equals, costs are as even as can be, and the first
+    stages, which wait least, take more.
+
+    Raises:
+        LayoutError: if there are more stages than layers.
+    """
+    if len(costs) < stages:
         raise LayoutError(
-            f"layout.llm.pp={stages} leaves a stage without a layer: model.llm.layers={num_layers}; "
-            f"choose pp at most {num_layers}"
+            f"layout.llm.pp={stages} leaves a stage without a layer: model.llm.layers={len(costs)}; "
+            f"choose pp at most {len(costs)}"
         )
-    return split_evenly(num_layers, stages)
+    before = [0, *accumulate(costs)]
+
+    def stage_cost(stage: int, start: int, stop: int) -> int:
+        return before[stop] - before[start] + (last if stage == stages - 1 else 0)
+
+    highest: dict[tuple[int, int], int] = {(0, 0): 0}  # by stages and layers divided: the costliest stage
+    for stage in range(stages):
+        for stop in range(stage + 1, len(costs) + 1):
+            highest[stage + 1, stop] = min(
+                max(highest[stage, start], stage_cost(stage, start, stop))
+                for start in range(stage, stop)
+                if (stage, start) in highest
+            )
+    limit = highest[stages, len(costs)]
+    # Within that limit, the least sum of squares; the start of each stage as late as can be.
+    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}
+    for stage in range(stages):
+        for stop in range(stage + 1, len(costs) + 1):
+            choices = [
+                (best[stage, start][0] + stage_cost(stage, start, stop) ** 2, -start)
+                for start in range(stage, stop)
+                if (stage, start) in best and stage_cost(stage, start, stop) <= limit
+            ]
+            if choices:
+                best[stage + 1, stop] = min(choices)
+    sizes: list[int] = []
+    stop = len(costs)
+    for stage in range(stages, 0, -1):
+        start = -best[stage, stop][1]
+        sizes.insert(0, stop - start)
+        stop = start
+    return tuple(sizes)

@@ -6,6 +6,7 @@ Shapes: T tokens, D width, V vocabulary.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequ
 from parallel.packed import PackedTokens
 
 NAME = "llm"
+_REFERENCE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class LLMStage:
         groups: ProcessGroupCollection,
     ) -> None:
         stage, stages = groups.pp.rank(), groups.pp.size()
-        layers = stage_layers(config.layers, stages)
+        layers = llm_stages(config, vocab_size, stages)
         self.tp_group = groups.tp
         self.config = config
         self.width = config.hidden
@@ -220,7 +222,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"({vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
-    stage_layers(config.layers, layout.pp)
+    llm_stages(config, vocab_size, layout.pp)
     if config.mixture is not None:
         check_moe("model.llm.moe", config.mixture, layers=config.layers, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:
@@ -234,40 +236,25 @@ def output_flops(config: LLMConfig, vocab_size: int) -> int:
     return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
 
 
+def llm_stages(config: LLMConfig, vocab_size: int, stages: int) -> tuple[int, ...]:
+    """Divide the layers over stages by cost: layers with experts and dense ones differ, and the last stage
+    also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
+
+    Raises:
+        LayoutError: if a stage would have no layer.
+    """
+    works = _layer_works(config, Layout(), element=1)
+    costs = [work.flops_per_token + work.flops_per_square * _REFERENCE_TOKENS for work in works]
+    return stage_layers(costs, output_flops(config, vocab_size), stages)
+
+
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[PartWork, ...]:
     """Work of a rank of each stage. The output layer counts for every token, as if all were targets."""
-    layer = layer_work(
-        hidden=config.hidden,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.hidden // config.heads,
-        ffn=config.ffn,
-        gated=True,
-        causal=True,
-        element=element,
-        tp=layout.tp,
-    )
-    kinds = [layer] * config.layers
-    if config.mixture is not None:
-        experts = moe_layer_work(
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.hidden // config.heads,
-            moe=config.mixture,
-            ep=layout.ep,
-            gated=True,
-            causal=True,
-            element=element,
-            tp=layout.tp,
-        )
-        kinds[config.mixture.dense_layers :] = [experts] * (config.layers - config.mixture.dense_layers)
+    layers = iter(_layer_works(config, layout, element))
     output = output_flops(config, vocab_size) // layout.tp
-    sizes = stage_layers(config.layers, layout.pp)
     works = []
-    for stage, size in enumerate(sizes):
-        first = sum(sizes[:stage])
-        own = kinds[first : first + size]
+    for stage, size in enumerate(llm_stages(config, vocab_size, layout.pp)):
+        own = [next(layers) for _ in range(size)]
         works.append(
             PartWork(
                 flops_per_token=sum(w.flops_per_token for w in own)
@@ -279,3 +266,22 @@ def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -
             )
         )
     return tuple(works)
+
+
+def _layer_works(config: LLMConfig, layout: Layout, element: int) -> list[PartWork]:
+    """Work of a rank in every layer."""
+    sizes: dict[str, Any] = {
+        "hidden": config.hidden,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.hidden // config.heads,
+        "gated": True,
+        "causal": True,
+        "element": element,
+        "tp": layout.tp,
+    }
+    works = [layer_work(**sizes, ffn=config.ffn)] * config.layers
+    if config.mixture is not None:
+        experts = moe_layer_work(**sizes, moe=config.mixture, ep=layout.ep)
+        works[config.mixture.dense_layers :] = [experts] * (config.layers - config.mixture.dense_layers)
+    return works

@@ -24,7 +24,7 @@ from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies, Sha
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
-from parallel.layout import Arrangement, Layout, LayoutError, arrange, stage_layers
+from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from parallel.policies import POLICIES as SEQUENCE_POLICIES
 from parallel.policies import make_pool
 from parallel.schemes import SequenceCost, sequence_cost
@@ -193,23 +193,12 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
     tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
-    return arrange(layout, tp, config.placement.policy, beside, _pooled_replicas(config, layout))
-
-
-def _pooled_replicas(config: Config, layout: Layout) -> int:
-    """Replicas whose ranks share sequences."""
-    pool, policy = config.llm_sp.pool, config.llm_sp.policy
-    if pool is None:
-        return 1
-    if policy == UNIFORM:
-        raise LayoutError(f"llm_sp.pool={pool} with llm_sp.policy={policy}: only other policies use a pool")
-    replicas, rest = divmod(pool, layout.cp)
-    if rest or not replicas or layout.dp % replicas:
+    domain = config.layout.domain
+    if domain < 1 or layout.dp % domain:
         raise LayoutError(
-            f"llm_sp.pool={pool} does not divide the {layout.cp * layout.dp} ranks that cp={layout.cp} and "
-            f"dp={layout.dp} give: choose a multiple of cp whose number of replicas divides dp"
+            f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
         )
-    return replicas
+    return arrange(layout, tp, config.placement.policy, beside, domain)
 
 
 def _encoder_tp(config: Config, name: str) -> int:
@@ -243,7 +232,7 @@ def _sequence_cost(part: str, attention: Attention, tp: int, table: CostTable, e
 
 def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, element: int) -> Sharing:
     llm, tp = config.model.llm, arrangement.llm.tp
-    layers = stage_layers(llm.layers, arrangement.llm.pp)[0]
+    layers = -(-llm.layers // arrangement.llm.pp)
     attention = Attention(layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
     if config.llm_sp.policy == UNIFORM:
