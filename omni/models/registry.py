@@ -37,6 +37,10 @@ class ItemArrays:
     values: "np.ndarray"
     positions: "np.ndarray"
 
+    def part(self, start: int, stop: int) -> "ItemArrays":
+        """Return tokens [start, stop)."""
+        return ItemArrays(self.values[start:stop], self.positions[start:stop])
+
 
 @dataclass(frozen=True)
 class Attention:

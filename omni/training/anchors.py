@@ -21,4 +21,5 @@ class EncoderAnchor:
     def encode(self, inputs: ChunkInputs) -> torch.Tensor:
         """Packed items → this rank's share of their rows [r, D]."""
         rows: torch.Tensor = self.module(inputs.values, inputs.positions, inputs.packed)
-        return own_rows(rows, inputs.row_counts, self.tp)
+        # What an empty tail put out, after all the rows of items, goes nowhere.
+        return own_rows(rows[: sum(inputs.row_counts)], inputs.row_counts, self.tp)

@@ -176,21 +176,23 @@ class Assembler:
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
         slot = chunk.slot(self.place.position)
-        values, positions = [], []
+        pieces = []
         for i, array, shards in zip(chunk.items, arrays, chunk.layout.shards, strict=True):
             length = domain.items[i].tokens
             item = _silence(encoder, length) if array is None else encoder.preprocess(array)
             found = (len(item.values), len(item.positions))
             assert found == (length, length), f"{chunk.component}: {found} tokens, planned {length}"
-            for shard in shards:
-                if shard.rank == slot:
-                    values.append(item.values[shard.start : shard.start + shard.length])
-                    positions.append(item.positions[shard.start : shard.start + shard.length])
-        at = self._tensor(np.concatenate(positions))
-        sharding = Sharding(chunk.layout, chunk.tiles, slot, tp=chunk.tp)
-        packed = encoder.pack(sharding, at, self.place.dtype, self.place.device)
+            pieces += [item.part(s.start, s.start + s.length) for s in shards if s.rank == slot]
+        # Ranks that share items run all layers, so a slot without tokens of its own gets empty ones.
+        tail = 0 if chunk.layout.local_tokens(slot) else encoder.unit or 1
+        if tail:
+            pieces.append(_silence(encoder, tail))
+        values = self._tensor(np.concatenate([piece.values for piece in pieces]))
+        positions = self._tensor(np.concatenate([piece.positions for piece in pieces]))
+        sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp)
+        packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
         counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
-        return ChunkInputs(self._tensor(np.concatenate(values)), at, packed, counts)
+        return ChunkInputs(values, positions, packed, counts)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

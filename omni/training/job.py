@@ -20,8 +20,9 @@ from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import check_llm, check_llm_layout, llm_work, output_flops
 from omni.models.registry import Attention, Encoder, make_encoder
-from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies, Sharing
+from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
+from omni.training.sharing import Sharing
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
 from parallel.layout import Arrangement, Layout, LayoutError, arrange
@@ -235,21 +236,19 @@ def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, ele
     layers = -(-llm.layers // arrangement.llm.pp)
     attention = Attention(layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
-    if config.llm_sp.policy == UNIFORM:
-        return Sharing(cost)
     pool = make_pool(cost, arrangement.pool, tokens_per_rank=config.data.microbatch_tokens)
-    return Sharing(cost, SEQUENCE_POLICIES[config.llm_sp.policy], pool)
+    return Sharing(cost, pool, SEQUENCE_POLICIES.get(config.llm_sp.policy))
 
 
 def _encoder_sharing(
     config: Config, name: str, encoder: Encoder, arrangement: Arrangement, table: CostTable, element: int
 ) -> Sharing:
     cost = _sequence_cost(name, encoder.attention(), arrangement.encoder_tp[name], table, element)
-    slots = len(arrangement.slots(name))
+    slots, policy = len(arrangement.slots(name)), config.encoder_sp.policy
+    pool = make_pool(cost, slots, encoder.unit or 1)
     # Whole items are best spread together with those of other encoders on the same ranks.
-    if config.encoder_sp.policy == "none" or slots == 1 or encoder.unit is None:
-        return Sharing(cost)
-    return Sharing(cost, SEQUENCE_POLICIES[config.encoder_sp.policy], make_pool(cost, slots, encoder.unit))
+    stay_whole = policy == "none" or slots == 1 or encoder.unit is None
+    return Sharing(cost, pool, None if stay_whole else SEQUENCE_POLICIES[policy])
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

@@ -13,11 +13,10 @@ The planner knows every policy only as a function. It reads no clock and no rank
 same arguments and get the same plan.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from math import lcm
 
 from dataloader.format import DataError
@@ -25,18 +24,15 @@ from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
+from omni.training.sharing import Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable
-from parallel.layout import Arrangement, split_evenly
-from parallel.policies import Pool, SequencePolicy
-from parallel.schemes import SequenceCost, choose_tiles
-from parallel.sequence import SequenceLayout, Shard
-from parallel.tiles import Tile
+from parallel.layout import Arrangement
 from parallel.transports import Links, choose_transport, node_map
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
-from pipeline.plan import Chunk, DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, StepPlan
-from pipeline.policies import Slot, spread
-from pipeline.routes import plan_route, row_counts
+from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, StepPlan
+from pipeline.policies import Slot
+from pipeline.routes import plan_route
 from pipeline.serial import serialise
 from pipeline.simulator import plan_costs
 
@@ -80,17 +76,6 @@ class Boundary:
         if transport == AUTO:
             transport = choose_transport(route.traffic(), nodes, self.row_bytes, self.links)
         return route.over(transport, nodes)
-
-
-@dataclass(frozen=True)
-class Sharing:
-    """How a component's ranks may share sequences: what tiles cost, and a policy with its pool, or None where
-    the layout says it all.
-    """
-
-    cost: SequenceCost
-    policy: SequencePolicy | None = None
-    pool: Pool | None = None
 
 
 @dataclass(frozen=True)
@@ -233,7 +218,7 @@ class Planner:
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
-        chunks = self._chunks(items)
+        chunks = make_chunks(items, self._slots, self.sharing, self._tokens_cost)
         ranks = world.domain_ranks(number)
         routes = tuple(
             None if route is None else self.boundary.send(route, ranks)
@@ -280,81 +265,11 @@ class Planner:
         """Pack the samples of each replica; one pass of the domain takes one pack of every replica."""
         size = self.budget.microbatch_tokens
         packs = [[[mine[i] for i in of] for of in pack([lengths[i] for i in mine], size)] for mine in members]
+        world, sharing = self.arrangement, self.sharing[self.llm]
         return tuple(
-            self._microbatch([of or [] for of in together], lengths) for together in zip_longest(*packs)
+            lay_out([of or [] for of in together], lengths, sharing, world.llm.cp)
+            for together in zip_longest(*packs)
         )
-
-    def _microbatch(self, packs: Sequence[Sequence[int]], lengths: Sequence[int]) -> Microbatch:
-        """Lay the packs of all replicas over the pool."""
-        sharing = self.sharing[self.llm]
-        samples = tuple(sample for of in packs for sample in of)
-        if sharing.policy is None:
-            layout = self._uniform(packs, lengths)
-        else:
-            assert sharing.pool is not None
-            layout = sharing.policy([lengths[i] for i in samples], sharing.pool)
-        return Microbatch(samples, layout, tuple(self._tiles(self.llm, shards) for shards in layout.shards))
-
-    def _uniform(self, packs: Sequence[Sequence[int]], lengths: Sequence[int]) -> SequenceLayout:
-        """Cut each sequence evenly over the cp ranks of its replica."""
-        cp = self.arrangement.llm.cp
-        shards = []
-        for replica, samples in enumerate(packs):
-            for sample in samples:
-                parts = split_evenly(lengths[sample], cp)
-                starts = [0, *accumulate(parts)]
-                pieces = (Shard(replica * cp + c, starts[c], parts[c]) for c in range(cp) if parts[c])
-                shards.append(tuple(pieces))
-        return SequenceLayout(self.arrangement.pool, tuple(shards))
-
-    def _tiles(self, component: str, shards: Sequence[Shard]) -> tuple[Tile, ...]:
-        """Divide the attention of a sequence that several ranks share."""
-        return choose_tiles(shards, self.sharing[component].cost) if len(shards) > 1 else ()
-
-    def _chunks(self, items: Sequence[PlannedItem]) -> tuple[Chunk, ...]:
-        """Share items of each component among its slots by its policy, or place them whole, by cost."""
-        world = self.arrangement
-        shared = {name for name in self._slots if self.sharing[name].policy is not None}
-        chunks = [chunk for name in sorted(shared) for chunk in self._shared_chunks(name, items)]
-        own = [number for number, item in enumerate(items) if item.component not in shared]
-        costs = [self._tokens_cost(items[i].component, items[i].tokens) for i in own]
-        places = spread(costs, [self._slots[items[i].component] for i in own], world.domain_size)
-        members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
-        for number, slot in zip(own, places, strict=True):
-            members[items[number].microbatch, items[number].component, slot].append(number)
-        for (_, _, slot), numbers in members.items():
-            layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-            chunks.append(self._chunk(items, numbers, slot, layout))
-        return tuple(sorted(chunks, key=lambda c: (c.microbatch, c.component, c.ranks)))
-
-    def _shared_chunks(self, component: str, items: Sequence[PlannedItem]) -> Iterator[Chunk]:
-        """Share all items of a step among the slots, then take them microbatch by microbatch."""
-        sharing, slots = self.sharing[component], self._slots[component]
-        assert sharing.policy is not None
-        assert sharing.pool is not None
-        mine = [number for number, item in enumerate(items) if item.component == component]
-        layout = sharing.policy([items[i].tokens for i in mine], sharing.pool)
-        shards = dict(zip(mine, layout.shards, strict=True))
-        everyone = tuple(rank for slot in slots for rank in slot)
-        for microbatch in sorted({items[i].microbatch for i in mine}):
-            numbers = [i for i in mine if items[i].microbatch == microbatch]
-            if any(len(shards[i]) > 1 for i in numbers):
-                pieces = SequenceLayout(len(slots), tuple(shards[i] for i in numbers))
-                yield self._chunk(items, numbers, everyone, pieces)
-                continue
-            for number, slot in enumerate(slots):
-                here = [i for i in numbers if shards[i][0].rank == number]
-                if here:
-                    lengths = [items[i].tokens for i in here]
-                    yield self._chunk(items, here, slot, SequenceLayout.whole(lengths, [0] * len(here), 1))
-
-    def _chunk(
-        self, items: Sequence[PlannedItem], numbers: Sequence[int], ranks: Slot, layout: SequenceLayout
-    ) -> Chunk:
-        component, microbatch = items[numbers[0]].component, items[numbers[0]].microbatch
-        tiles = tuple(self._tiles(component, shards) for shards in layout.shards)
-        rows = row_counts([items[i] for i in numbers], layout, len(ranks) // layout.num_ranks)
-        return Chunk(component, microbatch, ranks, tuple(numbers), layout, tiles, rows)
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]
