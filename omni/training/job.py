@@ -236,8 +236,11 @@ def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, ele
     layers = -(-llm.layers // arrangement.llm.pp)
     attention = Attention(layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
+    if config.llm_sp.policy == UNIFORM:
+        return Sharing(arrangement.pool, cost)
     pool = make_pool(cost, arrangement.pool, tokens_per_rank=config.data.microbatch_tokens)
-    return Sharing(cost, pool, SEQUENCE_POLICIES.get(config.llm_sp.policy))
+    share = SEQUENCE_POLICIES[config.llm_sp.policy]
+    return Sharing(arrangement.pool, cost, lambda lengths: share(lengths, pool))
 
 
 def _encoder_sharing(
@@ -245,10 +248,11 @@ def _encoder_sharing(
 ) -> Sharing:
     cost = _sequence_cost(name, encoder.attention(), arrangement.encoder_tp[name], table, element)
     slots, policy = len(arrangement.slots(name)), config.encoder_sp.policy
-    pool = make_pool(cost, slots, encoder.unit or 1)
     # Whole items are best spread together with those of other encoders on the same ranks.
-    stay_whole = policy == "none" or slots == 1 or encoder.unit is None
-    return Sharing(cost, pool, None if stay_whole else SEQUENCE_POLICIES[policy])
+    if policy == "none" or slots == 1 or encoder.unit is None:
+        return Sharing(slots, cost)
+    share, pool = SEQUENCE_POLICIES[policy], make_pool(cost, slots, encoder.unit)
+    return Sharing(slots, cost, lambda lengths: share(lengths, pool))
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from parallel.layout import split_evenly
-from parallel.policies import Pool, SequencePolicy
 from parallel.schemes import SequenceCost, choose_tiles
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import Tile
@@ -22,13 +21,13 @@ from pipeline.routes import row_counts
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the ranks of a component may share sequences: over which pool, by which policy (None where the
-    layout says it all), and what decides how attention to a shared sequence is divided.
+    """How the `num_ranks` members of a component's pool may share sequences: by which policy, from lengths to
+    a layout (None where the component's layout says it all), and at which cost attention is divided.
     """
 
+    num_ranks: int
     cost: SequenceCost
-    pool: Pool
-    policy: SequencePolicy | None = None
+    policy: Callable[[Sequence[int]], SequenceLayout] | None = None
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""
@@ -39,10 +38,10 @@ def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sha
     """Lay the packs of all replicas of a domain, samples by number, over its pool."""
     samples = tuple(sample for pack in packs for sample in pack)
     if sharing.policy is not None:
-        layout = sharing.policy([lengths[i] for i in samples], sharing.pool)
+        layout = sharing.policy([lengths[i] for i in samples])
     else:
         shards = [_cut(lengths[i], cp, replica * cp) for replica, pack in enumerate(packs) for i in pack]
-        layout = SequenceLayout(sharing.pool.num_ranks, tuple(shards))
+        layout = SequenceLayout(sharing.num_ranks, tuple(shards))
     return Microbatch(samples, layout, sharing.tiles(layout))
 
 
@@ -82,7 +81,7 @@ def _by_policy(
     """Share all items of a step among the slots, then take them microbatch by microbatch."""
     assert sharing.policy is not None
     mine = [number for number, item in enumerate(items) if item.component == component]
-    layout = sharing.policy([items[i].tokens for i in mine], sharing.pool)
+    layout = sharing.policy([items[i].tokens for i in mine])
     shards = dict(zip(mine, layout.shards, strict=True))
     everyone = tuple(rank for slot in slots for rank in slot)
     for microbatch in sorted({items[i].microbatch for i in mine}):
