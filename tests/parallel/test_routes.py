@@ -1,107 +1,45 @@
+from itertools import pairwise
+from random import Random
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_routes import Problem, carry, moves, random_layout, random_problem, random_runs
 
-from parallel.boundary import Route, Rows, Segment, make_ends, make_route, ship
-from parallel.sequence import SequenceLayout, Shard
+from parallel.boundary import Rows, Segment, make_ends, make_route, ship, sum_returned
+from parallel.sequence import Interval, SequenceLayout, Shard
 
 CPU = torch.device("cpu")
 WIDTH = 3
 
-
-@st.composite
-def layouts(draw, max_ranks: int = 6) -> SequenceLayout:
-    num_ranks = draw(st.integers(1, max_ranks))
-    piece = st.tuples(st.integers(0, num_ranks - 1), st.integers(0, 6))
-    sequences = draw(st.lists(st.lists(piece, max_size=4), max_size=5))
-    shards = []
-    for pieces in sequences:
-        start, cut = 0, []
-        for rank, length in pieces:
-            cut.append(Shard(rank, start, length))
-            start += length
-        shards.append(tuple(cut))
-    return SequenceLayout(num_ranks, tuple(shards))
-
-
-@st.composite
-def problems(draw, max_ranks: int = 6) -> tuple[list[Rows], SequenceLayout]:
-    """Disjoint runs of rows on the packed axis, in any order; each source's rows are counted run by run."""
-    layout = draw(layouts(max_ranks))
-    total = sum(layout.lengths)
-    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=8)))
-    spans = list(zip(cuts[::2], cuts[1::2], strict=False))
-    filled = [0] * layout.num_ranks
-    runs = []
-    for start, stop in draw(st.permutations(spans)):
-        source = draw(st.integers(0, layout.num_ranks - 1))
-        runs.append(Rows(source, filled[source], start, stop - start))
-        filled[source] += stop - start
-    return draw(st.permutations(runs)), layout
-
-
-def places(layout: SequenceLayout) -> list[tuple[int, int]]:
-    """Rank and local index of every packed token, one token at a time."""
-    counts = [0] * layout.num_ranks
-    out = []
-    for pieces in layout.shards:
-        for piece in pieces:
-            for _ in range(piece.length):
-                out.append((piece.rank, counts[piece.rank]))
-                counts[piece.rank] += 1
-    return out
-
-
-def wanted_moves(runs: list[Rows], layout: SequenceLayout) -> list[tuple[int, int, int, int]]:
-    """(source, row, destination, token) of every row, one row at a time."""
-    place = places(layout)
-    return sorted(
-        (run.source, run.source_start + i, *place[run.start + i]) for run in runs for i in range(run.length)
-    )
-
-
-def moves(route: Route) -> list[tuple[int, int, int, int]]:
-    return sorted(
-        (s.source, s.source_start + i, s.destination, s.destination_start + i)
-        for s in route.segments
-        for i in range(s.length)
-    )
-
-
-def rows_out(runs: list[Rows], rank: int) -> int:
-    return sum(run.length for run in runs if run.source == rank)
-
-
-def transport(ends_of_ranks, outgoing):
-    """What an uneven all-to-all does, for all ranks in one process."""
-    parts = [x.split(ends.send_counts) for ends, x in zip(ends_of_ranks, outgoing, strict=True)]
-    return [torch.cat([row[rank] for row in parts]) for rank in range(len(ends_of_ranks))]
+problems = st.randoms(use_true_random=False).map(random_problem)
 
 
 # Where tokens live.
 
 
 @settings(deadline=None)
-@given(layouts())
-def test_intervals_and_local_views_tell_the_same_as_counting_tokens(layout):
-    place = places(layout)
+@given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 5))
+def test_intervals_and_local_views_tell_the_same_as_counting_tokens(random, members, tp):
+    layout = random_layout(random, members)
+    place = Problem((), layout, tp, members * tp).places()
     told = [
         (interval.start + i, (interval.rank, interval.local_start + i))
-        for interval in layout.intervals()
+        for interval in layout.intervals(tp)
         for i in range(interval.length)
     ]
     assert told == list(enumerate(place))
     assert sum(layout.lengths) == len(place)
-    positions = {rank: [] for rank in range(layout.num_ranks)}
+    positions = {rank: [] for rank in range(members)}
     for pieces in layout.shards:
         position = 0
         for piece in pieces:
             positions[piece.rank] += range(position, position + piece.length)
             position += piece.length
-    for rank in range(layout.num_ranks):
-        held = sum(holder == rank for holder, _ in place)
+    for rank in range(members):
+        held = sum(holder // tp == rank for holder, _ in place)
         assert sum(layout.local_lengths(rank)) == held
         local = [position for run in layout.local_positions(rank) for position in run]
         assert local == positions[rank]
@@ -136,22 +74,35 @@ def test_shards_that_do_not_cover_a_sequence_in_order_are_refused(shards, what):
 # Where rows go.
 
 
-@settings(deadline=None, max_examples=200)
-@given(problems())
+@settings(deadline=None, max_examples=300)
+@given(problems)
 def test_every_row_is_delivered_exactly_once_to_the_holder_of_its_position(problem):
-    runs, layout = problem
-    route = make_route(runs, layout)
-    assert moves(route) == wanted_moves(runs, layout)
-    assert route.num_rows == sum(run.length for run in runs)
+    route = problem.route()
+    assert moves(route) == problem.wanted_moves()
+    assert route.num_rows == sum(run.length for run in problem.runs)
     assert all(segment.length > 0 for segment in route.segments)
+    arrivals = [token for rank in range(problem.num_ranks) for token in landed(route, rank)]
+    assert len(arrivals) == len(set(arrivals)) == route.num_rows
+
+
+def landed(route, rank):
+    return [(rank, token) for token in make_ends(route, rank, CPU).receive.tolist()]
 
 
 @settings(deadline=None, max_examples=200)
-@given(problems())
+@given(problems, st.randoms(use_true_random=False))
+def test_the_order_in_which_places_and_rows_are_named_changes_nothing(problem, random):
+    intervals = list(problem.layout.intervals(problem.tp))
+    random.shuffle(intervals)
+    runs = random.sample(problem.runs, len(problem.runs))
+    assert make_route(runs, intervals, problem.num_ranks) == problem.route()
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems)
 def test_only_rows_that_must_move_do(problem):
-    runs, layout = problem
-    route = make_route(runs, layout)
-    must = sum(source != destination for source, _, destination, _ in wanted_moves(runs, layout))
+    route = problem.route()
+    must = sum(source != destination for source, _, destination, _ in problem.wanted_moves())
     assert route.moved_rows() == must
     assert route.is_local == (must == 0)
     crossing = [
@@ -162,27 +113,9 @@ def test_only_rows_that_must_move_do(problem):
 
 
 @settings(deadline=None, max_examples=200)
-@given(problems())
-def test_the_way_back_is_the_transpose(problem):
-    route = make_route(*problem)
-    back = route.transpose()
-    assert back.transpose() == route
-    assert (back.num_rows, back.moved_rows(), back.is_local) == (
-        route.num_rows,
-        route.moved_rows(),
-        route.is_local,
-    )
-    for rank in range(route.num_ranks):
-        here, there = make_ends(route, rank, CPU).transpose(), make_ends(back, rank, CPU)
-        assert torch.equal(here.send, there.send)
-        assert torch.equal(here.receive, there.receive)
-        assert (here.send_counts, here.receive_counts) == (there.send_counts, there.receive_counts)
-
-
-@settings(deadline=None, max_examples=200)
-@given(problems())
+@given(problems)
 def test_what_one_side_sends_the_other_expects(problem):
-    route = make_route(*problem)
+    route = problem.route()
     ends = [make_ends(route, rank, CPU) for rank in range(route.num_ranks)]
     for one in range(route.num_ranks):
         assert len(ends[one].send) == sum(ends[one].send_counts)
@@ -191,81 +124,141 @@ def test_what_one_side_sends_the_other_expects(problem):
             assert ends[one].send_counts[other] == ends[other].receive_counts[one]
 
 
-@settings(deadline=None, max_examples=150)
-@given(problems(), st.integers(0, 2**31))
-def test_the_return_is_the_adjoint_of_the_shipment(problem, seed):
-    runs, layout = problem
-    route = make_route(runs, layout)
-    world = range(route.num_ranks)
-    ends = [make_ends(route, rank, CPU) for rank in world]
-    generator = torch.Generator().manual_seed(seed)
-    x = [torch.randn(rows_out(runs, rank), WIDTH, generator=generator, dtype=torch.float64) for rank in world]
-    y = [
-        torch.randn(sum(layout.local_lengths(rank)), WIDTH, generator=generator, dtype=torch.float64)
-        for rank in world
-    ]
-
-    arrived = transport(ends, [x[rank][ends[rank].send] for rank in world])
-    ax = [torch.zeros_like(y[rank]).index_add_(0, ends[rank].receive, arrived[rank]) for rank in world]
-    back = [ends[rank].transpose() for rank in world]
-    returned = transport(back, [y[rank][back[rank].send] for rank in world])
-    aty = [torch.zeros_like(x[rank]).index_add_(0, back[rank].receive, returned[rank]) for rank in world]
-
-    forward = sum(float((a * b).sum()) for a, b in zip(ax, y, strict=True))
-    backward = sum(float((a * b).sum()) for a, b in zip(x, aty, strict=True))
-    assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
-    place = places(layout)
-    for run in runs:
-        for i in range(run.length):
-            rank, token = place[run.start + i]
-            assert torch.equal(ax[rank][token], x[run.source][run.source_start + i])
-            assert torch.equal(aty[run.source][run.source_start + i], y[rank][token])
-
-
 @pytest.mark.parametrize(
     "run", [Rows(0, 0, 3, 3), Rows(0, 0, 5, 1), Rows(0, 0, 40, 2), Rows(0, 0, -1, 2), Rows(0, 0, -3, 1)]
 )
 def test_rows_beyond_the_packed_axis_are_refused(run):
     layout = SequenceLayout(2, ((Shard(0, 0, 2), Shard(1, 2, 3)),))
     with pytest.raises(AssertionError, match="rows have a place"):
-        make_route([run], layout)
+        make_route([run], layout.intervals(), 2)
+
+
+@pytest.mark.parametrize(
+    "run, covered", [(Rows(0, 0, 1, 4), 1), (Rows(0, 0, 2, 1), 0), (Rows(0, 0, 3, 3), 0)]
+)
+def test_rows_for_positions_that_nobody_holds_are_refused(run, covered):
+    held = [Interval(0, 2, 0, 0), Interval(4, 3, 1, 0)]
+    assert make_route([Rows(0, 0, 4, 3)], held, 2).num_rows == 3
+    with pytest.raises(AssertionError, match=f"only {covered} of {run.length} rows have a place"):
+        make_route([run], held, 2)
+
+
+def test_positions_with_two_holders_are_refused():
+    with pytest.raises(AssertionError, match="hold the same places"):
+        make_route([], [Interval(0, 4, 0, 0), Interval(3, 4, 1, 0)], 2)
+    with pytest.raises(AssertionError, match="the group has 2 ranks"):
+        make_route([], [Interval(0, 4, 2, 0)], 2)
+
+
+def test_runs_that_claim_the_same_places_or_rows_are_refused():
+    held = list(SequenceLayout(2, ((Shard(0, 0, 9),),)).intervals())
+    with pytest.raises(AssertionError, match="claim the same places"):
+        make_route([Rows(0, 0, 2, 3), Rows(1, 0, 4, 2)], held, 2)
+    with pytest.raises(AssertionError, match="send the same rows"):
+        make_route([Rows(1, 2, 0, 3), Rows(1, 0, 4, 3)], held, 2)
+    with pytest.raises(AssertionError, match="the group has 2 ranks"):
+        make_route([Rows(2, 0, 2, 3)], held, 2)
 
 
 def test_rows_of_zero_length_need_no_place():
-    assert make_route([Rows(0, 0, 0, 0), Rows(1, 0, 99, 0)], SequenceLayout(2, ())).segments == ()
+    assert make_route([Rows(0, 0, 0, 0), Rows(1, 0, 99, 0)], [], 2).segments == ()
 
 
 def test_a_run_over_several_shards_is_cut_at_their_edges():
     layout = SequenceLayout(3, ((Shard(2, 0, 2), Shard(0, 2, 2)), (Shard(2, 0, 4),)))
-    assert make_route([Rows(1, 5, 1, 5)], layout).segments == (
+    assert make_route([Rows(1, 5, 1, 5)], layout.intervals(), 3).segments == (
         Segment(1, 5, 2, 1, 1),
         Segment(1, 6, 0, 0, 2),
         Segment(1, 8, 2, 2, 2),
     )
 
 
+def test_a_run_is_cut_where_tensor_parallel_ranks_divide_the_tokens():
+    # Seven tokens over two ranks: four and three, after padding to eight. Rank 2 only encodes.
+    layout = SequenceLayout(1, ((Shard(0, 0, 7),),))
+    assert make_route([Rows(2, 0, 1, 6)], layout.intervals(2), 3).segments == (
+        Segment(2, 0, 0, 1, 3),
+        Segment(2, 3, 1, 0, 3),
+    )
+
+
+# Several attach points.
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_rows_enter_once_at_each_attach_point_and_their_gradients_add_up(random, num_points):
+    """The same rows enter at stages of different layouts, over the ranks of one group."""
+    group = 6
+    spans, length = [], 0
+    for _ in range(random.randint(0, 6)):
+        start = length + random.randint(0, 3)
+        length = start + random.randint(0, 6)
+        spans.append((start, length))
+    sources = random.sample(range(group), random.randint(1, group))
+    runs = random_runs(random, spans, sources, group)
+    points = [Problem(tuple(runs), cut_anyhow(random, length, group), 1, group) for _ in range(num_points)]
+    world = range(group)
+    ends = [[make_ends(p.route(), rank, CPU) for rank in world] for p in points]
+    x = [torch.randn(points[0].rows_out(rank), WIDTH, dtype=torch.float64) for rank in world]
+    y = [[torch.randn(p.tokens(rank), WIDTH, dtype=torch.float64) for rank in world] for p in points]
+    expected = [torch.zeros_like(rows) for rows in x]
+    returned = []
+    for p, e, grads in zip(points, ends, y, strict=True):
+        arrived = carry(e, [x[rank][e[rank].send] for rank in world])
+        seen = []
+        for source, row, destination, token in p.wanted_moves():
+            at = e[destination].receive.tolist().index(token)
+            assert torch.equal(arrived[destination][at], x[source][row])
+            expected[source][row] += grads[destination][token]
+            seen.append((source, row))
+        assert sorted(seen) == [(rank, row) for rank in world for row in range(len(x[rank]))]
+        back = [end.transpose() for end in e]
+        returned.append(carry(back, [grads[rank][back[rank].send] for rank in world]))
+    for rank in world:
+        parts = [(e[rank], rows[rank]) for e, rows in zip(ends, returned, strict=True)]
+        assert torch.equal(sum_returned(parts, len(x[rank])), expected[rank])
+
+
+def cut_anyhow(random: Random, length: int, members: int) -> SequenceLayout:
+    cuts = sorted([0, length, *(random.randint(0, length) for _ in range(4))])
+    shards = [Shard(random.randrange(members), a, b - a) for a, b in pairwise(cuts)]
+    return SequenceLayout(members, (tuple(shards),))
+
+
+def test_a_row_that_an_attach_point_does_not_take_gets_no_gradient_from_it():
+    both = make_route([Rows(0, 0, 0, 3)], [Interval(0, 5, 0, 0)], 1)
+    one = make_route([Rows(0, 1, 4, 1)], [Interval(0, 5, 0, 0)], 1)
+    parts = [(make_ends(both, 0, CPU), torch.ones(3, 1)), (make_ends(one, 0, CPU), torch.full((1, 1), 5.0))]
+    assert sum_returned(parts, 4).flatten().tolist() == [1.0, 6.0, 1.0, 0.0]
+
+
 # On real ranks.
 
-CROSSING = (
-    [Rows(2, 0, 7, 2), Rows(1, 0, 1, 4), Rows(1, 4, 10, 2), Rows(0, 0, 5, 1)],
+CROSSING = Problem(
+    (Rows(2, 0, 7, 2), Rows(1, 0, 1, 4), Rows(1, 4, 10, 2), Rows(0, 0, 5, 1)),
     SequenceLayout(3, ((Shard(0, 0, 3), Shard(2, 3, 4)), (), (Shard(0, 0, 5),))),
+    1,
+    3,
 )
-LOCAL = (
-    [Rows(0, 0, 1, 2), Rows(2, 0, 3, 2)],
+LOCAL = Problem(
+    (Rows(0, 0, 1, 2), Rows(2, 0, 3, 2)),
     SequenceLayout(3, ((Shard(0, 0, 3), Shard(2, 3, 4)),)),
+    1,
+    3,
 )
 
 
-def ship_both_ways(rank, runs, layout):
-    route = make_route(runs, layout)
+def ship_both_ways(rank, problem):
+    route = problem.route()
     ends = make_ends(route, rank, CPU)
     group = None if route.is_local else dist.group.WORLD
-    number = torch.arange(rows_out(runs, rank), dtype=torch.float64)
+    number = torch.arange(problem.rows_out(rank), dtype=torch.float64)
     x = torch.stack([number + 100 * rank] * WIDTH, dim=1)
     sent = ship(ends, x[ends.send], group)
     if sent.work is not None:
         sent.work.wait()
-    embeddings = torch.full((sum(layout.local_lengths(rank)), WIDTH), -1.0, dtype=torch.float64)
+    embeddings = torch.full((problem.tokens(rank), WIDTH), -1.0, dtype=torch.float64)
     embeddings[ends.receive] = sent.rows
 
     y = torch.stack([torch.arange(len(embeddings), dtype=torch.float64) + 1000 * rank] * WIDTH, dim=1)
@@ -279,35 +272,26 @@ def ship_both_ways(rank, runs, layout):
 
 @pytest.mark.parametrize("problem", [CROSSING, LOCAL], ids=["between ranks", "local"])
 def test_rows_and_gradients_arrive_on_real_ranks(ranks, problem):
-    runs, layout = problem
-    assert make_route(runs, layout).is_local == (problem is LOCAL)
-    embeddings = [[-1.0] * sum(layout.local_lengths(rank)) for rank in range(3)]
-    grads = [[-1.0] * rows_out(runs, rank) for rank in range(3)]
-    for source, row, destination, token in wanted_moves(runs, layout):
+    assert problem.route().is_local == (problem is LOCAL)
+    embeddings = [[-1.0] * problem.tokens(rank) for rank in range(3)]
+    grads = [[-1.0] * problem.rows_out(rank) for rank in range(3)]
+    for source, row, destination, token in problem.wanted_moves():
         embeddings[destination][token] = 100.0 * source + row
         grads[source][row] = 1000.0 * destination + token
-    assert ranks.run(3, ship_both_ways, runs, layout) == list(zip(embeddings, grads, strict=True))
+    assert ranks.run(3, ship_both_ways, problem) == list(zip(embeddings, grads, strict=True))
 
 
-def ship_too_little(rank, runs, layout):
-    ends = make_ends(make_route(runs, layout), rank, CPU)
+def ship_too_little(rank, problem):
+    ends = make_ends(problem.route(), rank, CPU)
     with pytest.raises(AssertionError, match="rows for"):
         ship(ends, torch.zeros(len(ends.send) + 1, WIDTH), dist.group.WORLD)
 
 
 def test_rows_that_do_not_match_the_route_are_refused(ranks):
-    ranks.run(3, ship_too_little, *CROSSING)
+    ranks.run(3, ship_too_little, CROSSING)
 
 
 def test_a_route_between_ranks_needs_a_communicator():
-    ends = make_ends(make_route(*CROSSING), 1, CPU)
+    ends = make_ends(CROSSING.route(), 1, CPU)
     with pytest.raises(AssertionError, match="needs a communicator"):
         ship(ends, torch.zeros(len(ends.send), WIDTH), None)
-
-
-def test_runs_that_claim_the_same_places_are_refused():
-    layout = SequenceLayout(2, ((Shard(0, 0, 9),),))
-    with pytest.raises(AssertionError, match="claim the same places"):
-        make_route([Rows(0, 0, 2, 3), Rows(1, 0, 4, 2)], layout)
-    with pytest.raises(AssertionError, match="the group has 2 ranks"):
-        make_route([Rows(2, 0, 2, 3)], layout)
