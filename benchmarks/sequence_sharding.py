@@ -113,7 +113,9 @@ def measure(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     alone = [dist.new_group([r]) for r in range(num_ranks)][rank]
-    block = build(dist.group.WORLD, alone)
+    world = dist.group.WORLD
+    assert world is not None
+    block = build(world, alone)
     whole = torch.randn(sum(lengths), ENCODER.config.hidden, generator=torch.Generator().manual_seed(1))
     single = SequenceLayout.whole(lengths, [0] * len(lengths), 1)
     expected = step(block, whole.clone(), pack(single, sharing_of("none", 1), 0))

@@ -174,9 +174,8 @@ def _batch(span: Span, count: int, causal: bool, window: int | None, device: tor
 
 def _mask(spans: Sequence[Span], causal: bool, window: int | None, device: torch.device) -> torch.Tensor:
     """Boolean [T, C]: whether each row of `spans` sees each key of them."""
-    numbers = torch.arange(len(spans))
-    row_span = numbers.repeat_interleave(torch.tensor([span.rows for span in spans])).to(device)
-    key_span = numbers.repeat_interleave(torch.tensor([span.context for span in spans])).to(device)
+    row_span = torch.cat([torch.full((span.rows,), i) for i, span in enumerate(spans)]).to(device)
+    key_span = torch.cat([torch.full((span.context,), i) for i, span in enumerate(spans)]).to(device)
     row_places = [torch.arange(span.offset, span.offset + span.rows) for span in spans]
     row = torch.cat(row_places).to(device).unsqueeze(1)
     key = torch.cat([torch.arange(span.context) for span in spans]).to(device)

@@ -162,10 +162,12 @@ class _Start(torch.autograd.Function):
         ctx.flight = flight
         side, rank = flight.exchange.source, flight.exchange.rank
         wire = tensors[0].new_empty(sum(side.counts))
-        _read(side, _own(side, rank) + _others(side, rank), tensors, wire)
+        own, others = wire.split([side.counts[rank], len(wire) - side.counts[rank]])
+        _read(side, _others(side, rank), tensors, others)
         target = flight.exchange.target
         landing = wire.new_empty(sum(target.counts) - target.counts[rank])
-        _launch(flight, wire[side.counts[rank] :], landing, flight.exchange)
+        _launch(flight, others, landing, flight.exchange)
+        _read(side, _own(side, rank), tensors, own)
         return wire
 
     @staticmethod

@@ -26,7 +26,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.parallel_state import _set_global_memory_buffer
+from megatron.core.parallel_state import _set_global_memory_buffer, get_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -54,6 +54,7 @@ __all__ = [
     "HAVE_TE",
     "AttnMaskType",
     "ColumnParallelLinear",
+    "CudaRNGStatesTracker",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
@@ -77,6 +78,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
+    "get_global_memory_buffer",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",

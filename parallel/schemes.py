@@ -100,22 +100,25 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
     if len({s.rank for s in held}) <= 1:
         return ()
     length = sum(s.length for s in held)
-    best: tuple[Tile, ...] = ()
-    least = None
-    for _, tiles in scheme_tiles(held, cost.shape):
+    candidates = []
+    for number, (_, tiles) in enumerate(scheme_tiles(held, cost.shape)):
         work = attention_work(tiles, length, cost.shape)
         total = cost.attention_ns(sum(work.values()))
         beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
         for s in held:
             beyond[s.rank] -= total * s.length // length
-        if least is not None and max(beyond.values()) >= least:
-            continue  # its exchange cannot make it faster
-        for rank, volume in exchange_volume(tiles, held, cost.shape).items():
-            beyond[rank] += cost.transfer_ns(volume.busier)
-        if least is None or max(beyond.values()) < least:
-            best, least = tiles, max(beyond.values())
-    check_tiles(best, length, cost.shape)
-    return best
+        candidates.append((max(beyond.values()), number, tiles, beyond))
+    best: tuple[int, int, tuple[Tile, ...]] | None = None
+    for bound, number, tiles, beyond in sorted(candidates, key=lambda candidate: candidate[0]):
+        if best is not None and bound > best[0]:
+            break  # with its exchange it is slower still
+        volumes = exchange_volume(tiles, held, cost.shape)
+        slowest = max(ns + cost.transfer_ns(volumes[rank].busier) for rank, ns in beyond.items())
+        if best is None or (slowest, number) < best[:2]:
+            best = slowest, number, tiles
+    assert best is not None
+    check_tiles(best[2], length, cost.shape)
+    return best[2]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isqrt
 
 from parallel.sequence import Shard
 
@@ -136,7 +137,11 @@ def _row_at(pairs: int, length: int, shape: AttentionShape) -> int:
     """The row before which there are most nearly `pairs` pairs of one head."""
     if shape.window is None and not shape.causal:
         return _nearest(pairs, length)
-    row = bisect_left(range(length), pairs, key=lambda r: pairs_before(r, length, shape))
+    low, high = 0, length
+    if shape.window is None:
+        low = isqrt(2 * pairs)  # row·(row + 1) / 2 reaches `pairs` here or one row on
+        high = min(length, low + 1)
+    row = bisect_left(range(length), pairs, low, high, key=lambda r: pairs_before(r, length, shape))
     if row == 0:
         return 0
     before, after = pairs_before(row - 1, length, shape), pairs_before(row, length, shape)

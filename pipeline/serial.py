@@ -27,11 +27,13 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
 
 def _in_order(domain: DomainPlan, rank: int, started_ns: dict[Transfer, int]) -> list[Op]:
     ops = domain.ops[rank]
-    number = {
-        op: (started_ns[transfer_of(op, rank, domain)], transfer_of(op, rank, domain))
-        for op in ops
-        if communicates(op, rank, domain)
-    }
+
+    def numbered(op: Op) -> tuple[int, bool, Transfer]:
+        # At the same time a message goes first: behind compute it would wait for all of it.
+        transfer = transfer_of(op, rank, domain)
+        return started_ns[transfer], op.kind in COMPUTE, transfer
+
+    number = {op: numbered(op) for op in ops if communicates(op, rank, domain)}
     queue = deque(sorted(number, key=lambda op: number[op]))
     queued = set(queue)
     reached: set[Op] = set()  # issues of the original list up to here that are still in the queue

@@ -3,9 +3,9 @@
 Each rank runs its list in order. Compute takes time; issuing communication takes none; a WAIT blocks until
 the communication it names is done. Communication completes in the order of issue on its channel: one channel
 for each direction of each neighbouring pair, one for SHIP and one for RETURN. Ranks whose layers communicate
-(tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it, a
-transfer on a channel of their own. With `single_fifo` a rank has one channel for everything, the strictest
-thing a GPU may do.
+(tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it and
+takes the time of the slowest, a transfer on a channel of their own. With `single_fifo` a rank has one channel
+for everything, the strictest thing a GPU may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it.
@@ -88,7 +88,7 @@ def run(
     """
     ops = domain.ops
     num_ranks = len(ops)
-    machine = _Machine(domain, message_ns, single_fifo)
+    machine = _Machine(domain, compute_ns, message_ns, single_fifo)
     events: list[list[Event]] = [[] for _ in ops]
     counter = [0] * num_ranks
     clock = [0] * num_ranks
@@ -98,7 +98,7 @@ def run(
         for rank in range(num_ranks):
             while counter[rank] < len(ops[rank]):
                 op = ops[rank][counter[rank]]
-                end = _advance(op, rank, clock[rank], machine, compute_ns)
+                end = _advance(op, rank, clock[rank], machine)
                 if end is None:
                     break
                 events[rank].append(Event(op, clock[rank], end))
@@ -112,16 +112,15 @@ def run(
     return Timeline(tuple(map(tuple, events)), machine.started)
 
 
-def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: ComputeCost) -> int | None:
+def _advance(op: Op, rank: int, now: int, machine: "_Machine") -> int | None:
     """Return when the op ends, or None if the rank must wait."""
     if op.kind in COMPUTE:
         if not communicates(op, rank, machine.domain):
-            return now + compute_ns(rank, op)
+            return now + machine.compute_ns(rank, op)
         transfer = transfer_of(op, rank, machine.domain)
         if (transfer, rank) not in machine.issued:
             machine.issue(rank, op, now)
-        met = machine.done_ns(transfer, rank)
-        return None if met is None else met + compute_ns(rank, op)
+        return machine.done_ns(transfer, rank)
     if op.kind in ISSUED:
         machine.issue(rank, op, now)
         return now
@@ -138,8 +137,11 @@ def _advance(op: Op, rank: int, now: int, machine: "_Machine", compute_ns: Compu
 class _Machine:
     """Transfers in flight: each completes when it is first in line at all its ranks."""
 
-    def __init__(self, domain: DomainPlan, message_ns: MessageCost, single_fifo: bool) -> None:
+    def __init__(
+        self, domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, single_fifo: bool
+    ) -> None:
         self.domain = domain
+        self.compute_ns = compute_ns
         self.message_ns = message_ns
         self.single_fifo = single_fifo
         self.queues: dict[tuple[int, object], deque[tuple[Transfer, Op]]] = defaultdict(deque)
@@ -184,7 +186,10 @@ class _Machine:
             if not all(self.queues[at] and self.queues[at][0][0] == transfer for at in lines):
                 continue
             start = max(max(self.issued[transfer, at[0]], self.free[at]) for at in lines)
-            end = start if op.kind in COMPUTE else start + self.message_ns(op)
+            if op.kind in COMPUTE:
+                end = start + max(self.compute_ns(rank, op) for rank, _ in lines)
+            else:
+                end = start + self.message_ns(op)
             self.started[transfer] = start
             self.done[transfer] = end
             for at in lines:

@@ -3,9 +3,10 @@
 R1  every communicator sees one order of collectives on all its ranks
 R2  sends and receives of each directed pair of stages are in the same order
 R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return,
-    wait(return) < encode-backward, and the same for activations and their gradients
+    wait(return) < encode-backward, and the same for activations and their gradients; all of it < reduce
 R4  every issued op is waited for exactly once, after it was issued
-R5  each item is encoded once, and its backward runs once, on the same rank (never for a frozen encoder)
+R5  each item is encoded once, and its backward runs once, on the same ranks (never for a frozen encoder),
+    neighbours that hold its encoder; every rank that holds a component reduces it once
 R6  microbatches in flight on a stage stay under the cap
 R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 """
@@ -15,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from pipeline.plan import ISSUED, DomainPlan, Kind, Op, StepPlan
-from pipeline.routes import plan_route
+from pipeline.routes import plan_route, row_counts
 from pipeline.simulator import StuckError, run
 
 
@@ -47,8 +48,8 @@ def violations(
     domain: DomainPlan, plan: StepPlan, max_in_flight: int, single_fifo: bool = False
 ) -> Iterator[str]:
     """Yield every broken rule of one domain as text; nothing if the plan is safe."""
-    if unknown := list(_unknown_indices(domain, plan)):
-        yield from unknown
+    if unclear := [*_unknown_indices(domain, plan), *_unclear_chunks(domain)]:
+        yield from unclear
         return
     static = [
         *_collective_order(domain),
@@ -83,6 +84,25 @@ def _unknown_indices(domain: DomainPlan, plan: StepPlan) -> Iterator[str]:
         for op in ops:
             if not 0 <= op.index < sizes.get(op.kind, len(domain.microbatches)):
                 yield f"R5: rank {rank} runs {op}, which is not in the plan"
+
+
+def _unclear_chunks(domain: DomainPlan) -> Iterator[str]:
+    """Chunks that say different things of their work: nothing else can be checked."""
+    for c, chunk in enumerate(domain.chunks):
+        items = [domain.items[i] for i in chunk.items if 0 <= i < len(domain.items)]
+        slots = chunk.layout.num_ranks
+        if len(items) < len(chunk.items) or {(i.component, i.microbatch) for i in items} != {
+            (chunk.component, chunk.microbatch)
+        }:
+            yield f"R5: chunk {c} holds items of another microbatch or component, or of none"
+        elif chunk.layout.lengths != tuple(item.tokens for item in items):
+            yield f"R5: chunk {c} divides {chunk.layout.lengths} tokens, which are not those of its items"
+        elif not chunk.ranks or chunk.ranks != tuple(
+            range(chunk.ranks[0], chunk.ranks[0] + len(chunk.ranks))
+        ):
+            yield f"R5: chunk {c} is on ranks {chunk.ranks}, which are not neighbours"
+        elif len(chunk.ranks) % slots or chunk.rows != row_counts(items, chunk.layout, chunk.tp):
+            yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {slots} slots"
 
 
 def _collective_order(domain: DomainPlan) -> Iterator[str]:
@@ -128,7 +148,7 @@ def _data_order(domain: DomainPlan) -> Iterator[str]:
 
 
 def _must_precede(op: Op, rank: int, domain: DomainPlan, place: dict[Op, int]) -> Iterator[Op]:
-    """The ops of this rank whose result `op` uses."""
+    """The ops of this rank whose result `op` uses, or that others need before they come to it."""
     first, last = domain.is_first(rank), domain.is_last(rank)
     m = op.index
     if op.kind is Kind.FORWARD:
@@ -152,7 +172,8 @@ def _must_precede(op: Op, rank: int, domain: DomainPlan, place: dict[Op, int]) -
         yield Op(Kind.ENCODE, m)
         yield Op(Kind.WAIT, domain.chunks[m].microbatch, Kind.RETURN)
     elif op.kind is Kind.REDUCE:
-        yield from (other for other in place if other.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD))
+        # It waits for other ranks, so whatever they may wait for comes first.
+        yield from (other for other in place if other.kind not in (Kind.WAIT, Kind.REDUCE))
 
 
 def _waits(domain: DomainPlan) -> Iterator[str]:
@@ -190,8 +211,6 @@ def _items(domain: DomainPlan, plan: StepPlan) -> Iterator[str]:
         what = f"a chunk of ranks {chunk.ranks}"
         yield from check(Op(Kind.ENCODE, c), chunk.ranks, 1, what)
         yield from check(Op(Kind.ENCODE_BACKWARD, c), chunk.ranks, int(trains), what)
-        if list(chunk.ranks) != list(range(chunk.ranks[0], chunk.ranks[0] + len(chunk.ranks))):
-            yield f"R5: chunk {c} is on ranks {chunk.ranks}, which are not neighbours"
         if not set(chunk.ranks) <= set(range(*homes[chunk.component])):
             yield f"R5: chunk {c} is on ranks {chunk.ranks}, which do not all hold {chunk.component}"
     for number, component in enumerate(plan.components):

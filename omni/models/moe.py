@@ -164,9 +164,9 @@ class GroupedExperts(TEGroupedMLP):
 def _mark(experts: torch.nn.Module) -> None:
     """Mark weights as an expert's, so that they are reduced and counted over the ranks that see them.
 
-    megatron leaves the first mark out when ep is 1, and then sums gradients over cp·dp alone although experts
-    see only a tp-th of the tokens; and the second when weights are not initialised by it, and then leaves
-    them out of the norm on all but the first tp rank.
+    megatron leaves the first mark out when ep is 1, and would sum gradients over cp·dp alone although experts
+    see only a tp-th of the tokens. Without the second, which `mark_parallel` gives to linears it knows, their
+    norm would be that of the first tp rank's alone.
     """
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]

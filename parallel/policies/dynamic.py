@@ -25,8 +25,8 @@ from parallel.schemes import rank_times
 from parallel.sequence import SequenceLayout
 
 _HALVINGS = 5  # of the range in which DHP's target time is searched
-_TARGETS = 24  # target times tried between the least possible and twice that
-_MORE_POURED = 6  # sequences beyond the longest that are tried as poured ones
+_TARGETS = 12  # target times tried one by one, from the least possible up in steps of 1 / 32
+_MORE_POURED = 1  # sequences beyond the longest that are tried as poured ones
 
 Degrees = npt.NDArray[np.int64]
 
@@ -168,7 +168,7 @@ def _best_even(
     """The best of the candidate degrees with even cuts; None if tokens find no room with any of them."""
     floor = _floor(times)
     candidates = [
-        least_degrees(lengths, times, floor + floor * step // _TARGETS, pool.tokens_per_rank)
+        least_degrees(lengths, times, floor + floor * step // 32, pool.tokens_per_rank)
         for step in range(_TARGETS)
     ]
     candidates.append(dhp_degrees(lengths, times, pool))

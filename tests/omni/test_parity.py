@@ -39,7 +39,7 @@ CASES = {
     "tp2 cp2": (4, ["layout.llm.cp=2", "layout.llm.tp=2"]),
     "dp2 enc dynamic": (2, ["encoder_sp=dynamic"]),
     "pp2 enc all": (2, ["encoder_sp=all", "layout.llm.pp=2"]),
-    "pool 2 dynamic": (2, ["encoder_sp=long_short", "llm_sp=dynamic", "llm_sp.pool=2"]),
+    "pool 2 dynamic": (2, ["encoder_sp=long_short", "llm_sp=dynamic", "layout.domain=2"]),
     "moe dp2": (2, [MOE]),
     "moe ep2": (2, [MOE, "layout.llm.ep=2"]),
     "moe tp2 ep2": (2, [MOE, "layout.llm.tp=2", "layout.llm.ep=2"]),

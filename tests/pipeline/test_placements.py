@@ -1,59 +1,82 @@
 from itertools import product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.policies import PLACEMENTS, place_colocated, place_stage0
+from pipeline.policies import Slot, spread
 
 costs_of_items = st.lists(st.integers(0, 30), max_size=7)
 
 
-def makespan(costs, ranks, num_ranks) -> int:
+def singles(num_ranks: int) -> list[Slot]:
+    return [(rank,) for rank in range(num_ranks)]
+
+
+def on_ranks(costs: list[int], num_ranks: int) -> tuple[Slot, ...]:
+    return spread(costs, [singles(num_ranks)] * len(costs))
+
+
+def loads(costs: list[int], slots: tuple[Slot, ...], num_ranks: int) -> list[int]:
     load = [0] * num_ranks
-    for cost, rank in zip(costs, ranks, strict=True):
-        load[rank] += cost
-    return max(load)
+    for cost, slot in zip(costs, slots, strict=True):
+        for rank in slot:
+            load[rank] += cost
+    return load
 
 
 @settings(deadline=None)
 @given(costs_of_items, st.integers(1, 3))
-def test_colocated_stays_within_the_bound_of_the_best_placement(costs, num_ranks):
-    best = min(makespan(costs, ranks, num_ranks) for ranks in product(range(num_ranks), repeat=len(costs)))
-    placed = makespan(costs, place_colocated(costs, num_ranks), num_ranks)
+def test_whole_ranks_stay_within_the_bound_of_the_best_placement(costs, num_ranks):
+    choices = product(singles(num_ranks), repeat=len(costs))
+    best = min(max(loads(costs, slots, num_ranks)) for slots in choices)
+    placed = max(loads(costs, on_ranks(costs, num_ranks), num_ranks))
     assert best <= placed
     assert 3 * num_ranks * placed <= (4 * num_ranks - 1) * best
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 8))
-def test_colocated_never_leaves_a_gap_larger_than_one_item(costs, num_ranks):
-    load = [0] * num_ranks
-    for cost, rank in zip(costs, place_colocated(costs, num_ranks), strict=True):
-        load[rank] += cost
+def test_no_gap_is_larger_than_one_item(costs, num_ranks):
+    load = loads(costs, on_ranks(costs, num_ranks), num_ranks)
     assert max(load) - min(load) <= max(costs, default=0)
 
 
-def test_the_longest_go_first_and_ties_go_to_the_first_item_and_rank():
-    assert place_colocated([1, 5, 5, 1, 1], 2) == (0, 0, 1, 1, 0)
-    assert place_colocated([3, 3, 3], 3) == (0, 1, 2)
-    assert place_colocated([0, 0], 2) == (0, 0)
+def test_the_longest_go_first_and_ties_go_to_the_first_item_and_slot():
+    assert on_ranks([1, 5, 5, 1, 1], 2) == ((0,), (0,), (1,), (1,), (0,))
+    assert on_ranks([3, 3, 3], 3) == ((0,), (1,), (2,))
+    assert on_ranks([0, 0], 2) == ((0,), (0,))
 
 
 def test_the_worst_case_of_longest_first_is_reached():
     costs = [5, 5, 4, 4, 3, 3, 3]
-    assert makespan(costs, place_colocated(costs, 3), 3) == 11
-    assert min(makespan(costs, ranks, 3) for ranks in product(range(3), repeat=7)) == 9
+    assert max(loads(costs, on_ranks(costs, 3), 3)) == 11
+    assert min(max(loads(costs, slots, 3)) for slots in product(singles(3), repeat=7)) == 9
 
 
-@given(costs_of_items, st.integers(1, 5))
-def test_stage0_places_everything_on_the_first_stage(costs, num_ranks):
-    assert place_stage0(costs, num_ranks) == (0,) * len(costs)
+def test_a_slot_is_as_loaded_as_its_busiest_rank():
+    # A small encoder alone on ranks, a large one on pairs of them.
+    pairs, alone = [(0, 1), (2, 3)], singles(4)
+    assert spread([9, 8, 7], [pairs, pairs, alone]) == ((0, 1), (2, 3), (2,))
+    assert spread([9, 1, 5], [alone, alone, pairs]) == ((0,), (1,), (2, 3))
 
 
-@pytest.mark.parametrize("name", sorted(PLACEMENTS))
-def test_every_placement_answers_for_every_item_and_no_items(name):
-    assert PLACEMENTS[name]([], 3) == ()
-    ranks = PLACEMENTS[name]([4, 1, 9], 2)
-    assert len(ranks) == 3
-    assert all(type(rank) is int and 0 <= rank < 2 for rank in ranks)
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([1, 2, 3, 6])), max_size=12))
+def test_each_item_goes_to_one_of_its_slots_and_no_other_would_have_been_better(items):
+    costs = [cost for cost, _ in items]
+    slots = [[tuple(range(s, s + size)) for s in range(0, 6, size)] for _, size in items]
+    chosen = spread(costs, slots)
+    assert all(slot in of for slot, of in zip(chosen, slots, strict=True))
+    load = [0] * 6
+    for item in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+        peak = {slot: max(load[rank] for rank in slot) for slot in slots[item]}
+        assert peak[chosen[item]] == min(peak.values())
+        assert chosen[item] == min(slot for slot in slots[item] if peak[slot] == min(peak.values()))
+        for rank in chosen[item]:
+            load[rank] += costs[item]
+    assert load == loads(costs, chosen, 6)
+
+
+def test_an_encoder_with_one_slot_takes_everything():
+    assert spread([4, 1, 9], [[(0, 1)]] * 3) == ((0, 1),) * 3
+    assert spread([], []) == ()

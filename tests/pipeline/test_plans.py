@@ -4,19 +4,31 @@ import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from random import Random
 
 import pytest
-from replica_plans import Work, make_plan
+from domain_plans import Shape, Work, make_plan
 
+from parallel.tiles import Tile
 from pipeline.plan import Kind, Op, StepPlan, diff
 
 HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    work = [Work("image", 0, 1, (2, 1)), Work("audio", 1, 0, (3,)), Work("image", 1, 1, (2,))]
-    plan = make_plan(2, 3, work, "encode_first", frozen=("audio",), replicas=2)
-    return replace(plan, skipped=(("text", 9),), cursor=5, next_cursor=9)
+    """Two domains of two stages with two members of two ranks, and a rank beside them."""
+    work = [
+        Work("image", 0, (2, 3), (2, 1)),
+        Work("audio", 1, (8,), (3,)),
+        Work("image", 1, (0, 1, 2, 3), (2, 3), slots=2),
+    ]
+    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=1, homes=((8, 9), (0, 4)))
+    plan = make_plan(shape, 3, work, "encode_first", frozen=("audio",), domains=2, cuts=Random(1))
+    batch = plan.domains[0].microbatches[0]
+    tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()))
+    first = set_at(plan.domains[0], ["microbatches", 0], tiled)
+    first = set_at(first, ["chunks", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
+    return replace(plan, skipped=(("text", 9),), cursor=5, next_cursor=9, domains=(first, plan.domains[1]))
 
 
 def leaves(value, path="plan"):
@@ -84,7 +96,7 @@ def test_every_value_changes_the_digest_and_the_difference_names_its_path():
     plan = a_plan()
     seen = {plan.digest}
     paths = [path for path, _ in leaves(plan)]
-    assert len(paths) > 300
+    assert len(paths) > 1000
     for path, value in leaves(plan):
         other = set_at(plan, keys(path), changed_leaf(value))
         assert other.digest not in seen, path
@@ -110,24 +122,24 @@ def test_plans_without_differences_have_none():
 
 def test_a_difference_tells_both_values():
     plan = a_plan()
-    other = set_at(plan, ["replicas", 0, "chunks", 2, "rank"], 0)
-    assert diff(plan, other) == ["plan.replicas[0].chunks[2].rank: 1 != 0"]
+    other = set_at(plan, ["domains", 0, "chunks", 2, "ranks", 1], 5)
+    assert diff(plan, other) == ["plan.domains[0].chunks[2].ranks[1]: 1 != 5"]
 
 
 def test_a_longer_list_is_named_with_its_first_change():
     plan = a_plan()
-    ops = plan.replicas[0].ops
-    longer = set_at(plan, ["replicas", 0, "ops", 1], (Op(Kind.ENCODE, 7), *ops[1]))
+    ops = plan.domains[0].ops
+    longer = set_at(plan, ["domains", 0, "ops", 1], (Op(Kind.ENCODE, 7), *ops[1]))
     found = diff(plan, longer)
-    assert found[0] == f"plan.replicas[0].ops[1]: {len(ops[1])} entries != {len(ops[1]) + 1}"
-    assert found[1].startswith("plan.replicas[0].ops[1][0].kind: ")
+    assert found[0] == f"plan.domains[0].ops[1]: {len(ops[1])} entries != {len(ops[1]) + 1}"
+    assert found[1].startswith("plan.domains[0].ops[1][0].kind: ")
 
 
 def test_values_of_another_type_and_long_values_are_told_in_short():
     plan = a_plan()
-    found = diff(plan, set_at(plan, ["replicas", 0, "routes", 0], None))
+    found = diff(plan, set_at(plan, ["domains", 0, "routes", 0], None))
     assert len(found) == 1
-    assert found[0].startswith("plan.replicas[0].routes[0]: Route(")
+    assert found[0].startswith("plan.domains[0].routes[0]: Route(")
     assert found[0].endswith("... != None")
     assert len(found[0]) < 200
 

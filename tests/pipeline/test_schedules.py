@@ -2,15 +2,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from domain_plans import SCHEDULES, Shape, Work, make_plan, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
-from replica_plans import SCHEDULES, Work, make_plan, random_work
 
 from parallel.costs import CostTable, WorkCost
-from pipeline.plan import Kind, Op, ReplicaPlan, StepPlan
+from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
 from pipeline.serial import serialise
-from pipeline.simulator import run, simulate
+from pipeline.simulator import Timeline, run, simulate
 from pipeline.verifier import verify, violations
 
 TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
@@ -18,54 +18,73 @@ TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
 
 @st.composite
 def plans(draw, schedules=SCHEDULES, max_stages=5, frozen=()) -> StepPlan:
-    stages = draw(st.integers(1, max_stages))
     microbatches = draw(st.integers(0, 9))
     random = draw(st.randoms(use_true_random=False))
-    work = random_work(random, stages, microbatches)
-    return make_plan(stages, microbatches, work, draw(st.sampled_from(schedules)), frozen)
+    shape = random_shape(random, max_stages)
+    work = random_work(random, shape, microbatches)
+    return make_plan(shape, microbatches, work, draw(st.sampled_from(schedules)), frozen, cuts=random)
 
 
-def of_kind(replica: ReplicaPlan, rank: int, kind: Kind) -> list[int]:
-    return [op.index for op in replica.ops[rank] if op.kind is kind]
+def of_kind(domain: DomainPlan, rank: int, kind: Kind) -> list[int]:
+    return [op.index for op in domain.ops[rank] if op.kind is kind]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_every_schedule_keeps_all_rules(stages, schedule):
     for microbatches in range(10):
-        for seed in range(6):
-            work = random_work(Random(f"{seed}/{microbatches}"), stages, microbatches)
-            plan = make_plan(stages, microbatches, work, schedule)
-            found = list(violations(plan.replicas[0], plan, max_in_flight=stages))
-            assert not found, (microbatches, seed, found)
+        for seed in range(12):
+            random = Random(f"{seed}/{microbatches}")
+            shape = Shape(stages) if seed % 4 == 0 else random_shape(random, stages)
+            work = random_work(random, shape, microbatches)
+            plan = make_plan(shape, microbatches, work, schedule, cuts=random)
+            found = list(violations(plan.domains[0], plan, max_in_flight=shape.stages))
+            assert not found, (shape, microbatches, seed, found)
 
 
-@settings(deadline=None, max_examples=60)
+def test_random_plans_hold_every_kind_of_domain():
+    seen = set()
+    for seed in range(200):
+        random = Random(seed)
+        shape = random_shape(random, 4)
+        plan = make_plan(shape, 4, random_work(random, shape, 4), "encode_first", cuts=random)
+        domain = plan.domains[0]
+        seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
+        for chunk in domain.chunks:
+            seen.add(("slots", chunk.layout.num_ranks, chunk.tp))
+            seen.add(("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks})))
+            seen |= {("shards", len(shards)) for shards in chunk.layout.shards}
+        seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
+    assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("party", n) for n in (1, 2, 3, 4)}
+    assert seen >= {("beside", True), ("stages of a chunk", 2), ("stages of a chunk", 3), ("shards", 2)}
+    assert seen >= {("pieces", n) for n in (1, 2, 3)}
+    assert seen >= {("slots", slots, tp) for slots, tp in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1))}
+
+
+@settings(deadline=None, max_examples=80)
 @given(plans(), st.integers(0, 1000))
 def test_every_schedule_runs_on_ranks_that_interleave_at_random(plan, seed):
-    ran = RandomRanks(plan.replicas[0], plan, seed).run()
-    for rank, ops in enumerate(plan.replicas[0].ops):
+    ran = RandomRanks(plan.domains[0], plan, seed).run()
+    for rank, ops in enumerate(plan.domains[0].ops):
         assert tuple(op for where, op in ran if where == rank) == ops
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 @given(plans(), st.integers(0, 1000))
 def test_serialised_lists_run_on_random_ranks_with_a_single_queue(plan, seed):
-    replica = plan.replicas[0]
+    domain = plan.domains[0]
     costs = Random(seed)
-    lists = serialise(
-        replica.ops, replica.routes, lambda rank, op: costs.randint(0, 50), lambda op: costs.randint(0, 20)
-    )
-    serial = replace(replica, ops=tuple(map(tuple, lists)))
+    lists = serialise(domain, lambda rank, op: costs.randint(0, 50), lambda op: costs.randint(0, 20))
+    serial = replace(domain, ops=tuple(map(tuple, lists)))
     RandomRanks(serial, plan, seed, single_queue=True).run()
 
 
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_the_simulated_order_is_the_order_of_the_lists(plan):
-    replica = plan.replicas[0]
-    timeline = run(replica.ops, replica.routes, lambda rank, op: 5 + op.index, lambda op: 3)
-    for events, ops in zip(timeline.events, replica.ops, strict=True):
+    domain = plan.domains[0]
+    timeline = run(domain, lambda rank, op: 5 + op.index, lambda op: 3)
+    for events, ops in zip(timeline.events, domain.ops, strict=True):
         assert tuple(event.op for event in events) == ops
         clock = 0
         for event in events:
@@ -77,32 +96,53 @@ def test_the_simulated_order_is_the_order_of_the_lists(plan):
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_every_chunk_and_every_microbatch_runs_once_where_it_belongs(plan):
-    replica = plan.replicas[0]
-    chunks, microbatches = range(len(replica.chunks)), range(len(replica.microbatches))
-    for rank in range(replica.num_stages):
-        mine = [c for c in chunks if replica.chunks[c].rank == rank]
-        assert sorted(of_kind(replica, rank, Kind.ENCODE)) == mine
-        assert sorted(of_kind(replica, rank, Kind.ENCODE_BACKWARD)) == (mine if plan.train else [])
-        assert of_kind(replica, rank, Kind.FORWARD) == list(microbatches)
-        assert of_kind(replica, rank, Kind.BACKWARD) == (list(microbatches) if plan.train else [])
+    domain = plan.domains[0]
+    chunks, microbatches = range(len(domain.chunks)), range(len(domain.microbatches))
+    for rank in range(domain.num_ranks):
+        mine = [c for c in chunks if rank in domain.chunks[c].ranks]
+        passes = list(microbatches) if domain.stage(rank) is not None else []
+        assert sorted(of_kind(domain, rank, Kind.ENCODE)) == mine
+        assert sorted(of_kind(domain, rank, Kind.ENCODE_BACKWARD)) == (mine if plan.train else [])
+        assert of_kind(domain, rank, Kind.FORWARD) == passes
+        assert of_kind(domain, rank, Kind.BACKWARD) == (passes if plan.train else [])
 
 
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_microbatches_without_items_ship_and_return_nothing(plan):
-    replica = plan.replicas[0]
-    with_items = sorted({chunk.microbatch for chunk in replica.chunks})
-    for rank in range(replica.num_stages):
-        assert of_kind(replica, rank, Kind.SHIP) == with_items
-        assert of_kind(replica, rank, Kind.RETURN) == (with_items if plan.train else [])
+    domain = plan.domains[0]
+    with_items = sorted({chunk.microbatch for chunk in domain.chunks})
+    for rank in range(domain.num_ranks):
+        assert of_kind(domain, rank, Kind.SHIP) == with_items
+        assert of_kind(domain, rank, Kind.RETURN) == (with_items if plan.train else [])
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans())
+def test_positions_know_where_they_stand(plan):
+    domain = plan.domains[0]
+    places = [(domain.stage(rank), domain.member(rank)) for rank in range(domain.num_ranks)]
+    expected = [
+        (stage, member)
+        for stage in range(domain.num_stages)
+        for member in range(domain.pool)
+        for _ in range(domain.tp)
+    ]
+    assert places[: len(expected)] == expected
+    assert [stage for stage, _ in places[len(expected) :]] == [None] * domain.beside
+    ranks = range(domain.num_ranks)
+    assert sum(map(domain.is_first, ranks)) == sum(map(domain.is_last, ranks)) == domain.stage_size
+    reporting = [rank for rank in ranks if domain.reports(rank)]
+    assert [domain.member(rank) for rank in reporting] == list(range(domain.pool))
+    assert all(domain.is_last(rank) for rank in reporting)
 
 
 @pytest.mark.parametrize("schedule", TRAINING)
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_each_stage_holds_at_most_as_many_microbatches_as_stages_follow_it(stages, schedule):
     for microbatches in range(10):
-        replica = make_plan(stages, microbatches, [], schedule).replicas[0]
-        for stage, ops in enumerate(replica.ops):
+        domain = make_plan(stages, microbatches, [], schedule).domains[0]
+        for stage, ops in enumerate(domain.ops):
             live, most = 0, 0
             for op in ops:
                 live += (op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD)
@@ -112,8 +152,8 @@ def test_each_stage_holds_at_most_as_many_microbatches_as_stages_follow_it(stage
 
 
 def test_encode_first_encodes_before_the_pipeline_and_goes_back_after_it():
-    work = [Work("image", m, rank, (2,)) for m in range(4) for rank in range(2)]
-    for ops in make_plan(2, 4, work, "encode_first").replicas[0].ops:
+    work = [Work("image", m, (rank,), (2,)) for m in range(4) for rank in range(2)]
+    for ops in make_plan(2, 4, work, "encode_first").domains[0].ops:
         kinds = [op.kind for op in ops if op.kind in (Kind.ENCODE, Kind.FORWARD, Kind.BACKWARD)]
         assert Kind.ENCODE not in kinds[kinds.index(Kind.FORWARD) :]
         after = ops[ops.index(Op(Kind.BACKWARD, 3)) :]
@@ -122,23 +162,23 @@ def test_encode_first_encodes_before_the_pipeline_and_goes_back_after_it():
 
 def test_one_f_one_b_encodes_when_the_first_stage_needs_it_and_goes_back_when_it_is_done():
     stages, microbatches = 3, 7
-    work = [Work("image", m, rank, (2,)) for m in range(microbatches) for rank in range(stages)]
-    replica = make_plan(stages, microbatches, work, "one_f_one_b").replicas[0]
-    for stage, ops in enumerate(replica.ops):
+    work = [Work("image", m, (rank,), (2,)) for m in range(microbatches) for rank in range(stages)]
+    domain = make_plan(stages, microbatches, work, "one_f_one_b").domains[0]
+    for stage, ops in enumerate(domain.ops):
         forwards = backwards = 0
         for op in ops:
             forwards += op.kind is Kind.FORWARD
             backwards += op.kind is Kind.BACKWARD
             if op.kind is Kind.ENCODE:
-                assert forwards == max(0, replica.chunks[op.index].microbatch - stage)
+                assert forwards == max(0, domain.chunks[op.index].microbatch - stage)
             if op.kind is Kind.ENCODE_BACKWARD:
-                behind = replica.chunks[op.index].microbatch + stage
+                behind = domain.chunks[op.index].microbatch + stage
                 assert backwards == min(microbatches, behind + 1)
 
 
 def test_returns_are_issued_before_anything_waits_for_one():
-    work = [Work("image", m, rank, (2,)) for m in range(4) for rank in range(2)]
-    for ops in make_plan(2, 4, work, "encode_first").replicas[0].ops:
+    work = [Work("image", m, (rank,), (2,)) for m in range(4) for rank in range(2)]
+    for ops in make_plan(2, 4, work, "encode_first").domains[0].ops:
         first_wait = ops.index(Op(Kind.WAIT, 0, Kind.RETURN))
         assert all(ops.index(Op(Kind.RETURN, m)) < first_wait for m in range(4))
 
@@ -150,25 +190,27 @@ def test_returns_are_issued_before_anything_waits_for_one():
 @given(plans(schedules=TRAINING, frozen=("audio", "image")))
 def test_frozen_encoders_run_no_backward_and_return_nothing(plan):
     verify(plan, max_in_flight=5)
-    for ops in plan.replicas[0].ops:
+    domain = plan.domains[0]
+    for rank, ops in enumerate(domain.ops):
         kinds = {op.kind for op in ops} | {op.on for op in ops}
         assert not kinds & {Kind.ENCODE_BACKWARD, Kind.RETURN}
-        assert [op.index for op in ops if op.kind is Kind.REDUCE] == [2]
+        assert of_kind(domain, rank, Kind.REDUCE) == ([] if domain.stage(rank) is None else [2])
 
 
 @settings(deadline=None, max_examples=60)
 @given(plans(schedules=TRAINING, frozen=("image",)), st.integers(0, 1000))
 def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
     verify(plan, max_in_flight=5)
-    replica = plan.replicas[0]
-    ranks = range(replica.num_stages)
-    trained = [c for c, chunk in enumerate(replica.chunks) if chunk.component == "audio"]
-    ran = sorted(c for rank in ranks for c in of_kind(replica, rank, Kind.ENCODE_BACKWARD))
-    assert ran == trained
+    domain = plan.domains[0]
+    ranks = range(domain.num_ranks)
+    trained = [c for c, chunk in enumerate(domain.chunks) if chunk.component == "audio"]
     for rank in ranks:
-        returned = of_kind(replica, rank, Kind.RETURN)
-        assert returned == sorted({replica.chunks[c].microbatch for c in trained})
-    RandomRanks(replica, plan, seed).run()
+        ran = sorted(of_kind(domain, rank, Kind.ENCODE_BACKWARD))
+        assert ran == [c for c in trained if rank in domain.chunks[c].ranks]
+    for rank in ranks:
+        returned = of_kind(domain, rank, Kind.RETURN)
+        assert returned == sorted({domain.chunks[c].microbatch for c in trained})
+    RandomRanks(domain, plan, seed).run()
 
 
 # Simulated times.
@@ -183,34 +225,110 @@ def table(stages: int, forward_ns: int, encode_ns: int, message_ns: int = 0) -> 
 @pytest.mark.parametrize("stages", range(1, 6))
 @pytest.mark.parametrize("microbatches", [1, 4, 9])
 def test_one_f_one_b_takes_the_time_of_the_closed_form(stages, microbatches):
-    replica = make_plan(stages, microbatches, [], "one_f_one_b").replicas[0]
-    timeline = simulate(replica, table(stages, forward_ns=10, encode_ns=0))
+    domain = make_plan(stages, microbatches, [], "one_f_one_b").domains[0]
+    timeline = simulate(domain, table(stages, forward_ns=10, encode_ns=0))
     assert timeline.makespan_ns == (microbatches + stages - 1) * (10 + 20)
     assert timeline.waited_ns(0) == (stages - 1) * (10 + 20)
 
 
 def test_forward_only_takes_the_time_of_the_closed_form():
-    replica = make_plan(3, 5, [], "forward_only").replicas[0]
-    timeline = simulate(replica, table(3, forward_ns=10, encode_ns=0, message_ns=1))
+    domain = make_plan(3, 5, [], "forward_only").domains[0]
+    timeline = simulate(domain, table(3, forward_ns=10, encode_ns=0, message_ns=1))
     assert timeline.makespan_ns == (5 + 3 - 1) * 10 + 2 * 1
 
 
 def test_encoding_on_all_ranks_hides_half_of_the_work_on_two():
-    spread = [Work("image", m, m % 2, (2,)) for m in range(4)]
-    stage0 = [Work("image", m, 0, (2,)) for m in range(4)]
+    spread = [Work("image", m, (m % 2,), (2,)) for m in range(4)]
+    stage0 = [Work("image", m, (0,), (2,)) for m in range(4)]
     spread_ns, stage0_ns = (
-        simulate(make_plan(2, 4, work, "encode_first").replicas[0], table(2, 10, 100)).makespan_ns
+        simulate(make_plan(2, 4, work, "encode_first").domains[0], table(2, 10, 100)).makespan_ns
         for work in (spread, stage0)
     )
     assert (spread_ns, stage0_ns) == (2 * 300 + 5 * 30, 4 * 300 + 5 * 30)
 
 
 def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
-    work = [Work("image", m, 0, (2,)) for m in range(2)]
-    replica = make_plan(2, 2, work, "encode_first").replicas[0]
-    assert all(route.is_local for route in replica.routes)
+    work = [Work("image", m, (0,), (2,)) for m in range(2)]
+    domain = make_plan(2, 2, work, "encode_first").domains[0]
+    assert all(route.is_local for route in domain.routes)
     uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
-    timeline = simulate(replica, CostTable(0, uneven, 0, 0, 0))
+    timeline = simulate(domain, CostTable(0, uneven, 0, 0, 0))
     waits = [event for event in timeline.events[1] if event.op.on in (Kind.SHIP, Kind.RETURN)]
     assert len(waits) == 4
     assert [event.end_ns - event.start_ns for event in waits] == [0, 0, 0, 0]
+
+
+# Ranks that work together.
+
+
+def ends_of(timeline: Timeline, rank: int, kind: Kind) -> list[int]:
+    return [event.end_ns for event in timeline.events[rank] if event.op.kind is kind]
+
+
+@pytest.mark.parametrize("party, fast", [(1, 1), (2, 10)])
+def test_a_party_begins_together_and_takes_the_time_of_its_slowest_rank(party, fast):
+    domain = make_plan(Shape(stages=1, pool=2, party=party), 4, [], "forward_only").domains[0]
+    timeline = run(domain, lambda rank, op: 10 if rank == op.index % 2 else 1, lambda op: 0)
+    # Each rank is slow in every other microbatch: alone they take turns to be late, together they never gain.
+    assert timeline.makespan_ns == (4 * 10 if party == 2 else 2 * 10 + 2 * 1)
+    assert ends_of(timeline, 0, Kind.FORWARD)[1] == 10 + fast
+
+
+def test_ranks_that_encode_together_wait_for_each_other():
+    work = [Work("image", 0, (0,), (2,)), Work("image", 0, (0, 1), (2,)), Work("image", 0, (1, 2), (2,))]
+    domain = make_plan(Shape(stages=1, pool=3), 1, work, "forward_only").domains[0]
+    timeline = run(domain, lambda rank, op: 7, lambda op: 0)
+    assert [ends_of(timeline, rank, Kind.ENCODE) for rank in range(3)] == [[7, 14], [14, 21], [21]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans(), st.integers(0, 1000))
+def test_ranks_of_a_party_end_every_op_at_the_same_time(plan, seed):
+    domain = plan.domains[0]
+    costs = Random(seed)
+    timeline = run(domain, lambda rank, op: costs.randint(1, 50), lambda op: 3)
+    ends = {(rank, event.op): event.end_ns for rank, events in enumerate(timeline.events) for event in events}
+    for (rank, op), end in ends.items():
+        if op.kind in COMPUTE:
+            assert [ends[other, op] for other in domain.parties(op, rank)] == [end] * len(
+                domain.parties(op, rank)
+            )
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2), (1, 2), (1, 2, 3)])
+@pytest.mark.parametrize("microbatches", range(1, 9))
+def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatches, ranks):
+    # Each by the time of its own stage, they would wait for one another in a circle from three microbatches.
+    work = [Work("image", m, ranks, (2,)) for m in range(microbatches)]
+    work += [Work("audio", m, (rank,), (1,)) for m in range(microbatches) for rank in range(4)]
+    plan = make_plan(4, microbatches, work, "one_f_one_b")
+    assert not list(violations(plan.domains[0], plan, max_in_flight=4))
+    RandomRanks(plan.domains[0], plan, seed=microbatches).run()
+
+
+def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
+    alone = [Work("image", m, (stage,), (2,)) for m in range(6) for stage in range(3)]
+    paired = [Work("image", m, (2 * s, 2 * s + 1), (2,), slots=2) for m in range(6) for s in range(3)]
+    one = make_plan(3, 6, alone, "one_f_one_b").domains[0]
+    two = make_plan(Shape(stages=3, pool=2), 6, paired, "one_f_one_b").domains[0]
+    for stage in range(3):
+        assert two.ops[2 * stage] == two.ops[2 * stage + 1] == one.ops[stage]
+
+
+def test_chunks_may_stand_in_any_order_in_the_plan():
+    work = [Work("image", m, (0, 1), (2,)) for m in (3, 1, 0, 2, 1)]
+    for schedule in TRAINING:
+        domain = make_plan(2, 4, work, schedule).domains[0]
+        for ops in domain.ops:
+            encoded = [domain.chunks[op.index].microbatch for op in ops if op.kind is Kind.ENCODE]
+            assert encoded == sorted(encoded)
+
+
+@settings(deadline=None, max_examples=60)
+@given(plans(schedules=TRAINING))
+def test_ranks_beside_the_llm_encode_all_then_go_back(plan):
+    domain = plan.domains[0]
+    for rank in range(domain.num_ranks - domain.beside, domain.num_ranks):
+        kinds = [op.kind for op in domain.ops[rank] if op.kind in COMPUTE]
+        assert kinds == sorted(kinds, key=[Kind.ENCODE, Kind.ENCODE_BACKWARD].index)
+        assert not {op.kind for op in domain.ops[rank]} & POINT_TO_POINT

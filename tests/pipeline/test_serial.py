@@ -1,7 +1,8 @@
 from dataclasses import replace
 from random import Random
 
-import replica_plans
+import pytest
+from domain_plans import SCHEDULES, Shape, Work, make_plan, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,42 +13,68 @@ from pipeline.verifier import violations
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 10**9), st.integers(1, 5), st.integers(0, 9), st.sampled_from(replica_plans.SCHEDULES))
+@given(
+    st.integers(0, 10**9),
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.sampled_from(SCHEDULES),
+    st.sampled_from([(0, 0), (0, 1), (1, 50)]),
+)
 def test_serialised_lists_run_with_a_single_queue(
-    seed: int, stages: int, microbatches: int, schedule: str
+    seed: int, stages: int, microbatches: int, schedule: str, times: tuple[int, int]
 ) -> None:
     random = Random(seed)
-    work = replica_plans.random_work(random, stages, microbatches)
-    plan = replica_plans.make_plan(stages, microbatches, work, schedule)
-    replica = plan.replicas[0]
+    shape = random_shape(random, stages)
+    work = random_work(random, shape, microbatches)
+    plan = make_plan(shape, microbatches, work, schedule, cuts=random)
+    domain = plan.domains[0]
     costs: dict[tuple[int, Op], int] = {}
 
     def compute(rank: int, op: Op) -> int:
-        return costs.setdefault((rank, op), random.randint(1, 50))
+        return costs.setdefault((rank, op), random.randint(*times))
 
-    lists = serialise(replica.ops, replica.routes, compute, lambda op: 1 + (seed + op.index) % 9)
-    serial = replace(replica, ops=tuple(map(tuple, lists)))
-    assert list(violations(serial, plan, max(1, stages), single_fifo=True)) == []
-    for before, after in zip(replica.ops, serial.ops, strict=True):
+    lists = serialise(domain, compute, lambda op: (seed + op.index) % 9)
+    serial = replace(domain, ops=tuple(map(tuple, lists)))
+    assert list(violations(serial, plan, shape.stages, single_fifo=True)) == []
+    for before, after in zip(domain.ops, serial.ops, strict=True):
         assert sorted(map(str, before)) == sorted(map(str, after))
         assert [o for o in before if o.kind not in ISSUED] == [o for o in after if o.kind not in ISSUED]
 
 
 def test_lists_with_a_queue_for_each_communicator_are_not_safe_with_one() -> None:
-    plan = replica_plans.make_plan(3, 6, [], "one_f_one_b")
-    found = list(violations(plan.replicas[0], plan, 3, single_fifo=True))
+    plan = make_plan(3, 6, [], "one_f_one_b")
+    found = list(violations(plan.domains[0], plan, 3, single_fifo=True))
     assert len(found) == 1
     assert "single queue" in found[0]
 
 
-def test_one_queue_costs_little_time() -> None:
-    plan = replica_plans.make_plan(4, 16, [], "one_f_one_b")
-    replica = plan.replicas[0]
+@pytest.mark.parametrize(
+    "shape, queue_share",
+    [(Shape(4), 1.02), (Shape(4, tp=2, party=2), 1.08), (Shape(4, pool=2, tp=2, party=4), 1.08)],
+    ids=["alone", "tp", "tp and pool"],
+)
+def test_lists_for_one_queue_cost_little_time(shape: Shape, queue_share: float) -> None:
+    domain = make_plan(shape, 16, [], "one_f_one_b").domains[0]
 
     def compute(rank: int, op: Op) -> int:
         return 2000 if op.kind is Kind.BACKWARD else 1000
 
-    relaxed = run(replica.ops, replica.routes, compute, lambda op: 100)
-    lists = serialise(replica.ops, replica.routes, compute, lambda op: 100)
-    single = run(lists, replica.routes, compute, lambda op: 100, single_fifo=True)
-    assert single.makespan_ns <= 1.02 * relaxed.makespan_ns
+    relaxed = run(domain, compute, lambda op: 100)
+    serial = replace(domain, ops=tuple(map(tuple, serialise(domain, compute, lambda op: 100))))
+    assert run(serial, compute, lambda op: 100).makespan_ns <= 1.02 * relaxed.makespan_ns
+    single = run(serial, compute, lambda op: 100, single_fifo=True)
+    # What layers exchange waits behind messages that share its queue.
+    assert single.makespan_ns <= queue_share * relaxed.makespan_ns
+
+
+def test_what_ranks_do_together_can_block_a_single_queue() -> None:
+    """Both ranks of a slot send and receive in their own order, and meet in between."""
+    work = [Work("image", m, (0, 1), (2,)) for m in range(4)]
+    plan = make_plan(2, 4, work, "one_f_one_b")
+    domain = plan.domains[0]
+    found = list(violations(domain, plan, 2, single_fifo=True))
+    assert found
+    assert all(text.startswith("R7 with a single queue a rank") for text in found)
+    lists = serialise(domain, lambda rank, op: 10, lambda op: 1)
+    serial = replace(domain, ops=tuple(map(tuple, lists)))
+    assert list(violations(serial, plan, 2, single_fifo=True)) == []

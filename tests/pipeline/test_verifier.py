@@ -3,13 +3,15 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from domain_plans import Shape, Work, make_plan, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import DataError, DeadlockError, RandomRanks
-from replica_plans import Work, make_plan, random_work
 
 from parallel.boundary import Route
-from pipeline.plan import Kind, Op, ReplicaPlan, StepPlan
+from parallel.sequence import SequenceLayout
+from pipeline.plan import DomainPlan, Kind, Op, StepPlan
+from pipeline.routes import row_counts
 from pipeline.verifier import PlanRefusedError, verify, violations
 
 STAGES = 2
@@ -20,25 +22,25 @@ def wait_for(kind: Kind, index: int) -> Op:
     return Op(Kind.WAIT, index, kind)
 
 
-def a_plan(replicas: int = 1) -> StepPlan:
+def a_plan(domains: int = 1) -> StepPlan:
     """Four microbatches on two ranks that both encode for each; chunk 2·m + r is rank r's for m."""
-    work = [Work("image", m, rank, (2, 1)) for m in range(4) for rank in range(STAGES)]
-    return make_plan(STAGES, 4, work, "encode_first", replicas=replicas)
+    work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(STAGES)]
+    return make_plan(STAGES, 4, work, "encode_first", domains=domains)
 
 
-def with_replica(plan: StepPlan, **changes: object) -> StepPlan:
-    return replace(plan, replicas=(replace(plan.replicas[0], **changes), *plan.replicas[1:]))
+def with_domain(plan: StepPlan, **changes: object) -> StepPlan:
+    return replace(plan, domains=(replace(plan.domains[0], **changes), *plan.domains[1:]))
 
 
 def edited(edit: Callable[[Lists], object]) -> StepPlan:
     plan = a_plan()
-    lists = [list(ops) for ops in plan.replicas[0].ops]
+    lists = [list(ops) for ops in plan.domains[0].ops]
     edit(lists)
-    return with_replica(plan, ops=tuple(map(tuple, lists)))
+    return with_domain(plan, ops=tuple(map(tuple, lists)))
 
 
 def problems(plan: StepPlan, cap: int = STAGES, single_fifo: bool = False) -> list[str]:
-    return list(violations(plan.replicas[0], plan, cap, single_fifo))
+    return list(violations(plan.domains[0], plan, cap, single_fifo))
 
 
 def rules(plan: StepPlan, cap: int = STAGES) -> set[str]:
@@ -62,7 +64,7 @@ def move_after(ops: list[Op], op: Op, other: Op) -> None:
 
 def test_a_valid_plan_is_accepted():
     assert not problems(a_plan())
-    verify(a_plan(replicas=3), max_in_flight=STAGES)
+    verify(a_plan(domains=3), max_in_flight=STAGES)
 
 
 # R1: one order of collectives.
@@ -91,23 +93,45 @@ def test_reduces_in_different_orders_on_two_ranks_are_refused():
     assert rules(edited(lambda lists: swap(lists[0], Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 1)))) == {"R1"}
 
 
-def test_replicas_that_reduce_in_different_orders_are_refused():
-    plan = a_plan(replicas=2)
+@pytest.mark.parametrize("kind", [Kind.SEND_BACKWARD, Kind.RETURN])
+def test_a_reduction_before_what_others_wait_for_is_refused(kind):
+    """It holds this rank until all others come to it, and they wait for what the rank issues later."""
+    plan = make_plan(3, 2, [Work("image", m, (1,), (2,)) for m in range(2)], "encode_first")
+    lists = [list(ops) for ops in plan.domains[0].ops]
+    move_after(lists[2], Op(kind, 1), Op(Kind.REDUCE, 0))
+    for awaited in (Kind.SEND_BACKWARD, Kind.RETURN):
+        move_after(lists[2], wait_for(awaited, 1), Op(kind, 1))
+    plan = with_domain(plan, ops=tuple(map(tuple, lists)))
+    for seed in range(3):
+        with pytest.raises(DeadlockError):
+            RandomRanks(plan.domains[0], plan, seed).run()
+    assert problems(plan, cap=3) == [f"R3: rank 2 must run {Op(kind, 1)} before reduce(0)"]
+
+
+def test_waiting_after_a_reduction_is_harmless():
+    plan = edited(lambda lists: move_after(lists[1], wait_for(Kind.SEND_BACKWARD, 3), Op(Kind.REDUCE, 2)))
+    assert not problems(plan)
+    for seed in range(3):
+        RandomRanks(plan.domains[0], plan, seed).run()
+
+
+def test_domains_that_reduce_in_different_orders_are_refused():
+    plan = a_plan(domains=2)
     swapped = []
-    for ops in plan.replicas[1].ops:
+    for ops in plan.domains[1].ops:
         ops = list(ops)
         swap(ops, Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 1))
         swapped.append(tuple(ops))
-    plan = replace(plan, replicas=(plan.replicas[0], replace(plan.replicas[1], ops=tuple(swapped))))
+    plan = replace(plan, domains=(plan.domains[0], replace(plan.domains[1], ops=tuple(swapped))))
     with pytest.raises(PlanRefusedError, match="R1"):
         verify(plan, max_in_flight=STAGES)
 
 
 def test_a_ship_of_a_microbatch_without_items_is_refused():
-    plan = make_plan(2, 3, [Work("image", 0, 1, (2,))], "encode_first")
+    plan = make_plan(2, 3, [Work("image", 0, (1,), (2,))], "encode_first")
     assert not problems(plan)
     added = (Op(Kind.SHIP, 2), wait_for(Kind.SHIP, 2))
-    assert rules(with_replica(plan, ops=tuple(added + ops for ops in plan.replicas[0].ops)))
+    assert rules(with_domain(plan, ops=tuple(added + ops for ops in plan.domains[0].ops)))
 
 
 # R2: sends meet receives.
@@ -170,7 +194,7 @@ def test_a_chunk_encoded_on_another_rank_than_planned_is_refused():
 def waits_of(plan: StepPlan) -> list[tuple[int, int]]:
     return [
         (rank, at)
-        for rank, ops in enumerate(plan.replicas[0].ops)
+        for rank, ops in enumerate(plan.domains[0].ops)
         for at, op in enumerate(ops)
         if op.kind is Kind.WAIT
     ]
@@ -219,20 +243,62 @@ def test_an_encoder_backward_that_runs_twice_is_refused():
     assert "R5" in rules(edited(edit))
 
 
-def test_an_item_of_two_chunks_is_refused():
+def with_chunk(number: int, **changes: object) -> StepPlan:
+    """A plan with one changed chunk; rows follow its items unless they are given."""
     plan = a_plan()
-    chunks = list(plan.replicas[0].chunks)
-    chunks[1] = replace(chunks[1], items=(*chunks[1].items, chunks[0].items[0]))
-    found = problems(with_replica(plan, chunks=tuple(chunks)))
-    assert "R5: item 0 is encoded on ranks [0, 1] and runs backward on ranks [0, 1]" in found
+    domain = plan.domains[0]
+    chunk = replace(domain.chunks[number], **changes)
+    if "items" in changes:
+        items = [domain.items[i] for i in chunk.items]
+        layout = SequenceLayout.whole([item.tokens for item in items], [0] * len(items), 1)
+        rows = row_counts(items, layout, len(chunk.ranks))
+        chunk = replace(chunk, layout=layout, tiles=((),) * len(items), rows=rows)
+    return with_domain(plan, chunks=(*domain.chunks[:number], chunk, *domain.chunks[number + 1 :]))
+
+
+def test_an_item_of_two_chunks_is_refused():
+    chunks = a_plan().domains[0].chunks
+    found = problems(with_chunk(1, items=(*chunks[1].items, chunks[0].items[0])))
+    assert "R5: item 0 is in 2 chunks" in found
     assert all(text.startswith("R5") for text in found)
 
 
 def test_an_item_of_no_chunk_is_refused():
+    chunk = a_plan().domains[0].chunks[1]
+    found = problems(with_chunk(1, items=chunk.items[:-1]))
+    assert f"R5: item {chunk.items[-1]} is in 0 chunks" in found
+    assert all(text.startswith("R5") for text in found)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"items": (4,)}, "another microbatch or component"),
+        ({"microbatch": 2}, "another microbatch or component"),
+        ({"component": "audio"}, "another microbatch or component"),
+        ({"layout": SequenceLayout.whole([8, 5], [0, 0], 1)}, "(8, 5) tokens"),
+        ({"layout": SequenceLayout.whole([8], [0], 1)}, "(8,) tokens"),
+        ({"layout": SequenceLayout.whole([8, 4], [0, 0], 2)}, "rows, not those"),
+        ({"rows": (2,)}, "(2,) rows"),
+        ({"rows": (4,)}, "(4,) rows"),
+        ({"rows": (3, 0)}, "(3, 0) rows"),
+        ({"ranks": (0, 1)}, "(3,) rows"),
+        ({"ranks": (0, 1), "rows": (3, 0)}, "(3, 0) rows"),
+        ({"ranks": (1, 0), "rows": (2, 1)}, "are not neighbours"),
+        ({"ranks": ()}, "are not neighbours"),
+    ],
+)
+def test_a_chunk_that_contradicts_its_items_is_refused(changes, words):
+    (found,) = problems(with_chunk(0, **changes))
+    assert found.startswith("R5: chunk 0 ")
+    assert words in found
+
+
+def test_a_chunk_of_an_item_that_the_plan_does_not_have_is_refused():
     plan = a_plan()
-    chunks = list(plan.replicas[0].chunks)
-    chunks[1] = replace(chunks[1], items=chunks[1].items[:-1])
-    assert rules(with_replica(plan, chunks=tuple(chunks))) == {"R5"}
+    chunks = plan.domains[0].chunks
+    (found,) = problems(with_domain(plan, chunks=(replace(chunks[0], items=(0, 99)), *chunks[1:])))
+    assert found.startswith("R5: chunk 0 ")
 
 
 def test_a_chunk_that_is_encoded_twice_is_refused():
@@ -253,9 +319,9 @@ def test_a_microbatch_that_a_stage_leaves_out_is_refused(kind):
 
 
 def route_with(plan: StepPlan, change: Callable[[list], list]) -> StepPlan:
-    routes = list(plan.replicas[0].routes)
+    routes = list(plan.domains[0].routes)
     routes[1] = Route(STAGES, tuple(change(list(routes[1].segments))))
-    return with_replica(plan, routes=tuple(routes))
+    return with_domain(plan, routes=tuple(routes))
 
 
 def test_a_route_that_loses_rows_is_refused():
@@ -294,9 +360,9 @@ def test_a_route_into_the_tail_of_a_pack_is_refused():
 
 def test_a_missing_route_and_a_needless_one_are_refused():
     plan = a_plan()
-    assert "R5" in rules(with_replica(plan, routes=(None, *plan.replicas[0].routes[1:])))
+    assert "R5" in rules(with_domain(plan, routes=(None, *plan.domains[0].routes[1:])))
     empty = make_plan(2, 2, [], "encode_first")
-    assert "R5" in rules(with_replica(empty, routes=(Route(2, ()), None)))
+    assert "R5" in rules(with_domain(empty, routes=(Route(2, ()), None)))
 
 
 # R6: the cap.
@@ -342,27 +408,201 @@ def test_what_the_machine_refuses_hangs_on_random_ranks():
     plan = a_return_awaited_before_the_gradient_is_sent()
     for seed in range(5):
         with pytest.raises(DeadlockError):
-            RandomRanks(plan.replicas[0], plan, seed).run()
+            RandomRanks(plan.domains[0], plan, seed).run()
 
 
 def test_a_single_queue_a_rank_is_stricter():
     found = problems(a_plan(), single_fifo=True)
     assert found
     assert all(text.startswith("R7 with a single queue a rank") for text in found)
-    assert not problems(make_plan(1, 3, [Work("image", 1, 0, (2,))], "encode_first"), single_fifo=True)
+    assert not problems(make_plan(1, 3, [Work("image", 1, (0,), (2,))], "encode_first"), single_fifo=True)
+
+
+# Ranks that work together.
+
+
+def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
+    """Two stages of two members with two ranks each, and two ranks of audio beside them.
+
+    Chunks 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two slots, and across the stages;
+    chunk 4 is audio on ranks 8 and 9.
+    """
+    work = [
+        Work("image", 0, (0, 1), (2,)),
+        Work("image", 0, (2, 3), (2,)),
+        Work("image", 1, (0, 1, 2, 3), (2, 4), slots=2),
+        Work("image", 2, (3, 4), (3,)),
+        Work("audio", 1, (8, 9), (4,)),
+    ]
+    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=2, homes=((8, 10), (0, 8)))
+    return make_plan(shape, 3, work, schedule, cuts=Random(2))
+
+
+def shared(edit: Callable[[Lists], object], schedule: str = "encode_first") -> StepPlan:
+    plan = a_shared_plan(schedule)
+    lists = [list(ops) for ops in plan.domains[0].ops]
+    edit(lists)
+    return with_domain(plan, ops=tuple(map(tuple, lists)))
+
+
+def refused_only_by_r7(plan: StepPlan, *words: str) -> None:
+    (found,) = problems(plan)
+    assert found.startswith("R7: ")
+    assert [word for word in words if word not in found] == [], found
+    for seed in range(4):
+        assert what_happens(plan.domains[0], plan, seed) is not None
+
+
+@pytest.mark.parametrize("schedule", ["encode_first", "one_f_one_b", "forward_only"])
+def test_a_valid_plan_of_ranks_that_work_together_is_accepted(schedule):
+    assert not problems(a_shared_plan(schedule))
+
+
+def test_two_ranks_of_a_slot_that_encode_in_opposite_orders_are_refused():
+    plan = shared(lambda lists: swap(lists[1], Op(Kind.ENCODE, 0), Op(Kind.ENCODE, 2)))
+    # Rank 1 may not ship microbatch 0 before it has encoded for it.
+    plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domains[0].ops))
+    refused_only_by_r7(plan, "rank 0 stands at op", "encode(0), waiting for rank 1 to take part")
+
+
+def _ships_last(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Issue all ships after the last encode of this rank."""
+    ships = [op for op in ops if op.kind is Kind.SHIP]
+    rest = [op for op in ops if op.kind is not Kind.SHIP]
+    last = max((at for at, op in enumerate(rest) if op.kind is Kind.ENCODE), default=-1)
+    return (*rest[: last + 1], *ships, *rest[last + 1 :])
+
+
+def test_opposite_orders_of_backward_are_refused():
+    plan = shared(lambda lists: swap(lists[3], Op(Kind.ENCODE_BACKWARD, 1), Op(Kind.ENCODE_BACKWARD, 2)))
+    found = problems(plan)
+    assert found
+    assert all(text.startswith(("R3", "R7")) for text in found)
+    plan = shared(
+        lambda lists: move_after(lists[3], Op(Kind.ENCODE_BACKWARD, 1), Op(Kind.ENCODE_BACKWARD, 2))
+    )
+    refused_only_by_r7(plan, "rank 2 stands at op", "encode_backward(1), waiting for rank 3 to take part")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_of_a_party_that_pass_microbatches_in_opposite_orders_are_refused(rank):
+    plan = make_plan(Shape(stages=1, tp=2, party=2), 2, [], "forward_only")
+    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists[rank].reverse()
+    plan = with_domain(plan, ops=tuple(map(tuple, lists)))
+    refused_only_by_r7(plan, "forward(0), waiting for rank", "forward(1), waiting for rank")
+    alone = with_domain(plan, party=1)
+    assert not problems(alone)
+    RandomRanks(alone.domains[0], alone, seed=0).run()
+
+
+def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
+    work = [Work("image", 1, (0, 1), (2,))]
+    plan = make_plan(Shape(stages=1, tp=2, party=2), 2, work, "forward_only")
+    lists = [list(ops) for ops in plan.domains[0].ops]
+    assert lists[1].index(Op(Kind.FORWARD, 0)) < lists[1].index(Op(Kind.ENCODE, 0))
+    move_before(lists[1], Op(Kind.ENCODE, 0), Op(Kind.FORWARD, 0))
+    refused_only_by_r7(
+        with_domain(plan, ops=tuple(map(tuple, lists))),
+        "rank 0 stands at op 0, forward(0), waiting for rank 1",
+        "encode(0), waiting for rank 0",
+    )
+
+
+@pytest.mark.parametrize(
+    "op, rank", [(Op(Kind.ENCODE, 2), 2), (Op(Kind.ENCODE, 3), 4), (Op(Kind.ENCODE, 4), 9)]
+)
+def test_a_chunk_that_a_rank_of_its_slots_leaves_out_is_refused(op, rank):
+    found = problems(shared(lambda lists: lists[rank].remove(op)))
+    ranks = a_shared_plan().domains[0].chunks[op.index].ranks
+    assert f"R5: rank {rank} runs {op} 0 times, not 1: a chunk of ranks {ranks}" in found
+    assert any(
+        text.startswith("R7: ") and f"{op}, waiting for rank {rank} to take part" in text for text in found
+    )
+
+
+def test_a_rank_that_helps_uninvited_is_refused():
+    found = problems(shared(lambda lists: lists[5].insert(0, Op(Kind.ENCODE, 3))))
+    assert "R5: rank 5 runs encode(3) 1 times, not 0: a chunk of ranks (3, 4)" in found
+
+
+def test_a_pass_of_a_rank_beside_the_llm_is_refused():
+    found = problems(shared(lambda lists: lists[8].insert(0, Op(Kind.FORWARD, 0))))
+    assert "R5: rank 8 runs forward(0) 1 times, not 0: a microbatch passes every stage" in found
+
+
+# Homes: which ranks hold a component.
+
+
+def with_homes(plan: StepPlan, *homes: tuple[int, int]) -> StepPlan:
+    return with_domain(plan, homes=(*homes, plan.domains[0].homes[len(homes)]))
+
+
+def test_a_chunk_outside_the_home_of_its_component_is_refused():
+    found = problems(with_homes(a_shared_plan(), (8, 10), (0, 4)))
+    assert "R5: chunk 3 is on ranks (3, 4), which do not all hold image" in found
+    assert not any("chunk 2" in text for text in found)
+
+
+def test_every_rank_of_a_home_reduces_and_no_other():
+    plan = a_shared_plan()
+    assert [rank for rank, ops in enumerate(plan.domains[0].ops) if Op(Kind.REDUCE, 0) in ops] == [8, 9]
+    found = problems(shared(lambda lists: lists[7].remove(Op(Kind.REDUCE, 1))))
+    assert found == ["R5: rank 7 runs reduce(1) 0 times, not 1: image"]
+    found = problems(shared(lambda lists: lists[7].append(Op(Kind.REDUCE, 0))))
+    assert "R5: rank 7 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R1: rank 7 reduces in order [1, 2, 0], not that of the components" in found
+    found = problems(with_homes(plan, (8, 9), (0, 8)))
+    assert "R5: rank 9 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R5: chunk 4 is on ranks (8, 9), which do not all hold audio" in found
+
+
+def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
+    plan = shared(lambda lists: lists[9].remove(Op(Kind.REDUCE, 0)))
+    with pytest.raises(DeadlockError):
+        RandomRanks(plan.domains[0], plan, seed=0).run()
+    assert problems(plan) == ["R5: rank 9 runs reduce(0) 0 times, not 1: audio"]
+
+
+# Stages of several ranks.
+
+
+def test_each_rank_of_a_stage_sends_to_its_own_neighbour():
+    plan = shared(lambda lists: swap(lists[2], Op(Kind.SEND_FORWARD, 0), Op(Kind.SEND_FORWARD, 1)))
+    found = [text for text in problems(plan) if text.startswith("R2")]
+    assert found == ["R2: rank 2 sends send_forward [1, 0, 2], rank 6 receives [0, 1, 2]"]
+
+
+def test_a_route_to_another_rank_of_the_first_stage_is_refused():
+    plan = a_shared_plan()
+    routes = list(plan.domains[0].routes)
+    first, *others = routes[1].segments
+    moved = replace(first, destination=(first.destination + 1) % 4)
+    routes[1] = replace(routes[1], segments=(moved, *others))
+    found = problems(with_domain(plan, routes=tuple(routes)))
+    assert "R5: the route of microbatch 1 does not bring each row to the place of its item" in found
+
+
+def test_a_plan_of_another_member_for_a_sequence_is_refused():
+    plan = a_shared_plan()
+    batch = plan.domains[0].microbatches[0]
+    pieces = [[replace(s, rank=1 - s.rank) for s in shards] for shards in batch.layout.shards]
+    moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
+    found = problems(with_domain(plan, microbatches=(moved, *plan.domains[0].microbatches[1:])))
+    assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]
 
 
 # What the user sees.
 
 
-def test_the_refusal_names_step_replica_and_rule():
-    plan = a_plan(replicas=2)
-    broken = with_replica(plan, ops=tuple(ops[1:] for ops in plan.replicas[0].ops))
-    plan = replace(broken, step=17, replicas=(plan.replicas[1], broken.replicas[0]))
+def test_the_refusal_names_step_domain_and_rule():
+    plan = a_plan(domains=2)
+    broken = with_domain(plan, ops=tuple(ops[1:] for ops in plan.domains[0].ops))
+    plan = replace(broken, step=17, domains=(plan.domains[1], broken.domains[0]))
     with pytest.raises(PlanRefusedError, match="step 17 is refused") as refusal:
         verify(plan, max_in_flight=STAGES)
-    assert "replica 1: R2" in str(refusal.value)
-    assert "replica 0" not in str(refusal.value)
+    assert "domain 1: R2" in str(refusal.value)
+    assert "domain 0" not in str(refusal.value)
 
 
 # Any change that the verifier lets pass must be harmless.
@@ -384,26 +624,25 @@ def swap_neighbours(ops: list[Op], random: Random) -> None:
 
 
 def drop_one(ops: list[Op], random: Random) -> None:
-    kept = [at for at, op in enumerate(ops) if op.kind is not Kind.REDUCE]
-    if kept:
-        ops.pop(random.choice(kept))
+    ops.pop(random.randrange(len(ops)))
 
 
 def mutated(random: Random) -> StepPlan:
-    stages, microbatches = random.randint(1, 4), random.randint(1, 5)
+    shape, microbatches = random_shape(random, 4), random.randint(1, 5)
     schedule = random.choice(("encode_first", "one_f_one_b", "forward_only"))
     frozen = random.choice(((), ("image",), ("audio", "image")))
-    plan = make_plan(stages, microbatches, random_work(random, stages, microbatches), schedule, frozen)
-    lists = [list(ops) for ops in plan.replicas[0].ops]
+    work = random_work(random, shape, microbatches)
+    plan = make_plan(shape, microbatches, work, schedule, frozen, cuts=random)
+    lists = [list(ops) for ops in plan.domains[0].ops]
     for _ in range(random.randint(1, 3)):
         change = random.choice((swap_two, swap_two, move_one, swap_neighbours, swap_neighbours, drop_one))
-        change(lists[random.randrange(stages)], random)
-    return with_replica(plan, ops=tuple(map(tuple, lists)))
+        change(random.choice([ops for ops in lists if ops]), random)
+    return with_domain(plan, ops=tuple(map(tuple, lists)))
 
 
-def what_happens(replica: ReplicaPlan, plan: StepPlan, seed: int) -> str | None:
+def what_happens(domain: DomainPlan, plan: StepPlan, seed: int) -> str | None:
     try:
-        RandomRanks(replica, plan, seed).run()
+        RandomRanks(domain, plan, seed).run()
     except (DeadlockError, DataError) as error:
         return str(error)
     return None
@@ -415,13 +654,13 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
     for number in range(300):
         random = Random(f"{part}/{number}")
         plan = mutated(random)
-        replica = plan.replicas[0]
+        domain = plan.domains[0]
         if problems(plan, cap=5):
-            refused_hangs += what_happens(replica, plan, number) is not None
+            refused_hangs += what_happens(domain, plan, number) is not None
             continue
         accepted += 1
         for seed in range(4):
-            assert what_happens(replica, plan, seed) is None, number
+            assert what_happens(domain, plan, seed) is None, number
     # Both kinds must come up, or this test asks nothing.
     assert accepted > 20
     assert refused_hangs > 100
@@ -431,9 +670,9 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_whatever_hangs_random_ranks_with_a_single_queue_is_refused(random, seed):
     plan = mutated(random)
-    replica = plan.replicas[0]
+    domain = plan.domains[0]
     try:
-        RandomRanks(replica, plan, seed, single_queue=True).run()
+        RandomRanks(domain, plan, seed, single_queue=True).run()
     except DeadlockError:
         assert problems(plan, cap=5, single_fifo=True)
     except DataError:
@@ -444,7 +683,7 @@ def test_whatever_hangs_random_ranks_with_a_single_queue_is_refused(random, seed
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_whatever_fails_on_random_ranks_is_refused(random, seed):
     plan = mutated(random)
-    if what_happens(plan.replicas[0], plan, seed) is not None:
+    if what_happens(plan.domains[0], plan, seed) is not None:
         assert problems(plan, cap=5)
 
 
