@@ -77,8 +77,9 @@ def linear_argmax(hidden: torch.Tensor, weight: torch.Tensor, group: dist.Proces
     if group.size() == 1:
         return token
     token = token + group.rank() * weight.shape[0]
-    values = value.new_empty(group.size(), len(value))
-    tokens = token.new_empty(group.size(), len(token))
+    values = value.new_empty(group.size() * len(value))
+    tokens = token.new_empty(group.size() * len(token))
     dist.all_gather_into_tensor(values, value, group=group)
     dist.all_gather_into_tensor(tokens, token, group=group)
-    return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0)
+    best = values.view(group.size(), -1).argmax(0, keepdim=True)
+    return tokens.view(group.size(), -1).gather(0, best).squeeze(0)
