@@ -8,19 +8,21 @@ import torch
 
 from parallel.boundary import Ends
 
-ATTACH_EMBED = "llm.embed"
+
+@dataclass(frozen=True)
+class Landing:
+    """Which of the rows that arrive belong to one attach point, and at which of its tokens they enter.
+
+    `select` [r] are places among the arriving rows, None for all of them; `tokens` [r] among this rank's.
+    """
+
+    name: str
+    select: torch.Tensor | None
+    tokens: torch.Tensor
 
 
 class Anchor(Protocol):
-    """A component attached to the pipeline of the LLM: an encoder with its projector.
-
-    `attach` names the point of the LLM where its rows enter.
-    """
-
-    @property
-    def attach(self) -> str:
-        """Attach point."""
-        ...
+    """A component attached to the pipeline of the LLM: an encoder with its projectors."""
 
     def encode(self, inputs: Any) -> torch.Tensor:
         """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
@@ -29,6 +31,12 @@ class Anchor(Protocol):
 
 class Stage(Protocol):
     """This rank's stage of the LLM."""
+
+    def enter(self, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [R, D] to what enters at attach point `name`, other than the embedding, at `tokens` [R],
+        in the coming forward pass of a microbatch.
+        """
+        ...
 
     def embed(self, inputs: Any) -> torch.Tensor:
         """First stage: the embedding of this rank's tokens of a microbatch, [T, D]."""
@@ -45,10 +53,11 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, and the
-    rank's ends of each route.
+    """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, the rank's
+    ends of each route, and where its rows land at each attach point of this rank's stage.
     """
 
     microbatches: tuple[Any, ...]
     chunks: Mapping[int, Any]
     ends: tuple[Ends | None, ...]
+    landings: tuple[tuple[Landing, ...], ...]

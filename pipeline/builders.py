@@ -136,7 +136,7 @@ def expand(order: Order, domain: DomainPlan) -> list[list[Op]]:
 
 def _expand_rank(order: list[Op], rank: int, domain: DomainPlan, returns: list[int]) -> list[Op]:
     first, last = domain.is_first(rank), domain.is_last(rank)
-    beside = domain.stage(rank) is None
+    beside, takes_rows = domain.stage(rank) is None, bool(domain.points(rank))
     chunks = domain.chunks
     forwards = [op.index for op in order if op.kind is Kind.FORWARD]
     backwards = [op.index for op in order if op.kind is Kind.BACKWARD]
@@ -191,9 +191,9 @@ def _expand_rank(order: list[Op], rank: int, domain: DomainPlan, returns: list[i
             unencoded[m] -= 1
             ship_ready()
         elif op.kind is Kind.FORWARD:
-            if first:
+            if takes_rows:
                 wait(Kind.SHIP, m)
-            else:
+            if not first:
                 wait(Kind.RECV_FORWARD, m)
                 receive(forward_receives, Kind.RECV_FORWARD)
             out.append(op)

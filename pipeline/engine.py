@@ -23,7 +23,7 @@ from parallel.groups import Groups
 from parallel.transports import Lane, Work
 from parallel.waiting import StallError
 from pipeline.anchor import Anchor, Stage, StepInputs
-from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, StepPlan
+from pipeline.plan import COLLECTIVE, EMBEDDING, DomainPlan, Kind, Op, StepPlan
 
 
 @dataclass
@@ -105,6 +105,7 @@ class _Step:
         self.position = engine.position
         self.first = domain.is_first(engine.position)
         self.last = domain.is_last(engine.position)
+        self.takes_rows = bool(domain.points(engine.position))
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in domain.ops[engine.position] if op.kind is Kind.RETURN}
         self.result = StepResult()
@@ -200,8 +201,8 @@ class _Step:
         )
 
     def return_(self, m: int) -> None:
-        # What the first stage received, it sends back in the order of arrival.
-        grads = self.row_grads.pop(m) if self.first else self.no_rows()
+        # What a stage received, it sends back in the order of arrival.
+        grads = self.row_grads.pop(m) if self.takes_rows else self.no_rows()
         ends, lane = self.ends(m).transpose(), self.engine.lanes[Kind.RETURN]
         self.flights[Kind.RETURN, m] = ship(ends, grads, self.engine.groups.back, lane)
 
@@ -213,11 +214,11 @@ class _Step:
         received = rows = None
         if self.first:
             hidden = stage.embed(inputs)
-            if m in self.shipped:
-                rows = self.shipped.pop(m).requires_grad_(m in self.returned)
-                hidden = scatter_rows(hidden, self.ends(m).receive, rows)
         else:
             hidden = received = self.inbox.pop((Kind.RECV_FORWARD, m)).requires_grad_(self.plan.train)
+        if m in self.shipped:
+            rows = self.shipped.pop(m).requires_grad_(m in self.returned)
+            hidden = self.enter(m, hidden, rows)
         output = stage.forward(inputs, hidden)
         if not self.last:
             self.outbox[Kind.SEND_FORWARD, m] = output.detach()
@@ -229,6 +230,18 @@ class _Step:
         if self.plan.train:
             self.passes[m] = (received, rows, output)
 
+    def enter(self, m: int, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Put rows in the place of embeddings, and give the stage those that enter further on."""
+        stage = self.engine.stage
+        assert stage is not None
+        for landing in self.inputs.landings[m]:
+            own = rows if landing.select is None else gather_rows(rows, landing.select)
+            if landing.name == EMBEDDING.name:
+                hidden = scatter_rows(hidden, landing.tokens, own)
+            else:
+                stage.enter(self.inputs.microbatches[m], landing.name, landing.tokens, own)
+        return hidden
+
     def backward(self, m: int) -> None:
         received, rows, output = self.passes.pop(m)
         grad = None if self.last else self.inbox.pop((Kind.RECV_BACKWARD, m))
@@ -237,7 +250,7 @@ class _Step:
         if received is not None:
             assert received.grad is not None
             self.outbox[Kind.SEND_BACKWARD, m] = received.grad
-        if m in self.returned and self.first:
+        if m in self.returned and self.takes_rows:
             assert rows is not None
             assert rows.grad is not None
             self.row_grads[m] = rows.grad
@@ -271,7 +284,7 @@ class _Step:
             self.wait_for(work, kind, m)
         if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             del self.outbox[kind, m]
-        elif kind is Kind.SHIP and self.first:
+        elif kind is Kind.SHIP and self.takes_rows:
             self.shipped[m] = flight.rows
         elif kind is Kind.RETURN and any(c in self.encoded for c in self.chunks_of(m)):
             grads = torch.empty_like(flight.rows)

@@ -88,6 +88,18 @@ class PlannedItem:
 
 
 @dataclass(frozen=True)
+class Point:
+    """An attach point of the LLM, where rows enter: `place` counts the points of its stage."""
+
+    name: str
+    stage: int
+    place: int
+
+
+EMBEDDING = Point("llm.embed", 0, 0)
+
+
+@dataclass(frozen=True)
 class Microbatch:
     """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order.
 
@@ -111,7 +123,7 @@ class Chunk:
 
     `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
     tokens of which item, `tiles` divide the attention of each shared item, and `rows` count what each of
-    `ranks` puts out.
+    `ranks` puts out for all attach points of the component.
     """
 
     component: str
@@ -153,8 +165,9 @@ class DomainPlan:
 
     A stage has `pool` members of `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers,
     so they run the passes of a microbatch together. `beside` ranks hold encoders only. `homes` are, for each
-    component of the plan, the first position that holds it and the one after the last. `routes[m]` is None
-    for a microbatch without items: nobody ships anything for it.
+    component of the plan, the first position that holds it and the one after the last; `routes[m]` is
+    None for a microbatch without items: nobody ships anything for it. `feeds` name the attach points of
+    components whose rows enter elsewhere than at the embedding alone.
     """
 
     num_stages: int
@@ -168,6 +181,7 @@ class DomainPlan:
     chunks: tuple[Chunk, ...]
     routes: tuple[Route | None, ...]
     ops: tuple[tuple[Op, ...], ...]
+    feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
 
     @property
     def stage_size(self) -> int:
@@ -195,6 +209,16 @@ class DomainPlan:
     def is_last(self, rank: int) -> bool:
         """Whether a position holds the last stage."""
         return self.stage(rank) == self.num_stages - 1
+
+    def fed_by(self, component: str) -> tuple[Point, ...]:
+        """Return the attach points that a component puts out rows for, in the order of its rows."""
+        return dict(self.feeds).get(component, (EMBEDDING,))
+
+    def points(self, rank: int) -> tuple[Point, ...]:
+        """Return the attach points of the stage of a position, by place."""
+        fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
+        here = (point for point in fed if point.stage == self.stage(rank))
+        return tuple(sorted(here, key=lambda point: point.place))
 
     def reports(self, rank: int) -> bool:
         """Whether a position reports losses: the first of the tp ranks, which all compute the same ones."""

@@ -1,22 +1,26 @@
 """Where the rows of a microbatch go: from the order of encoder work to a route."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 
 from parallel.boundary import Route, Rows, make_route
 from parallel.layout import split_evenly
-from parallel.sequence import SequenceLayout
-from pipeline.plan import Chunk, PlannedItem
+from parallel.sequence import Interval, SequenceLayout
+from pipeline.plan import EMBEDDING, Chunk, PlannedItem, Point
 
 
-def row_counts(items: Sequence[PlannedItem], layout: SequenceLayout, tp: int) -> tuple[int, ...]:
+def row_counts(
+    items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
+) -> tuple[int, ...]:
     """Return the rows that each rank of a chunk puts out: those of its slot, evenly divided over `tp`.
 
-    `items` are the chunk's, in the order of the sequences of `layout`.
+    `items` are the chunk's, in the order of the sequences of `layout`. They have rows for each of
+    `num_points` attach points, one point after the other.
     """
     slots = [0] * layout.num_ranks
     for slot, _, _, rows in _rows_by_slot(items, layout):
-        slots[slot] += rows
+        slots[slot] += rows * num_points
     return tuple(share for rows in slots for share in split_evenly(rows, tp))
 
 
@@ -35,16 +39,19 @@ def _rows_by_slot(
             yield piece.rank, item, first, stop - first
 
 
-def _rows_of(chunk: Chunk, items: Sequence[PlannedItem]) -> Iterator[tuple[int, PlannedItem, int, int]]:
-    """Yield (position, item, first row, rows) of what each rank of a chunk puts out, in its order."""
+def _rows_of(
+    chunk: Chunk, items: Sequence[PlannedItem], points: Sequence[Point]
+) -> Iterator[tuple[int, PlannedItem, Point, int, int]]:
+    """Yield (position, item, point, first row, rows) of what each rank of a chunk puts out, in its order."""
     parts = [list(chunk.rows[s * chunk.tp : (s + 1) * chunk.tp]) for s in range(chunk.layout.num_ranks)]
     part = [0] * chunk.layout.num_ranks
-    for slot, item, first, rows in _rows_by_slot([items[i] for i in chunk.items], chunk.layout):
+    own = [items[i] for i in chunk.items]
+    for point, (slot, item, first, rows) in product(points, list(_rows_by_slot(own, chunk.layout))):
         while rows:
             while not parts[slot][part[slot]]:
                 part[slot] += 1
             length = min(rows, parts[slot][part[slot]])
-            yield chunk.ranks[slot * chunk.tp + part[slot]], item, first, length
+            yield chunk.ranks[slot * chunk.tp + part[slot]], item, point, first, length
             parts[slot][part[slot]] -= length
             first += length
             rows -= length
@@ -57,18 +64,38 @@ def plan_route(
     num_ranks: int,
     items: Sequence[PlannedItem],
     chunks: Sequence[Chunk],
+    fed_by: Callable[[str], Sequence[Point]] = lambda component: (EMBEDDING,),
 ) -> Route | None:
     """Return the route of a microbatch over the `num_ranks` positions of its domain, None without items.
 
-    A rank's rows are counted chunk by chunk and item by item: the order in which the engine joins them.
+    A rank's rows are counted chunk by chunk, then point by point and item by item: the order in which the
+    engine joins them. At each attach point of a stage the tokens have places of their own, those of its
+    first point first.
     """
+    mine = [chunk for chunk in chunks if chunk.microbatch == microbatch]
+    if not mine:
+        return None
+    points = sorted({p for chunk in mine for p in fed_by(chunk.component)}, key=lambda p: (p.stage, p.place))
+    axis = sum(layout.lengths)  # every point has a packed axis of its own, one after the other
     runs = []
     filled: dict[int, int] = defaultdict(int)
-    for chunk in chunks:
-        if chunk.microbatch != microbatch:
-            continue
-        for rank, item, first, rows in _rows_of(chunk, items):
-            runs.append(Rows(rank, filled[rank], item.start + first, rows))
+    for chunk in mine:
+        for rank, item, point, first, rows in _rows_of(chunk, items, fed_by(chunk.component)):
+            runs.append(Rows(rank, filled[rank], points.index(point) * axis + item.start + first, rows))
             filled[rank] += rows
-    has_items = any(chunk.microbatch == microbatch for chunk in chunks)
-    return make_route(runs, layout.intervals(tp), num_ranks) if has_items else None
+    places = [
+        _at_point(interval, number * axis, point, layout, tp)
+        for number, point in enumerate(points)
+        for interval in layout.intervals(tp)
+    ]
+    return make_route(runs, places, num_ranks)
+
+
+def _at_point(interval: Interval, axis: int, point: Point, layout: SequenceLayout, tp: int) -> Interval:
+    share = layout.padded_tokens(interval.rank // tp, tp) // tp
+    return Interval(
+        interval.start + axis,
+        interval.length,
+        interval.rank + point.stage * layout.num_ranks * tp,
+        interval.local_start + point.place * share,
+    )

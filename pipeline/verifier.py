@@ -101,7 +101,9 @@ def _unclear_chunks(domain: DomainPlan) -> Iterator[str]:
             range(chunk.ranks[0], chunk.ranks[0] + len(chunk.ranks))
         ):
             yield f"R5: chunk {c} is on ranks {chunk.ranks}, which are not neighbours"
-        elif len(chunk.ranks) % slots or chunk.rows != row_counts(items, chunk.layout, chunk.tp):
+        elif len(chunk.ranks) % slots or chunk.rows != row_counts(
+            items, chunk.layout, chunk.tp, len(domain.fed_by(chunk.component))
+        ):
             yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {slots} slots"
 
 
@@ -150,11 +152,12 @@ def _data_order(domain: DomainPlan) -> Iterator[str]:
 def _must_precede(op: Op, rank: int, domain: DomainPlan, place: dict[Op, int]) -> Iterator[Op]:
     """The ops of this rank whose result `op` uses, or that others need before they come to it."""
     first, last = domain.is_first(rank), domain.is_last(rank)
+    takes_rows = bool(domain.points(rank))
     m = op.index
     if op.kind is Kind.FORWARD:
         if not first:
             yield Op(Kind.WAIT, m, Kind.RECV_FORWARD)
-        elif domain.routes[m] is not None:
+        if takes_rows and domain.routes[m] is not None:
             yield Op(Kind.WAIT, m, Kind.SHIP)
     elif op.kind is Kind.BACKWARD:
         yield Op(Kind.FORWARD, m)
@@ -162,7 +165,7 @@ def _must_precede(op: Op, rank: int, domain: DomainPlan, place: dict[Op, int]) -
             yield Op(Kind.WAIT, m, Kind.RECV_BACKWARD)
     elif op.kind is Kind.SEND_FORWARD:
         yield Op(Kind.FORWARD, m)
-    elif op.kind is Kind.SEND_BACKWARD or (op.kind is Kind.RETURN and first):
+    elif op.kind is Kind.SEND_BACKWARD or (op.kind is Kind.RETURN and takes_rows):
         yield Op(Kind.BACKWARD, m)
     elif op.kind is Kind.SHIP:
         for c, chunk in enumerate(domain.chunks):
@@ -230,7 +233,9 @@ def _routes(domain: DomainPlan) -> Iterator[str]:
                 if Op(Kind.SHIP, m) in ops or Op(Kind.RETURN, m) in ops:
                     yield f"R5: rank {rank} ships microbatch {m}, which has no route"
         try:
-            expected = plan_route(m, batch.layout, domain.tp, domain.num_ranks, domain.items, domain.chunks)
+            expected = plan_route(
+                m, batch.layout, domain.tp, domain.num_ranks, domain.items, domain.chunks, domain.fed_by
+            )
         except AssertionError as error:
             yield f"R5: microbatch {m}: {error}"
             continue

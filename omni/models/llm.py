@@ -3,7 +3,8 @@
 Shapes: T tokens, D width, V vocabulary.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,9 +36,11 @@ from parallel.layout import Layout, stage_layers
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
+from pipeline.plan import EMBEDDING, Point
 
 NAME = "llm"
 _REFERENCE_TOKENS = 4096
+_ATTACH = re.compile(r"llm\.layers\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def padded_vocabulary(vocab_size: int, multiple: int) -> int:
 class LLMStage:
     """This rank's stage of the LLM, as the engine drives it.
 
-    `model` is the bare GPTModel; the wrapper that reduces its gradients shares its parameters.
+    `model` is the bare GPTModel; the wrapper that reduces its gradients shares its parameters. Rows may
+    enter before any of `attach_layers`, counted from the start of the model.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class LLMStage:
         dtype: torch.dtype,
         device: torch.device,
         groups: ProcessGroupCollection,
+        attach_layers: Sequence[int] = (),
     ) -> None:
         stage, stages = groups.pp.rank(), groups.pp.size()
         layers = llm_stages(config, vocab_size, stages)
@@ -136,6 +141,10 @@ class LLMStage:
             share_embeddings_and_output_weights=config.tied,
             pg_collection=groups,
         ).to(device)
+        for number, layer in enumerate(self.model.decoder.layers, start=first):
+            if number in attach_layers:
+                # A lasting hook, because recomputation passes the layer again, long after this pass.
+                layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
         mark_parallel(self.model)
         self.numbering = Numbering(
             first_layer=first,
@@ -148,6 +157,10 @@ class LLMStage:
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
         """Word embeddings [T / tp, D] of this rank's tokens of a microbatch."""
         return self.model.embedding(inputs.ids, None).squeeze(1)
+
+    def enter(self, inputs: MicrobatchInputs, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [R, D] at `tokens` [R] to the input of the layer that attach point `name` stands for."""
+        inputs.packed.entering[attach_layer(name)] = (tokens, rows)
 
     def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [T / tp, D] → the same; on the last stage losses [n], or the next token id of each sequence.
@@ -206,6 +219,46 @@ class LLMStage:
     def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Load this stage's state from that of all stages."""
         load_expert_biases(self.model, self.numbering.first_layer, saved)
+
+
+def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    entering = kwargs["packed_seq_params"].entering.get(number)
+    if entering is not None:
+        tokens, rows = entering
+        hidden = kwargs["hidden_states"].index_add(0, tokens, rows.unsqueeze(1))
+        kwargs = {**kwargs, "hidden_states": hidden}
+    return args, kwargs
+
+
+def attach_layer(name: str) -> int:
+    """Return the layer before which the rows of attach point "llm.layers.N" enter.
+
+    Raises:
+        ConfigError: if there is no such point.
+    """
+    match = _ATTACH.fullmatch(name)
+    if match is None:
+        raise ConfigError(f"attach point {name}: there are {EMBEDDING.name} and llm.layers.N")
+    return int(match[1])
+
+
+def attach_points(names: Sequence[str], stages: Sequence[int]) -> dict[str, Point]:
+    """Place attach points in a model whose stages have so many layers each.
+
+    Raises:
+        ConfigError: if there is no such point.
+    """
+    layers = sorted({attach_layer(name) for name in names if name != EMBEDDING.name})
+    if layers and layers[-1] >= sum(stages):
+        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(stages)} layers")
+    points = {EMBEDDING.name: EMBEDDING}
+    filled = [1] + [0] * (len(stages) - 1)
+    for layer in layers:
+        stage = next(s for s in range(len(stages)) if layer < sum(stages[: s + 1]))
+        name = f"llm.layers.{layer}"
+        points[name] = Point(name, stage, filled[stage])
+        filled[stage] += 1
+    return points
 
 
 def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None:

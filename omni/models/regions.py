@@ -17,6 +17,7 @@ import torch
 from omni.models.moe import expert_name
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+TIED = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
 
 
@@ -114,7 +115,8 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
         is_expert = not getattr(parameter, "allreduce", True)
         size, rank = (1, 0) if is_expert else (numbering.tp_size, numbering.tp_rank)
         if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-            region = Region(tuple(parameter.shape), 0, ((0, parameter.shape[0]),))
+            shape = tuple(parameter.shape) or (1,)  # a scalar is an element like any other
+            region = Region(shape, 0, ((0, shape[0]),))
         else:
             # Each rank holds its part of the gate, then its part of what the gate lets through.
             parts = 2 if gated and "linear_fc1" in name else 1
@@ -132,5 +134,5 @@ def canonical_name(name: str, numbering: Numbering) -> str:
     name = _LAYER.sub(lambda match: str(int(match[0]) + numbering.first_layer), name)
     name = expert_name(name, numbering.first_expert)
     if numbering.tied and name == "output_layer.weight":
-        return "embedding.word_embeddings.weight"
+        return TIED
     return name

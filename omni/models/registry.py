@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from omni.config import ConfigError
 from parallel.costs import PartWork
+from pipeline.plan import EMBEDDING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +56,10 @@ class Attention:
 
 class Encoder(Protocol):
     """The contract. An object is made from the encoder's configuration and holds no weights.
+
+    Rows replace the embeddings of an item's placeholders. An encoder with an attribute `attach`, names of
+    attach points such as ("llm.embed", "llm.layers.2"), puts out as many rows for each of them, one point
+    after the other; those of a layer are added to its input.
 
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
     of tokens that must stay together when an item is split, None if items are never split.
@@ -108,6 +113,11 @@ class Encoder(Protocol):
         reduction of its gradients reads.
         """
         ...
+
+
+def attach_of(encoder: Encoder) -> tuple[str, ...]:
+    """Return the attach points of an encoder, the embedding alone unless it says otherwise."""
+    return tuple(getattr(encoder, "attach", (EMBEDDING.name,)))
 
 
 def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:

@@ -7,19 +7,20 @@ import torch.distributed as dist
 
 from omni.training.inputs import ChunkInputs
 from parallel.slots import own_rows
-from pipeline.anchor import ATTACH_EMBED
 
 
 @dataclass(frozen=True)
 class EncoderAnchor:
-    """Encodes chunks with `module`, shared by the ranks of `tp`; its rows enter at the LLM's embedding."""
+    """Encodes chunks with `module`, shared by the ranks of `tp`, for `num_points` attach points."""
 
     module: torch.nn.Module
     tp: dist.ProcessGroup
-    attach: str = ATTACH_EMBED
+    num_points: int
 
     def encode(self, inputs: ChunkInputs) -> torch.Tensor:
-        """Packed items → this rank's share of their rows [r, D]."""
+        """Packed items → this rank's share of their rows [r, D], point after point."""
         rows: torch.Tensor = self.module(inputs.values, inputs.positions, inputs.packed)
-        # What an empty tail put out, after all the rows of items, goes nowhere.
-        return own_rows(rows[: sum(inputs.row_counts)], inputs.row_counts, self.tp)
+        # What an empty tail put out, after the rows of items, goes nowhere.
+        real = sum(inputs.row_counts) // self.num_points
+        by_point = rows.reshape(self.num_points, len(rows) // self.num_points, -1)[:, :real]
+        return own_rows(by_point.flatten(0, 1), inputs.row_counts, self.tp)

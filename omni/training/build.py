@@ -9,8 +9,9 @@ import torch
 
 from omni.models.initialise import initialise
 from omni.models.llm import NAME as LLM
-from omni.models.llm import LLMStage
+from omni.models.llm import LLMStage, attach_layer
 from omni.models.regions import Numbering, mark_parallel
+from omni.models.registry import attach_of
 from omni.training.anchors import EncoderAnchor
 from omni.training.inputs import Assembler, Place
 from omni.training.job import Job
@@ -21,7 +22,7 @@ from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
 from pipeline.engine import Engine
-from pipeline.plan import Op
+from pipeline.plan import EMBEDDING, Op
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
             width=config.model.llm.hidden,
             dtype=dtype,
             anchors={
-                name: EncoderAnchor(modules[name], groups.components[name].tp)
-                for name in job.encoders
+                name: EncoderAnchor(modules[name], groups.components[name].tp, len(attach_of(encoder)))
+                for name, encoder in job.encoders.items()
                 if name in modules
             },
             groups=groups,
@@ -132,4 +133,10 @@ def _build_stage(job: Job, groups: Groups, dtype: torch.dtype, device: torch.dev
         dtype=dtype,
         device=device,
         groups=groups.components[LLM],
+        attach_layers=[
+            attach_layer(name)
+            for encoder in job.encoders.values()
+            for name in attach_of(encoder)
+            if name != EMBEDDING.name
+        ],
     )

@@ -23,9 +23,9 @@ from omni.config import LLMConfig
 from omni.models.llm import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
-from parallel.boundary import make_ends
+from parallel.boundary import Ends, make_ends
 from parallel.packed import PackedTokens, Sharding, pack_tokens
-from pipeline.anchor import StepInputs
+from pipeline.anchor import Landing, StepInputs
 from pipeline.plan import DomainPlan, Microbatch, StepPlan
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -130,7 +130,11 @@ class Assembler:
             None if route is None else make_ends(route, position, self.place.device)
             for route in domain.routes
         )
-        return StepInputs(tuple(microbatches), chunks, ends)
+        landings = tuple(
+            () if of is None else _landings(domain, batch, position, of)
+            for batch, of in zip(domain.microbatches, ends, strict=True)
+        )
+        return StepInputs(tuple(microbatches), chunks, ends, landings)
 
     def _microbatch(
         self,
@@ -199,6 +203,17 @@ class Assembler:
         if self.place.device.type == "cuda":
             return tensor.pin_memory().to(self.place.device, non_blocking=True)
         return tensor
+
+
+def _landings(domain: DomainPlan, batch: Microbatch, position: int, ends: Ends) -> tuple[Landing, ...]:
+    """Divide the rows that arrive at this rank among the attach points of its stage."""
+    points = domain.points(position)
+    if len(points) == 1:
+        return (Landing(points[0].name, None, ends.receive),)
+    share = batch.layout.padded_tokens(domain.member(position), domain.tp) // domain.tp if points else 1
+    place = ends.receive // share
+    chosen = [(point, torch.nonzero(place == point.place).squeeze(1)) for point in points]
+    return tuple(Landing(point.name, own, ends.receive[own] - point.place * share) for point, own in chosen)
 
 
 def _targets(

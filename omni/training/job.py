@@ -18,8 +18,15 @@ from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from infra.tracking import KINDS, MODES
 from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
-from omni.models.llm import check_llm, check_llm_layout, llm_work, output_flops
-from omni.models.registry import Attention, Encoder, make_encoder
+from omni.models.llm import (
+    attach_points,
+    check_llm,
+    check_llm_layout,
+    llm_stages,
+    llm_work,
+    output_flops,
+)
+from omni.models.registry import Attention, Encoder, attach_of, make_encoder
 from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
 from omni.training.schedules import check_optim, frozen_components
 from omni.training.sharing import Sharing
@@ -32,6 +39,7 @@ from parallel.schemes import SequenceCost, sequence_cost
 from parallel.tiles import AttentionShape
 from parallel.transports import TRANSPOSED, Links
 from pipeline.builders import BUILDERS
+from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -111,6 +119,8 @@ def prepare_job(config: Config, world: int) -> Job:
     sharing = {LLM: _llm_sharing(config, arrangement, table, element)}
     for name, encoder in encoders.items():
         sharing[name] = _encoder_sharing(config, name, encoder, arrangement, table, element)
+    stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
+    points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
     planner = Planner(
         stream=_stream(config, indexes),
         metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
@@ -119,6 +129,11 @@ def prepare_job(config: Config, world: int) -> Job:
         arrangement=arrangement,
         llm=LLM,
         sharing=sharing,
+        feeds=tuple(
+            (name, tuple(points[p] for p in attach_of(encoder)))
+            for name, encoder in encoders.items()
+            if attach_of(encoder) != (EMBEDDING.name,)
+        ),
         boundary=Boundary(
             config.boundary.transport, cluster.ranks_per_node, table.row_bytes, _links(cluster)
         ),
@@ -250,9 +265,9 @@ def _encoder_sharing(
     slots, policy = len(arrangement.slots(name)), config.encoder_sp.policy
     # Whole items are best spread together with those of other encoders on the same ranks.
     if policy == "none" or slots == 1 or encoder.unit is None:
-        return Sharing(slots, cost)
+        return Sharing(slots, cost, num_points=len(attach_of(encoder)))
     share, pool = SEQUENCE_POLICIES[policy], make_pool(cost, slots, encoder.unit)
-    return Sharing(slots, cost, lambda lengths: share(lengths, pool))
+    return Sharing(slots, cost, lambda lengths: share(lengths, pool), len(attach_of(encoder)))
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

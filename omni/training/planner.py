@@ -30,7 +30,7 @@ from parallel.costs import CostTable
 from parallel.layout import Arrangement
 from parallel.transports import Links, choose_transport, node_map
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
-from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, StepPlan
+from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
 from pipeline.policies import Slot
 from pipeline.routes import plan_route
 from pipeline.serial import serialise
@@ -83,7 +83,7 @@ class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `sharing` says how each component shares sequences; `frozen` tells the components frozen at a step;
+    it; `sharing` says how each component shares sequences, `feeds` where rows enter; `frozen` tells the components frozen at a step;
     `single_queue` asks for op lists that are safe where
     all communication of a rank shares one queue.
     """
@@ -96,6 +96,7 @@ class Planner:
     llm: str
     sharing: Mapping[str, Sharing]
     boundary: Boundary
+    feeds: tuple[tuple[str, tuple[Point, ...]], ...]
     policies: Policies
     budget: Budget
     table: CostTable
@@ -219,12 +220,6 @@ class Planner:
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
         chunks = make_chunks(items, self._slots, self.sharing, self._tokens_cost)
-        ranks = world.domain_ranks(number)
-        routes = tuple(
-            None if route is None else self.boundary.send(route, ranks)
-            for m, batch in enumerate(microbatches)
-            for route in [plan_route(m, batch.layout, world.llm.tp, world.domain_size, items, chunks)]
-        )
         domain = DomainPlan(
             num_stages=world.llm.pp,
             pool=world.pool,
@@ -235,14 +230,26 @@ class Planner:
             microbatches=microbatches,
             items=tuple(items),
             chunks=chunks,
-            routes=routes,
+            routes=(),
             ops=(),
+            feeds=self.feeds,
         )
+        domain = replace(domain, routes=self._routes(domain, world.domain_ranks(number)))
         domain = replace(domain, ops=self._ops(domain, train, frozen))
         if not self.single_queue:
             return domain
         lists = serialise(domain, *plan_costs(domain, self.table))
         return replace(domain, ops=tuple(map(tuple, lists)))
+
+    def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
+        """Plan the way of every microbatch's rows over a domain of global `ranks`."""
+        routes = (
+            plan_route(
+                m, batch.layout, domain.tp, domain.num_ranks, domain.items, domain.chunks, domain.fed_by
+            )
+            for m, batch in enumerate(domain.microbatches)
+        )
+        return tuple(None if route is None else self.boundary.send(route, ranks) for route in routes)
 
     def _home(self, component: str) -> tuple[int, int]:
         """The first position that holds a component, and the one after the last."""

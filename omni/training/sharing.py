@@ -22,12 +22,14 @@ from pipeline.routes import row_counts
 @dataclass(frozen=True)
 class Sharing:
     """How the `num_ranks` members of a component's pool may share sequences: by which policy, from lengths to
-    a layout (None where the component's layout says it all), and at which cost attention is divided.
+    a layout (None where the component's layout says it all), and at which cost attention is divided. Items
+    have rows for each of `num_points` attach points.
     """
 
     num_ranks: int
     cost: SequenceCost
     policy: Callable[[Sequence[int]], SequenceLayout] | None = None
+    num_points: int = 1
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""
@@ -71,7 +73,9 @@ def make_chunks(
     members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
     for number, slot in zip(whole, places, strict=True):
         members[items[number].microbatch, items[number].component, slot].append(number)
-    chunks += [_whole_chunk(items, numbers, slot) for (_, _, slot), numbers in members.items()]
+    chunks += [
+        _whole_chunk(items, numbers, slot, sharing[name]) for (_, name, slot), numbers in members.items()
+    ]
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatch, chunk.component, chunk.ranks)))
 
 
@@ -88,17 +92,17 @@ def _by_policy(
         numbers = [i for i in mine if items[i].microbatch == microbatch]
         if any(len(shards[i]) > 1 for i in numbers):
             pieces = SequenceLayout(len(slots), tuple(shards[i] for i in numbers))
-            yield _chunk(items, numbers, everyone, pieces, sharing.tiles(pieces))
+            yield _chunk(items, numbers, everyone, pieces, sharing)
             continue
         for number, slot in enumerate(slots):
             here = [i for i in numbers if shards[i][0].rank == number]
             if here:
-                yield _whole_chunk(items, here, slot)
+                yield _whole_chunk(items, here, slot, sharing)
 
 
-def _whole_chunk(items: Sequence[PlannedItem], numbers: Sequence[int], slot: Slot) -> Chunk:
+def _whole_chunk(items: Sequence[PlannedItem], numbers: Sequence[int], slot: Slot, sharing: Sharing) -> Chunk:
     layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-    return _chunk(items, numbers, slot, layout, ((),) * len(numbers))
+    return _chunk(items, numbers, slot, layout, sharing)
 
 
 def _chunk(
@@ -106,8 +110,9 @@ def _chunk(
     numbers: Sequence[int],
     ranks: Slot,
     layout: SequenceLayout,
-    tiles: tuple[tuple[Tile, ...], ...],
+    sharing: Sharing,
 ) -> Chunk:
-    first = items[numbers[0]]
-    rows = row_counts([items[i] for i in numbers], layout, len(ranks) // layout.num_ranks)
+    first, tp = items[numbers[0]], len(ranks) // layout.num_ranks
+    rows = row_counts([items[i] for i in numbers], layout, tp, sharing.num_points)
+    tiles = sharing.tiles(layout)
     return Chunk(first.component, first.microbatch, ranks, tuple(numbers), layout, tiles, rows)

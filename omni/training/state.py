@@ -1,10 +1,10 @@
 """The state of a run, saved by name and place rather than by rank.
 
 Each rank saves the shards it owns: for every parameter, by its canonical name, the fp32 weights and AdamW's
-moments of an interval of the elements of its region. Copies that tensor-parallel ranks hold alike are saved
-once. Together the ranks' files hold each element of each parameter. Loading reads whatever elements a rank
-needs from whichever files have them, so a checkpoint loads under any layout; under its own layout it is exact
-to the bit.
+moments of an interval of the elements of its region. Copies that tensor-parallel ranks or the first and last
+stages hold alike are saved once, so together the ranks' files hold each element of each parameter once.
+Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under any
+layout; under its own layout it is exact to the bit.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ import torch
 
 from infra.checkpoint import CheckpointError
 from omni.models.llm import LLMStage
-from omni.models.regions import Numbering, Region, named_parameters
+from omni.models.regions import TIED, Numbering, Region, named_parameters
 from omni.training.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -94,7 +94,7 @@ class Shard:
     """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
     `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
-    `is_copy` marks what another tensor-parallel rank owns as well, and saves.
+    `is_copy` marks what another tensor-parallel rank or the first stage owns as well, and saves.
     """
 
     name: str
@@ -120,6 +120,7 @@ def shards(optimizer: ComponentOptimizer, numbering: Numbering) -> Iterator[Shar
         start = inner._get_model_param_range_map(named.parameter)["param"].start
         is_expert = not getattr(named.parameter, "allreduce", True)
         is_copy = numbering.tp_rank > 0 and not is_expert and named.region.is_whole
+        is_copy |= numbering.first_layer > 0 and named.name == TIED  # the last stage's, as output layer
         yield Shard(named.name, named.region, start, main, inner.optimizer.state.get(main, {}), is_copy)
 
 

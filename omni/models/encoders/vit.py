@@ -8,7 +8,8 @@ Shapes: T patches, P values of a patch, E width of the encoder, R rows, m merge,
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,11 @@ from parallel.packed import PackedTokens, Sharding, pack_tokens
 
 @dataclass
 class ViTConfig:
-    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image."""
+    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image.
+
+    `taps` are layers after which patches are merged and projected too (DeepStack; Meng et al., 2024): the
+    rows of the first are added to what enters the LLM's second layer, and so on.
+    """
 
     layers: int = 2
     hidden: int = 64
@@ -51,6 +56,7 @@ class ViTConfig:
     rotary_base: float = 100.0
     norm: str = "RMSNorm"
     recompute: str = "none"
+    taps: list[int] = field(default_factory=list)
 
 
 class ViTEncoder:
@@ -64,8 +70,13 @@ class ViTEncoder:
         require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens")
         if config.channels not in (1, 3):
             raise ConfigError(f"encoder channels={config.channels}: choose 1 (grey) or 3 (colour)")
+        if config.taps != sorted(set(config.taps)) or not set(config.taps) <= set(range(1, config.layers)):
+            raise ConfigError(
+                f"encoder taps={config.taps}: must be layers between 1 and {config.layers - 1}, in order"
+            )
         self.config = config
         self.unit = config.merge**2
+        self.attach = ("llm.embed", *(f"llm.layers.{number}" for number in range(1, len(config.taps) + 1)))
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the patch rows and columns of an image of (height, width) pixels."""
@@ -111,7 +122,7 @@ class ViTEncoder:
         )
         merged = c.hidden * self.unit
         ends = linear_flops(1, c.patch**2 * c.channels, c.hidden)
-        ends += linear_flops(1, merged, merged) // self.unit
+        ends += linear_flops(1, merged, merged) // self.unit * (1 + len(c.taps))
         return PartWork(
             flops_per_token=c.layers * layer.flops_per_token + ends,
             flops_per_square=c.layers * layer.flops_per_square,
@@ -216,22 +227,48 @@ class ViT(torch.nn.Module):
         self.patch_linear = torch.nn.Linear(patch_values, config.hidden, dtype=dtype)
         self.row_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
         self.column_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
-        self.block = TransformerBlock(
-            self.config,
-            layer_submodules(config.layers, config.norm, causal=False),
-            post_layer_norm=False,
-            pg_collection=groups,
-        )
+        edges = [0, *config.taps, config.layers]
+        blocks = [
+            TransformerBlock(
+                self.config,
+                layer_submodules(stop - start, config.norm, causal=False),
+                post_layer_norm=False,
+                pg_collection=groups,
+            )
+            for start, stop in pairwise(edges)
+        ]
+        self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
         self.final_norm = Norm(self.config, config.hidden)
         self.projector_in = torch.nn.Linear(merged, merged, dtype=dtype)
         self.projector_out = torch.nn.Linear(merged, width, dtype=dtype)
+        self.tap_projectors = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "norm": Norm(self.config, config.hidden),
+                    "linear_in": torch.nn.Linear(merged, merged, dtype=dtype),
+                    "linear_out": torch.nn.Linear(merged, width, dtype=dtype),
+                }
+            )
+            for _ in config.taps
+        )
 
     def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-        """values [T, P], positions [T, 2] of packed images → rows [R, D], image by image."""
-        c = self.sizes
+        """values [T, P], positions [T, 2] of packed images → rows [R, D], image by image, and as many again
+        for each tap.
+        """
         hidden: Any = self.patch_linear(values.to(self.dtype))
         hidden = hidden + self.row_embedding(positions[:, 0]) + self.column_embedding(positions[:, 1])
-        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed).squeeze(1)
-        merged = self.final_norm(hidden).reshape(-1, c.hidden * c.merge**2)
-        rows: torch.Tensor = self.projector_out(F.gelu(self.projector_in(merged)))
+        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed)
+        tapped = []
+        for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
+            assert isinstance(projector, torch.nn.ModuleDict)
+            tapped.append(self._rows(hidden.squeeze(1), *projector.values()))
+            hidden = block(hidden, None, packed_seq_params=packed)
+        rows = self._rows(hidden.squeeze(1), self.final_norm, self.projector_in, self.projector_out)
+        return torch.cat([rows, *tapped]) if tapped else rows
+
+    def _rows(self, hidden: torch.Tensor, norm: Any, linear_in: Any, linear_out: Any) -> torch.Tensor:
+        """Patches [T, E] → rows [R, D], a merge window each."""
+        merged = norm(hidden).reshape(-1, self.sizes.hidden * self.sizes.merge**2)
+        rows: torch.Tensor = linear_out(F.gelu(linear_in(merged)))
         return rows
