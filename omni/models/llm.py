@@ -199,16 +199,17 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
-    def balance_experts(self) -> float:
-        """Move the experts' bias once a step; every rank of a stage calls it.
+    def balance_experts(self, learns: bool) -> torch.Tensor:
+        """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
 
         Returns the tokens of the busiest expert over the mean, summed over this stage's layers and divided
-        by the ranks that return it.
+        by the ranks that return it, [] on the device.
         """
         if self.config.mixture is None:
-            return 0.0
-        loads = update_expert_bias(self.model, self.groups, self.config.mixture.bias_update_rate)
-        return float(loads.sum()) / self.groups.tp_dp_cp.size()
+            return torch.zeros((), device=self.device)
+        rate = self.config.mixture.bias_update_rate if learns else 0.0
+        loads = update_expert_bias(self.model, self.groups, rate)
+        return loads.sum() / self.groups.tp_dp_cp.size()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """State beside the weights, by canonical name, on the one rank of a stage that saves it."""

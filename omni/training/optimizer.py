@@ -29,8 +29,9 @@ from parallel.megatron import (
 @dataclass(frozen=True)
 class Totals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, seconds that ranks spent in named ways, the load of experts (tokens of the busiest over the
-    mean, summed over layers), samples lost to bad data, and whether any rank was asked to stop.
+    component, seconds that ranks spent in named ways, the load of experts in the step before (tokens of the
+    busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
+    stop.
     """
 
     losses: tuple[float, ...]
@@ -57,7 +58,7 @@ def reduce_totals(
     num_sources: int,
     squares: torch.Tensor,
     seconds: Sequence[float],
-    expert_load: float,
+    expert_load: torch.Tensor,
     tombstones: int,
     stop: bool,
     group: dist.ProcessGroup,
@@ -65,8 +66,8 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, expert_load, tombstones, stop], dtype=torch.float64, device=squares.device)
-    packed = torch.cat([sums, squares, rest])
+    rest = torch.tensor([*seconds, tombstones, stop], dtype=torch.float64, device=squares.device)
+    packed = torch.cat([sums, squares, expert_load.double().reshape(1), rest])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
     n, m = num_sources, 2 * num_sources + len(squares)
@@ -74,8 +75,8 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        seconds=tuple(values[m:-3]),
-        expert_load=values[-3],
+        seconds=tuple(values[m + 1 : -2]),
+        expert_load=values[m],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,
     )

@@ -69,7 +69,7 @@ def measure(
             if step == 1:
                 loss = totals.loss
                 gradients = collect(trainer, partial(_gradient, totals.num_targets))
-            trainer.rank.optimizer.update(step, totals)
+            trainer.update(step, totals)
             trainer.offer(ahead, step + PLANS_AHEAD)
     weights = collect(trainer, lambda shard: shard.main.detach())
     if gradients is None or weights is None:

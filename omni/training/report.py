@@ -135,7 +135,7 @@ def metrics_of(
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
     metrics |= {f"balance/max_over_mean/{name}": value for name, value in imbalance(job, plan).items()}
-    if (moe := job.config.model.llm.mixture) is not None:
+    if totals.expert_load and (moe := job.config.model.llm.mixture) is not None:
         layers = job.config.model.llm.layers - moe.dense_layers
         metrics["balance/max_over_mean/experts"] = totals.expert_load / layers
     on_gpu = device_type() == "cuda"

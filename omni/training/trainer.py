@@ -21,6 +21,7 @@ from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
+from omni.models.llm import NAME as LLM
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.build import Rank, build_rank
 from omni.training.evaluate import Evaluator, Transcription
@@ -59,6 +60,7 @@ class Trainer:
         self.step = 0
         self.cursor = 0
         self.progression = Progression()
+        self.expert_load = torch.zeros((), device=device)
 
     def run(self) -> None:
         """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
@@ -74,7 +76,7 @@ class Trainer:
                 self.agree_on(prepared.plan)
                 result, tombstones = self.execute(prepared)
                 totals = self.totals(prepared, result, tombstones, stop.requested)
-                updated = self.rank.optimizer.update(step, totals)
+                updated = self.update(step, totals)
                 self.advance(prepared, totals, updated)
                 self.offer(ahead, step + PLANS_AHEAD)
                 step_s = time.perf_counter() - start
@@ -154,11 +156,20 @@ class Trainer:
                 len(self.job.sources),
                 squares,
                 idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
-                self.rank.stage.balance_experts() if self.rank.stage else 0.0,
+                self.expert_load,
                 tombstones,
                 stop,
                 self.rank.groups.world,
             )
+
+    def update(self, step: int, totals: Totals) -> bool:
+        """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm."""
+        updated = self.rank.optimizer.update(step, totals)
+        if self.rank.stage is not None:
+            learns = updated and LLM not in self.rank.optimizer.frozen
+            with waiting(f"step {step}: the load of experts", self.rank.groups.world):
+                self.expert_load = self.rank.stage.balance_experts(learns)
+        return updated
 
     def advance(self, prepared: Prepared, totals: Totals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""

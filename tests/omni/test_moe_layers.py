@@ -268,6 +268,8 @@ def test_every_layout_equals_one_rank(ranks: RankPool, case: str) -> None:
             wanted = expected[kind][number][: sum(lengths)]
             assert_close(f"{kind} of pack {number}", whole, wanted, floor=1e-6)
     full = dict(assembled([expected], "gradients"))
+    moe = CASES[case].moe
+    assert sum(".experts." in name for name in full) == 2 * moe.experts * (LAYERS - moe.dense_layers)
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in full.values()))
     assert sum(r["squares"] for r in results) == pytest.approx(norm**2, rel=1e-5)
     assert {name for name, _ in assembled(results, "gradients")} == set(full)
