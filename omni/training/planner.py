@@ -83,9 +83,9 @@ class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `sharing` says how each component shares sequences, `feeds` where rows enter; `frozen` tells the components frozen at a step;
-    `single_queue` asks for op lists that are safe where
-    all communication of a rank shares one queue.
+    it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
+    components frozen at a step; `single_queue` asks for op lists that are safe where all communication of a
+    rank shares one queue.
     """
 
     stream: Stream
