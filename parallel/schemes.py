@@ -3,7 +3,7 @@
 A cost is an integer number of nanoseconds of one forward pass through all layers of a component.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.costs import CostTable
@@ -90,15 +90,32 @@ def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tup
         yield "rows", rows_tiles(shards, shape)
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of a sequence, with each rank's attention work and exchange."""
+
+    tiles: tuple[Tile, ...]
+    work: Mapping[int, int]
+    volumes: Mapping[int, Volume]
+
+
 def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...]:
     """Return the tiles with the least time of the slowest rank, or none if the sequence lives on one rank.
 
     Slow is what a rank's attention and exchange take beyond its tokens' share of the attention, so that cuts
     which are uneven because the ranks have other work keep their proportion. Of even cuts it is the slowest.
     """
+    tiling = _choose_tiling(shards, cost)
+    if tiling is None:
+        return ()
+    check_tiles(tiling.tiles, sum(s.length for s in shards), cost.shape)
+    return tiling.tiles
+
+
+def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> Tiling | None:
     held = [s for s in shards if s.length]
     if len({s.rank for s in held}) <= 1:
-        return ()
+        return None
     length = sum(s.length for s in held)
     candidates = []
     for number, (_, tiles) in enumerate(scheme_tiles(held, cost.shape)):
@@ -107,18 +124,16 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
         beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
         for s in held:
             beyond[s.rank] -= total * s.length // length
-        candidates.append((max(beyond.values()), number, tiles, beyond))
-    best: tuple[int, int, tuple[Tile, ...]] | None = None
-    for bound, number, tiles, beyond in sorted(candidates, key=lambda candidate: candidate[0]):
+        candidates.append((max(beyond.values()), number, tiles, work, beyond))
+    best: tuple[int, int] | None = None
+    for bound, number, tiles, work, beyond in sorted(candidates, key=lambda candidate: candidate[0]):
         if best is not None and bound > best[0]:
             break  # with its exchange it is slower still
         volumes = exchange_volume(tiles, held, cost.shape)
         slowest = max(ns + cost.transfer_ns(volumes[rank].busier) for rank, ns in beyond.items())
-        if best is None or (slowest, number) < best[:2]:
-            best = slowest, number, tiles
-    assert best is not None
-    check_tiles(best[2], length, cost.shape)
-    return best[2]
+        if best is None or (slowest, number) < best:
+            best, tiling = (slowest, number), Tiling(tiles, work, volumes)
+    return tiling
 
 
 @dataclass(frozen=True)
@@ -154,14 +169,14 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
     local, tiled = [0] * layout.num_ranks, [0] * layout.num_ranks
     volumes = [Volume()] * layout.num_ranks
     for shards, length in zip(layout.shards, layout.lengths, strict=True):
-        tiles = choose_tiles(shards, cost) if len(shards) > 1 else ()
-        if not tiles:
+        tiling = _choose_tiling(shards, cost) if len(shards) > 1 else None
+        if tiling is None:
             pairs = pairs_before(length, length, cost.shape)
             local[next((s.rank for s in shards if s.length), 0)] += pairs * cost.shape.heads
             continue
-        for rank, work in attention_work(tiles, length, cost.shape).items():
+        for rank, work in tiling.work.items():
             tiled[rank] += work
-        for rank, volume in exchange_volume(tiles, shards, cost.shape).items():
+        for rank, volume in tiling.volumes.items():
             volumes[rank] += volume
     return [
         RankTime(

@@ -175,8 +175,6 @@ def _head_line(
         after = shard.start + shard.length - first
         end, rest = divmod(shape.heads * work * after // tokens, work)
         end_row = _row_at(above + rest, length, shape)
-        if end_row == stop:
-            end, end_row = end + 1, start
         if head == end:
             yield Tile(shard.rank, head, 1, row, end_row - row)
         else:

@@ -186,7 +186,8 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
             f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
             f"{', '.join(config.model.encoders) or 'none'})"
         )
-    own = ", ".join(f"{axis}={size}" for axis, size in vars(sizes).items() if axis not in ("dp", "ep"))
+    split = ((axis, size) for axis, size in vars(sizes).items() if axis not in ("dp", "ep") and size > 1)
+    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split) or "layout.llm"
     for axis, size in vars(sizes).items():
         if size is not None and size < 1:
             raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
@@ -196,16 +197,16 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
     dp = sizes.dp
     if dp is None:
         if world <= beside or (world - beside) % copy:
-            rest = f"the {world} ranks of this launch" + (f", less {beside} for encoders," if beside else "")
+            rest = f"the {world} ranks of this launch" + (f", less {beside} for encoders" if beside else "")
             raise LayoutError(
-                f"layout.llm ({own}) does not divide {rest}: "
+                f"{own}: a replica of {copy} ranks does not divide {rest}: "
                 f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
             )
         dp = (world - beside) // copy
     layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep)
     if layout.world + beside != world:
         raise LayoutError(
-            f"layout.llm ({own}, dp={dp}) and placement.ranks={beside} take {layout.world + beside} ranks, "
+            f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
     tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
@@ -253,7 +254,9 @@ def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, ele
     cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
     if config.llm_sp.policy == UNIFORM:
         return Sharing(arrangement.pool, cost)
-    pool = make_pool(cost, arrangement.pool, tokens_per_rank=config.data.microbatch_tokens)
+    # Only `dynamic` finds a place for every token of a full pool; the others would have to refuse some steps.
+    limit = config.data.microbatch_tokens if config.llm_sp.policy == "dynamic" else None
+    pool = make_pool(cost, arrangement.pool, tokens_per_rank=limit)
     share = SEQUENCE_POLICIES[config.llm_sp.policy]
     return Sharing(arrangement.pool, cost, lambda lengths: share(lengths, pool))
 

@@ -5,7 +5,7 @@ Three searches, each bounded by a count, of which the smallest predicted makespa
 1. DHP (Niu et al., 2026, arXiv 2602.21788, its two stages): sequences are packed into atomic groups for a
    target time, and a dynamic program over groups × ranks gives the groups their degrees. Its groups stand
    side by side; here ranks may belong to several, so its degrees are one candidate among others.
-2. Targets: for each of a row of target times the least degrees that keep to it. As in 1, shared sequences
+2. Targets: for each of a row of target times, the least degrees that keep to it. As in 1, shared sequences
    are cut evenly over the least loaded ranks, and whole ones fill what is idle.
 3. Pouring: whole sequences first, then the costliest fill the ranks up to one level, cut where a rank is
    full, so that no rank idles because a sequence needs a fraction of one.
@@ -19,16 +19,28 @@ from heapq import nsmallest
 import numpy as np
 import numpy.typing as npt
 
-from parallel.policies.pool import NEVER, Build, Pool, Times, costliest_first, degree_times
-from parallel.policies.simple import shard_all
+from parallel.policies.pool import NEVER, Build, Pool, Times, costliest_first, degree_times, no_room
 from parallel.schemes import rank_times
 from parallel.sequence import SequenceLayout
 
-_HALVINGS = 5  # of the range in which DHP's target time is searched
-_TARGETS = 12  # target times tried one by one, from the least possible up in steps of 1 / 32
+_HALVINGS = 4  # of the range in which DHP's target time is searched
+_STEPS = 12  # target times tried from the least possible up, 1 / 32 of it apart
 _MORE_POURED = 1  # sequences beyond the longest that are tried as poured ones
 
 Degrees = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Sequences to place: `rows[s][k - 1]` times sequence s over k ranks, and `times` is the same with NEVER
+    where k ranks do not hold its tokens; `order` has the costliest first.
+    """
+
+    lengths: Sequence[int]
+    pool: Pool
+    rows: Sequence[Sequence[int]]
+    times: Times
+    order: Sequence[int]
 
 
 def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = False) -> SequenceLayout:
@@ -37,16 +49,25 @@ def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = Fals
         return SequenceLayout(pool.num_ranks, ())
     times = degree_times(lengths, pool)
     if powers_of_two:
-        numbers = np.arange(1, pool.num_ranks + 1)
-        times[:, numbers & (numbers - 1) > 0] = NEVER
+        degrees = np.arange(1, pool.num_ranks + 1)
+        times[:, degrees & (degrees - 1) > 0] = NEVER
     rows = times.tolist()
-    order = costliest_first(rows)
-    candidates = [_best_even(lengths, times, rows, order, pool)]
+    times = within_memory(lengths, times, pool.tokens_per_rank)
+    case = _Case(lengths, pool, rows, times, costliest_first(rows))
+    found = [_best_even(case)]
     if not powers_of_two:
-        limit = candidates[0].makespan if candidates[0] else NEVER
-        candidates.append(_best_poured(lengths, rows, order, pool, limit))
-    found = [build for build in candidates if build is not None]
-    return min(found, key=lambda build: build.makespan).layout() if found else shard_all(lengths, pool)
+        found.append(_best_poured(case, found[0].makespan if found[0] else NEVER))
+    builds = [build for build in found if build is not None]
+    best = min(builds, key=lambda build: build.makespan) if builds else _filled(case)
+    return best.layout()
+
+
+def within_memory(lengths: Sequence[int], times: Times, tokens_per_rank: int | None) -> Times:
+    """Times with NEVER where so few ranks do not hold a sequence's tokens."""
+    if tokens_per_rank is None:
+        return times
+    room = np.arange(1, times.shape[1] + 1) * tokens_per_rank
+    return np.where(np.array(lengths, np.int64)[:, None] > room, NEVER, times)
 
 
 @dataclass(frozen=True)
@@ -66,7 +87,7 @@ def pack_groups(
     that degree that it leaves the least idle. None if a sequence has no such degree, or if the groups could
     not stand side by side on the ranks even if none idled.
     """
-    degrees = least_degrees(lengths, times, target_ns, tokens_per_rank)
+    degrees = least_degrees(within_memory(lengths, times, tokens_per_rank), target_ns)
     if degrees is None:
         return None
     own = times[np.arange(len(lengths)), degrees - 1]
@@ -95,13 +116,9 @@ def pack_groups(
     return [Group(tuple(members), degree) for degree, members in groups]
 
 
-def least_degrees(
-    lengths: Sequence[int], times: Times, target_ns: int, tokens_per_rank: int | None
-) -> Degrees | None:
-    """The least degree of each sequence that keeps to a time and the ranks' memory; None if one has none."""
-    fits = times <= target_ns
-    if tokens_per_rank is not None:
-        fits &= np.array(lengths)[:, None] <= np.arange(1, times.shape[1] + 1) * tokens_per_rank
+def least_degrees(times: Times, target_ns: int | Times) -> Degrees | None:
+    """The least degree of each sequence within a target, or its own target [S, 1]; None if one has none."""
+    fits = (times <= target_ns) & (times < NEVER)
     found: Degrees = fits.argmax(1) + 1
     return found if fits.any(1).all() else None
 
@@ -134,7 +151,8 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool) -> Degrees | N
     """Degrees of DHP: groups packed for the least target time that lets them stand side by side on the ranks,
     found by halving, then spread by the dynamic program. None if the search finds no such time.
     """
-    high, low, groups = 2 * _floor(times), _floor(times) - 1, None
+    low, groups = _floor(times) - 1, None
+    high = 2 * low + 2
     for _ in range(_HALVINGS):
         target = (low + high) // 2 if groups else high
         packed = pack_groups(lengths, times, target, pool.tokens_per_rank)
@@ -148,9 +166,9 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool) -> Degrees | N
         return None
     of_group = np.stack([times[list(group.members)].sum(0) for group in groups])
     of_group[:, 1:] += pool.cost.sharing_ns
-    of_group[np.arange(1, pool.num_ranks + 1) < [[group.degree] for group in groups]] = NEVER
+    # On fewer ranks than it was packed for, a group misses its target or a member its memory (NEVER).
     chosen = allocate_ranks(np.minimum(of_group, NEVER))
-    assert chosen is not None, "the least degrees fit side by side"
+    assert chosen is not None, "the degrees of the groups fit side by side"
     degrees = np.ones(len(lengths), np.int64)
     for group, degree in zip(groups, chosen, strict=True):
         degrees[list(group.members)] = degree
@@ -158,69 +176,59 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool) -> Degrees | N
 
 
 def _floor(times: Times) -> int:
-    """A makespan that none can be much below: mean load, and the longest sequence at its best degree."""
-    return max(1, int(times[:, 0].sum()) // times.shape[1], int(times.min(1).max()))
+    """A makespan that even cuts cannot be below: all ranks busy, and the slowest sequence at its fastest."""
+    work = (times * np.arange(1, times.shape[1] + 1)).min(1).sum()
+    return max(int(work) // times.shape[1], int(times.min(1).max()))
 
 
-def _best_even(
-    lengths: Sequence[int], times: Times, rows: Sequence[Sequence[int]], order: Sequence[int], pool: Pool
-) -> Build | None:
+def _best_even(case: _Case) -> Build | None:
     """The best of the candidate degrees with even cuts; None if tokens find no room with any of them."""
-    floor = _floor(times)
-    candidates = [
-        least_degrees(lengths, times, floor + floor * step // 32, pool.tokens_per_rank)
-        for step in range(_TARGETS)
-    ]
-    candidates.append(dhp_degrees(lengths, times, pool))
+    pool, times = case.pool, case.times
+    fastest, floor = times.min(1, keepdims=True), _floor(times)
+    targets = [floor + floor * step // 32 for step in range(_STEPS)]
+    candidates = [least_degrees(times, target) for target in targets]
+    candidates.append(dhp_degrees(case.lengths, times, pool))
+    # Shares of half, a quarter, … of a rank's time balance where whole ranks' worth do not.
+    finer = [floor >> power for power in range(1, pool.num_ranks.bit_length())]
+    candidates += [least_degrees(times, np.maximum(target, fastest)) for target in finer]
     best: Build | None = None
     seen: set[bytes] = set()
     for degrees in candidates:
         if degrees is None or degrees.tobytes() in seen:
             continue
         seen.add(degrees.tobytes())
-        own = times[np.arange(len(lengths)), degrees - 1]
+        own = times[np.arange(len(times)), degrees - 1]
         bound = max(int(own.max()), int((own * degrees).sum()) // pool.num_ranks)
         if best is not None and bound >= best.makespan:
             continue
-        build = _evenly(lengths, rows, order, degrees, pool, best.makespan if best else NEVER)
+        build = _evenly(case, degrees, best.makespan if best else NEVER)
         if build is not None and (best is None or build.makespan < best.makespan):
             best = build
     return best
 
 
-def _evenly(
-    lengths: Sequence[int],
-    rows: Sequence[Sequence[int]],
-    order: Sequence[int],
-    degrees: Degrees,
-    pool: Pool,
-    limit: int,
-) -> Build | None:
+def _evenly(case: _Case, degrees: Degrees, limit: int) -> Build | None:
     """Shared sequences, the slowest first, over the least loaded ranks; then the whole ones. None if tokens
     find no room, or if the makespan reaches `limit` before the whole ones are placed.
     """
-    build = Build(lengths, rows, pool)
+    build = Build(case.lengths, case.rows, case.pool)
     degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
-    for number in sorted(degree_of, key=lambda s: -rows[s][degree_of[s] - 1]):
-        degree = degree_of[number]
-        ranks = nsmallest(degree, build.with_room(-(-lengths[number] // degree)), key=build.ns.__getitem__)
-        if len(ranks) < degree:
-            return None
+    for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
+        ranks = nsmallest(degree_of[number], range(case.pool.num_ranks), key=build.ns.__getitem__)
         build.share(number, sorted(ranks))
     if build.makespan >= limit or not build.fits:
         return None
-    return build if build.place(s for s in order if s not in degree_of) else None
+    return build if build.place(s for s in case.order if s not in degree_of) else None
 
 
-def _best_poured(
-    lengths: Sequence[int], rows: Sequence[Sequence[int]], order: Sequence[int], pool: Pool, limit: int
-) -> Build | None:
+def _best_poured(case: _Case, limit: int) -> Build | None:
     """The best layout whose costliest sequences level the ranks, timed with its tiles; None if tokens find no
     room or if no level is below `limit`.
     """
+    rows, order, pool = case.rows, case.order, case.pool
     whole = sum(row[0] for row in rows)
     mean = whole // pool.num_ranks
-    longest = sum(rows[s][0] > mean * 17 // 16 for s in order)
+    longest = sum(row[0] > mean * 17 // 16 for row in rows)
     best: Build | None = None
     least, amounts = limit, {}
     for count in range(max(1, longest), min(len(order), longest + _MORE_POURED) + 1):
@@ -229,16 +237,29 @@ def _best_poured(
         rest = whole - sum(rows[s][0] for s in poured)
         if (amount + rest) // pool.num_ranks >= least:
             break
-        build = Build(lengths, rows, pool)
+        build = Build(case.lengths, rows, pool)
         if build.place(order[count:]):
-            level = max(_level(build.ns, amount, pool.cost.sharing_ns), build.makespan)
-            if level < least:
-                best, least, amounts = build, level, poured
+            reached = max(level(build.ns, amount, pool.cost.sharing_ns), build.makespan)
+            if reached < least:
+                best, least, amounts = build, reached, poured
     if best is None:
         return None
     rooms = [least - pool.cost.sharing_ns - ns for ns in best.ns]
     build = _timed(best, fill(amounts, rooms))
     return build if build.fits else None
+
+
+def _filled(case: _Case) -> Build:
+    """Ranks filled with tokens one after the other: where memory leaves no choice, it is this or nothing."""
+    pool = case.pool
+    assert pool.tokens_per_rank is not None, "without a limit, all sequences find room"
+    units = {number: -(-length // pool.unit) for number, length in enumerate(case.lengths)}
+    build = Build(case.lengths, case.rows, pool)
+    for number, parts in fill(units, [pool.tokens_per_rank // pool.unit] * pool.num_ranks).items():
+        build.pour(number, parts)
+    if not build.fits:
+        raise no_room(case.lengths, pool)
+    return build
 
 
 def _amount(row: Sequence[int], mean: int) -> int:
@@ -249,16 +270,16 @@ def _amount(row: Sequence[int], mean: int) -> int:
     return row[degree - 1] * degree
 
 
-def _level(loads: Sequence[int], amount: int, sharing_ns: int) -> int:
+def level(loads: Sequence[int], amount: int, sharing_ns: int) -> int:
     """The level to which `amount` fills the ranks, the emptiest first; each of them pays `sharing_ns`."""
-    below = level = 0
+    below = reached = 0
     ordered = sorted(loads)
     for count, load in enumerate(ordered, 1):
         below += load + sharing_ns
-        level = -(-(amount + below) // count)
-        if count < len(ordered) and level <= ordered[count] + sharing_ns:
+        reached = -(-(amount + below) // count)
+        if count < len(ordered) and reached <= ordered[count] + sharing_ns:
             break
-    return level
+    return reached
 
 
 def fill(amounts: Mapping[int, int], rooms: Sequence[int]) -> dict[int, list[tuple[int, int]]]:

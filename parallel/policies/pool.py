@@ -172,12 +172,6 @@ class Build:
             self.ns[rank] = ns
         return True
 
-    def with_room(self, tokens: int) -> Sequence[int]:
-        """Ranks that may hold so many tokens more."""
-        cap = self.pool.tokens_per_rank
-        everyone = range(self.pool.num_ranks)
-        return everyone if cap is None else [rank for rank in everyone if self.tokens[rank] + tokens <= cap]
-
     @property
     def fits(self) -> bool:
         """Whether no rank holds more tokens than it may."""
