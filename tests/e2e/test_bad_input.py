@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from runs import TINY, Finished, data_keys, document, omni, picture, read_lines, strip, train, write
 
 from dataloader.format import PLACEHOLDER, SHARD_SCHEMA, DataError, Item, Sample
@@ -108,6 +109,76 @@ def test_a_wrong_key_or_value_is_named(data, keys, named):
     assert [word for word in named if word not in message] == [], message
 
 
+# Layouts. TINY has two layers, two heads, one key/value head and an encoder of two heads; "byte" has 260 ids.
+TP2 = ["layout.llm.tp=2", "model.llm.kv_heads=2"]
+ENCODER_TP2 = "+layout.encoders.image.tp=2"
+BESIDE = ["placement=disaggregated", "placement.ranks=2"]
+
+
+@pytest.mark.parametrize(
+    "ranks, keys, named",
+    [
+        (3, TP2, ["layout.llm.tp=2", "the 3 ranks", "launch.ranks as a multiple of 2"]),
+        (6, [*TP2, "layout.llm.pp=2"], ["layout.llm.tp=2, layout.llm.pp=2", "6 ranks", "multiple of 4"]),
+        (
+            2,
+            [*TP2, "layout.llm.dp=2"],
+            ["layout.llm.tp=2, layout.llm.dp=2", "4 ranks", "there are 2", "launch.ranks=4"],
+        ),
+        (3, ["layout.llm.tp=3"], ["layout.llm.tp=3", "model.llm.heads=2", "choose a tp"]),
+        (2, ["layout.llm.tp=2"], ["layout.llm.tp=2", "model.llm.kv_heads=1", "choose a tp"]),
+        (2, [*TP2, "model.llm.ffn=65"], ["layout.llm.tp=2", "model.llm.ffn=65", "choose a tp"]),
+        (
+            2,
+            [*TP2, "model.llm.vocab_multiple=9"],
+            ["layout.llm.tp=2", "vocabulary of 261", "model.llm.vocab_multiple=9", "a multiple of 2"],
+        ),
+        (3, ["layout.llm.pp=3"], ["layout.llm.pp=3", "model.llm.layers=2", "at most 2"]),
+        (2, ["layout.llm.ep=3"], ["layout.llm.ep=3", "2 ranks of a stage", "choose an ep"]),
+        (2, ["layout.llm.ep=2"], ["layout.llm.ep=2", "no experts", "ep=1"]),
+        (2, ["layout.llm.tp=-2"], ["layout.llm.tp=-2", "at least one rank"]),
+        (3, ["layout.domain=2"], ["layout.domain=2", "3 replicas", "divisor"]),
+        (2, ["+layout.encoders.sound.tp=2"], ["layout.encoders.sound", "no such encoder", "image"]),
+        (2, ["+layout.encoders.image.tp=0"], ["layout.encoders.image.tp=0", "at least one rank"]),
+        (2, ["+layout.encoders.image.ways=2"], ["layout.encoders.image.ways", "known here: tp"]),
+        (3, ["+layout.encoders.image.tp=3"], ["layout.encoders.image.tp=3", "heads=2", "choose a tp"]),
+        (2, [ENCODER_TP2, "model.encoders.image.ffn=33"], ["layout.encoders.image.tp=2", "ffn=33"]),
+        (3, [ENCODER_TP2], ["layout.encoders.image.tp=2", "dp3", "dp=3", "choose sizes"]),
+        (4, [ENCODER_TP2, *BESIDE, "placement.ranks=3"], ["layout.encoders.image.tp=2", "3 ranks", "choose"]),
+        (
+            2,
+            ["placement=disaggregated", "placement.ranks=0"],
+            ["placement.policy=disaggregated", "placement.ranks=0", "at least one rank"],
+        ),
+        (2, BESIDE, ["the 2 ranks of this launch, less 2 for encoders: choose launch.ranks", "plus 2"]),
+        (5, [*BESIDE, *TP2], ["5 ranks of this launch, less 2", "a multiple of 2, plus 2"]),
+        (3, [*BESIDE, "layout.llm.dp=2"], ["placement.ranks=2 take 4 ranks", "launch.ranks=4", "dp=null"]),
+        (3, ["placement=disaggregated", "placement.ranks=-1"], ["placement.ranks=-1", "at least 0"]),
+        (3, ["system=stage0", "placement.ranks=1"], ["placement.policy=stage0", "placement.ranks=1", "none"]),
+        (2, ["placement.policy=beside"], ["placement.policy=beside", "stage0, disaggregated"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
+)
+def test_a_layout_that_does_not_fit_is_refused_before_any_process_group(data, ranks, keys, named):
+    message = refused(data, *keys, ranks=ranks)
+    assert [word for word in named if word not in message] == [], message
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "ranks, keys, described",
+    [
+        (4, [*TP2, ENCODER_TP2], "tp2·dp2, image tp2"),
+        (2, ["layout.llm.pp=2", ENCODER_TP2], "pp2, image tp2"),
+        (5, ["placement=disaggregated", "placement.ranks=3"], "dp2, 3 ranks for encoders"),
+        (4, ["layout.llm.cp=2", "layout.domain=2"], "cp2·dp2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_layouts_that_fit_are_accepted(data, ranks, keys, described):
+    assert job(data, *keys, ranks=ranks).arrangement.describe() == described
+
+
 @pytest.mark.parametrize(
     "key",
     [
@@ -183,6 +254,7 @@ def refused_by_omni(result: Finished, *words: str) -> None:
         ("train.stepz=3", ["train.stepz"]),  # by Hydra while it composes
         ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
         ("layout.llm.pp=3", ["error: layout.llm.pp=3", "launch.ranks"]),  # against the ranks
+        ("+layout.encoders.sound.tp=2", ["error: layout.encoders.sound: there is no such encoder"]),
         ("data.sources.docs.path=nowhere", ["error: data.sources.docs.path=nowhere", "omni data build"]),
         ("model.llm.heads=0", ["heads=0"]),
         ("launch.ranks=0", ["launch.ranks=0"]),
@@ -330,7 +402,7 @@ def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
     plan = next(p for p in plans(long_data, "truncate", budget)[1] if 3 in [s.id for s in p.samples])
     place = next(i for i, sample in enumerate(plan.samples) if sample.id == 3)
     assert plan.samples[place].length == length(cut)
-    planned = [item for item in plan.replicas[0].items if item.sample == place]
+    planned = [item for item in plan.domains[0].items if item.sample == place]
     assert [item.rows for item in planned] == [rows] * len(cut.items)
 
 

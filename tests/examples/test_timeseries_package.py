@@ -24,7 +24,9 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import ConfigError
+from omni.encoders import Sharding
 from omni.models.initialise import initialise
+from omni.models.regions import Numbering
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
@@ -192,12 +194,14 @@ def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
         encoder().count((10,))
     with pytest.raises(ConfigError, match="heads=3"):
         encoder(hidden=64, heads=3)
+    with pytest.raises(ConfigError, match=r"layout.encoders.series.tp=2: .*leave it at 1"):
+        encoder().check_tp("layout.encoders.series.tp", 2)
 
 
 def test_series_packed_together_equal_each_alone() -> None:
     made = encoder(hidden=32, heads=2, ffn=48)
     module = made.build(24, torch.float32, torch.device("cpu"), None).double()
-    initialise(module, seed=0, component="series", num_layers=2)
+    initialise(module, seed=0, component="series", num_layers=2, numbering=Numbering())
     rng = np.random.default_rng(0)
     series = [rng.normal(size=(steps, channels)).astype(np.float32) for steps, channels in SIZES]
     together = encode(made, module, series)
@@ -216,7 +220,7 @@ def encode(made: TimeSeriesEncoder, module: torch.nn.Module, series: list[np.nda
     values = np.concatenate([one.values for one in arrays] or [np.zeros((0, 12), np.float32)])
     positions = np.concatenate([one.positions for one in arrays] or [np.zeros((0, 1), np.int64)])
     where = torch.from_numpy(positions)
-    packed = made.pack(lengths, where, torch.float64, torch.device("cpu"))
+    packed = made.pack(Sharding.whole(lengths), where, torch.float64, torch.device("cpu"))
     with torch.no_grad():
         rows: torch.Tensor = module(torch.from_numpy(values), where, packed)
     return rows
@@ -278,7 +282,7 @@ def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     write_uneven(tmp_path / "uneven")
     one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
     assert any(name.startswith("series/") for name in one.gradients)
-    for more in ([], ["layout=pp2"]):
+    for more in ([], ["layout=pp2"], ["layout=pp2", "encoder_sp=all"], ["placement=disaggregated"]):
         two = ranks.run(2, measure, line(tmp_path / "uneven", tmp_path / "two", *more), 2)[0]
         worst, drifted = compare(one, two)[0], compare_weights(one, two)[0]
         assert worst.relative <= TOLERANCE, (more, worst)

@@ -15,9 +15,12 @@ from omni.compose import compose_config
 from omni.config import ConfigError, LLMConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.initialise import initialise
-from omni.models.llm import check_llm, padded_vocabulary
+from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
+from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, registered
 from omni.training.job import prepare_job
+from parallel.layout import Layout
+from parallel.packed import Sharding
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,12 +96,40 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     assert padded_vocabulary(260, 8) == 264
 
 
+def test_what_tensor_parallelism_cannot_divide_is_refused_by_both_keys() -> None:
+    sizes = {"layers": 2, "hidden": 96, "heads": 6, "kv_heads": 6, "ffn": 96, "vocab_multiple": 24}
+    check_llm_layout(LLMConfig(**sizes), Layout(tp=6), 260)
+    for change, words in (
+        ({"heads": 4, "kv_heads": 2}, "layout.llm.tp=6 does not divide model.llm.heads=4"),
+        ({"kv_heads": 3}, "layout.llm.tp=6 does not divide model.llm.kv_heads=3"),
+        ({"ffn": 64}, "layout.llm.tp=6 does not divide model.llm.ffn=64"),
+        ({"vocab_multiple": 16}, "vocabulary of 272 .260 padded to model.llm.vocab_multiple=16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_llm_layout(LLMConfig(**{**sizes, **change}), Layout(tp=6), 260)
+    encoder = ViTEncoder(ViTConfig(hidden=48, heads=4, ffn=64))
+    encoder.check_tp("layout.encoders.image.tp", 4)
+    with pytest.raises(ConfigError, match=r"layout.encoders.image.tp=3 does not divide encoder.heads=4"):
+        encoder.check_tp("layout.encoders.image.tp", 3)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_that_share_layers_share_their_work(tp: int) -> None:
+    encoder = ViTEncoder(ViTConfig())
+    whole, shared = encoder.work(4), encoder.work(4, tp)
+    assert shared.flops_per_square * tp == whole.flops_per_square
+    assert shared.weight_bytes * tp == whole.weight_bytes
+    # The ends, patches and projector, are not divided.
+    assert whole.flops_per_token / tp < shared.flops_per_token < whole.flops_per_token
+
+
 def test_weights_depend_on_seed_and_name_only() -> None:
     def weights(first_layer: int, layers: int, seed: int) -> dict[str, torch.Tensor]:
         module = torch.nn.ModuleDict(
             {"layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))}
         )
-        initialise(module, seed=seed, component="llm", num_layers=4, first_layer=first_layer)
+        numbering = Numbering(first_layer=first_layer)
+        initialise(module, seed=seed, component="llm", num_layers=4, numbering=numbering)
         return dict(module.named_parameters())
 
     whole, second = weights(0, 4, 1), weights(2, 2, 1)
@@ -124,7 +155,7 @@ def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
         values = torch.cat([torch.from_numpy(ready[i].values) for i in which])
         positions = torch.cat([torch.from_numpy(ready[i].positions) for i in which])
         lengths = [len(ready[i].values) for i in which]
-        packed = encoder.pack(lengths, positions, torch.float32, torch.device("cpu"))
+        packed = encoder.pack(Sharding.whole(lengths), positions, torch.float32, torch.device("cpu"))
         with torch.no_grad():
             return module(values, positions, packed)
 

@@ -40,7 +40,7 @@ def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
 def _diverge(rank: int, line: list[str]) -> str:
     trainer = make_trainer(rank, line, 2)
     if rank == 1:
-        other = replace(trainer.job.planner, policies=Policies("none", "colocated", "encode_first"))
+        other = replace(trainer.job.planner, policies=Policies("none", "encode_first"))
         trainer.job = replace(trainer.job, planner=other)
     with trainer.ahead() as ahead:
         try:
@@ -55,7 +55,7 @@ def test_ranks_that_plan_differently_stop_with_the_first_difference(
 ) -> None:
     for message in ranks.run(2, _diverge, overrides(data, tmp_path)):
         assert "ranks planned step 1 differently" in message
-        assert "rank 0 against rank 1: plan.replicas[0]" in message
+        assert "rank 0 against rank 1: plan.domains[0]" in message
 
 
 def _stall(rank: int, line: list[str], at_engine: bool) -> str:
@@ -68,7 +68,7 @@ def _stall(rank: int, line: list[str], at_engine: bool) -> str:
             return "slept"
         try:
             if at_engine:
-                trainer.rank.engine.run(prepared.plan, prepared.replica, prepared.inputs)
+                trainer.rank.engine.run(prepared.plan, prepared.domain, prepared.inputs)
             trainer.execute(prepared)
         except StallError as error:
             return str(error)
@@ -91,6 +91,17 @@ def test_a_rank_that_waits_too_long_says_for_whom(
     assert re.match(f"rank 0 waited at {where} for rank 1: ", message), message
 
 
+LAYOUTS = (
+    (2, []),
+    (2, ["layout=pp2"]),
+    (3, []),
+    (2, ["layout.llm.cp=2"]),
+    (3, ["placement=disaggregated"]),
+    (4, ["layout.llm.tp=2", "layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
+    (4, ["layout.llm.tp=2", "llm_sp=dynamic", "encoder_sp=dynamic", "layout.domain=2"]),
+)
+
+
 def _transcribe(rank: int, line: list[str], world: int) -> tuple[list[Transcription], float]:
     evaluate.MAX_NEW_TOKENS = 20
     trainer = make_trainer(rank, line, world)
@@ -102,7 +113,7 @@ def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, 
     expected, loss = ranks.run(1, _transcribe, line, 1)[0]
     assert len(expected) == 3
     assert all(len(t.generated) > 0 for t in expected)
-    for world, more in ((2, ["layout=pp2"]), (2, []), (3, [])):
+    for world, more in LAYOUTS:
         transcriptions, other = ranks.run(world, _transcribe, [*line, *more], world)[0]
         assert sorted(map(str, transcriptions)) == sorted(map(str, expected))
         assert other == pytest.approx(loss, rel=1e-6)

@@ -54,6 +54,8 @@ class RandomRanks:
         self.single_queue = single_queue
         self.width = domain.pool * domain.tp
         self.llm = domain.num_stages * self.width
+        taken = {0} | {point.stage for _, points in domain.feeds for point in points}
+        self.takes_rows = [rank // self.width in taken and rank < self.llm for rank in range(len(domain.ops))]
         self.ranks = [_Rank() for _ in domain.ops]
         # Per communicator and end, what was issued there in order; and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
@@ -181,7 +183,7 @@ class RandomRanks:
         elif op.kind is Kind.FORWARD:
             if not self.is_first(rank):
                 me.take(op, Kind.RECV_FORWARD, m)
-            elif self.domain.routes[m] is not None:
+            if self.takes_rows[rank] and self.domain.routes[m] is not None:
                 me.take(op, Kind.SHIP, m)
             if not self.is_last(rank):
                 me.put("output", m)
@@ -193,10 +195,10 @@ class RandomRanks:
                 me.take(op, Kind.RECV_BACKWARD, m)
             if not self.is_first(rank):
                 me.put("gradient", m)
-            elif m in self.returned[rank]:
+            if self.takes_rows[rank] and m in self.returned[rank]:
                 me.put("row gradients", m)
         elif op.kind is Kind.RETURN:
-            if self.is_first(rank):
+            if self.takes_rows[rank]:
                 me.take(op, "row gradients", m)
             self.issue(rank, op)
         elif op.kind is Kind.ENCODE_BACKWARD:
@@ -229,7 +231,7 @@ class RandomRanks:
         me = self.ranks[rank]
         me.waited.remove((op.on, op.index))
         brings = op.on in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.RETURN)
-        if brings or (op.on is Kind.SHIP and self.is_first(rank)):
+        if brings or (op.on is Kind.SHIP and self.takes_rows[rank]):
             me.put(op.on, op.index)
 
     @staticmethod

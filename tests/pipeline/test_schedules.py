@@ -49,6 +49,7 @@ def test_random_plans_hold_every_kind_of_domain():
         shape = random_shape(random, 4)
         plan = make_plan(shape, 4, random_work(random, shape, 4), "encode_first", cuts=random)
         domain = plan.domains[0]
+        seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
         for chunk in domain.chunks:
             seen.add(("slots", chunk.layout.num_ranks, chunk.tp))
@@ -57,7 +58,7 @@ def test_random_plans_hold_every_kind_of_domain():
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
     assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("party", n) for n in (1, 2, 3, 4)}
     assert seen >= {("beside", True), ("stages of a chunk", 2), ("stages of a chunk", 3), ("shards", 2)}
-    assert seen >= {("pieces", n) for n in (1, 2, 3)}
+    assert seen >= {("pieces", n) for n in (1, 2, 3)} | {("stages with rows", n) for n in (1, 2)}
     assert seen >= {("slots", slots, tp) for slots, tp in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1))}
 
 
@@ -302,8 +303,15 @@ def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatche
     work = [Work("image", m, ranks, (2,)) for m in range(microbatches)]
     work += [Work("audio", m, (rank,), (1,)) for m in range(microbatches) for rank in range(4)]
     plan = make_plan(4, microbatches, work, "one_f_one_b")
-    assert not list(violations(plan.domains[0], plan, max_in_flight=4))
-    RandomRanks(plan.domains[0], plan, seed=microbatches).run()
+    domain = plan.domains[0]
+    assert not list(violations(domain, plan, max_in_flight=4))
+    RandomRanks(domain, plan, seed=microbatches).run()
+    for rank in ranks:
+        for m in range(microbatches):
+            before = domain.ops[rank][: domain.ops[rank].index(Op(Kind.ENCODE_BACKWARD, m))]
+            # The latest of these stages is the first to have gradients without waiting.
+            done = sum(op.kind is Kind.BACKWARD for op in before)
+            assert done == min(microbatches, m + ranks[-1] + 1)
 
 
 def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():

@@ -10,7 +10,7 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
-from pipeline.plan import DomainPlan, Kind, Op, StepPlan
+from pipeline.plan import DomainPlan, Kind, Op, Point, StepPlan
 from pipeline.routes import row_counts
 from pipeline.verifier import PlanRefusedError, verify, violations
 
@@ -590,6 +590,50 @@ def test_a_plan_of_another_member_for_a_sequence_is_refused():
     moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
     found = problems(with_domain(plan, microbatches=(moved, *plan.domains[0].microbatches[1:])))
     assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]
+
+
+# Rows that enter at a later stage.
+
+
+def tapped(edit: Callable[[Lists], object]) -> StepPlan:
+    shape = Shape(stages=3, taps=(Point("llm.layers.1", 0, 1), Point("llm.layers.5", 2, 0)))
+    plan = make_plan(shape, 2, [Work("image", m, (m,), (3,)) for m in range(2)], "encode_first")
+    lists = [list(ops) for ops in plan.domains[0].ops]
+    edit(lists)
+    return with_domain(plan, ops=tuple(map(tuple, lists)))
+
+
+def test_rows_go_to_every_attach_point():
+    domain = tapped(lambda lists: None).domains[0]
+    assert not problems(tapped(lambda lists: None), cap=3)
+    assert [chunk.rows for chunk in domain.chunks] == [(9,), (9,)]
+    segments = [(s.destination, s.length) for s in domain.routes[0].segments]
+    assert sorted(segments) == [(0, 3), (0, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    "early, late",
+    [
+        (wait_for(Kind.SHIP, 1), Op(Kind.FORWARD, 1)),
+        (wait_for(Kind.RECV_FORWARD, 1), Op(Kind.FORWARD, 1)),
+        (Op(Kind.BACKWARD, 1), Op(Kind.RETURN, 1)),
+    ],
+    ids=str,
+)
+def test_a_later_stage_waits_for_its_rows_and_returns_their_gradients_after_its_pass(early, late):
+    plan = tapped(lambda lists: move_after(lists[2], early, late))
+    assert f"R3: rank 2 must run {early} before {late}" in problems(plan, cap=3)
+    assert what_happens(plan.domains[0], plan, seed=0) is not None
+
+
+def test_rows_for_an_attach_point_that_the_route_leaves_out_are_refused():
+    plan = tapped(lambda lists: None)
+    route = plan.domains[0].routes[1]
+    kept = tuple(s for s in route.segments if s.destination != 2)
+    broken = with_domain(plan, routes=(plan.domains[0].routes[0], replace(route, segments=kept)))
+    assert problems(broken, cap=3) == [
+        "R5: the route of microbatch 1 does not bring each row to the place of its item"
+    ]
 
 
 # What the user sees.

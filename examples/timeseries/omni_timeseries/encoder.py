@@ -11,7 +11,6 @@ R rows, D width of the LLM.
 """
 
 import io
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from omni.encoders import (
+    Attention,
     ConfigError,
     Item,
     ItemArrays,
@@ -28,6 +28,7 @@ from omni.encoders import (
     PartWork,
     ProcessGroupCollection,
     SampleError,
+    Sharding,
     TransformerConfig,
     layer_work,
     pack_tokens,
@@ -76,7 +77,7 @@ class TimeSeriesEncoder:
         rows = -(-size[0] // (c.patch * c.merge))
         return rows * c.merge, rows
 
-    def work(self, element: int) -> PartWork:
+    def work(self, element: int, tp: int = 1) -> PartWork:
         """Work of embedding, layers and the projector's first layer; its second is small beside them."""
         c = self.config
         layer = layer_work(
@@ -88,6 +89,7 @@ class TimeSeriesEncoder:
             gated=False,
             causal=False,
             element=element,
+            tp=tp,
         )
         merged = c.hidden * c.merge
         ends = 2 * c.patch * c.channels * c.hidden + 2 * merged * merged // c.merge
@@ -97,6 +99,16 @@ class TimeSeriesEncoder:
             bytes_per_token=c.layers * layer.bytes_per_token,
             weight_bytes=c.layers * layer.weight_bytes,
         )
+
+    def attention(self) -> Attention:
+        """Every token sees all of its series: what sharing a long series among ranks is planned from."""
+        c = self.config
+        return Attention(c.layers, c.heads, c.heads, c.hidden // c.heads, causal=False)
+
+    def check_tp(self, key: str, tp: int) -> None:
+        """The layers below are torch's own, whole on every rank; megatron-core's would divide."""
+        if tp > 1:
+            raise ConfigError(f"{key}={tp}: the layers of this encoder are not divided; leave it at 1")
 
     def decode(self, item: Item) -> np.ndarray:
         """The bytes of a .npy file → float32 [S, C]."""
@@ -132,12 +144,12 @@ class TimeSeriesEncoder:
         return ItemArrays(padded.reshape(tokens, c.patch * c.channels), np.arange(tokens)[:, None])
 
     def pack(
-        self, lengths: Sequence[int], positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+        self, sharding: Sharding, positions: torch.Tensor, dtype: torch.dtype, device: torch.device
     ) -> PackedTokens:
         """Each series attends to itself alone."""
         c = self.config
         return pack_tokens(
-            lengths,
+            sharding,
             positions,
             heads=c.heads,
             head_dim=c.hidden // c.heads,
@@ -150,8 +162,10 @@ class TimeSeriesEncoder:
     def build(
         self, width: int, dtype: torch.dtype, device: torch.device, groups: ProcessGroupCollection
     ) -> "TimeSeriesTransformer":
-        """Build the module on `device`, whole on every rank: `groups` would say how to split it."""
-        return TimeSeriesTransformer(self.config, width, dtype).to(device)
+        """Build the module on `device`, whole on every rank. Attention exchanges the parts of series that
+        several ranks share over `groups.pool`.
+        """
+        return TimeSeriesTransformer(self.config, width, dtype, groups).to(device)
 
 
 class TimeSeriesTransformer(nn.Module):
@@ -162,7 +176,9 @@ class TimeSeriesTransformer(nn.Module):
     which add to the residual stream, are scaled down by depth. It reads depth and precision from `config`.
     """
 
-    def __init__(self, sizes: TimeSeriesConfig, width: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, sizes: TimeSeriesConfig, width: int, dtype: torch.dtype, groups: ProcessGroupCollection
+    ) -> None:
         super().__init__()
         self.merge = sizes.merge
         self.config = transformer_config(
@@ -181,7 +197,7 @@ class TimeSeriesTransformer(nn.Module):
         )
         merged = sizes.hidden * sizes.merge
         self.patch_linear = nn.Linear(sizes.patch * sizes.channels, sizes.hidden, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(self.config, dtype) for _ in range(sizes.layers))
+        self.layers = nn.ModuleList(Layer(self.config, dtype, groups) for _ in range(sizes.layers))
         self.final_norm = nn.RMSNorm(sizes.hidden, 1e-5, dtype=dtype)
         self.projector_in = nn.Linear(merged, merged, dtype=dtype)
         self.projector_out = nn.Linear(merged, width, dtype=dtype)
@@ -199,13 +215,13 @@ class TimeSeriesTransformer(nn.Module):
 class Layer(nn.Module):
     """A transformer layer, norms first. The platform's attention applies rotary and keeps items apart."""
 
-    def __init__(self, config: TransformerConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: TransformerConfig, dtype: torch.dtype, groups: ProcessGroupCollection) -> None:
         super().__init__()
         width, ffn = config.hidden_size, config.ffn_hidden_size
         self.heads = config.num_attention_heads
         self.attention_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
         self.linear_qkv = nn.Linear(width, 3 * width, dtype=dtype)
-        self.attention = PackedCoreAttention(config)
+        self.attention = PackedCoreAttention(config, pg_collection=groups)
         self.linear_proj = nn.Linear(width, width, dtype=dtype)
         self.mlp_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
         self.linear_fc1 = nn.Linear(width, ffn, dtype=dtype)

@@ -1,0 +1,143 @@
+"""Losses and predictions over a vocabulary that ranks share, against one rank that holds all of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankPool
+
+from parallel.loss import linear_argmax, linear_losses
+
+TOKENS, WIDTH, VOCABULARY = 13, 6, 24
+NO_CHUNK = 10**6
+
+
+def case(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[torch.Tensor, ...]:
+    """Hidden states, weights, labels that reach every part of the vocabulary, and a weight for each loss."""
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
+    weight = 3 * torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, VOCABULARY, (tokens,), generator=generator)
+    labels[: min(tokens, 4)] = torch.tensor([0, VOCABULARY - 1, 11, 12])[:tokens]
+    grads = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    return hidden.to(dtype), weight.to(dtype), labels, grads
+
+
+def losses_and_gradients(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, grads: torch.Tensor, chunk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    group = dist.group.WORLD
+    part = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
+    hidden = hidden.clone().requires_grad_()
+    losses = linear_losses(hidden, part, labels, group, chunk)
+    (losses * grads).sum().backward()
+    return losses.detach(), hidden.grad, part.grad
+
+
+def _losses(rank: int, chunk: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return losses_and_gradients(*case(dtype, tokens), chunk)
+
+
+def expected(dtype: torch.dtype, tokens: int) -> tuple[torch.Tensor, ...]:
+    hidden, weight, labels, grads = case(dtype, tokens)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = F.linear(hidden, weight)
+    losses = F.cross_entropy(logits if dtype == torch.float64 else logits.float(), labels, reduction="none")
+    (losses * grads).sum().backward()
+    return losses.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
+def test_shared_losses_equal_whole_ones(ranks: RankPool, world: int, chunk: int) -> None:
+    losses, hidden_grad, weight_grad = expected(torch.float64, TOKENS)
+    answers = ranks.run(world, _losses, chunk, TOKENS, torch.float64)
+    for own, _, _ in answers:
+        torch.testing.assert_close(own, losses, rtol=0, atol=1e-12)
+    summed = sum(of_hidden for _, of_hidden, _ in answers)
+    torch.testing.assert_close(summed, hidden_grad, rtol=0, atol=1e-12)
+    parts = torch.cat([of_weight for _, _, of_weight in answers])
+    torch.testing.assert_close(parts, weight_grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision_losses_are_in_fp32_and_close(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
+    losses, hidden_grad, _ = expected(dtype, TOKENS)
+    answers = ranks.run(world, _losses, 5, TOKENS, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for own, of_hidden, _ in answers:
+        assert own.dtype == torch.float32
+        assert of_hidden.dtype == dtype
+        torch.testing.assert_close(own, losses.float(), rtol=tolerance, atol=tolerance)
+    summed = sum(of_hidden.float() for _, of_hidden, _ in answers)
+    torch.testing.assert_close(summed, hidden_grad.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 1])
+def test_no_tokens_have_no_losses(ranks: RankPool, chunk: int) -> None:
+    for losses, hidden_grad, weight_grad in ranks.run(2, _losses, chunk, 0, torch.float64):
+        assert losses.shape == (0,)
+        assert hidden_grad.shape == (0, WIDTH)
+        assert not weight_grad.any()
+
+
+def _with_and_without_chunks(rank: int) -> list[tuple[torch.Tensor, ...]]:
+    return [losses_and_gradients(*case(), chunk) for chunk in (NO_CHUNK, TOKENS, TOKENS - 1, 1)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_chunks_change_nothing(ranks: RankPool, world: int) -> None:
+    for whole, same, uneven, single in ranks.run(world, _with_and_without_chunks):
+        assert all(torch.equal(a, b) for a, b in zip(whole, same, strict=True))
+        for chunked in (uneven, single):
+            for a, b in zip(whole, chunked, strict=True):
+                torch.testing.assert_close(b, a, rtol=0, atol=1e-13)
+
+
+def _huge(rank: int) -> torch.Tensor:
+    hidden, weight, labels, grads = case()
+    return losses_and_gradients(hidden * 1e4, weight, labels, grads, NO_CHUNK)[0]
+
+
+def test_large_logits_do_not_overflow(ranks: RankPool) -> None:
+    hidden, weight, labels, _ = case()
+    losses = F.cross_entropy(F.linear(hidden * 1e4, weight), labels, reduction="none")
+    for own in ranks.run(2, _huge):
+        torch.testing.assert_close(own, losses, rtol=1e-12, atol=1e-12)
+        assert own.isfinite().all()
+
+
+def _argmax(rank: int, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD
+    return linear_argmax(hidden, weight.chunk(group.size())[group.rank()], group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_the_likeliest_token_is_that_of_the_whole_vocabulary(ranks: RankPool, world: int) -> None:
+    hidden, weight, _, _ = case(torch.float32, tokens=200)
+    best = F.linear(hidden, weight).argmax(1)
+    assert len(set((best * 4 // VOCABULARY).tolist())) == 4, "every part of the vocabulary has some"
+    for tokens in ranks.run(world, _argmax, hidden, weight):
+        assert torch.equal(tokens, best)
+    for tokens in ranks.run(world, _argmax, hidden[:0], weight):
+        assert tokens.shape == (0,)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_of_equal_tokens_the_lowest_is_taken(ranks: RankPool, world: int) -> None:
+    weight = torch.zeros(VOCABULARY, 3)
+    ties = torch.tensor([[5, 7], [5, 18], [12, 23], [0, 23]])
+    hidden = torch.zeros(len(ties) + 1, 3)
+    hidden[: len(ties), 0] = torch.arange(len(ties)) + 1.0
+    # Rows of the weight that are equal, one pair for each token; the last token finds all logits equal.
+    answers = []
+    for number, pair in enumerate(ties):
+        rows = weight.clone()
+        rows[pair, 0] = 1.0
+        answers.append((hidden[number : number + 1], rows, pair.min()))
+    answers.append((hidden[-1:], weight, torch.tensor(0)))
+    for state, rows, lowest in answers:
+        for tokens in ranks.run(world, _argmax, state, rows):
+            assert tokens.tolist() == [int(lowest)]
