@@ -4,13 +4,16 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 OVERRIDES ?=
 
-.PHONY: train test check data clean
+.PHONY: train test parity check data clean
 
 train: .venv/ready data ## train the quickstart: make train OVERRIDES="train.steps=100"
 	$(BIN)/omni train experiment=quickstart $(OVERRIDES)
 
 test: .venv/ready-dev ## run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+parity: .venv/ready-dev ## run the whole parity matrix and write docs/parity.md
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/omni/parity_report.py docs/parity.md
 
 check: .venv/ready-dev ## lint, format, types, layering
 	$(BIN)/ruff check .

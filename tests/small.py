@@ -46,6 +46,21 @@ def write_one_item(path: Path) -> None:
         writer.add(Sample("b", "another text"))
 
 
+def write_uneven(path: Path) -> None:
+    """Items of 16 to 256 tokens, two of them in one sample, a short text, and texts that fill a microbatch of
+    160 tokens: with seed 15 some microbatch has no items however many replicas divide the samples.
+    """
+    rng = np.random.default_rng(0)
+    with DatasetWriter(path, ByteTokenizer(), rows_per_group=4) as writer:
+        for i, digits in enumerate((1, 6, 2)):
+            writer.add(strip(rng, f"strip{i}", digits))
+        two = (image(rng, 8, 16), image(rng, 16, 64))
+        writer.add(Sample("two", f"left {PLACEHOLDER} and right {PLACEHOLDER}.", two))
+        writer.add(Sample("short", "no picture"))
+        for i in range(3):
+            writer.add(Sample(f"long{i}", ("text without pictures, " * 7)[: 159 - 7 * i]))
+
+
 def overrides(data: Path, folder: Path, *more: str, samples: int = 8) -> list[str]:
     """The command line of a small run on `data`, taking `samples` samples a step."""
     return [

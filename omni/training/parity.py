@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infra.run_folder import RunFolder
+from omni.models.llm import NAME as LLM
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.job import Job
 from omni.training.state import Shard, shards
@@ -37,8 +38,8 @@ OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.
 class Measurement:
     """Loss and gradients of the first step, and weights after the last, by "component/name".
 
-    A parameter of which several ranks of a pipeline hold copies appears once for each, as "name@holder":
-    copies must agree with the reference one by one.
+    The biases of experts are among the weights. A parameter of which several ranks of a pipeline hold copies
+    appears once for each, as "name@holder": copies must agree with the reference one by one.
     """
 
     loss: float
@@ -72,9 +73,10 @@ def measure(
             trainer.update(step, totals)
             trainer.offer(ahead, step + PLANS_AHEAD)
     weights = collect(trainer, lambda shard: shard.main.detach())
-    if gradients is None or weights is None:
+    buffers = collect_buffers(trainer)
+    if gradients is None or weights is None or buffers is None:
         return None
-    return Measurement(loss, gradients, weights)
+    return Measurement(loss, gradients, weights | buffers)
 
 
 def _gradient(targets: float, shard: Shard) -> torch.Tensor | None:
@@ -94,12 +96,24 @@ def collect(
                 holder = (numbering.first_layer, numbering.tp_rank if shard.region.is_whole else 0)
                 flat = tensor.detach().float().cpu().reshape(-1).numpy()
                 pieces.append((component, shard.name, holder, shard.region.shape, shard.places(), flat))
+    gathered = _gather(trainer, pieces)
+    return None if gathered is None else _assemble(gathered)
+
+
+def collect_buffers(trainer: Trainer) -> dict[str, torch.Tensor] | None:
+    """Return on rank 0 the state beside the weights, from the ranks that save it."""
+    stage = trainer.rank.stage
+    own = stage.buffers().items() if stage else ()
+    gathered = _gather(trainer, [(f"{LLM}/{name}", buffer.cpu().numpy()) for name, buffer in own])
+    return None if gathered is None else {name: torch.from_numpy(array) for name, array in gathered}
+
+
+def _gather(trainer: Trainer, own: list[Any]) -> list[Any] | None:
+    """Return the lists of all ranks, one after the other, on rank 0."""
     group = trainer.rank.groups.control
     gathered: list[Any] | None = [None] * group.size() if trainer.rank.is_first else None
-    dist.gather_object(pieces, gathered, group=group, group_dst=0)
-    if gathered is None:
-        return None
-    return _assemble([piece for of_rank in gathered for piece in of_rank])
+    dist.gather_object(own, gathered, group=group, group_dst=0)
+    return None if gathered is None else [piece for of_rank in gathered for piece in of_rank]
 
 
 def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:

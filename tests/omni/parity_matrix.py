@@ -1,0 +1,253 @@
+"""The combinations under which training must equal one rank: the full list, and few cases with every pair.
+
+A case gives each axis a value: seven axes of layout and placement, and what else shapes a plan. Not a
+combination is what the platform refuses, what takes more than `MOST_RANKS`, and an axis set to what changes
+nothing, such as a transport where all rows stay on their rank. Pure: no rank and no model is needed here.
+
+Invariant: two values that occur together in any combination occur together in a case of `covering_array`, a
+pairwise covering array found greedily (Cohen et al., The AETG System, IEEE TSE 23(7), 1997, section 4).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache, cached_property
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+
+from parallel.layout import Arrangement, Layout, LayoutError, arrange
+
+MOST_RANKS = 8
+EXPERTS = {"experts": 4, "topk": 2, "ffn": 48, "shared_ffn": 32, "dense_layers": 1}
+
+
+def _axis(*values: int | str) -> Any:
+    """A field whose first value is what one rank has."""
+    return field(default=values[0], metadata={"values": values})
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of each axis. The first eight make the combination of the issue: `beside` ranks hold encoders
+    alone if these are disaggregated. `domain` is the least number of replicas that plan together.
+    """
+
+    tp: int = _axis(1, 2, 4)
+    cp: int = _axis(1, 2, 4)
+    pp: int = _axis(1, 2, 4)
+    dp: int = _axis(1, 2, 3)
+    ep: int = _axis(1, 2, 4)
+    encoder_tp: int = _axis(1, 2)
+    placement: str = _axis("colocated", "stage0", "disaggregated")
+    beside: int = _axis(0, 1, 2, 3)
+    domain: str = _axis("1", "dp")
+    model: str = _axis("dense", "experts")
+    encoder_sp: str = _axis("none", "all", "dynamic", "long_short", "hybrid_pow2")
+    llm_sp: str = _axis("uniform", "dynamic")
+    schedule: str = _axis("encode_first", "one_f_one_b")
+    recompute: str = _axis("none", "full")
+    boundary: str = _axis("auto", "two_level", "reduce_scatter")
+    data: str = _axis("mixed", "one")
+
+    @property
+    def layout(self) -> Layout:
+        """The LLM's layout."""
+        return Layout(self.tp, self.cp, self.dp, self.pp, self.ep)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp * self.pp + self.beside
+
+    @property
+    def replicas(self) -> int:
+        """Value of layout.domain."""
+        return self.dp if self.domain == "dp" else 1
+
+    def arrangement(self) -> Arrangement:
+        """Return where everything lives; LayoutError if the platform refuses it."""
+        return arrange(self.layout, {"image": self.encoder_tp}, self.placement, self.beside, self.replicas)
+
+    @property
+    def reference(self) -> "Case":
+        """The same model and data on one rank."""
+        return Case(model=self.model, data=self.data)
+
+    @cached_property
+    def name(self) -> str:
+        """The values that one rank does not have, in words."""
+        axes = [
+            f"{axis}{size}" for axis in ("tp", "cp", "pp", "dp", "ep") if (size := getattr(self, axis)) > 1
+        ]
+        home = f"beside{self.beside}" if self.beside else self.placement
+        words = {
+            "encoder_tp": "enc_tp2",
+            "placement": home,
+            "domain": "one_domain",
+            "model": "experts",
+            "encoder_sp": f"enc_{self.encoder_sp}",
+            "llm_sp": f"llm_{self.llm_sp}",
+            "schedule": "1f1b",
+            "recompute": "recompute",
+            "boundary": self.boundary,
+            "data": "one_item",
+        }
+        changed = [word for axis, word in words.items() if getattr(self, axis) != AXES[axis][0]]
+        return " ".join([*axes, *changed]) or "one_rank"
+
+    def settings(self) -> dict[str, Any]:
+        """Return what to set in the configuration, key by key."""
+        return {
+            "layout.llm.tp": self.tp,
+            "layout.llm.cp": self.cp,
+            "layout.llm.dp": self.dp,
+            "layout.llm.pp": self.pp,
+            "layout.llm.ep": self.ep,
+            "layout.domain": self.replicas,
+            "layout.encoders.image.tp": self.encoder_tp,
+            "placement.policy": self.placement,
+            "placement.ranks": self.beside,
+            "encoder_sp.policy": self.encoder_sp,
+            "llm_sp.policy": self.llm_sp,
+            "pipeline.schedule": self.schedule,
+            "boundary.transport": self.boundary,
+            "model.llm.recompute": self.recompute,
+            "model.encoders.image.recompute": self.recompute,
+        } | (
+            {f"model.llm.moe.{key}": size for key, size in EXPERTS.items()} if self.model == "experts" else {}
+        )
+
+
+AXES: Mapping[str, tuple[Any, ...]] = {f.name: f.metadata["values"] for f in fields(Case)}
+ISSUE_AXES = tuple(AXES)[:8]
+FURTHER_AXES = tuple(AXES)[8:]
+
+
+# A dynamic pool of four with dynamic encoders: the ranks of one replica, and those of two with two stages.
+_DYNAMIC = Case(
+    encoder_sp="dynamic",
+    llm_sp="dynamic",
+    schedule="one_f_one_b",
+    recompute="full",
+    boundary="two_level",
+)
+REQUIRED = (
+    replace(_DYNAMIC, tp=2, cp=4, encoder_tp=2),
+    replace(_DYNAMIC, cp=2, dp=2, pp=2, domain="dp", model="experts", ep=4),
+)
+
+
+def layouts() -> Iterator[Case]:
+    """Yield every combination of the issue's axes that is not refused, with first values on all others."""
+    for values in product(*(AXES[axis] for axis in ISSUE_AXES)):
+        case = Case(*values)
+        if case.world <= MOST_RANKS and is_arranged(case):
+            yield case
+
+
+def is_arranged(case: Case) -> bool:
+    """Whether the platform accepts the layout."""
+    try:
+        case.arrangement()
+    except LayoutError:
+        return False
+    return True
+
+
+def variants(layout: Case) -> Iterator[Case]:
+    """Yield the combinations of the further axes with a layout of `layouts`."""
+    for domain in AXES["domain"] if layout.dp > 1 else ("1",):
+        case = replace(layout, domain=domain)
+        found = case.arrangement()
+        slots = len(found.slots("image"))
+        yield from (
+            replace(case, **dict(zip(FURTHER_AXES[1:], values, strict=True)))
+            for values in product(
+                AXES["model"] if case.ep == 1 else ("experts",),
+                AXES["encoder_sp"] if slots > 1 else ("none",),
+                AXES["llm_sp"] if found.pool > 1 else ("uniform",),
+                AXES["schedule"],
+                AXES["recompute"],
+                AXES["boundary"] if found.domain_size > 1 else ("auto",),
+                AXES["data"],
+            )
+            # Sharing its only item would give every rank a part of it.
+            if values[-1] == "mixed" or (values[1] == "none" and slots * found.num_domains > 1)
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """All cases, layout by layout: those of layout i are [starts[i], starts[i + 1]). `pairs` [cases, pairs]
+    numbers the pairs of values that each has.
+    """
+
+    cases: tuple[Case, ...]
+    starts: tuple[int, ...]
+    pairs: np.ndarray
+
+    @property
+    def occurring(self) -> np.ndarray:
+        """How many cases have each pair."""
+        return np.bincount(self.pairs.ravel())
+
+
+@cache
+def space() -> Space:
+    """Enumerate every combination."""
+    cases: list[Case] = []
+    starts = [0]
+    for layout in layouts():
+        cases += variants(layout)
+        starts.append(len(cases))
+    places = [{value: place for place, value in enumerate(values)} for values in AXES.values()]
+    columns = [
+        np.array([place[getattr(case, axis)] for case in cases], np.int16)
+        for axis, place in zip(AXES, places, strict=True)
+    ]
+    pairs, first = [], 0
+    for a, b in combinations(range(len(AXES)), 2):
+        pairs.append(first + columns[a] * len(places[b]) + columns[b])
+        first += len(places[a]) * len(places[b])
+    return Space(tuple(cases), tuple(starts), np.stack(pairs, 1))
+
+
+@cache
+def covering_array() -> tuple[Case, ...]:
+    """Return few cases that have every pair of values of any combination, the rarest pairs first.
+
+    After the required ones, each case is the one whose pairs not yet had weigh most, where a pair weighs the
+    more the fewer combinations have it; the first of equals. Cases whose pairs others have as well are left
+    out in the end.
+    """
+    all_cases = space()
+    occurring = all_cases.occurring
+    weights = np.where(occurring > 0, len(all_cases.cases) // np.maximum(occurring, 1), 0)
+    chosen = [all_cases.cases.index(case) for case in REQUIRED]
+    weights[all_cases.pairs[chosen]] = 0
+    while weights.any():
+        best = int(weights[all_cases.pairs].sum(1).argmax())
+        chosen.append(best)
+        weights[all_cases.pairs[best]] = 0
+    had = np.bincount(all_cases.pairs[chosen].ravel(), minlength=len(occurring))
+    for case in chosen[len(REQUIRED) :]:
+        if (had[all_cases.pairs[case]] > 1).all():
+            chosen.remove(case)
+            had[all_cases.pairs[case]] -= 1
+    return tuple(all_cases.cases[case] for case in chosen)
+
+
+@cache
+def full_list() -> tuple[Case, ...]:
+    """Return every combination of the issue's axes once, each with those values of the further axes whose
+    pairs occurred least in the list so far.
+    """
+    all_cases = space()
+    had = np.zeros(len(all_cases.occurring), np.int64)
+    chosen = []
+    for start, stop in zip(all_cases.starts, all_cases.starts[1:], strict=False):
+        best = start + int(had[all_cases.pairs[start:stop]].sum(1).argmin())
+        had[all_cases.pairs[best]] += 1
+        chosen.append(all_cases.cases[best])
+    return tuple(chosen)

@@ -1,0 +1,144 @@
+"""Cases of the parity matrix on real ranks: their configuration, their measurement, and how far it is from
+that of one rank.
+"""
+
+import gc
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity_matrix import Case
+from ranks import RankPool
+from small import overrides, write_one_item, write_uneven
+
+from infra.run_folder import RunFolder
+from omni.compose import compose_config
+from omni.config import Config, EncoderLayoutConfig
+from omni.models.moe import routing_margins
+from omni.training import parity
+from omni.training.ahead import PLANS_AHEAD
+from omni.training.job import prepare_job
+from omni.training.parity import Difference, Measurement
+from omni.training.trainer import Trainer
+
+STEPS = 2  # an update that all ranks take, and a step on the new weights
+SAMPLES = {"mixed": 8, "one": 3}
+LINE = (
+    # Grouped queries, and as many key/value heads as the largest tp.
+    "model.llm.heads=8",
+    "model.llm.kv_heads=4",
+    # The narrowest choice of an expert is 1e-4 wide: rounding cannot change it.
+    "train.seed=15",
+    f"train.steps={STEPS}",
+    # With links that cost nothing it pays to share even sequences as short as these.
+    "cluster.link_latency_ns=0",
+    "cluster.node_link_latency_ns=0",
+    "cluster.link_bytes_per_s=1000000000000",
+    "cluster.node_link_bytes_per_s=1000000000000",
+    "cluster.op_overhead_ns=0",
+    "cluster.ranks_per_node=2",
+)
+# What imports have made stays. Frozen, it costs nothing when `measure` looks for garbage.
+gc.freeze()
+
+
+def write_data(folder: Path) -> None:
+    """Write the datasets of the axis `data`."""
+    write_uneven(folder / "mixed")
+    write_one_item(folder / "one")
+
+
+def configure(case: Case, folder: Path) -> Config:
+    """Return the configuration of a case; data and run are in `folder`."""
+    config = deepcopy(_composed(folder, case.data))
+    config.layout.encoders["image"] = EncoderLayoutConfig()
+    for key, value in case.settings().items():
+        *path, last = key.split(".")
+        section: Any = config
+        for name in path:
+            section = section[name] if isinstance(section, dict) else getattr(section, name)
+        if isinstance(section, dict):
+            section[last] = value
+        else:
+            assert hasattr(section, last), key
+            setattr(section, last, value)
+    return config
+
+
+@cache
+def _composed(folder: Path, data: str) -> Config:
+    return compose_config(command_line(folder, data))
+
+
+def command_line(folder: Path, data: str) -> list[str]:
+    """The overrides that all cases on one dataset share."""
+    return overrides(folder / data, folder / "run", *LINE, samples=SAMPLES[data])
+
+
+def measure(rank: int, config: Config, world: int, single_queue: bool = False) -> Measurement | None:
+    """One rank of a measurement; the result on rank 0."""
+    measurement = _measure(rank, config, world, single_queue)
+    # Communicators hang in cycles with the modules that use them, and each keeps threads and sockets.
+    dist.barrier()
+    gc.collect()
+    return measurement
+
+
+def _measure(rank: int, config: Config, world: int, single_queue: bool) -> Measurement | None:
+    job = prepare_job(config, world)
+    job = replace(job, planner=replace(job.planner, single_queue=single_queue))
+    folder = RunFolder.create(Path(config.run.dir))
+    return parity.measure(job, folder, rank, torch.device("cpu"), steps=config.train.steps)
+
+
+def run(ranks: RankPool, config: Config, world: int, single_queue: bool = False) -> Measurement:
+    """Measure a configuration on `world` ranks."""
+    measurement: Measurement | None = ranks.run(world, measure, config, world, single_queue)[0]
+    assert measurement is not None
+    return measurement
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a measurement is from the reference: loss and the worst gradient of the first step, the worst
+    weights after the last.
+    """
+
+    loss: float
+    gradient: Difference
+    weights: Difference
+
+
+def distance(reference: Measurement, candidate: Measurement) -> Distance:
+    """Compare two measurements; AssertionError if one has parameters that the other lacks."""
+    differences = parity.compare(reference, candidate)
+    (loss,) = (d.relative for d in differences if d.name == "loss")
+    gradient = next(d for d in differences if d.name != "loss")
+    return Distance(loss, gradient, parity.compare_weights(reference, candidate)[0])
+
+
+def narrowest_choices(rank: int, config: Config) -> list[float]:
+    """Return for each step on one rank by how much the choice of an expert hangs together: see
+    `routing_margins`.
+    """
+    return list(_narrowest_choices(config))
+
+
+def _narrowest_choices(config: Config) -> Iterator[float]:
+    folder = RunFolder.create(Path(config.run.dir))
+    trainer = Trainer(prepare_job(config, 1), folder, 0, torch.device("cpu"))
+    assert trainer.rank.stage is not None
+    with trainer.ahead() as ahead:
+        for step in range(1, config.train.steps + 1):
+            prepared = ahead.take(step)
+            trainer.agree_on(prepared.plan)
+            with routing_margins(trainer.rank.stage.model) as margins:
+                result, tombstones = trainer.execute(prepared)
+            trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
+            trainer.offer(ahead, step + PLANS_AHEAD)
+            yield min(float(margin) for margin in margins)

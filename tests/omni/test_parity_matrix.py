@@ -1,0 +1,222 @@
+"""The parity matrix: that its cases are the right ones, and that each of them equals one rank."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+from parity_matrix import (
+    AXES,
+    FURTHER_AXES,
+    ISSUE_AXES,
+    MOST_RANKS,
+    Case,
+    covering_array,
+    full_list,
+    layouts,
+    space,
+    variants,
+)
+from parity_runs import command_line, configure, distance, narrowest_choices, run, write_data
+from ranks import RankPool
+
+from omni.compose import compose_config
+from omni.training import job as jobs
+from omni.training.job import prepare_job
+from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
+from pipeline.plan import DomainPlan, StepPlan
+
+DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
+CASES = {case.name: case for case in covering_array()}
+# As a GPU runs them: all communication of a rank in one queue. Of the full list's cases with several stages,
+# the first for each reason why ops of several ranks belong together.
+REASONS: tuple[Callable[[Case], bool], ...] = (
+    lambda case: case.tp > 1 and case.encoder_sp != "none" and case.schedule == "one_f_one_b",
+    lambda case: case.ep > 1 and case.schedule == "one_f_one_b",
+    lambda case: case.ep > 1 and case.cp > 1 and case.placement == "stage0",
+    lambda case: case.encoder_tp > 1 and case.beside > 0 and case.boundary != "auto",
+    lambda case: case.llm_sp == "dynamic" and case.encoder_tp > 1 and case.placement == "colocated",
+)
+SINGLE_QUEUE = {
+    case.name: case
+    for reason in REASONS
+    for case in [next(case for case in full_list() if case.pp > 1 and case.data == "mixed" and reason(case))]
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("matrix")
+    write_data(path)
+    return path
+
+
+_references: dict[Case, Measurement] = {}
+
+
+def assert_equals_one_rank(ranks: RankPool, folder: Path, case: Case, single_queue: bool = False) -> None:
+    alone = case.reference
+    if alone not in _references:
+        _references[alone] = run(ranks, configure(alone, folder), alone.world)
+    candidate = run(ranks, configure(case, folder), case.world, single_queue)
+    found = distance(_references[alone], candidate)
+    assert found.loss <= TOLERANCE
+    assert found.gradient.relative <= TOLERANCE, found.gradient
+    assert found.weights.relative <= WEIGHT_TOLERANCE, found.weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
+    assert_equals_one_rank(ranks, folder, CASES[name])
+
+
+@pytest.mark.parametrize("name", SINGLE_QUEUE)
+def test_case_on_a_single_queue_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
+    assert_equals_one_rank(ranks, folder, SINGLE_QUEUE[name], single_queue=True)
+
+
+@pytest.mark.parametrize("data", AXES["data"])
+def test_the_choice_of_experts_does_not_hang_on_rounding(ranks: RankPool, folder: Path, data: str) -> None:
+    config = configure(Case(model="experts", data=data), folder)
+    margins = ranks.run(1, narrowest_choices, config)[0]
+    assert min(margins) > 1e-4
+    assert len(margins) == config.train.steps
+
+
+def plan_of(case: Case, folder: Path) -> StepPlan:
+    return prepare_job(configure(case, folder), case.world).planner.next_step(1, 0)
+
+
+def idle_encoders(domain: DomainPlan) -> int:
+    busy = {rank for chunk in domain.chunks for rank in chunk.ranks}
+    return len(set(range(*domain.homes[1])) - busy)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
+    case = CASES[name]
+    plan = plan_of(case, folder)
+    routes = [route for domain in plan.domains for route in domain.routes]
+    lengths = [item.tokens for domain in plan.domains for item in domain.items]
+    texts = {i for domain in plan.domains for batch in domain.microbatches for i in batch.samples}
+    texts -= {item.sample for domain in plan.domains for item in domain.items}
+    assert texts, "no sample is without items"
+    if case.data == "mixed":
+        assert None in routes, "no microbatch is without items"
+        assert len(set(lengths)) > 2, "items are even"
+        tails = (
+            batch.layout.padded_tokens(member, case.tp) > batch.layout.local_tokens(member)
+            for domain in plan.domains
+            for batch in domain.microbatches
+            for member in range(domain.pool)
+        )
+        assert case.tp == 1 or any(tails), "no rank has a tail"
+    else:
+        assert any(idle_encoders(domain) for domain in plan.domains), "no rank is without items"
+    if case.cp > 1 or case.llm_sp == "dynamic":
+        assert any(any(batch.tiles) for domain in plan.domains for batch in domain.microbatches)
+    if case.encoder_sp != "none":
+        assert any(any(chunk.tiles) for domain in plan.domains for chunk in domain.chunks)
+    if case.boundary != "auto":
+        assert case.boundary in {route.transport for route in routes if route is not None}
+
+
+# That the cases are the right ones.
+
+
+def expected_refusal(case: Case) -> str | None:
+    """What the platform must refuse, by the rules of the documentation, and a word of the message."""
+    stage = case.tp * case.cp * case.dp
+    if stage % case.ep:
+        return "layout.llm.ep"
+    if (case.placement == "disaggregated") != (case.beside > 0):
+        return "placement"
+    homes = {"colocated": stage * case.pp, "stage0": stage, "disaggregated": case.beside}
+    if homes[case.placement] % case.encoder_tp:
+        return "layout.encoders.image.tp"
+    if case.ep > 1 and case.model == "dense":
+        return "layout.llm.ep"
+    return None
+
+
+def test_refused_is_exactly_what_is_no_combination(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every combination of the issue's axes, valid or not, with and without experts, through prepare_job."""
+    one = prepare_job(configure(Case(), folder), 1)  # data and encoder have nothing to do with the layout
+    monkeypatch.setattr(jobs, "_open", lambda *unused: one.indexes["mixed"])
+    monkeypatch.setattr(jobs, "make_encoder", lambda *unused: one.encoders["image"])
+    configs = {model: configure(Case(model=model), folder) for model in AXES["model"]}
+    accepted, refused = set(), 0
+    for values in product(*(AXES[axis] for axis in ISSUE_AXES), AXES["model"]):
+        case = Case(*values[:-1], model=values[-1])
+        if case.world > MOST_RANKS:
+            continue
+        config = configs[case.model]
+        config.layout.llm = type(config.layout.llm)(case.tp, case.cp, case.dp, case.pp, case.ep)
+        config.layout.encoders["image"].tp = case.encoder_tp
+        config.placement.policy, config.placement.ranks = case.placement, case.beside
+        reason = expected_refusal(case)
+        if reason is None:
+            prepare_job(config, case.world)
+            accepted.add(replace(case, model="dense"))
+        else:
+            refused += 1
+            with pytest.raises(ValueError, match=re.escape(reason)):
+                prepare_job(config, case.world)
+    assert accepted == set(layouts())
+    assert refused > 1000
+
+
+def test_every_pair_of_values_occurs() -> None:
+    def columns(cases: tuple[Case, ...]) -> dict[str, list[object]]:
+        return {axis: [getattr(case, axis) for case in cases] for axis in AXES}
+
+    possible, had = columns(space().cases), columns(covering_array())
+    for a, b in combinations(AXES, 2):
+        assert set(zip(possible[a], possible[b], strict=True)) == set(zip(had[a], had[b], strict=True))
+    assert set(space().cases) >= set(covering_array())
+    assert len(covering_array()) <= 34
+
+
+def test_the_full_list_has_every_layout_once_and_every_further_value_often() -> None:
+    whole = full_list()
+    blank = {axis: AXES[axis][0] for axis in FURTHER_AXES}
+    assert [replace(case, **blank) for case in whole] == list(layouts())
+    assert set(space().cases) >= set(whole)
+    for axis in FURTHER_AXES:
+        for value in AXES[axis]:
+            assert sum(getattr(case, axis) == value for case in whole) >= len(whole) // 10, (axis, value)
+
+
+def test_names_are_unique() -> None:
+    names = {case.name for case in space().cases}
+    assert len(names) == len(space().cases)
+    assert Case().name == "one_rank"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Case(), Case(dp=2), Case(pp=2, placement="stage0"), Case(pp=2, beside=1, placement="disaggregated")],
+    ids=lambda case: case.name,
+)
+def test_what_is_left_out_changes_nothing(folder: Path, layout: Case) -> None:
+    had, plan = set(variants(layout)), plan_of(layout, folder)
+    for axis in ("encoder_sp", "llm_sp", "boundary"):
+        others = [replace(layout, **{axis: value}) for value in AXES[axis]]
+        left_out = [case for case in others if case not in had]
+        assert all(plan_of(case, folder) == plan for case in left_out), axis
+    assert had < set(space().cases)
+
+
+@pytest.mark.parametrize("case", [Case(), *covering_array()[6:8]], ids=lambda case: case.name)
+def test_settings_are_what_the_command_line_sets(folder: Path, case: Case) -> None:
+    line = command_line(folder, case.data)
+    for key, value in case.settings().items():
+        line.append(f"{'+' if key.startswith('layout.encoders') else ''}{key}={value}")
+    assert compose_config(line) == configure(case, folder)
+
+
+def test_the_documentation_lists_the_cases() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
+    assert rows == list(CASES), "docs/parity.md is of other cases: run make parity"
