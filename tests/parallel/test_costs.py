@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from parallel.costs import Cluster, CostTable, PartWork, WorkCost, table_from_work
 
-LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 2_000_000)
-H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 50_000)
+LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 2_000_000)
+H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 8, 450 * 10**9, 8_000, 50_000)
 PARTS = {
     "llm/0": PartWork(2_000_000_000, 8_192, 0, 0, recomputed=True),
     "image": PartWork(800_000_000, 4_608, 0, 0),
@@ -97,7 +97,7 @@ def test_a_longer_message_never_takes_less_time(rows, more):
 
 
 def test_no_link_is_free():
-    fast = Cluster("fast", 10**15, 1.0, 10**15, 10**15, 0, 0)
+    fast = Cluster("fast", 10**15, 1.0, 10**15, 10**15, 0, 8, 10**15, 0, 0)
     assert table_from_work(PARTS, fast, row_bytes=1024).link_ns_per_kib == 1
 
 
