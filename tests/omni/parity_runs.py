@@ -25,6 +25,7 @@ from omni.training.ahead import PLANS_AHEAD
 from omni.training.job import prepare_job
 from omni.training.parity import Difference, Measurement
 from omni.training.trainer import Trainer
+from parallel.megatron import MoELayer
 
 STEPS = 2  # an update that all ranks take, and a step on the new weights
 SAMPLES = {"mixed": 8, "one": 3}
@@ -83,10 +84,21 @@ def command_line(folder: Path, data: str) -> list[str]:
 def measure(rank: int, config: Config, world: int, single_queue: bool = False) -> Measurement | None:
     """One rank of a measurement; the result on rank 0."""
     measurement = _measure(rank, config, world, single_queue)
-    # Communicators hang in cycles with the modules that use them, and each keeps threads and sockets.
     dist.barrier()
-    gc.collect()
+    _release()
     return measurement
+
+
+def _release() -> None:
+    """Let go of models and of their communicators, each of which keeps threads.
+
+    They hang in cycles; that of a layer with experts leads through the autograd graph, where Python does not
+    look: megatron's dispatcher keeps the probabilities of its last pass.
+    """
+    for layer in gc.get_objects():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher.probs = None
+    gc.collect()
 
 
 def _measure(rank: int, config: Config, world: int, single_queue: bool) -> Measurement | None:
