@@ -27,6 +27,7 @@ from omni.models.registry import ItemArrays, make_encoder, registered
 from omni.training.job import prepare_job
 from omni.training.parity import Measurement, compare
 from omni.training.trainer import Trainer
+from parallel.packed import Sharding
 
 SMALL = {"sample_rate": 8000, "n_fft": 128, "hop": 64, "mels": 16, "merge": 2}  # 256 samples a row
 NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 20_000).astype(np.float32)
@@ -98,7 +99,8 @@ def test_preprocessing_gives_the_counted_tokens(samples: int, rate: int, config:
     assert arrays.values.shape == (tokens, 2 * config.mels)
     assert arrays.values.dtype == np.float32
     assert arrays.positions[:, 0].tolist() == list(range(tokens))
-    assert tokens == rows * config.merge == rows * encoder.unit
+    assert tokens == rows * config.merge
+    assert encoder.unit is None, "a recording is never split"
     # Whole windows, and none without sound.
     assert (rows - 1) * encoder.window < max(1, round(samples * config.sample_rate / rate)) + 1
     assert rows * encoder.window >= samples * config.sample_rate / rate - 1
@@ -124,7 +126,7 @@ def test_a_token_holds_its_two_frames_and_padding_is_silent() -> None:
 
 def test_blank_is_an_item() -> None:
     encoder = AudioEncoder(AudioConfig())
-    assert len(encoder.preprocess(encoder.blank()).values) == encoder.unit
+    assert len(encoder.preprocess(encoder.blank()).values) == encoder.config.merge
 
 
 @pytest.mark.parametrize("kind", ["wav", "flac"])
@@ -202,7 +204,7 @@ def _rows(rank: int, line: list[str]) -> dict[str, torch.Tensor]:
         values = torch.cat([torch.from_numpy(item.values) for item in items])
         where = torch.cat([torch.from_numpy(item.positions) for item in items])
         lengths = [len(item.values) for item in items]
-        packed = encoder.pack(lengths, where, torch.float32, torch.device("cpu"))
+        packed = encoder.pack(Sharding.whole(lengths), where, torch.float32, torch.device("cpu"))
         with torch.no_grad():
             return module(values, where, packed)
 
@@ -239,7 +241,9 @@ def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
     gelu = torch.nn.functional.gelu
     with torch.no_grad():
         module.stem_in.bias.normal_()
-        packed = module._stem(values, encoder.pack(lengths, where, torch.float32, torch.device("cpu")))
+        packed = module._stem(
+            values, encoder.pack(Sharding.whole(lengths), where, torch.float32, torch.device("cpu"))
+        )
         frames = [item.reshape(1, -1, 16).transpose(1, 2) for item in values.split(lengths)]
         alone = [gelu(module.stem_out(gelu(module.stem_in(item))))[0].T for item in frames]
     return [packed, torch.cat(alone)]
@@ -255,12 +259,12 @@ def test_the_stem_pads_each_recording_with_zeros(ranks: RankPool, data: Path, tm
 
 def test_the_batch_holds_both_kinds_on_both_ranks(data: Path, tmp_path: Path) -> None:
     job = prepare_job(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
-    replica = job.planner.next_step(1, 0).replicas[0]
-    assert {(chunk.component, chunk.rank) for chunk in replica.chunks} == {
+    domain = job.planner.next_step(1, 0).domains[0]
+    assert {(chunk.component, rank) for chunk in domain.chunks for rank in chunk.ranks} == {
         (component, rank) for component in ("audio", "image") for rank in (0, 1)
     }
     both = [
-        {c.component for c in replica.chunks if c.microbatch == m} for m in range(len(replica.microbatches))
+        {c.component for c in domain.chunks if c.microbatch == m} for m in range(len(domain.microbatches))
     ]
     assert {"audio", "image"} in both
 
