@@ -2,18 +2,21 @@
 
     python benchmarks/single_queue.py [--plans 500]
 
-Random replicas of 2 to 8 stages with random encoder work and random op times are scheduled by both builders.
-Each is simulated with a queue for each communicator, and, after `pipeline.serial.serialise`, with one queue a
-rank. Prints how many lists would hang on one queue as they are, and the ratio of the simulated step times.
+Random domains of 2 to 8 stages, of one rank or of two that compute together, with random encoder work and
+random op times are scheduled by both builders. Each is simulated with a queue for each communicator, and,
+after `pipeline.serial.serialise`, with one queue a rank. Prints how many lists would hang on one queue as
+they are, and the ratio of the simulated step times, apart for domains whose ranks compute alone and together:
+there a layer's collectives stand in the queue as well.
 """
 
 import argparse
 import statistics
+from dataclasses import replace
 from random import Random
 
 from parallel.sequence import SequenceLayout
 from pipeline.builders import BUILDERS, expand
-from pipeline.plan import Chunk, Op, PlannedItem
+from pipeline.plan import Chunk, DomainPlan, Microbatch, Op, PlannedItem
 from pipeline.routes import plan_route
 from pipeline.serial import serialise
 from pipeline.simulator import StuckError, run
@@ -21,25 +24,38 @@ from pipeline.simulator import StuckError, run
 LENGTH = 100  # LLM tokens of a microbatch
 
 
-def random_replica(random: Random) -> tuple[list[list[Op]], list]:
-    """Op lists and routes of a replica with random work."""
-    stages, microbatches = random.randint(2, 8), random.randint(1, 32)
+def random_domain(random: Random, tp: int) -> DomainPlan:
+    """A domain of one replica with random work."""
+    stages, num_microbatches = random.randint(2, 8), random.randint(1, 32)
     items, chunks = [], []
-    for m in range(microbatches):
-        for rank in random.sample(range(stages), random.randint(0, stages)):
-            start = 10 * rank
-            items.append(PlannedItem("image", m, rank, m, 4, 1, start))
-            chunks.append(Chunk("image", m, rank, (len(items) - 1,), 4, 16, 1))
-    layout = SequenceLayout.whole([LENGTH], [0], stages)
-    routes = [plan_route(m, layout, items, chunks) for m in range(microbatches)]
-    order = BUILDERS[random.choice(sorted(BUILDERS))](stages, microbatches, chunks)
-    return expand(order, chunks, routes), routes
+    for m in range(num_microbatches):
+        for rank in random.sample(range(stages * tp), random.randint(0, stages)):
+            items.append(PlannedItem("image", m, rank, m, 4, 1, 5 * rank))
+            layout = SequenceLayout.whole([4], [0], 1)
+            chunks.append(Chunk("image", m, (rank,), (len(items) - 1,), layout, ((),), (1,)))
+    layout = SequenceLayout.whole([LENGTH], [0], 1)
+    size = stages * tp
+    domain = DomainPlan(
+        num_stages=stages,
+        pool=1,
+        tp=tp,
+        party=tp,
+        beside=0,
+        homes=((0, size), (0, size)),
+        microbatches=tuple(Microbatch((m,), layout, ((),)) for m in range(num_microbatches)),
+        items=tuple(items),
+        chunks=tuple(chunks),
+        routes=tuple(plan_route(m, layout, tp, size, items, chunks) for m in range(num_microbatches)),
+        ops=(),
+    )
+    order = BUILDERS[random.choice(sorted(BUILDERS))](domain)
+    return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
 
 
-def hangs(ops: list[list[Op]], routes: list) -> bool:
+def hangs(domain: DomainPlan) -> bool:
     """Whether the lists get stuck with one queue a rank."""
     try:
-        run(ops, routes, lambda rank, op: 1, lambda op: 1, single_fifo=True)
+        run(domain, lambda rank, op: 1, lambda op: 1, single_fifo=True)
     except StuckError:
         return True
     return False
@@ -52,24 +68,29 @@ def main() -> None:
     )
     parser.add_argument("--plans", type=int, default=500)
     plans = parser.parse_args().plans
-    ratios, hanging = [], 0
-    for seed in range(plans):
-        random = Random(seed)
-        ops, routes = random_replica(random)
-        times = {op: random.randint(10, 100) for of_rank in ops for op in of_rank}
+    for tp in (1, 2):
+        measured = [simulated_ratio(seed, tp) for seed in range(plans)]
+        ratios, hanging = [ratio for ratio, _ in measured], sum(hung for _, hung in measured)
+        print(
+            f"tp {tp}: {plans} random domains; {hanging} would hang on a single queue as they are, none once "
+            f"ordered; simulated step time, ordered over free: mean {statistics.mean(ratios):.4f}, "
+            f"most {max(ratios):.4f}"
+        )
 
-        def compute(rank: int, op: Op, times: dict[Op, int] = times) -> int:
-            return times[op]
 
-        relaxed = run(ops, routes, compute, lambda op: 5)
-        ordered = serialise(ops, routes, compute, lambda op: 5)
-        single = run(ordered, routes, compute, lambda op: 5, single_fifo=True)
-        hanging += hangs(ops, routes)
-        ratios.append(single.makespan_ns / relaxed.makespan_ns)
-    print(f"{plans} random replicas; {hanging} would hang on a single queue as they are, none once ordered")
-    print(
-        f"simulated step time, ordered over free: mean {statistics.mean(ratios):.4f}, most {max(ratios):.4f}"
-    )
+def simulated_ratio(seed: int, tp: int) -> tuple[float, bool]:
+    """Return the simulated time of a domain, ordered over free, and whether it would hang as it is."""
+    random = Random(seed)
+    domain = random_domain(random, tp)
+    times = {op: random.randint(10, 100) for of_rank in domain.ops for op in of_rank}
+
+    def compute(rank: int, op: Op) -> int:
+        return times[op]
+
+    relaxed = run(domain, compute, lambda op: 5)
+    ordered = replace(domain, ops=tuple(map(tuple, serialise(domain, compute, lambda op: 5))))
+    single = run(ordered, compute, lambda op: 5, single_fifo=True)
+    return single.makespan_ns / relaxed.makespan_ns, hangs(domain)
 
 
 if __name__ == "__main__":
