@@ -11,6 +11,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni train --help                        configuration groups and all keys with their values
   omni plan layout.llm.pp=2                plan a step, verify it, simulate its time
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
+  omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni parity reference -- candidate       compare loss and every gradient of two configurations
   omni data build --recipe quickstart      build, inspect and verify datasets; make traces
 """
@@ -18,6 +19,7 @@ _COMMANDS = {
     "train": "train a model",
     "plan": "print, verify and simulate the plan of a step, without ranks",
     "layout": "explain the groups of a rank, draw all ranks by an axis",
+    "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "parity": "compare loss and gradients of two configurations",
     "data": "build, inspect and verify datasets and traces",
 }

@@ -43,6 +43,11 @@ class Result:
     weights_of: str = ""
 
     @property
+    def ran(self) -> bool:
+        """Whether there is a measurement; if not, the next run of this script tries again."""
+        return bool(self.gradient_of)
+
+    @property
     def holds(self) -> bool:
         """Whether the case is within tolerance; nan is not."""
         return self.loss <= TOLERANCE and self.gradient <= TOLERANCE and self.weights <= WEIGHT_TOLERANCE
@@ -60,7 +65,8 @@ def results(cases: Sequence[Case], cache: Path) -> Iterator[Result]:
             for case in cases:
                 if case.name not in had:
                     had[case.name] = _result(ranks, case, Path(folder), references)
-                    print(json.dumps(asdict(had[case.name])), file=file, flush=True)
+                    if had[case.name].ran:
+                        print(json.dumps(asdict(had[case.name])), file=file, flush=True)
                 yield had[case.name]
         finally:
             ranks.close()

@@ -1,0 +1,159 @@
+"""`omni rehearse`: what ranks of a world would hold and send in a step, without the world."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omni.config import Config
+    from omni.training.footprint import Footprint
+    from omni.training.job import Job
+    from omni.training.rehearse import Rehearsal
+
+_GIB = 1 << 30
+_DESCRIPTION = """\
+Runs ranks through a step on fake tensors: engine, models, optimizer and plan are real and at real shapes, but
+nothing is stored and no other rank is there. Prints what each holds at its fullest moment and what it sends,
+beside what the analytic model says. Overrides as for `omni train`; launch.ranks is two unless given.
+
+  omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--dry", action="store_true", required=True, help="on fake tensors: the only way yet")
+    parser.add_argument("--rank", default="0", help="ranks, such as 37 or 0,37,127 (default 0)")
+    parser.add_argument("--step", type=int, default=1, help="which step to run (default 1)")
+    parser.add_argument(
+        "--trace", help="a synthetic trace in place of data.sources: balanced, longtail, shift"
+    )
+    parser.add_argument("--json", action="store_true", help="print figures as JSON, a line for each rank")
+    parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Rehearse and print. Returns 1 if the verifier refuses the plan, 2 for a user's mistake."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors live on the CPU, whatever this machine has
+    from omni.compose import compose_config
+    from pipeline.verifier import PlanRefusedError
+
+    try:
+        ranks = _ranks(arguments.rank)
+        config = compose_config(arguments.overrides)
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.trace:
+                use_trace(config, arguments.trace, Path(folder) / "trace")
+            for line in _rehearse(config, ranks, arguments.step, arguments.json):
+                print(line, flush=True)
+    except PlanRefusedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--rank {text}: give numbers, such as 37 or 0,37,127") from None
+
+
+def use_trace(config: "Config", name: str, path: Path) -> None:
+    """Make a trace the only source of a configuration, written to the new folder `path`."""
+    from omni.config import SourceConfig
+    from omni.models.registry import make_encoder
+    from omni.training.stand_in_data import write_trace_dataset
+
+    encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
+    write_trace_dataset(path, name, config.train.seed, {encoder.modality for encoder in encoders})
+    config.data.sources = {name: SourceConfig(path=str(path))}
+    config.data.heldout = {}
+
+
+def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
+    from omni.commands.plan import plan_of_step
+    from omni.config import ConfigError
+    from omni.training.job import prepare_job
+    from omni.training.memory import model_footprint
+    from omni.training.rehearse import for_gpus, rehearse
+    from pipeline.verifier import verify
+
+    job = for_gpus(prepare_job(config, config.launch.ranks or 2))
+    wrong = [rank for rank in ranks if not 0 <= rank < job.arrangement.world]
+    if wrong or step < 1:
+        raise ConfigError(
+            f"--rank {','.join(map(str, ranks))} --step {step}: there are ranks 0 to "
+            f"{job.arrangement.world - 1}, and steps begin at 1"
+        )
+    plan = plan_of_step(job, step)
+    for domain in sorted({job.arrangement.domain(rank) for rank in ranks}):
+        verify(plan, job.layout.pp, job.planner.single_queue, domain)
+    for rank in ranks:
+        rehearsal = rehearse(job, plan, rank)
+        try:
+            modelled = model_footprint(job, plan, rank)
+        except ConfigError:  # a component that the model does not know
+            modelled = None
+        if as_json:
+            yield json.dumps(figures(rehearsal, modelled))
+        else:
+            yield from _lines(job, rehearsal, modelled)
+
+
+def figures(rehearsal: "Rehearsal", modelled: "Footprint | None") -> dict[str, object]:
+    """What a rehearsal amounts to, as plain values."""
+    found = rehearsal.footprint
+    out: dict[str, object] = {
+        "rank": rehearsal.rank,
+        "parameters": dict(found.parameters),
+        "peak_bytes": dict(found.peak),
+        "peak_at": found.at,
+        "sent": [
+            {"group": group, "collective": name, **vars(sent)}
+            for (group, name), sent in found.traffic.items()
+        ],
+        "build_cpu_s": round(rehearsal.build_s, 3),
+        "step_cpu_s": round(rehearsal.step_s, 3),
+    }
+    if modelled is not None:
+        out["modelled_peak_bytes"] = dict(modelled.peak)
+        out["modelled_sent_bytes"] = sum(sent.total for sent in modelled.traffic.values())
+    return out
+
+
+def _lines(job: "Job", rehearsal: "Rehearsal", modelled: "Footprint | None") -> Iterator[str]:
+    rank, found = rehearsal.rank, rehearsal.footprint
+    yield f"rank {rank} of {job.arrangement.world} ({job.arrangement.describe()}): {_place(job, rank)}"
+    yield "parameters here: " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items())
+    yield f"\n{'GiB held at ' + found.at:34} {'rehearsed':>12}" + (f" {'modelled':>12}" if modelled else "")
+    for kind, size in [*found.peak.items(), ("all", found.bytes)]:
+        row = f"  {kind:32} {size / _GIB:12.3f}"
+        if modelled:
+            row += f" {(modelled.bytes if kind == 'all' else modelled.peak[kind]) / _GIB:12.3f}"
+        yield row
+    yield f"\n{'MiB sent':34} {'calls':>12} {'in the node':>12} {'to others':>12}"
+    for (group, collective), sent in found.traffic.items():
+        sizes = f"{sent.inside / 2**20:12.1f} {sent.across / 2**20:12.1f}"
+        yield f"  {group:16} {collective:15} {sent.calls:12} {sizes}"
+    if modelled:
+        total = sum(sent.total for sent in modelled.traffic.values())
+        yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
+    yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
+
+
+def _place(job: "Job", rank: int) -> str:
+    if rank not in job.arrangement.mesh:
+        return "encoders only"
+    at = job.arrangement.mesh.coordinates(rank)
+    return ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))

@@ -1,0 +1,310 @@
+"""A dry run: the engine itself, any rank of any world, on fake tensors, in seconds on a CPU.
+
+The rank that is built here is the one that training builds: modules at their real shapes, process groups,
+optimizer, and the op list of a verified plan. Two things are not real. Tensors have shapes and no storage
+(torch's FakeTensorMode), and process groups have members and no peers (torch's fake backend). So what a rank
+of a cluster that nobody has would hold and send can be measured.
+
+Invariant: nothing is replaced that decides a shape. `_stand_ins` lists all replacements. Two of them are
+kernels: attention in half precision and RMSNorm keep for their backward what a GPU's kernels keep, which is
+less than torch's kernels for CPUs keep.
+"""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from omni.config import ConfigError
+from omni.models.regions import named_parameters
+from omni.training import build
+from omni.training.build import Rank, build_rank
+from omni.training.footprint import Footprint
+from omni.training.job import Job
+from omni.training.meter import Meter
+from omni.training.optimizer import Totals
+from omni.training.stand_in_data import stand_in
+from ops import attention
+from parallel.groups import Groups
+from parallel.megatron import CudaRNGStatesTracker, get_global_memory_buffer
+from parallel.transports import Lane, node_map
+from pipeline.anchor import StepInputs
+from pipeline.plan import Kind, Op, StepPlan
+
+_CPU = torch.device("cpu")
+# What is made during an op counts as; everything else is a buffer.
+_KINDS = {
+    Kind.ENCODE: "activations",
+    Kind.FORWARD: "activations",
+    Kind.ENCODE_BACKWARD: "workspace",
+    Kind.BACKWARD: "workspace",
+    Kind.REDUCE: "workspace",
+}
+# Groups by what they carry. One that carries several things has the first of their names.
+_CARRIERS = ("tp", "pool", "dp_cp", "embd", "pp", "mp")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One rank's dry run of a step; `build_s` and `step_s` are seconds of CPU that it took."""
+
+    rank: int
+    footprint: Footprint
+    build_s: float
+    step_s: float
+
+
+def for_gpus(job: Job) -> Job:
+    """Return the job as it is planned where GPUs are: op lists that are safe with one queue a rank."""
+    planner = replace(job.planner, single_queue=job.arrangement.domain_size > 1)
+    return replace(job, planner=planner)
+
+
+def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
+    """Run rank `rank` of `job` through `plan`. No process group may exist, and none is left behind.
+
+    The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
+    on plans, less than a kilobyte, is left out.
+
+    Raises:
+        ConfigError: for a rank that there is not, or a model whose shapes depend on values.
+    """
+    start = time.process_time()
+    with _built(job, rank) as (own, mode, meter):
+        inputs = _inputs(job, plan, own, mode)
+        with mode, meter:
+            own.optimizer.begin(plan.step)
+            _update(own, plan, meter)
+            classify(own, inputs, meter)
+            built = time.process_time()
+            meter.start(group_labels(own.groups))
+            own.optimizer.begin(plan.step)
+            own.engine.run(plan, plan.domains[own.domain], inputs)
+            _update(own, plan, meter)
+        footprint = Footprint(
+            parameters={
+                name: sum(parameter.numel() for parameter in component.module.parameters())
+                for name, component in own.components.items()
+            },
+            peak=meter.peak,
+            at=meter.at,
+            traffic=meter.traffic(),
+        )
+        return Rehearsal(rank, footprint, built - start, time.process_time() - built)
+
+
+def owned_parameters(job: Job, rank: int) -> dict[str, int]:
+    """Count the parameters by component that `rank` holds and no rank before it: over all ranks, every
+    parameter of the model once. The rank is built, and runs nothing.
+    """
+    counts = {}
+    with _built(job, rank) as (own, _, _):
+        for name, component in own.components.items():
+            numbering = own.names[name]
+            is_copy = component.groups.dp_cp.rank() > 0
+            starts_elsewhere = numbering.tied and numbering.first_layer > 0
+            counts[name] = sum(
+                named.parameter.numel()
+                for named in named_parameters(component.module, numbering)
+                if not is_copy
+                and not (named.region.is_whole and numbering.tp_rank > 0)
+                and not (starts_elsewhere and named.name == "embedding.word_embeddings.weight")
+            )
+    return counts
+
+
+@contextlib.contextmanager
+def _built(job: Job, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Meter]]:
+    """Build a rank in a world of its own; fake tensors and meter are to be entered for what it then does."""
+    if not 0 <= rank < job.arrangement.world:
+        raise ConfigError(f"rank {rank}: there are ranks 0 to {job.arrangement.world - 1}")
+    if job.config.model.llm.mixture is not None:
+        raise ConfigError(
+            f"model.llm.moe.experts={job.config.model.llm.moe.experts}: which tokens go to which expert "
+            "depends on values, which a rehearsal does not have; rehearse the dense model (experts=0)"
+        )
+    meter = Meter(node_map(range(job.arrangement.world), job.cluster.ranks_per_node))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _world(rank, job.arrangement.world), _stand_ins(meter):
+        with mode, meter:
+            own = build_rank(job, rank, _CPU, lambda op: _note(meter, op))
+        yield own, mode, meter
+
+
+@contextlib.contextmanager
+def _world(rank: int, size: int) -> Iterator[None]:
+    """Be `rank` of `size` ranks, without the others."""
+    assert not dist.is_initialized(), "a rehearsal makes a world of its own"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# What the rank runs on, and how it is measured.
+
+
+def _inputs(job: Job, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
+    """The tensors of a step as training assembles them, of planned shapes and no content."""
+    domain = plan.domains[own.domain]
+    metas = {}
+    for i in {i for batch in domain.microbatches for i in batch.samples}:
+        meta = job.planner.meta(plan.samples[i].source, plan.samples[i].id)
+        assert meta is not None, "a dropped sample is in no plan"
+        metas[i] = meta
+    fetched = stand_in(own.assembler.fetch_of(domain, metas))
+    inputs = own.assembler.assemble(plan, domain, fetched, predict=False)
+    faked: StepInputs = _mapped(inputs, mode.from_tensor)
+    return faked
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Copy nested dataclasses, mappings and sequences with every tensor changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        copy = object.__new__(type(value))
+        for field in fields(value):
+            object.__setattr__(copy, field.name, _mapped(getattr(value, field.name), change))
+        return copy
+    if isinstance(value, Mapping):
+        return {key: _mapped(entry, change) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(entry, change) for entry in value)
+    return value
+
+
+def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
+    """One update, with totals made up: the host would learn them from all ranks."""
+    with meter.making("workspace"):
+        meter.where = "update"
+        own.optimizer.squares()
+        ones = (1.0,) * len(plan.components)
+        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), 0.0, 0, False))
+
+
+def _note(meter: Meter, op: Op) -> None:
+    meter.kind, meter.where = _KINDS.get(op.kind, "buffers"), str(op)
+
+
+def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
+    """Tell the meter what the tensors are that exist before a step.
+
+    fp32 weights are their own main weights.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(inputs, note)
+    meter.adopt(found, "buffers")
+    for component in own.components.values():
+        for optimizer in component.optimizers:
+            meter.adopt((main.detach() for main in optimizer.get_parameters()), "optimizer")
+            for state in optimizer.optimizer.state.values():
+                meter.adopt((x for x in state.values() if isinstance(x, torch.Tensor)), "optimizer")
+        parameters = list(component.module.parameters())
+        meter.adopt((vars(parameter)["main_grad"] for parameter in parameters), "gradients")
+        meter.adopt(parameters, "weights")
+
+
+def group_labels(groups: Groups) -> dict[str, str]:
+    """Name this rank's groups, such as "llm tp", by torch's names of them."""
+    labels = {
+        getattr(groups, name).group_name: name
+        for name in ("world", "control", "domain_control", "forward", "backward", "ship", "back")
+    }
+    for component, collection in groups.components.items():
+        for carrier in _CARRIERS:
+            group = getattr(collection, carrier, None)
+            if group is not None:
+                labels.setdefault(group.group_name, f"{component} {carrier}")
+    return labels
+
+
+# What is not real.
+
+
+@contextlib.contextmanager
+def _stand_ins(meter: Meter) -> Iterator[None]:
+    """Replace what a fake world cannot answer, and what differs between a CPU and a GPU."""
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, stand_in: Any) -> None:
+            stack.enter_context(_replaced(owner, name, stand_in))
+
+        # Groups are all fake, also those that would be gloo's, and every rank says what this one says.
+        new_group = dist.new_group
+        put(dist, "new_group", lambda ranks, timeout, backend, **more: new_group(ranks, timeout, **more))
+        put(dist, "all_gather_object", _gather_own)
+        # A shipment of two hops would run on a thread, which is outside the fake world.
+        put(Lane, "run_long", lambda lane, job: job())
+        # Random numbers need values. Modules are born where they live.
+        put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
+        put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
+        put(torch.nn.Module, "to", lambda module, *args: module)
+        # megatron's scratch memory is this rank's alone, and counts as what it is.
+        scratch = get_global_memory_buffer()
+        get_scratch = scratch.get_tensor
+        put(scratch, "buffer", {})
+        put(scratch, "get_tensor", lambda *args: _as_buffer(meter, get_scratch, args))
+        # Kernels of a GPU.
+        choose = attention._choose_backend
+        put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
+        put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+        # Python collects garbage at any time: without it, peaks are the same in every run.
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    is_own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
+
+
+def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+    with meter.making("buffers"):
+        return get_scratch(*args)
+
+
+def _gpu_backend(choose: Callable[..., str], args: tuple[Any, ...]) -> str:
+    return "varlen" if args[-1] in (torch.bfloat16, torch.float16) else choose(*args)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What a GPU's kernel makes and keeps: its input, and one number a row in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,309 @@
+"""Dry runs against real ranks, and the models of memory and bytes against dry runs."""
+
+import contextlib
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from infra.run_folder import RunFolder
+from omni.__main__ import main
+from omni.commands.rehearse import use_trace
+from omni.compose import compose_config
+from omni.config import ConfigError
+from omni.models.encoders.vit import ViTConfig
+from omni.models.llm import llm_stages
+from omni.training.footprint import Sent, Traffic
+from omni.training.job import Job, prepare_job
+from omni.training.memory import model_footprint
+from omni.training.meter import Meter
+from omni.training.parts import stage_part, vit_part
+from omni.training.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
+from omni.training.trainer import Trainer
+from parallel.megatron import get_global_memory_buffer
+from parallel.transports import node_map
+
+CPU = torch.device("cpu")
+# What the host exchanges to agree and to learn losses is not rehearsed.
+HOST = ("world", "control", "domain_control")
+MORE = [
+    "+layout.encoders.image.tp=2",
+    "model.llm.tied=false",
+    "model.llm.qkv_bias=true",
+    "model.llm.loss_chunk=16",
+]
+
+
+def recomputed(how: str) -> list[str]:
+    return [f"model.llm.recompute={how}", f"model.encoders.image.recompute={how}"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rehearsal") / "mixed"
+    write_mixed(path)
+    return path
+
+
+def small_job(data: Path, world: int, *more: str) -> Job:
+    line = overrides(data, data / "run", "train.precision=bf16", "cluster.ranks_per_node=2", *more)
+    return prepare_job(compose_config(line), world)
+
+
+# The meter, on real ranks.
+
+
+def known_collectives(rank: int) -> tuple[Traffic, dict[str, int], int]:
+    first = dist.new_group([0, 1])
+    meter = Meter(node_map(range(3), 2))
+    with meter:
+        assert dist.group.WORLD is not None
+        labels = {dist.group.WORLD.group_name: "all"}
+        meter.start(labels | ({first.group_name: "pair"} if rank < 2 else {}))
+        x = torch.zeros(12, 5)
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.empty(36, 5), x)
+        dist.reduce_scatter_tensor(torch.empty(4, 5), x)
+        dist.all_to_all_single(torch.empty(3 * (rank + 1), 5), x[:6], [rank + 1] * 3, [1, 2, 3])
+        if rank < 2:
+            other = dist.isend(x, 1, group=first) if rank == 0 else dist.irecv(x, 0, group=first)
+            assert other is not None
+            other.wait()
+        before = meter.total
+        kept = torch.ones(100, dtype=torch.float64)
+        view, brief = kept[3:], kept.float() + 1
+        del brief
+    assert view.numel() == 97
+    return meter.traffic(), meter.peak, meter.total - before
+
+
+def test_the_meter_counts_what_real_ranks_send_and_hold(ranks: RankPool) -> None:
+    for rank, (traffic, peak, held) in enumerate(ranks.run(3, known_collectives)):
+        following = (rank + 1) % 3
+        near = following // 2 == rank // 2  # ranks 0 and 1 share a node
+
+        def ring(size: int, near: bool = near) -> Sent:
+            return Sent(1, size if near else 0, 0 if near else size)
+
+        assert traffic["all", "all_reduce"] == ring(2 * 2 * 240 // 3)
+        assert traffic["all", "all_gather"] == ring(2 * 240)
+        assert traffic["all", "reduce_scatter"] == ring(2 * 80)
+        to = {peer: (peer + 1) * 20 for peer in range(3) if peer != rank}
+        inside = sum(size for peer, size in to.items() if peer // 2 == rank // 2)
+        assert traffic["all", "all_to_all"] == Sent(1, inside, sum(to.values()) - inside)
+        assert traffic.get(("pair", "send")) == (Sent(1, 240, 0) if rank == 0 else None)
+        assert held == 800
+        # Beside 800 bytes of doubles two floats of 400 lived at once.
+        assert peak["buffers"] >= 1600
+
+
+# A rehearsal against a real run.
+
+
+def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dict[str, int]]:
+    """Train two steps and measure the second."""
+    job = prepare_job(compose_config(line), world)
+    get_global_memory_buffer().buffer.clear()
+    trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
+    meter = Meter(node_map(range(world), job.cluster.ranks_per_node))
+    gc.disable()
+    with trainer.ahead() as ahead:
+        for step in (1, 2):
+            prepared = ahead.take(step)
+            trainer.agree_on(prepared.plan)
+            with meter if step == 2 else contextlib.nullcontext():
+                if step == 2:
+                    classify(trainer.rank, prepared.inputs, meter)
+                    meter.adopt(get_global_memory_buffer().buffer.values(), "buffers")
+                    meter.start(group_labels(trainer.rank.groups))
+                result, tombstones = trainer.execute(prepared)
+                trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
+            trainer.offer(ahead, step + 2)
+    gc.enable()
+    modules = {name: component.module for name, component in trainer.rank.components.items()}
+    parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    return meter.traffic(), meter.most, parameters
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (4, ["layout.llm.tp=2", "layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
+        (4, ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.transport=reduce_scatter"]),
+    ],
+)
+def test_a_rehearsal_equals_a_real_run(
+    ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
+) -> None:
+    # Norms of which CPU and GPU keep the same, and single precision, where attention is the CPU's own.
+    norms = ["model.llm.norm=LayerNorm", "model.encoders.image.norm=LayerNorm"]
+    line = overrides(data, tmp_path / "run", "cluster.ranks_per_node=2", *norms, *more)
+    job = prepare_job(compose_config(line), world)
+    plan = job.planner.next_step(2, job.planner.next_step(1, 0).next_cursor)
+    for rank, (traffic, held, parameters) in enumerate(ranks.run(world, real_step, line, world)):
+        found = rehearse(job, plan, rank).footprint
+        assert found.traffic == {key: sent for key, sent in traffic.items() if key[0] not in HOST}
+        assert found.parameters == parameters
+        assert found.bytes == pytest.approx(held, rel=1e-3)
+
+
+# Every rank of a world.
+
+
+def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data: Path) -> None:
+    job = small_job(data, 8, "layout.llm.tp=2", "layout.llm.pp=2")
+    plan = job.planner.next_step(1, 0)
+    whole = owned_parameters(small_job(data, 1), 0)
+    owned = [owned_parameters(job, rank) for rank in range(8)]
+    assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
+    for rank in range(8):
+        found = rehearse(job, plan, rank).footprint
+        modelled = model_footprint(job, plan, rank)
+        assert found.parameters == modelled.parameters
+        assert found.traffic == modelled.traffic
+        # Padding and weights divide over ranks unevenly, so the shards differ.
+        assert modelled.peak["optimizer"] == pytest.approx(found.peak["optimizer"], rel=1e-3)
+        number = job.arrangement.domain(rank)
+        domain, ranks = plan.domains[number], job.arrangement.domain_ranks(number)
+        position = ranks.index(rank)
+        layouts = [batch.layout for batch in domain.microbatches]
+        tokens = sum(layout.padded_tokens(domain.member(position), 2) for layout in layouts)
+        # tp 2 halves the tokens between layers, of width 64, two bytes each; nodes hold two ranks.
+        sent = Sent(len(layouts), 0, tokens // 2 * 64 * 2)
+        assert found.traffic.get(("forward", "send")) == (sent if domain.is_first(position) else None)
+        assert found.traffic.get(("backward", "send")) == (None if domain.is_first(position) else sent)
+        shipped = sum(
+            rows
+            for route in domain.routes
+            if route is not None and not route.is_local
+            for (source, to), rows in route.traffic().items()
+            if source == position != to
+        )
+        assert found.traffic.get(("ship", "all_to_all"), Sent(0, 0, 0)).total == shipped * 64 * 2
+
+
+# The models against rehearsals.
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "more"),
+    [
+        (1, [0], []),
+        (6, [1, 5], ["layout.llm.cp=3", "layout.llm.pp=2"]),
+        (4, [3], ["layout.llm.cp=2", "layout.llm.tp=2"]),
+        (2, [0], ["encoder_sp=long_short", "llm_sp=dynamic", "layout.domain=2"]),
+        (2, [0, 1], ["encoder_sp=all", "layout.llm.pp=2"]),
+        (2, [1], ["layout.llm.pp=2", "+model.encoders.image.taps=[1]"]),
+        (5, [0, 4], ["placement=disaggregated", "placement.ranks=3", "pipeline=one_f_one_b"]),
+        (4, [0, 2], ["layout.llm.pp=4", "boundary.transport=two_level"]),
+        (4, [0, 2, 3], ["system=stage0", "layout=pp2", *recomputed("full")]),
+        (4, [1, 2], ["layout.llm.tp=2", "layout.llm.pp=2", *recomputed("selective"), *MORE]),
+        (2, [0, 1], ["+optim.components={image: {frozen: [[1, 3]]}}", "layout.llm.pp=2"]),
+    ],
+)
+def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
+    data: Path, world: int, ranks: list[int], more: list[str]
+) -> None:
+    job = for_gpus(small_job(data, world, *more))
+    plan = job.planner.next_step(1, 0)
+    for rank in ranks:
+        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        assert modelled.traffic == found.traffic
+        assert modelled.parameters == found.parameters
+        assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
+        for kind in ("weights", "gradients", "optimizer"):
+            assert modelled.peak[kind] == pytest.approx(found.peak[kind], rel=1e-3)
+
+
+def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
+    cut = ["model.llm.layers=8", "model.encoders.image.layers=2", "data.step_tokens=65536"]
+    config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
+    use_trace(config, "longtail", tmp_path / "trace")
+    job = for_gpus(prepare_job(config, 128))
+    plan = job.planner.next_step(1, 0)
+    for rank in (5, 101):
+        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        assert modelled.traffic == found.traffic
+        assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
+        for kind, size in found.peak.items():
+            assert modelled.peak[kind] == pytest.approx(size, rel=0.02)
+    # Of the 4 B parameters, each of the 32 ranks of a replica holds its part, and the encoder's beside it.
+    assert found.parameters["llm"] == 238_313_472
+
+
+def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
+    model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
+    layers = llm_stages(model.llm, 260, 4)
+    stages = [stage_part(model.llm, 128_256, layers, stage, tp=1, element=2) for stage in range(4)]
+    assert sum(sum(stage.weights()) for stage in stages) == 70_553_706_496
+    options = {key: value for key, value in model.encoders["image"].items() if key != "name"}
+    encoder = vit_part(ViTConfig(**options), model.llm.hidden, tp=1, element=2)
+    assert sum(encoder.stack.layer_weights()) * 48 == 2_417_197_056
+
+
+# Where it ends.
+
+
+def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = small_job(data, 2, "layout.llm.tp=2")
+    plan = job.planner.next_step(1, 0)
+    before = (dist.new_group, dist.all_gather_object, torch.nn.Module.to, F.rms_norm, gc.isenabled())
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    rehearse(job, plan, 1)
+    monkeypatch.setattr("omni.training.rehearse.classify", fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        rehearse(job, plan, 1)
+    now = (dist.new_group, dist.all_gather_object, torch.nn.Module.to, F.rms_norm, gc.isenabled())
+    assert now == before
+    assert not dist.is_initialized()
+    assert all(type(x) is torch.Tensor for x in get_global_memory_buffer().buffer.values())
+    assert torch.equal(F.rms_norm(torch.ones(2, 4), (4,)).round(), torch.ones(2, 4))
+
+
+def test_what_cannot_be_rehearsed_is_refused(data: Path, tmp_path: Path) -> None:
+    job = small_job(data, 2)
+    plan = job.planner.next_step(1, 0)
+    with pytest.raises(ConfigError, match="there are ranks 0 to 1"):
+        rehearse(job, plan, 2)
+    experts = ["model.llm.moe.experts=4", "model.llm.moe.ffn=32"]
+    with pytest.raises(ConfigError, match=r"moe\.experts=4: which tokens go to which expert"):
+        rehearse(small_job(data, 2, *experts), plan, 0)
+    with pytest.raises(ConfigError, match="no model of the memory of experts"):
+        model_footprint(small_job(data, 2, *experts), plan, 0)
+    config = compose_config(overrides(data, tmp_path))
+    with pytest.raises(ValueError, match="unknown trace 'other': known are"):
+        use_trace(config, "other", tmp_path / "other")
+    config.model.encoders = {}
+    with pytest.raises(ValueError, match="every sample has items that no encoder takes"):
+        use_trace(config, "balanced", tmp_path / "balanced")
+
+
+def test_the_command_prints_what_a_rank_holds_and_sends(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = overrides(data, tmp_path, "train.precision=bf16", "layout.llm.pp=2")
+    dry = ["rehearse", "--dry", "--rank"]
+    assert main([*dry, "0,1", "--json", *line]) == 0
+    one, other = (json.loads(text) for text in capsys.readouterr().out.splitlines())
+    assert (one["rank"], other["rank"]) == (0, 1)
+    assert one["peak_bytes"]["weights"] == pytest.approx(2 * sum(one["parameters"].values()), rel=0.01)
+    assert {entry["group"] for entry in one["sent"]} >= {"forward", "ship"}
+    sent = sum(entry["inside"] + entry["across"] for entry in one["sent"])
+    assert one["modelled_sent_bytes"] == sent > 0
+    sizes = ["model.encoders.image.patch=14", "data.on_long=truncate"]
+    assert main([*dry, "1", "--trace", "balanced", *line, *sizes]) == 0
+    text = capsys.readouterr().out
+    assert "rank 1 of 2 (pp2): tp 0, cp 0, dp 0, pp 1" in text
+    assert "modelled" in text
+    assert main([*dry, "two", *line]) == main([*dry, "2", *line]) == 2
+    assert "there are ranks 0 to 1" in capsys.readouterr().err
