@@ -9,27 +9,12 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
-
-KINDS = ("jsonl", "wandb", "tensorboard")
-MODES = ("auto", "offline", "online")  # of W&B
+from infra.tracker import KINDS, Tracker, record
 
 logger = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """What the trainer knows of tracking."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record one step, once, steps rising. "progress/step" is added to the record."""
-
-    def summary(self, values: Mapping[str, object]) -> None:
-        """Add to the final numbers of the run; later values replace earlier ones of the same name."""
-
-    def finish(self, exit_code: int) -> None:
-        """Write everything out and close; 0 marks the run as succeeded."""
 
 
 def make_tracker(
@@ -93,13 +78,6 @@ class JsonlTracker:
     def finish(self, exit_code: int) -> None:
         """Close the file."""
         self._file.close()
-
-
-def record(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """One step as every tracker stores it: "progress/step" first, ints as ints, all else as float64."""
-    assert metrics.get("progress/step", step) == step, f"metrics of step {metrics['progress/step']} at {step}"
-    values = {key: value if type(value) is int else float(value) for key, value in metrics.items()}
-    return {"progress/step": step, **values}
 
 
 class _WithView:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import wandb
 
 from infra.run_folder import RunFolder, read_metrics, set_aside, write_text
-from infra.tracking import MODES, Tracker, record
+from infra.tracker import MODES, Tracker, record
 
 START_S = 60.0
 FINISH_S = 60.0

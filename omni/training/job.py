@@ -15,7 +15,7 @@ from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
-from infra.tracking import KINDS, MODES
+from infra.tracker import KINDS, MODES
 from omni.config import Config, ConfigError, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import (

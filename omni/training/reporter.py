@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
-from infra.tracking import Tracker, make_tracker
+from infra.tracker import Tracker
+from infra.tracking import make_tracker
 from omni.training.ahead import Prepared
 from omni.training.evaluate import Transcription
 from omni.training.job import Job
