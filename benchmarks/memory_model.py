@@ -18,7 +18,7 @@ from random import Random
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.training.footprint import KINDS, Footprint
-from omni.training.job import Job, prepare_job
+from omni.training.job import Job, planned_ranks, prepare_job
 from omni.training.memory import model_footprint
 from omni.training.rehearse import for_gpus, owned_parameters, rehearse
 from pipeline.plan import StepPlan
@@ -64,7 +64,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])
         use_trace(config, arguments.trace, Path(folder) / "trace")
-        job = for_gpus(prepare_job(config, config.launch.ranks or 2))
+        job = for_gpus(prepare_job(config, planned_ranks(config)))
         plan = job.planner.next_step(1, 0)
         verify(plan, job.layout.pp, job.planner.single_queue)
         world = job.arrangement.llm.world

@@ -9,9 +9,9 @@ ranks that only encode, any number of sources for one destination and the revers
 the rows travel is the route's transport (`parallel/transports.py`): it is part of the plan, and changes
 neither the rows nor where they land.
 
-Rows may enter the model at several named attach points, such as the embeddings and a later layer. A route
-belongs to one of them: the plan holds one for each microbatch and attach point, all over the same rows of the
-sources, and each delivers a row once. What comes back from several is added up by `sum_returned`.
+Rows may enter the model at several named attach points, such as the embeddings and a later layer. The packed
+axis of a route is then as many times as long: place p · tokens + t is token t at attach point p
+(`pipeline/routes.py`), and an encoder puts out rows of its own for each of its points.
 """
 
 from bisect import bisect_right
@@ -63,7 +63,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Route:
-    """All segments of one microbatch and attach point, in packed order, over a group of `num_ranks`.
+    """All segments of one microbatch, in packed order, over a group of `num_ranks`.
 
     `nodes` is the node of each rank; only two-level transports need it.
     """
@@ -309,16 +309,3 @@ def _start(ends: Ends, incoming: torch.Tensor, outgoing: torch.Tensor, group: di
     if ends.stop is not None:
         return two_hops(incoming, outgoing, *counts, ends.stop, group)
     return all_to_all(incoming, outgoing, *counts, group)
-
-
-def sum_returned(parts: Sequence[tuple[Ends, torch.Tensor]], num_rows: int) -> torch.Tensor:
-    """Return the gradients [num_rows, D] of this rank's rows from what came back of each attach point.
-
-    `parts` are, attach point by attach point, the ends of the way out and the rows [rows out, D] that came
-    back in their order. They are added in the order given, so that the sum is the same in every run; rows
-    that no attach point takes have a gradient of zero.
-    """
-    total = parts[0][1].new_zeros(num_rows, parts[0][1].shape[1])
-    for ends, rows in parts:
-        total.index_add_(0, ends.send, rows)  # the rows of a route are distinct: nothing races
-    return total

@@ -97,16 +97,3 @@ class SequenceLayout:
                     start += length
                     filled[piece.rank] += length
                     left -= length
-
-    def local_lengths(self, rank: int) -> tuple[int, ...]:
-        """Lengths of the pieces that `rank` holds, in packed order."""
-        return tuple(piece.length for pieces in self.shards for piece in pieces if piece.rank == rank)
-
-    def local_positions(self, rank: int) -> tuple[range, ...]:
-        """Positions within their sequences of the tokens that `rank` holds: global, never restarted."""
-        return tuple(
-            range(piece.start, piece.start + piece.length)
-            for pieces in self.shards
-            for piece in pieces
-            if piece.rank == rank
-        )

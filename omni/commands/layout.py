@@ -50,12 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
-    from omni.config import ConfigError
-    from omni.training.job import resolve_layout
+    from omni.config import ConfigError, require
+    from omni.training.job import planned_ranks, resolve_layout
 
     try:
         config = compose_config(arguments.overrides)
-        arrangement = resolve_layout(config, config.launch.ranks or 2)
+        arrangement = resolve_layout(config, planned_ranks(config))
+        require("cluster", config.cluster, "ranks_per_node")
         mesh = _mesh_with(arrangement, arguments.axis)
         if not 0 <= arguments.rank < arrangement.world:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {arrangement.world - 1}")

@@ -36,13 +36,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.training.job import prepare_job
+    from omni.training.job import planned_ranks, prepare_job
     from pipeline.simulator import simulate
     from pipeline.verifier import PlanRefusedError, verify
 
     try:
         config = compose_config(arguments.overrides)
-        job = prepare_job(config, config.launch.ranks or 2)
+        job = prepare_job(config, planned_ranks(config))
         if arguments.step < 1 or not 0 <= arguments.domain < job.arrangement.num_domains:
             raise ConfigError(
                 f"--step {arguments.step} --domain {arguments.domain}: steps begin at 1, "

@@ -48,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         ranks = _ranks(arguments.rank)
         config = compose_config(arguments.overrides)
+        if config.train.precision == "auto":
+            config.train.precision = "bf16"  # what it is on GPUs
         with tempfile.TemporaryDirectory() as folder:
             if arguments.trace:
                 use_trace(config, arguments.trace, Path(folder) / "trace")
@@ -84,12 +86,12 @@ def use_trace(config: "Config", name: str, path: Path) -> None:
 def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
-    from omni.training.job import prepare_job
+    from omni.training.job import planned_ranks, prepare_job
     from omni.training.memory import model_footprint
     from omni.training.rehearse import for_gpus, rehearse
     from pipeline.verifier import verify
 
-    job = for_gpus(prepare_job(config, config.launch.ranks or 2))
+    job = for_gpus(prepare_job(config, planned_ranks(config)))
     wrong = [rank for rank in ranks if not 0 <= rank < job.arrangement.world]
     if wrong or step < 1:
         raise ConfigError(

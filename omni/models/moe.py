@@ -239,7 +239,7 @@ def update_expert_bias(model: torch.nn.Module, groups: ProcessGroupCollection, r
     """
     found = list(routers(model).values())
     if not found:
-        return torch.zeros(0)
+        return torch.zeros(0, device=next(model.parameters()).device)
     counts = torch.stack([router.tokens_per_expert for router in found])
     dist.all_reduce(counts, group=groups.tp_dp_cp)
     totals, num_experts = counts.sum(1), counts.shape[1]

@@ -19,7 +19,7 @@ from omni.models.llm import MicrobatchInputs
 from omni.training.build import Rank
 from omni.training.inputs import TextArrays
 from omni.training.job import Job
-from pipeline.plan import DomainPlan, Microbatch, StepPlan
+from pipeline.plan import Microbatch, StepPlan
 from pipeline.verifier import verify
 
 MAX_NEW_TOKENS = 128
@@ -56,7 +56,7 @@ class Evaluator:
             plan = self.job.planner.evaluation(step, group, self.job.arrangement.num_domains)
             domain = plan.domains[self.rank.domain]
             texts = {i: self._text(source, group[i]) for i in self.rank.assembler.texts(domain)}
-            for _, inputs, losses in self._run(plan, domain, group, texts, predict=False):
+            for _, inputs, losses in self._run(plan, self.rank.domain, group, texts, predict=False):
                 if domain.reports(self.rank.position):
                     assert inputs.weights is not None
                     weights = inputs.weights.double()
@@ -116,7 +116,7 @@ class Evaluator:
         domain = plan.domains[0]
         arrays = {i: (ids, ids, ids) for i, ids in enumerate(texts)}  # labels and mask are not looked at
         tokens = torch.full((len(metas),), -1, dtype=torch.int64)
-        for batch, _, predicted in self._run(plan, domain, metas, arrays, predict=True):
+        for batch, _, predicted in self._run(plan, 0, metas, arrays, predict=True):
             pieces = self.rank.assembler.pieces(domain, batch)
             last = [p.sample for p in pieces if p.stop == batch.layout.lengths[p.sequence]]
             tokens[last] = predicted.cpu()
@@ -128,13 +128,16 @@ class Evaluator:
     def _run(
         self,
         plan: StepPlan,
-        domain: DomainPlan,
+        number: int,
         metas: Sequence[SampleMeta],
         texts: Mapping[int, TextArrays],
         predict: bool,
     ) -> list[tuple[Microbatch, MicrobatchInputs, torch.Tensor]]:
-        """Run a forward-only plan; on the last stage return every microbatch, its inputs and outputs."""
-        verify(plan, max_in_flight=self.job.layout.pp, single_fifo=self.job.planner.single_queue)
+        """Run domain `number` of a forward-only plan; on the last stage return every microbatch, its inputs
+        and outputs.
+        """
+        verify(plan, self.job.layout.pp, self.job.planner.single_queue, number)
+        domain = plan.domains[number]
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(domain, dict(enumerate(metas)))
         items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]

@@ -9,7 +9,7 @@ the ranks of the domain tell each other which samples these are, and the last st
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,9 @@ from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import Ends, make_ends
 from parallel.packed import PackedTokens, Sharding, pack_tokens
+from parallel.sequence import Shard
 from pipeline.anchor import Landing, StepInputs
-from pipeline.plan import DomainPlan, Microbatch, StepPlan
+from pipeline.plan import Chunk, DomainPlan, Microbatch, StepPlan
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -98,10 +99,20 @@ class Assembler:
         items = tuple(
             (metas[domain.items[i].sample].source, metas[domain.items[i].sample].id, domain.items[i].index)
             for chunk in domain.chunks
-            if self.place.position in chunk.ranks
-            for i in chunk.items
+            for i, _ in self.shards(chunk)
         )
         return Fetch(texts, items)
+
+    def shards(self, chunk: Chunk) -> list[tuple[int, list[Shard]]]:
+        """Return the items of a chunk that this rank's slot encodes any of, by number, with its shards."""
+        if self.place.position not in chunk.ranks:
+            return []
+        slot = chunk.slot(self.place.position)
+        found = (
+            (i, [s for s in shards if s.rank == slot and s.length])
+            for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
+        )
+        return [(i, own) for i, own in found if own]
 
     def assemble(self, plan: StepPlan, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
         """Build the tensors of a step. With `predict`, the last stage gives each next token.
@@ -122,7 +133,7 @@ class Assembler:
         ]
         items = iter(fetched.items)
         chunks = {
-            number: self._chunk(domain, number, [next(items) for _ in chunk.items])
+            number: self._chunk(domain, number, items)
             for number, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         }
@@ -176,17 +187,18 @@ class Assembler:
             tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(self, domain: DomainPlan, number: int, arrays: Sequence[np.ndarray | None]) -> ChunkInputs:
+    def _chunk(self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]) -> ChunkInputs:
+        """Take this rank's items of a chunk from `arrays`, None for one that could not be decoded."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
         slot = chunk.slot(self.place.position)
         pieces = []
-        for i, array, shards in zip(chunk.items, arrays, chunk.layout.shards, strict=True):
-            length = domain.items[i].tokens
+        for i, shards in self.shards(chunk):
+            array, length = next(arrays), domain.items[i].tokens
             item = _silence(encoder, length) if array is None else encoder.preprocess(array)
             found = (len(item.values), len(item.positions))
             assert found == (length, length), f"{chunk.component}: {found} tokens, planned {length}"
-            pieces += [item.part(s.start, s.start + s.length) for s in shards if s.rank == slot]
+            pieces += [item.part(s.start, s.start + s.length) for s in shards]
         # Ranks that share items run all layers, so a slot without tokens of its own gets empty ones.
         tail = 0 if chunk.layout.local_tokens(slot) else encoder.unit or 1
         if tail:

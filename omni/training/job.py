@@ -173,6 +173,16 @@ def count_ranks(config: Config) -> int:
     return ranks
 
 
+def planned_ranks(config: Config) -> int:
+    """Return how many ranks to plan for where none are started: as asked, or two.
+
+    Raises:
+        ConfigError: for fewer than one.
+    """
+    require("launch", config.launch, "ranks")
+    return config.launch.ranks or 2
+
+
 def resolve_layout(config: Config, world: int) -> Arrangement:
     """Fill in the data-parallel size and arrange all components over the world.
 

@@ -140,7 +140,6 @@ class ComponentOptimizer:
         self.optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
         for optimizer in self.optimizers:
             inner = type(optimizer.optimizer)
-            # With Transformer Engine or apex megatron takes their Adam, whose state is kept elsewhere.
             assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
             for group in optimizer.param_groups:
                 # megatron leaves both to its training script: without this, norms and biases would decay.

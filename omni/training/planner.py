@@ -262,9 +262,10 @@ class Planner:
     def _party(self) -> int:
         """Neighbouring ranks of a stage whose layers communicate, for any reason."""
         world = self.arrangement
-        if self.sharing[self.llm].policy is not None:
+        # Attention exchanges over the whole pool, all replicas of the domain, whoever shares a sequence.
+        if self.sharing[self.llm].policy is not None or world.llm.cp > 1:
             return world.stage_size
-        return lcm(world.llm.tp * world.llm.cp, world.llm.ep)
+        return lcm(world.llm.tp, world.llm.ep)
 
     def _microbatches(
         self, members: Sequence[Sequence[int]], lengths: Sequence[int]

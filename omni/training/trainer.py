@@ -167,7 +167,8 @@ class Trainer:
         updated = self.rank.optimizer.update(step, totals)
         if self.rank.stage is not None:
             learns = updated and LLM not in self.rank.optimizer.frozen
-            with waiting(f"step {step}: the load of experts", self.rank.groups.world):
+            stage = self.rank.groups.components[LLM].tp_dp_cp
+            with waiting(f"step {step}: the load of experts", stage):
                 self.expert_load = self.rank.stage.balance_experts(learns)
         return updated
 

@@ -52,6 +52,16 @@ def test_a_command_that_does_not_exist_is_refused_with_the_usage(tmp_path, argum
     assert "usage: omni" in result.err or "error:" in result.err
 
 
+@pytest.mark.parametrize("key", ["launch.ranks=0", "cluster.ranks_per_node=0"])
+@pytest.mark.parametrize("command", [["plan"], ["layout", "show"], ["rehearse", "--dry"]])
+def test_numbers_below_their_least_are_refused_by_every_command(tmp_path, command, key):
+    result = omni([*command, key], tmp_path, timeout_s=60)
+    assert result.code == 2
+    assert key in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
 @pytest.mark.parametrize(
     "arguments, unwanted",
     [

@@ -340,6 +340,9 @@ def test_a_stage_may_have_no_experts(ranks: RankPool) -> None:
     assert (dense["held"], mixed["held"]) == (0, 2 * 2 * MOE.experts)
     assert (len(dense["busiest"]), len(mixed["busiest"])) == (0, 2)
     assert dense["biases"] == []
+    # What a stage without experts reports joins the others' in one reduction: it must be on their device.
+    meta = update_expert_bias(torch.nn.Linear(2, 2, device="meta"), ProcessGroupCollection(), 1.0)
+    assert (meta.shape, meta.device.type) == ((0,), "meta")
     assert mixed["biases"] == [f"layers.{layer}.mlp.router.expert_bias" for layer in (4, 5)]
 
 

@@ -316,6 +316,7 @@ def test_ranks_that_share_sequences_or_experts_are_one_party():
 
     assert party(Layout(dp=2, pp=2)) == 1
     assert party(Layout(tp=2, cp=2, dp=2)) == 4
+    assert party(Layout(cp=2, dp=2), replicas=2) == 4
     assert party(Layout(tp=2, cp=3, dp=2, ep=4)) == 12
     assert party(Layout(tp=2, dp=2), "dynamic", replicas=2) == 4
 

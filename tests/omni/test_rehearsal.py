@@ -305,5 +305,8 @@ def test_the_command_prints_what_a_rank_holds_and_sends(
     text = capsys.readouterr().out
     assert "rank 1 of 2 (pp2): tp 0, cp 0, dp 0, pp 1" in text
     assert "modelled" in text
+    auto = overrides(data, tmp_path, "train.precision=auto", "layout.llm.pp=2")
+    assert main([*dry, "1", "--json", *auto]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] == other["peak_bytes"], "GPUs compute in bf16"
     assert main([*dry, "two", *line]) == main([*dry, "2", *line]) == 2
     assert "there are ranks 0 to 1" in capsys.readouterr().err

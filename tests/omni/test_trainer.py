@@ -37,6 +37,40 @@ def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
     return Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu"))
 
 
+def _fetched(rank: int, line: list[str]) -> tuple[list[tuple[str, int, int]], set[tuple[str, int, int]]]:
+    """What a rank loads for a step, and of which items it has any tokens."""
+    trainer = make_trainer(rank, line, 4)
+    plan = trainer.job.planner.next_step(1, 0)
+    domain = plan.domains[trainer.rank.domain]
+    batches = domain.microbatches
+    metas = {
+        i: trainer.job.planner.meta(plan.samples[i].source, plan.samples[i].id)
+        for b in batches
+        for i in b.samples
+    }
+    held = {
+        (plan.samples[item.sample].source, plan.samples[item.sample].id, item.index)
+        for chunk in domain.chunks
+        for item, shards in zip((domain.items[i] for i in chunk.items), chunk.layout.shards, strict=True)
+        if any(chunk.ranks[shard.rank] == trainer.rank.position for shard in shards if shard.length)
+    }
+    return list(trainer.rank.assembler.fetch_of(domain, metas).items), held
+
+
+def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    free = ["cluster.link_latency_ns=0", "cluster.link_bytes_per_s=1000000000000000"]
+    line = overrides(data, tmp_path, "layout.domain=4", "encoder_sp=dynamic", *free)
+    found = ranks.run(4, _fetched, line)
+    for items, held in found:
+        assert len(items) == len(set(items))
+        assert set(items) == held
+    everything = set().union(*(held for _, held in found))
+    assert all(held < everything for _, held in found)
+    assert sum(len(held) for _, held in found) > len(everything), "some items are shared"
+
+
 def _diverge(rank: int, line: list[str]) -> str:
     trainer = make_trainer(rank, line, 2)
     if rank == 1:

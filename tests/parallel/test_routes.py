@@ -1,14 +1,11 @@
-from itertools import pairwise
-from random import Random
-
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_routes import Problem, carry, moves, random_layout, random_problem, random_runs
+from random_routes import Problem, moves, random_layout, random_problem
 
-from parallel.boundary import Rows, Segment, make_ends, make_route, ship, sum_returned
+from parallel.boundary import Rows, Segment, make_ends, make_route, ship
 from parallel.sequence import Interval, SequenceLayout, Shard
 
 CPU = torch.device("cpu")
@@ -32,24 +29,12 @@ def test_intervals_and_local_views_tell_the_same_as_counting_tokens(random, memb
     ]
     assert told == list(enumerate(place))
     assert sum(layout.lengths) == len(place)
-    positions = {rank: [] for rank in range(members)}
-    for pieces in layout.shards:
-        position = 0
-        for piece in pieces:
-            positions[piece.rank] += range(position, position + piece.length)
-            position += piece.length
-    for rank in range(members):
-        held = sum(holder // tp == rank for holder, _ in place)
-        assert sum(layout.local_lengths(rank)) == held
-        local = [position for run in layout.local_positions(rank) for position in run]
-        assert local == positions[rank]
 
 
 def test_whole_sequences_are_one_shard_each():
     layout = SequenceLayout.whole([3, 0, 5], [1, 0, 1], 2)
     assert layout.lengths == (3, 0, 5)
-    assert layout.local_lengths(1) == (3, 5)
-    assert layout.local_positions(1) == (range(3), range(5))
+    assert layout.shards == ((Shard(1, 0, 3),), (Shard(0, 0, 0),), (Shard(1, 0, 5),))
     with pytest.raises(ValueError):
         SequenceLayout.whole([3, 5], [0], 1)
 
@@ -180,57 +165,6 @@ def test_a_run_is_cut_where_tensor_parallel_ranks_divide_the_tokens():
         Segment(2, 0, 0, 1, 3),
         Segment(2, 3, 1, 0, 3),
     )
-
-
-# Several attach points.
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.randoms(use_true_random=False), st.integers(1, 4))
-def test_rows_enter_once_at_each_attach_point_and_their_gradients_add_up(random, num_points):
-    """The same rows enter at stages of different layouts, over the ranks of one group."""
-    group = 6
-    spans, length = [], 0
-    for _ in range(random.randint(0, 6)):
-        start = length + random.randint(0, 3)
-        length = start + random.randint(0, 6)
-        spans.append((start, length))
-    sources = random.sample(range(group), random.randint(1, group))
-    runs = random_runs(random, spans, sources, group)
-    points = [Problem(tuple(runs), cut_anyhow(random, length, group), 1, group) for _ in range(num_points)]
-    world = range(group)
-    ends = [[make_ends(p.route(), rank, CPU) for rank in world] for p in points]
-    x = [torch.randn(points[0].rows_out(rank), WIDTH, dtype=torch.float64) for rank in world]
-    y = [[torch.randn(p.tokens(rank), WIDTH, dtype=torch.float64) for rank in world] for p in points]
-    expected = [torch.zeros_like(rows) for rows in x]
-    returned = []
-    for p, e, grads in zip(points, ends, y, strict=True):
-        arrived = carry(e, [x[rank][e[rank].send] for rank in world])
-        seen = []
-        for source, row, destination, token in p.wanted_moves():
-            at = e[destination].receive.tolist().index(token)
-            assert torch.equal(arrived[destination][at], x[source][row])
-            expected[source][row] += grads[destination][token]
-            seen.append((source, row))
-        assert sorted(seen) == [(rank, row) for rank in world for row in range(len(x[rank]))]
-        back = [end.transpose() for end in e]
-        returned.append(carry(back, [grads[rank][back[rank].send] for rank in world]))
-    for rank in world:
-        parts = [(e[rank], rows[rank]) for e, rows in zip(ends, returned, strict=True)]
-        assert torch.equal(sum_returned(parts, len(x[rank])), expected[rank])
-
-
-def cut_anyhow(random: Random, length: int, members: int) -> SequenceLayout:
-    cuts = sorted([0, length, *(random.randint(0, length) for _ in range(4))])
-    shards = [Shard(random.randrange(members), a, b - a) for a, b in pairwise(cuts)]
-    return SequenceLayout(members, (tuple(shards),))
-
-
-def test_a_row_that_an_attach_point_does_not_take_gets_no_gradient_from_it():
-    both = make_route([Rows(0, 0, 0, 3)], [Interval(0, 5, 0, 0)], 1)
-    one = make_route([Rows(0, 1, 4, 1)], [Interval(0, 5, 0, 0)], 1)
-    parts = [(make_ends(both, 0, CPU), torch.ones(3, 1)), (make_ends(one, 0, CPU), torch.full((1, 1), 5.0))]
-    assert sum_returned(parts, 4).flatten().tolist() == [1.0, 6.0, 1.0, 0.0]
 
 
 # On real ranks.

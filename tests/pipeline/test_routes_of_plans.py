@@ -1,0 +1,116 @@
+from collections import defaultdict
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.layout import split_evenly
+from parallel.sequence import SequenceLayout, Shard
+from pipeline.plan import Chunk, PlannedItem, Point
+from pipeline.routes import plan_route, row_counts
+
+STAGES = 3
+
+
+def cut(random, units, members, unit):
+    """A sequence of so many units over any members, at most once each."""
+    holders = random.sample(range(members), random.randint(1, members))
+    edges = sorted([0, units, *(random.randint(0, units) for _ in holders[1:])])
+    return tuple(
+        Shard(holder, a * unit, (b - a) * unit)
+        for holder, (a, b) in zip(holders, pairwise(edges), strict=True)
+    )
+
+
+def random_work(random):
+    """A microbatch over members of tp ranks a stage, chunks of two components, and their attach points."""
+    members, tp = random.randint(1, 5), random.randint(1, 3)
+    size = STAGES * members * tp + random.randint(0, 3)
+    lengths = [random.randint(1, 12) for _ in range(random.randint(1, 4))]
+    layout = SequenceLayout(members, tuple(cut(random, length, members, 1) for length in lengths))
+    points = [Point(f"llm.{number}", stage, place) for number, (stage, place) in enumerate(
+        sorted(random.sample([(s, p) for s in range(STAGES) for p in range(2)], 3)))]  # fmt: skip
+    feeds = {"eye": tuple(points[: random.randint(1, 3)]), "ear": (points[0],)}
+    items, chunks, start = [], [], 0
+    for sample, length in enumerate(lengths):
+        first = start + random.randint(0, length)
+        rows = random.randint(0, start + length - first)
+        component = random.choice(list(feeds))
+        items.append(PlannedItem(component, sample, 0, 0, 4 * rows, rows, first))
+        start += length
+    for component in feeds:
+        own = [i for i, item in enumerate(items) if item.component == component]
+        for part in (own[:2], own[2:]):
+            if part:
+                chunks.append(random_chunk(random, component, part, items, size, len(feeds[component])))
+    return layout, tp, size, items, chunks, feeds
+
+
+def random_chunk(random, component, part, items, size, num_points):
+    tp = random.choice((1, 2))
+    slots = random.randint(1, size // tp)
+    ranks = tuple(random.sample(range(size), slots * tp))
+    layout = SequenceLayout(slots, tuple(cut(random, items[i].rows, slots, 4) for i in part))
+    rows = row_counts([items[i] for i in part], layout, tp, num_points)
+    return Chunk(component, 0, ranks, tuple(part), layout, ((),) * len(part), rows)
+
+
+def sent_rows(chunks, items, feeds):
+    """Where each row is and which place it is meant for, one row at a time: (position, row) by (item, row,
+    point).
+    """
+    found, filled = {}, defaultdict(int)
+    for chunk in chunks:
+        of_slot = defaultdict(list)
+        for point in feeds[chunk.component]:
+            for i, shards in zip(chunk.items, chunk.layout.shards, strict=True):
+                for shard in shards:
+                    first, stop = shard.start // 4, (shard.start + shard.length) // 4
+                    of_slot[shard.rank] += [(i, row, point) for row in range(first, stop)]
+        for slot, rows in of_slot.items():
+            owners = [
+                rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
+            ]
+            for row, owner in zip(rows, owners, strict=True):
+                position = chunk.ranks[slot * chunk.tp + owner]
+                assert row not in found, "every row is put out once for each attach point"
+                found[row] = position, filled[position]
+                filled[position] += 1
+    return found
+
+
+def places(layout, tp):
+    """Rank of the stage, local token and tokens a rank of every packed token."""
+    held, order = [0] * layout.num_ranks, []
+    for shards in layout.shards:
+        for shard in shards:
+            for _ in range(shard.length):
+                order.append((shard.rank, held[shard.rank]))
+                held[shard.rank] += 1
+    share = [max(1, -(-tokens // tp)) for tokens in held]
+    return [(member * tp + at // share[member], at % share[member], share[member]) for member, at in order]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.randoms(use_true_random=False))
+def test_every_row_arrives_once_at_each_of_its_attach_points(random):
+    layout, tp, size, items, chunks, feeds = random_work(random)
+    route = plan_route(0, layout, tp, size, items, chunks, feeds.__getitem__)
+    place, stage_size = places(layout, tp), layout.num_ranks * tp
+    wanted = []
+    for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
+        rank, token, share = place[items[i].start + row]
+        wanted.append((position, at, point.stage * stage_size + rank, point.place * share + token))
+    planned = sum(items[i].rows * len(feeds[c.component]) for c in chunks for i in c.items)
+    assert len(wanted) == planned
+    carried = [
+        (s.source, s.source_start + n, s.destination, s.destination_start + n)
+        for s in route.segments
+        for n in range(s.length)
+    ]
+    assert sorted(carried) == sorted(wanted)
+
+
+def test_a_microbatch_without_items_has_no_route():
+    layout = SequenceLayout.whole([3], [0], 1)
+    assert plan_route(0, layout, 1, 3, [], []) is None
