@@ -19,7 +19,8 @@ _GIB = 1 << 30
 _DESCRIPTION = """\
 Runs ranks through a step on fake tensors: engine, models, optimizer and plan are real and at real shapes, but
 nothing is stored and no other rank is there. Prints what each holds at its fullest moment and what it sends,
-beside what the analytic model says. Overrides as for `omni train`; launch.ranks is two unless given.
+beside what the analytic model says. Each expert is taken to get the same share of every rank's tokens.
+Overrides as for `omni train`; launch.ranks is two unless given.
 
   omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
 """
@@ -105,7 +106,7 @@ def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> I
         rehearsal = rehearse(job, plan, rank)
         try:
             modelled = model_footprint(job, plan, rank)
-        except ConfigError:  # a component that the model does not know
+        except ConfigError:  # experts or an encoder that the model does not know
             modelled = None
         if as_json:
             yield json.dumps(figures(rehearsal, modelled))

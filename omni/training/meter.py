@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from omni.training.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
+from pipeline.plan import Op
 
 _DEVICE = torch.ops.prim.device.default
 # Without a fake kernel in torch: what they would put out is there already.
@@ -29,8 +30,8 @@ _UNFAKED = ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced
 class Meter(TorchDispatchMode):
     """Counts live bytes by kind and sent bytes by group while it is entered.
 
-    What is made counts as `kind`, and `where` is what then goes on: set both as the step proceeds. `nodes`
-    gives the node of every rank.
+    What is made counts as `kind`, and `where` is what then goes on, a word or an op: set both as the step
+    proceeds. `nodes` gives the node of every rank.
     """
 
     def __init__(self, nodes: Sequence[int]) -> None:
@@ -38,10 +39,10 @@ class Meter(TorchDispatchMode):
         self.labels: Mapping[str, str] = {}
         self.nodes = nodes
         self.kind = "buffers"
-        self.where = "start"
+        self.where: str | Op = "start"
         self.live = dict.fromkeys(KINDS, 0)
         self.peak = dict(self.live)
-        self.at = self.where
+        self.at: str | Op = self.where
         self.total = self.most = 0
         self.sent: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
         self._held: dict[int, tuple[str, int, weakref.ref[Any]]] = {}

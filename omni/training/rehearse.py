@@ -5,13 +5,11 @@ optimizer, and the op list of a verified plan. Two things are not real. Tensors 
 (torch's FakeTensorMode), and process groups have members and no peers (torch's fake backend). So what a rank
 of a cluster that nobody has would hold and send can be measured.
 
-Invariant: nothing is replaced that decides a shape. `_stand_ins` lists all replacements. Two of them are
-kernels: attention in half precision and RMSNorm keep for their backward what a GPU's kernels keep, which is
-less than torch's kernels for CPUs keep.
+Invariant: nothing is replaced that decides a shape, but the choice of experts, which is even. What code is
+replaced is in `stand_ins.py`.
 """
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,23 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni.config import ConfigError
-from omni.models.regions import named_parameters
-from omni.training import build
+from omni.models.llm import NAME as LLM
+from omni.models.regions import TIED, Named, Numbering, named_parameters
 from omni.training.build import Rank, build_rank
 from omni.training.footprint import Footprint
 from omni.training.job import Job
 from omni.training.meter import Meter
 from omni.training.optimizer import Totals
 from omni.training.stand_in_data import stand_in
-from ops import attention
+from omni.training.stand_ins import even_routing, stand_ins
 from parallel.groups import Groups
-from parallel.megatron import CudaRNGStatesTracker, get_global_memory_buffer
-from parallel.transports import Lane, node_map
+from parallel.megatron import ProcessGroupCollection
+from parallel.transports import node_map
 from pipeline.anchor import StepInputs
 from pipeline.plan import Kind, Op, StepPlan
 
@@ -49,7 +46,7 @@ _KINDS = {
     Kind.REDUCE: "workspace",
 }
 # Groups by what they carry. One that carries several things has the first of their names.
-_CARRIERS = ("tp", "pool", "dp_cp", "embd", "pp", "mp")
+_CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd", "pp", "mp")
 
 
 @dataclass(frozen=True)
@@ -75,19 +72,21 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
     on plans, less than a kilobyte, is left out.
 
     Raises:
-        ConfigError: for a rank that there is not, or a model whose shapes depend on values.
+        ConfigError: for a rank that there is not.
     """
     start = time.process_time()
     with _built(job, rank) as (own, mode, meter):
         inputs = _inputs(job, plan, own, mode)
-        with mode, meter:
+        domain, ranks = plan.domains[own.domain], job.arrangement.domain_ranks(own.domain)
+        routed_evenly = even_routing(domain, ranks, job.config.model.llm.moe, lambda: meter.where)
+        with mode, meter, routed_evenly:
             own.optimizer.begin(plan.step)
             _update(own, plan, meter)
             classify(own, inputs, meter)
             built = time.process_time()
             meter.start(group_labels(own.groups))
             own.optimizer.begin(plan.step)
-            own.engine.run(plan, plan.domains[own.domain], inputs)
+            own.engine.run(plan, domain, inputs)
             _update(own, plan, meter)
         footprint = Footprint(
             parameters={
@@ -95,7 +94,7 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
                 for name, component in own.components.items()
             },
             peak=meter.peak,
-            at=meter.at,
+            at=str(meter.at),
             traffic=meter.traffic(),
         )
         return Rehearsal(rank, footprint, built - start, time.process_time() - built)
@@ -109,16 +108,22 @@ def owned_parameters(job: Job, rank: int) -> dict[str, int]:
     with _built(job, rank) as (own, _, _):
         for name, component in own.components.items():
             numbering = own.names[name]
-            is_copy = component.groups.dp_cp.rank() > 0
-            starts_elsewhere = numbering.tied and numbering.first_layer > 0
             counts[name] = sum(
                 named.parameter.numel()
                 for named in named_parameters(component.module, numbering)
-                if not is_copy
-                and not (named.region.is_whole and numbering.tp_rank > 0)
-                and not (starts_elsewhere and named.name == "embedding.word_embeddings.weight")
+                if not _is_copy(named, numbering, component.groups)
             )
     return counts
+
+
+def _is_copy(named: Named, numbering: Numbering, groups: ProcessGroupCollection) -> bool:
+    """Whether a rank before this one holds the same part of a parameter."""
+    is_expert = not getattr(named.parameter, "allreduce", True)
+    if is_expert:
+        return bool(groups.expt_dp.rank() > 0)
+    is_whole_elsewhere = numbering.tp_rank > 0 and named.region.is_whole
+    starts_elsewhere = numbering.first_layer > 0 and named.name == TIED
+    return bool(groups.dp_cp.rank() > 0) or is_whole_elsewhere or starts_elsewhere
 
 
 @contextlib.contextmanager
@@ -126,14 +131,9 @@ def _built(job: Job, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Meter]]:
     """Build a rank in a world of its own; fake tensors and meter are to be entered for what it then does."""
     if not 0 <= rank < job.arrangement.world:
         raise ConfigError(f"rank {rank}: there are ranks 0 to {job.arrangement.world - 1}")
-    if job.config.model.llm.mixture is not None:
-        raise ConfigError(
-            f"model.llm.moe.experts={job.config.model.llm.moe.experts}: which tokens go to which expert "
-            "depends on values, which a rehearsal does not have; rehearse the dense model (experts=0)"
-        )
     meter = Meter(node_map(range(job.arrangement.world), job.cluster.ranks_per_node))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _world(rank, job.arrangement.world), _stand_ins(meter):
+    with _world(rank, job.arrangement.world), stand_ins(meter):
         with mode, meter:
             own = build_rank(job, rank, _CPU, lambda op: _note(meter, op))
         yield own, mode, meter
@@ -184,16 +184,18 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
-    """One update, with totals made up: the host would learn them from all ranks."""
+    """One update, of the experts' bias too, with totals made up: the host would learn them from all ranks."""
     with meter.making("workspace"):
         meter.where = "update"
         own.optimizer.squares()
         ones = (1.0,) * len(plan.components)
         own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), 0.0, 0, False))
+        if own.stage is not None:
+            own.stage.balance_experts(LLM not in own.optimizer.frozen)
 
 
 def _note(meter: Meter, op: Op) -> None:
-    meter.kind, meter.where = _KINDS.get(op.kind, "buffers"), str(op)
+    meter.kind, meter.where = _KINDS.get(op.kind, "buffers"), op
 
 
 def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
@@ -229,82 +231,5 @@ def group_labels(groups: Groups) -> dict[str, str]:
         for carrier in _CARRIERS:
             group = getattr(collection, carrier, None)
             if group is not None:
-                labels.setdefault(group.group_name, f"{component} {carrier}")
+                labels.setdefault(group.group_name, f"{component} {carrier.replace('expt', 'expert')}")
     return labels
-
-
-# What is not real.
-
-
-@contextlib.contextmanager
-def _stand_ins(meter: Meter) -> Iterator[None]:
-    """Replace what a fake world cannot answer, and what differs between a CPU and a GPU."""
-    with contextlib.ExitStack() as stack:
-
-        def put(owner: Any, name: str, stand_in: Any) -> None:
-            stack.enter_context(_replaced(owner, name, stand_in))
-
-        # Groups are all fake, also those that would be gloo's, and every rank says what this one says.
-        new_group = dist.new_group
-        put(dist, "new_group", lambda ranks, timeout, backend, **more: new_group(ranks, timeout, **more))
-        put(dist, "all_gather_object", _gather_own)
-        # A shipment of two hops would run on a thread, which is outside the fake world.
-        put(Lane, "run_long", lambda lane, job: job())
-        # Random numbers need values. Modules are born where they live.
-        put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
-        put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
-        put(torch.nn.Module, "to", lambda module, *args: module)
-        # megatron's scratch memory is this rank's alone, and counts as what it is.
-        scratch = get_global_memory_buffer()
-        get_scratch = scratch.get_tensor
-        put(scratch, "buffer", {})
-        put(scratch, "get_tensor", lambda *args: _as_buffer(meter, get_scratch, args))
-        # Kernels of a GPU.
-        choose = attention._choose_backend
-        put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
-        put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
-        # Python collects garbage at any time: without it, peaks are the same in every run.
-        if gc.isenabled():
-            stack.callback(gc.enable)
-            gc.disable()
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    is_own, original = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
-    objects[:] = [own] * len(objects)
-
-
-def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-    with meter.making("buffers"):
-        return get_scratch(*args)
-
-
-def _gpu_backend(choose: Callable[..., str], args: tuple[Any, ...]) -> str:
-    return "varlen" if args[-1] in (torch.bfloat16, torch.float16) else choose(*args)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """What a GPU's kernel makes and keeps: its input, and one number a row in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)

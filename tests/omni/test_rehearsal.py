@@ -19,6 +19,7 @@ from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig
 from omni.models.llm import llm_stages
+from omni.models.moe import routers
 from omni.training.footprint import Sent, Traffic
 from omni.training.job import Job, prepare_job
 from omni.training.memory import model_footprint
@@ -26,7 +27,7 @@ from omni.training.meter import Meter
 from omni.training.parts import stage_part, vit_part
 from omni.training.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.trainer import Trainer
-from parallel.megatron import get_global_memory_buffer
+from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import node_map
 
 CPU = torch.device("cpu")
@@ -38,6 +39,9 @@ MORE = [
     "model.llm.qkv_bias=true",
     "model.llm.loss_chunk=16",
 ]
+# Few ranks have tokens that divide among so many.
+EXPERTS = "model.llm.moe={experts: 12, topk: 2, ffn: 32, shared_ffn: 32, dense_layers: 1}"
+SOFTMAX = [EXPERTS, "model.llm.moe.score=softmax", "model.llm.moe.bias_update_rate=0"]
 
 
 def recomputed(how: str) -> list[str]:
@@ -106,11 +110,25 @@ def test_the_meter_counts_what_real_ranks_send_and_hold(ranks: RankPool) -> None
 # A rehearsal against a real run.
 
 
+class RoundRobin:
+    """What megatron asks for experts in place of the scores: it takes all in turn."""
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, *unused: object, **more: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, experts = scores.shape
+        turns = (torch.arange(tokens * topk) % experts).view(tokens, topk)
+        # To gather them would keep the scores, which topk does not.
+        return (scores + torch.zeros_like(scores).scatter(1, turns, 100.0)).topk(topk, dim=1)
+
+
 def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dict[str, int]]:
     """Train two steps and measure the second."""
     job = prepare_job(compose_config(line), world)
     get_global_memory_buffer().buffer.clear()
     trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
+    for router in routers(trainer.rank.components["llm"].module).values():
+        router.router_replay = RoundRobin()
     meter = Meter(node_map(range(world), job.cluster.ranks_per_node))
     gc.disable()
     with trainer.ahead() as ahead:
@@ -136,6 +154,8 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     [
         (4, ["layout.llm.tp=2", "layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
         (4, ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.transport=reduce_scatter"]),
+        (4, ["layout.llm.ep=2", EXPERTS]),
+        (4, ["layout.llm.ep=4", "layout.llm.tp=2", "model.llm.recompute=full", *SOFTMAX]),
     ],
 )
 def test_a_rehearsal_equals_a_real_run(
@@ -154,6 +174,17 @@ def test_a_rehearsal_equals_a_real_run(
 
 
 # Every rank of a world.
+
+
+def test_experts_are_owned_once(data: Path) -> None:
+    job = small_job(data, 8, EXPERTS, "layout.llm.tp=2", "layout.llm.ep=4")
+    whole = owned_parameters(small_job(data, 1, EXPERTS), 0)
+    owned = [owned_parameters(job, rank) for rank in range(8)]
+    assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
+    # All layers but the first have 12 experts, a shared one and a router in place of an MLP.
+    dense = owned_parameters(small_job(data, 1), 0)
+    experts = 3 * 64 * 32 * (12 + 1) + 64 * 12
+    assert whole["llm"] == dense["llm"] + 3 * (experts - 3 * 64 * 96)
 
 
 def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data: Path) -> None:
@@ -253,7 +284,20 @@ def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
 def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(data, 2, "layout.llm.tp=2")
     plan = job.planner.next_step(1, 0)
-    before = (dist.new_group, dist.all_gather_object, torch.nn.Module.to, F.rms_norm, gc.isenabled())
+
+    def replaced() -> list[object]:
+        dispatcher = MoEAlltoAllTokenDispatcher
+        experts = [dispatcher.__init__, dispatcher.preprocess, torch.Tensor.masked_select]
+        return [
+            *experts,
+            dist.new_group,
+            dist.all_gather_object,
+            torch.nn.Module.to,
+            F.rms_norm,
+            gc.isenabled(),
+        ]
+
+    before = replaced()
 
     def fails(*args: object) -> None:
         raise RuntimeError("broken on purpose")
@@ -262,8 +306,7 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("omni.training.rehearse.classify", fails)
     with pytest.raises(RuntimeError, match="on purpose"):
         rehearse(job, plan, 1)
-    now = (dist.new_group, dist.all_gather_object, torch.nn.Module.to, F.rms_norm, gc.isenabled())
-    assert now == before
+    assert replaced() == before
     assert not dist.is_initialized()
     assert all(type(x) is torch.Tensor for x in get_global_memory_buffer().buffer.values())
     assert torch.equal(F.rms_norm(torch.ones(2, 4), (4,)).round(), torch.ones(2, 4))
@@ -274,11 +317,8 @@ def test_what_cannot_be_rehearsed_is_refused(data: Path, tmp_path: Path) -> None
     plan = job.planner.next_step(1, 0)
     with pytest.raises(ConfigError, match="there are ranks 0 to 1"):
         rehearse(job, plan, 2)
-    experts = ["model.llm.moe.experts=4", "model.llm.moe.ffn=32"]
-    with pytest.raises(ConfigError, match=r"moe\.experts=4: which tokens go to which expert"):
-        rehearse(small_job(data, 2, *experts), plan, 0)
     with pytest.raises(ConfigError, match="no model of the memory of experts"):
-        model_footprint(small_job(data, 2, *experts), plan, 0)
+        model_footprint(small_job(data, 2, EXPERTS), plan, 0)
     config = compose_config(overrides(data, tmp_path))
     with pytest.raises(ValueError, match="unknown trace 'other': known are"):
         use_trace(config, "other", tmp_path / "other")
@@ -310,3 +350,24 @@ def test_the_command_prints_what_a_rank_holds_and_sends(
     assert json.loads(capsys.readouterr().out)["peak_bytes"] == other["peak_bytes"], "GPUs compute in bf16"
     assert main([*dry, "two", *line]) == main([*dry, "2", *line]) == 2
     assert "there are ranks 0 to 1" in capsys.readouterr().err
+
+
+def test_the_command_rehearses_experts_of_a_larger_world(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    split = [f"layout.llm.{axis}" for axis in ("tp=2", "cp=2", "pp=2", "ep=4")]
+    line = overrides(data, tmp_path, "train.precision=bf16", "launch.ranks=16", *split, EXPERTS)
+    assert main(["rehearse", "--dry", "--rank", "0,15", "--json", *line]) == 0
+    for text in capsys.readouterr().out.splitlines():
+        figures = json.loads(text)
+        sent = {(entry["group"], entry["collective"]): entry for entry in figures["sent"]}
+        assert sent["llm ep", "all_to_all"]["inside"] > 0
+        assert sent["llm expert_dp", "reduce_scatter"]["inside"] > 0
+        assert "other" not in {group for group, _ in sent}
+        assert "modelled_peak_bytes" not in figures
+        assert figures["build_cpu_s"] + figures["step_cpu_s"] < 60
+    assert main(["rehearse", "--dry", "--rank", "15", *line]) == 0
+    text = capsys.readouterr().out
+    assert "llm expert_dp" in text
+    assert "modelled" not in text

@@ -1,0 +1,165 @@
+"""What a rehearsal replaces of the code that it runs.
+
+That is what a fake world cannot answer; two kernels, attention in half precision and RMSNorm, which on a GPU
+keep less for their backward than torch's kernels for CPUs; and which experts tokens go to.
+
+Invariant: nothing is replaced that decides a shape, but the choice of experts, which depends on values. It is
+even: each expert gets the same number of a rank's tokens, the first ones one more where they do not divide.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from omni.config import MoEConfig
+from omni.training import build
+from omni.training.meter import Meter
+from ops import attention
+from parallel.layout import split_evenly
+from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer
+from parallel.transports import Lane
+from pipeline.plan import DomainPlan, Op
+
+
+@contextlib.contextmanager
+def stand_ins(meter: Meter) -> Iterator[None]:
+    """Replace what a fake world cannot answer, and what differs between a CPU and a GPU."""
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, stand_in: Any) -> None:
+            stack.enter_context(_replaced(owner, name, stand_in))
+
+        # Groups are all fake, also those that would be gloo's, and every rank says what this one says.
+        new_group = dist.new_group
+        put(dist, "new_group", lambda ranks, timeout, backend, **more: new_group(ranks, timeout, **more))
+        put(dist, "all_gather_object", _gather_own)
+        # A shipment of two hops would run on a thread, which is outside the fake world.
+        put(Lane, "run_long", lambda lane, job: job())
+        # Random numbers need values. Modules are born where they live.
+        put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
+        put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
+        put(torch.nn.Module, "to", lambda module, *args: module)
+        # megatron's scratch memory is this rank's alone, and counts as what it is.
+        scratch = get_global_memory_buffer()
+        get_scratch = scratch.get_tensor
+        put(scratch, "buffer", {})
+        put(scratch, "get_tensor", lambda *args: _as_buffer(meter, get_scratch, args))
+        # The dispatcher reads the order of experts as numbers.
+        init = MoEAlltoAllTokenDispatcher.__init__
+        put(MoEAlltoAllTokenDispatcher, "__init__", lambda *args, **kwargs: _with_content(init, args, kwargs))
+        # Kernels of a GPU.
+        choose = attention._choose_backend
+        put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
+        put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+        # Python collects garbage at any time: without it, peaks are the same in every run.
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        yield
+
+
+@contextlib.contextmanager
+def even_routing(
+    domain: DomainPlan, ranks: Sequence[int], moe: MoEConfig, where: Callable[[], str | Op]
+) -> Iterator[None]:
+    """Divide the tokens of every rank evenly over the experts: how many it has is the plan's.
+
+    `ranks` are those of `domain` by position, and `where` gives the op that runs, hence the microbatch.
+    """
+    preprocess = MoEAlltoAllTokenDispatcher.preprocess
+
+    def tokens(rank: int) -> int:
+        op = where()
+        assert isinstance(op, Op), f"experts at {op}"
+        layout, member = domain.microbatches[op.index].layout, domain.member(ranks.index(rank))
+        return layout.padded_tokens(member, domain.tp) // domain.tp
+
+    def count_evenly(dispatcher: Any, routing_map: torch.Tensor) -> np.ndarray:
+        """Let megatron count, for what it sends in doing so, then give it numbers: numpy's, as on a GPU."""
+        preprocess(dispatcher, routing_map)
+        group = dispatcher.ep_group
+        members = dist.get_process_group_ranks(group)
+        counts = np.array([split_evenly(tokens(rank) * moe.topk, moe.experts) for rank in members])
+        own, here = counts[group.rank()], counts[:, dispatcher.local_expert_indices]
+        assert own.sum() == dispatcher.num_out_tokens, "the plan and the router differ in tokens"
+        dispatcher.input_splits = own.reshape(group.size(), -1).sum(1)
+        dispatcher.output_splits = here.sum(1)
+        dispatcher.output_splits_tp = None  # there is no tensor parallelism inside an expert
+        dispatcher.num_global_tokens_per_local_expert = here
+        return here.sum(0)
+
+    def selected(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        assert len(mask) == moe.experts, "the mask is no routing map"
+        out: torch.Tensor = _Selected.apply(x, mask, moe.topk)
+        return out
+
+    with (
+        _replaced(MoEAlltoAllTokenDispatcher, "preprocess", count_evenly),
+        _replaced(torch.Tensor, "masked_select", selected),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    is_own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
+    objects[:] = [own] * len(objects)
+
+
+def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+    with meter.making("buffers"):
+        return get_scratch(*args)
+
+
+def _with_content(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with unset_fake_temporarily():
+        init(*args, **kwargs)
+
+
+def _gpu_backend(choose: Callable[..., str], args: tuple[Any, ...]) -> str:
+    return "varlen" if args[-1] in (torch.bfloat16, torch.float16) else choose(*args)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What a GPU's kernel makes and keeps: its input, and one number a row in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _Selected(torch.autograd.Function):
+    """Entries of x under a routing map [experts, tokens]: `topk` for each token, as none is dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, topk: int) -> torch.Tensor:
+        ctx.save_for_backward(x, mask)
+        return x.new_empty(mask.shape[1] * topk)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return torch.zeros_like(ctx.saved_tensors[0]), None, None
