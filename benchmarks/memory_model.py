@@ -17,10 +17,10 @@ from random import Random
 
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
-from omni.training.footprint import KINDS, Footprint
+from omni.rehearsal.footprint import KINDS, Footprint
+from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.rehearse import for_gpus, owned_parameters, rehearse
 from omni.training.job import Job, planned_ranks, prepare_job
-from omni.training.memory import model_footprint
-from omni.training.rehearse import for_gpus, owned_parameters, rehearse
 from pipeline.plan import StepPlan
 from pipeline.verifier import verify
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omni.config import Config
-    from omni.training.footprint import Footprint
+    from omni.rehearsal.footprint import Footprint
+    from omni.rehearsal.rehearse import Rehearsal
     from omni.training.job import Job
-    from omni.training.rehearse import Rehearsal
 
 _GIB = 1 << 30
 _DESCRIPTION = """\
@@ -76,7 +76,7 @@ def use_trace(config: "Config", name: str, path: Path) -> None:
     """Make a trace the only source of a configuration, written to the new folder `path`."""
     from omni.config import SourceConfig
     from omni.models.registry import make_encoder
-    from omni.training.stand_in_data import write_trace_dataset
+    from omni.rehearsal.stand_in_data import write_trace_dataset
 
     encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
     write_trace_dataset(path, name, config.train.seed, {encoder.modality for encoder in encoders})
@@ -87,9 +87,9 @@ def use_trace(config: "Config", name: str, path: Path) -> None:
 def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
+    from omni.rehearsal.memory import model_footprint
+    from omni.rehearsal.rehearse import for_gpus, rehearse
     from omni.training.job import planned_ranks, prepare_job
-    from omni.training.memory import model_footprint
-    from omni.training.rehearse import for_gpus, rehearse
     from pipeline.verifier import verify
 
     job = for_gpus(prepare_job(config, planned_ranks(config)))

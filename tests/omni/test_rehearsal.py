@@ -20,12 +20,12 @@ from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig
 from omni.models.llm import llm_stages
 from omni.models.moe import routers
-from omni.training.footprint import Sent, Traffic
+from omni.rehearsal.footprint import Sent, Traffic
+from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.meter import Meter
+from omni.rehearsal.parts import stage_part, vit_part
+from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.job import Job, prepare_job
-from omni.training.memory import model_footprint
-from omni.training.meter import Meter
-from omni.training.parts import stage_part, vit_part
-from omni.training.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.trainer import Trainer
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import node_map
@@ -303,7 +303,7 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("broken on purpose")
 
     rehearse(job, plan, 1)
-    monkeypatch.setattr("omni.training.rehearse.classify", fails)
+    monkeypatch.setattr("omni.rehearsal.rehearse.classify", fails)
     with pytest.raises(RuntimeError, match="on purpose"):
         rehearse(job, plan, 1)
     assert replaced() == before

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from omni.models.llm import NAME as LLM
-from omni.training.footprint import KINDS, Footprint
+from omni.rehearsal.footprint import KINDS, Footprint
+from omni.rehearsal.parts import INDEX, buckets
+from omni.rehearsal.rank_work import RankWork, rank_work
+from omni.rehearsal.sizes import FP32
+from omni.rehearsal.traffic import traffic
 from omni.training.job import Job
-from omni.training.parts import INDEX, buckets
-from omni.training.rank_work import RankWork, rank_work
-from omni.training.sizes import FP32
-from omni.training.traffic import traffic
 from pipeline.plan import Kind, Op, StepPlan
 
 Held = dict[tuple[str, int], tuple[str, int]]

@@ -9,7 +9,7 @@ from math import lcm
 
 from omni.config import LLMConfig
 from omni.models.encoders.vit import ViTConfig
-from omni.training.sizes import FP32, Attended, Stack, kept_by_layer, layer_workspace, linear_weights
+from omni.rehearsal.sizes import FP32, Attended, Stack, kept_by_layer, layer_workspace, linear_weights
 
 INDEX = 8  # bytes
 

@@ -19,7 +19,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from omni.training.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
+from omni.rehearsal.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
 from pipeline.plan import Op
 
 _DEVICE = torch.ops.prim.device.default

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from omni.models.llm import NAME as LLM
-from omni.training.footprint import NOTHING, Sent, Traffic, ring, send
+from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
+from omni.rehearsal.parts import buckets
+from omni.rehearsal.rank_work import RankWork
+from omni.rehearsal.sizes import FP32, Attended
 from omni.training.job import Job
-from omni.training.parts import buckets
-from omni.training.rank_work import RankWork
-from omni.training.sizes import FP32, Attended
 from parallel.boundary import Route
 from parallel.transports import hops, node_map
 from pipeline.plan import Kind, Op

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTEncoder
 from omni.models.llm import llm_stages, padded_vocabulary
+from omni.rehearsal.parts import StagePart, ViTPart, stage_part, vit_part
+from omni.rehearsal.sizes import Attended, attended
 from omni.training.job import Job
-from omni.training.parts import StagePart, ViTPart, stage_part, vit_part
-from omni.training.sizes import Attended, attended
 from ops.device import dtype_of
 from parallel.packed import Sharding
 from pipeline.plan import DomainPlan, Microbatch, StepPlan

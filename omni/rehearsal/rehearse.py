@@ -23,13 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.regions import TIED, Named, Numbering, named_parameters
+from omni.rehearsal.footprint import Footprint
+from omni.rehearsal.meter import Meter
+from omni.rehearsal.stand_in_data import stand_in
+from omni.rehearsal.stand_ins import even_routing, stand_ins
 from omni.training.build import Rank, build_rank
-from omni.training.footprint import Footprint
 from omni.training.job import Job
-from omni.training.meter import Meter
 from omni.training.optimizer import Totals
-from omni.training.stand_in_data import stand_in
-from omni.training.stand_ins import even_routing, stand_ins
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
