@@ -81,11 +81,23 @@ class Numbering:
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter by its canonical name, and which part of it this rank holds."""
+    """A parameter by its canonical name, and which part of it this rank holds.
+
+    Ranks of a replica may hold the same: first and last stage a tied embedding, tensor-parallel ranks what is
+    not divided among them. `copy` is (0, 0) for the first of these, and tells the others apart. Experts are
+    no such copies: their ranks are those of data parallelism.
+    """
 
     name: str
     parameter: torch.nn.Parameter
     region: Region
+    copy: tuple[int, int]
+    is_expert: bool
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a rank before this one, of the same replica, holds the same."""
+        return self.copy != (0, 0)
 
 
 def mark_parallel(module: torch.nn.Module) -> None:
@@ -126,7 +138,9 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
             full[dim] *= size
             runs = tuple((part * held * size + rank * held, held) for part in range(parts))
             region = Region(tuple(full), dim, runs)
-        yield Named(canonical, parameter, region)
+        of_stages = numbering.first_layer if canonical == TIED else 0
+        copy = (of_stages, rank if region.is_whole else 0)
+        yield Named(canonical, parameter, region, copy, is_expert)
 
 
 def canonical_name(name: str, numbering: Numbering) -> str:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.regions import TIED, Named, Numbering, named_parameters
+from omni.models.regions import Named, named_parameters
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.stand_in_data import stand_in
@@ -111,19 +111,15 @@ def owned_parameters(job: Job, rank: int) -> dict[str, int]:
             counts[name] = sum(
                 named.parameter.numel()
                 for named in named_parameters(component.module, numbering)
-                if not _is_copy(named, numbering, component.groups)
+                if not _is_copy(named, component.groups)
             )
     return counts
 
 
-def _is_copy(named: Named, numbering: Numbering, groups: ProcessGroupCollection) -> bool:
+def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
     """Whether a rank before this one holds the same part of a parameter."""
-    is_expert = not getattr(named.parameter, "allreduce", True)
-    if is_expert:
-        return bool(groups.expt_dp.rank() > 0)
-    is_whole_elsewhere = numbering.tp_rank > 0 and named.region.is_whole
-    starts_elsewhere = numbering.first_layer > 0 and named.name == TIED
-    return bool(groups.dp_cp.rank() > 0) or is_whole_elsewhere or starts_elsewhere
+    replicas = groups.expt_dp if named.is_expert else groups.dp_cp
+    return bool(replicas.rank() > 0) or named.is_copy
 
 
 @contextlib.contextmanager

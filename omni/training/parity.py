@@ -38,8 +38,8 @@ OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.
 class Measurement:
     """Loss and gradients of the first step, and weights after the last, by "component/name".
 
-    The biases of experts are among the weights. A parameter of which several ranks of a pipeline hold copies
-    appears once for each, as "name@holder": copies must agree with the reference one by one.
+    The biases of experts are among the weights. A parameter of which several ranks of a replica hold copies
+    appears once for each, as "name@copy": copies must agree with the reference one by one.
     """
 
     loss: float
@@ -89,13 +89,11 @@ def collect(
     """Assemble full tensors on rank 0 from `value` of every shard of every rank."""
     pieces = []
     for component, optimizer in trainer.rank.components.items():
-        numbering = trainer.rank.names[component]
-        for shard in shards(optimizer, numbering):
+        for shard in shards(optimizer, trainer.rank.names[component]):
             tensor = value(shard)
             if tensor is not None:
-                holder = (numbering.first_layer, numbering.tp_rank if shard.region.is_whole else 0)
                 flat = tensor.detach().float().cpu().reshape(-1).numpy()
-                pieces.append((component, shard.name, holder, shard.region.shape, shard.places(), flat))
+                pieces.append((component, shard.name, shard.copy, shard.region.shape, shard.places(), flat))
     gathered = _gather(trainer, pieces)
     return None if gathered is None else _assemble(gathered)
 
@@ -117,13 +115,13 @@ def _gather(trainer: Trainer, own: list[Any]) -> list[Any] | None:
 
 
 def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:
-    holders: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
-    for component, name, holder, *_ in pieces:
-        holders[component, name].add(holder)
+    copies: dict[tuple[str, str], set[tuple[int, int]]] = defaultdict(set)
+    for component, name, copy, *_ in pieces:
+        copies[component, name].add(copy)
     full: dict[str, torch.Tensor] = {}
-    for component, name, holder, shape, places, flat in pieces:
-        copies = sorted(holders[component, name])
-        key = f"{component}/{name}" + (f"@{copies.index(holder)}" if len(copies) > 1 else "")
+    for component, name, copy, shape, places, flat in pieces:
+        known = sorted(copies[component, name])
+        key = f"{component}/{name}" + (f"@{known.index(copy)}" if len(known) > 1 else "")
         tensor = full.setdefault(key, torch.full((math.prod(shape),), math.nan))
         for here, there, length in zip(*places, strict=True):
             tensor[there : there + length] = torch.from_numpy(flat[here : here + length])

@@ -18,7 +18,7 @@ import torch
 
 from infra.checkpoint import CheckpointError
 from omni.models.llm import LLMStage
-from omni.models.regions import TIED, Numbering, Region, named_parameters
+from omni.models.regions import Numbering, Region, named_parameters
 from omni.training.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -36,7 +36,7 @@ def write_state(
         state["cuda_rng"] = torch.cuda.get_rng_state()
     for component, optimizer in components.items():
         for shard in shards(optimizer, names[component]):
-            if shard.is_copy:
+            if shard.copy != (0, 0):
                 continue
             region = shard.region
             saved: dict[str, Any] = {"component": component, "name": shard.name, "start": shard.start}
@@ -94,7 +94,7 @@ class Shard:
     """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
     `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
-    `is_copy` marks what another tensor-parallel rank or the first stage owns as well, and saves.
+    `copy` tells apart what several ranks of a replica own alike (see `Named`); (0, 0) is saved.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Shard:
     start: int
     main: torch.nn.Parameter
     adam: dict[str, torch.Tensor]
-    is_copy: bool
+    copy: tuple[int, int]
 
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where its elements lie in the flattened full tensor: see `Region.elements`."""
@@ -118,10 +118,8 @@ def shards(optimizer: ComponentOptimizer, numbering: Numbering) -> Iterator[Shar
         group, order = inner.model_param_group_index_map[named.parameter]
         main = inner.optimizer.param_groups[group]["params"][order]
         start = inner._get_model_param_range_map(named.parameter)["param"].start
-        is_expert = not getattr(named.parameter, "allreduce", True)
-        is_copy = numbering.tp_rank > 0 and not is_expert and named.region.is_whole
-        is_copy |= numbering.first_layer > 0 and named.name == TIED  # the last stage's, as output layer
-        yield Shard(named.name, named.region, start, main, inner.optimizer.state.get(main, {}), is_copy)
+        adam = inner.optimizer.state.get(main, {})
+        yield Shard(named.name, named.region, start, main, adam, named.copy)
 
 
 def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, Any]], what: str) -> None:

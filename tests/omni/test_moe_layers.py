@@ -218,7 +218,7 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
 
 
 def placed(shard: Shard, values: torch.Tensor) -> tuple[Any, ...]:
-    return shard.name, shard.is_copy, shard.region.shape, shard.places(), values.detach().clone()
+    return shard.name, shard.copy != (0, 0), shard.region.shape, shard.places(), values.detach().clone()
 
 
 def assembled(results: list[dict[str, Any]], kind: str) -> Iterator[tuple[str, torch.Tensor]]:

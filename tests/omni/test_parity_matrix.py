@@ -38,12 +38,15 @@ REASONS: tuple[Callable[[Case], bool], ...] = (
     lambda case: case.ep > 1 and case.cp > 1 and case.placement == "stage0",
     lambda case: case.encoder_tp > 1 and case.beside > 0 and case.boundary != "auto",
     lambda case: case.llm_sp == "dynamic" and case.encoder_tp > 1 and case.placement == "colocated",
+    lambda case: case.llm_sp == "uniform" and case.cp > 1 and case.replicas > 1,
 )
 SINGLE_QUEUE = {
     case.name: case
     for reason in REASONS
     for case in [next(case for case in full_list() if case.pp > 1 and case.data == "mixed" and reason(case))]
 }
+# What only three values together show: the shards of one expert on ranks that differ in tp.
+BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts")]}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +70,9 @@ def assert_equals_one_rank(ranks: RankPool, folder: Path, case: Case, single_que
     assert found.weights.relative <= WEIGHT_TOLERANCE, found.weights
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | BEYOND_PAIRS)
 def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
-    assert_equals_one_rank(ranks, folder, CASES[name])
+    assert_equals_one_rank(ranks, folder, (CASES | BEYOND_PAIRS)[name])
 
 
 @pytest.mark.parametrize("name", SINGLE_QUEUE)
