@@ -3,6 +3,8 @@
 One function, `packed_attention`, with backends chosen by capability:
 
 - `varlen`: torch's variable-length flash attention, on CUDA in half precision;
+- `flash`: that of the package flash-attn if it is installed, where torch's is too old for windows and grouped
+  queries;
 - `batched`: scaled_dot_product_attention, one call for each run of equal neighbours;
 - `masked`: one scaled_dot_product_attention call with a block mask, where many short sequences would
   otherwise cost more in call overhead than in arithmetic.
@@ -15,6 +17,7 @@ sees itself, under `causal` nothing after it, under a `window` nothing further a
 Shapes: T query tokens, C context tokens, N query heads, K key/value heads, H head size.
 """
 
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ import torch.nn.functional as F
 # Measured: about 0.15 ms a call against 25 GFLOP/s in masked attention.
 _CALL_OVERHEAD_FLOPS = 4_000_000
 _MASK_LIMIT = 2048
+RAGGED = ("varlen", "flash")
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def make_tile_packing(
     spans = [span for span in spans if span.rows]
     lengths = tuple(span.rows for span in spans)
     backend = _choose_backend(spans, causal, width, device, dtype)
-    if backend == "varlen":
+    if backend in RAGGED:
         calls: list[Batch | Ragged] = [*_ragged_calls(spans, causal, window, device)]
     elif backend == "masked":
         mask = _mask(spans, causal, window, device)
@@ -139,8 +143,10 @@ def make_tile_packing(
 def _choose_backend(
     spans: Sequence[Span], causal: bool, width: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and _has_varlen():
-        return "varlen"
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        kernel = _ragged_kernel()
+        if kernel is not None:
+            return kernel
     rows, context = sum(span.rows for span in spans), sum(span.context for span in spans)
     calls = len(list(groupby(spans)))
     needed = sum(span.rows * span.context for span in spans) // (2 if causal else 1)
@@ -150,13 +156,18 @@ def _choose_backend(
     return "batched"
 
 
-def _has_varlen() -> bool:
+def _ragged_kernel() -> str | None:
+    """The best variable-length kernel of this machine."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return False
-    known = inspect.signature(varlen_attn).parameters
-    return {"window_size", "enable_gqa"} <= set(known) and torch.cuda.get_device_capability() >= (8, 0)
+        pass
+    else:
+        if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
+            return "varlen"
+    return "flash" if importlib.util.find_spec("flash_attn") else None
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -234,20 +245,25 @@ def packed_attention(
         return query + 0 * (key.sum() + value.sum())
     calls = packing.calls
     if len(calls) == 1:
-        return _attend(query, key, value, calls[0], scale)
+        return _attend(query, key, value, calls[0], scale, packing.backend)
     # split(), not slicing: the backward of a slice adds a zero tensor of full size for every sequence.
     rows, context = [call.rows for call in calls], [call.context for call in calls]
     parts = zip(query.split(rows), key.split(context), value.split(context), calls, strict=True)
-    return torch.cat([_attend(q, k, v, call, scale) for q, k, v, call in parts])
+    return torch.cat([_attend(q, k, v, call, scale, packing.backend) for q, k, v, call in parts])
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Batch | Ragged, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Batch | Ragged,
+    scale: float | None,
+    backend: str,
 ) -> torch.Tensor:
     assert key.shape[0] == call.context, f"{key.shape[0]} keys for {call.context} of context"
     if isinstance(call, Batch):
         return _batched(query, key, value, call, scale)
-    return _varlen(query, key, value, call, scale)
+    return (_flash if backend == "flash" else _varlen)(query, key, value, call, scale)
 
 
 def _batched(
@@ -277,6 +293,27 @@ def _varlen(
         scale=scale,
         window_size=call.window,
         enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ragged, scale: float | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    out = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        call.cu_rows,
+        call.cu_context,
+        call.longest_rows,
+        call.longest_context,
+        softmax_scale=scale,
+        causal=call.window[1] == 0,  # nothing to the right, whatever there is to the left
+        window_size=call.window,
     )
     assert isinstance(out, torch.Tensor)
     return out

@@ -1,4 +1,7 @@
+import importlib.util
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -171,6 +174,58 @@ def test_the_window_of_the_variable_length_kernel_is_counted_from_its_last_key(
     assert torch.equal(seen.expand_as(mask), mask)
 
 
+def flash_attn_as_documented(
+    q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=None, causal=False, window_size=(-1, -1)
+):
+    """flash-attn's function from its documentation: windows are aligned with the last row on the last key."""
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    left, right = window_size[0], 0 if causal else window_size[1]
+    out = []
+    for i in range(len(cu_q) - 1):
+        rows, keys = slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+        num_rows, num_keys = rows.stop - rows.start, keys.stop - keys.start
+        assert num_rows <= longest_q
+        assert num_keys <= longest_k
+        last = torch.arange(num_rows)[:, None] + num_keys - num_rows
+        key = torch.arange(num_keys)
+        seen = (key >= last - left) | (left < 0)
+        seen = seen & ((key <= last + right) | (right < 0))
+        parts = [x.transpose(0, 1).unsqueeze(0) for x in (q[rows], k[keys], v[keys])]
+        scaled = torch.nn.functional.scaled_dot_product_attention(
+            *parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+        )
+        out.append(scaled.squeeze(0).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("window", [None, 0, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", HEADS)
+def test_flash_attn_is_called_as_it_documents(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], causal: bool, window: int | None
+) -> None:
+    stub = types.ModuleType("flash_attn")
+    stub.flash_attn_varlen_func = flash_attn_as_documented
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    monkeypatch.setattr(attention, "_choose_backend", lambda *_: "flash")
+    after = 0 if causal or window == 0 else 1
+    spans = [Span(4, 4, 0), Span(3, 8 + after, 5), Span(1, 1, 0), Span(5, 5 + after, 0)]
+    packing = make_tile_packing(spans, causal, 32, CPU, torch.float64, window)
+    assert_equals_the_definition(packing, spans, heads, causal, window)
+
+
+def test_a_variable_length_kernel_is_chosen_by_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert attention._ragged_kernel() == "varlen"
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)  # an import of it fails
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert attention._ragged_kernel() == "flash"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert attention._ragged_kernel() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert attention._ragged_kernel() is None
+
+
 def test_tiles_without_rows_keep_the_graph() -> None:
     packing = make_tile_packing([], True, 32, CPU, torch.float32)
     inputs = random_qkv(0, 4, 2, torch.float32)
@@ -208,7 +263,7 @@ def test_variable_length_kernel_equals_the_definition(
         rows, before = [64, 1, 100], [0, 30, 30]
         spans = [Span(n, b + n + a, b) for n, b, a in zip(rows, before, after, strict=True)]
     packing = make_tile_packing(spans, causal, 256, device, torch.bfloat16, window)
-    assert packing.backend == "varlen"
+    assert packing.backend in attention.RAGGED
     torch.manual_seed(0)
     context = sum(span.context for span in spans)
     shapes = [(packing.tokens, heads[0], 64), (context, heads[1], 64), (context, heads[1], 64)]
