@@ -1,6 +1,7 @@
 """The `omni` command."""
 
 import argparse
+import os
 import sys
 from importlib import import_module
 
@@ -40,7 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen == [name]:
             import_module(f"omni.commands.{name}").add_arguments(command)
     parsed = parser.parse_args(arguments)
-    return int(import_module(f"omni.commands.{parsed.command}").run(parsed))
+    try:
+        code = int(import_module(f"omni.commands.{parsed.command}").run(parsed))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough, as in `omni plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     per_node = config.cluster.ranks_per_node
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
-    print(f"{arrangement.num_domains} domains of {arrangement.replicas} replicas\n")
+    print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
     for line in explain(arrangement, arguments.rank, per_node):
         print(line)
     print(f"\nranks by {arguments.axis}, one line a node; . holds no part of the LLM")

@@ -62,6 +62,19 @@ def test_numbers_below_their_least_are_refused_by_every_command(tmp_path, comman
     assert result.out == ""
 
 
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    code = (
+        "import os, subprocess, sys\n"
+        "show = subprocess.Popen([sys.executable, '-m', 'omni', 'layout', 'show', 'launch.ranks=4096'],\n"
+        "    stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
+        "show.stdout.close()\n"
+        "sys.stderr.write(show.stderr.read().decode())\n"
+        "sys.exit(show.wait())"
+    )
+    result = Running(["-c", code], tmp_path).finish(60)
+    assert (result.code, result.err) == (0, "")
+
+
 @pytest.mark.parametrize(
     "arguments, unwanted",
     [
