@@ -31,17 +31,13 @@ import torch
 import torch.distributed as dist
 
 from parallel.boundary import Route, Rows, make_ends, make_route, ship
+from parallel.costs import Link, Links
 from parallel.sequence import SequenceLayout, Shard
-from parallel.transports import Links, choose_transport, node_map, volume
+from parallel.transports import choose_transport, node_map, volume
 
 ROW_BYTES = 8192 * 2  # a row of an LLM of hidden 8192 in bf16
 RANKS_PER_NODE = 8
-LINKS = Links(
-    inside_latency_ns=5_000,
-    inside_bytes_per_s=400 * 10**9,
-    across_latency_ns=15_000,
-    across_bytes_per_s=50 * 10**9,
-)
+LINKS = Links(inside=Link(5_000, 400 * 10**9), across=Link(15_000, 50 * 10**9))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,10 @@ def heavy_tailed(num_items: int, seed: int) -> list[int]:
 def sharing_of(policy: str, num_ranks: int) -> Sharing:
     """The policy over a pool of `num_ranks`, with the costs of this encoder on CPU cores."""
     attention = ENCODER.attention()
-    table = table_from_work({"image": ENCODER.work(FP32)}, CPU, ENCODER.config.hidden * FP32)
+    work = replace(ENCODER.work(FP32), exchanges=attention.layers)
+    table = table_from_work({"image": work}, CPU, ENCODER.config.hidden * FP32)
     shape = AttentionShape(attention.heads, attention.kv_heads, attention.causal)
-    cost = sequence_cost(table, "image", shape, attention.layers, attention.head_dim * FP32)
+    cost = sequence_cost(table, "image", shape, attention.head_dim * FP32, CPU.links.inside)
     pool, share = make_pool(cost, num_ranks, ENCODER.unit), POLICIES[policy]
     return Sharing(num_ranks, cost, lambda lengths: share(lengths, pool))
 

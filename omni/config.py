@@ -125,7 +125,9 @@ class PlacementConfig:
 
 @dataclass
 class EncoderSPConfig:
-    """How encoders share long items among their ranks: none, all, long_short, dynamic or hybrid_pow2."""
+    """How encoders share long items among their ranks: none, all, long_short, hybrid_pow2, dynamic or
+    dynamic_pow2.
+    """
 
     policy: str = MISSING
 

@@ -11,6 +11,33 @@ _FS_PER_NS = 1_000_000
 
 
 @dataclass(frozen=True)
+class Link:
+    """What one message costs between two ranks."""
+
+    latency_ns: int
+    bytes_per_s: int
+
+    def bytes_ns(self, num_bytes: int) -> int:
+        """Nanoseconds that so many bytes take, latency apart."""
+        return num_bytes * 10**9 // self.bytes_per_s
+
+    def message_ns(self, num_bytes: int) -> int:
+        """Nanoseconds of one message."""
+        return self.latency_ns + self.bytes_ns(num_bytes)
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a rank: `inside` its node and `across` nodes.
+
+    Both kinds work at the same time, and in both directions.
+    """
+
+    inside: Link
+    across: Link
+
+
+@dataclass(frozen=True)
 class Cluster:
     """What a rank and the links between ranks can do.
 
@@ -31,27 +58,44 @@ class Cluster:
     node_link_latency_ns: int
     op_overhead_ns: int
 
+    @property
+    def links(self) -> Links:
+        """The links inside a node and between nodes."""
+        return Links(
+            Link(self.node_link_latency_ns, self.node_link_bytes_per_s),
+            Link(self.link_latency_ns, self.link_bytes_per_s),
+        )
+
 
 @dataclass(frozen=True)
 class WorkCost:
-    """Time of one forward pass over tokens: linear in their number and in the sum of squared lengths."""
+    """Time of one forward pass over tokens: linear in their number and in the sum of squared lengths.
+
+    Each of `exchanges` layers exchanges shared sequences, once in and once out.
+    """
 
     token_fs: int
     square_fs: int
     overhead_ns: int
     backward_factor: int = 2
+    exchanges: int = 0
 
-    def forward_ns(self, tokens: int, squares: int) -> int:
-        """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`."""
-        return self.overhead_ns + self.marginal_ns(tokens, squares)
+    def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
+        """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`;
+        what a layer exchanges takes `exchange_ns`.
+        """
+        return self.overhead_ns + self.marginal_ns(tokens, squares) + self.exchanges * exchange_ns
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
         return (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
-    def backward_ns(self, tokens: int, squares: int) -> int:
-        """Nanoseconds of the backward pass; recomputation counts as another forward."""
-        return self.backward_factor * self.forward_ns(tokens, squares)
+    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
+        """Nanoseconds of the backward pass; recomputation counts as another forward. Gradients are exchanged
+        once, whatever they take to compute.
+        """
+        exchanged = (self.backward_factor - 1) * self.exchanges * exchange_ns
+        return self.backward_factor * self.forward_ns(tokens, squares) + exchanged
 
 
 @dataclass(frozen=True)
@@ -63,19 +107,19 @@ class CostTable:
 
     number: int
     parts: Mapping[str, WorkCost]
-    link_latency_ns: int
-    link_ns_per_kib: int
+    links: Links
     row_bytes: int
 
     def message_ns(self, rows: int) -> int:
-        """Nanoseconds to move `rows` activations of the LLM's width between two ranks."""
-        return self.link_latency_ns + rows * self.row_bytes * self.link_ns_per_kib // 1024
+        """Nanoseconds to move `rows` activations of the LLM's width between two nodes."""
+        return self.links.across.message_ns(rows * self.row_bytes)
 
 
 @dataclass(frozen=True)
 class PartWork:
     """What a forward pass of a part takes: FLOPs and bytes read or written, for each token, for each unit of
-    the sum of squared lengths, and once a pass for the weights.
+    the sum of squared lengths, and once a pass for the weights. `exchanges` are the layers that exchange
+    shared sequences.
     """
 
     flops_per_token: int
@@ -83,6 +127,7 @@ class PartWork:
     bytes_per_token: int
     weight_bytes: int
     recomputed: bool = False
+    exchanges: int = 0
 
     def flops(self, tokens: int, squares: int) -> int:
         """Forward FLOPs over `tokens` in sequences whose squared lengths sum to `squares`."""
@@ -107,13 +152,8 @@ def table_from_work(
             square_fs=part.flops_per_square * 10**15 // effective,
             overhead_ns=cluster.op_overhead_ns + part.weight_bytes * 10**9 // cluster.memory_bytes_per_s,
             backward_factor=3 if part.recomputed else 2,
+            exchanges=part.exchanges,
         )
         for name, part in parts.items()
     }
-    return CostTable(
-        number=number,
-        parts=costs,
-        link_latency_ns=cluster.link_latency_ns,
-        link_ns_per_kib=max(1, 1024 * 10**9 // cluster.link_bytes_per_s),
-        row_bytes=row_bytes,
-    )
+    return CostTable(number, costs, cluster.links, row_bytes)

@@ -5,8 +5,9 @@ A cost is an integer number of nanoseconds of one forward pass through all layer
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from parallel.costs import CostTable
+from parallel.costs import CostTable, Link
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
     AttentionShape,
@@ -41,8 +42,7 @@ class SequenceCost:
     token_fs: int
     pair_fs: int
     head_bytes: int
-    latency_ns: int
-    link_ns_per_kib: int
+    link: Link
 
     def linear_ns(self, tokens: int) -> int:
         """Work on tokens outside attention."""
@@ -54,24 +54,24 @@ class SequenceCost:
 
     def transfer_ns(self, head_rows: int) -> int:
         """What a link takes to carry `head_rows` in each layer, latency apart."""
-        return self.layers * head_rows * self.head_bytes * self.link_ns_per_kib // 1024
+        return self.link.bytes_ns(self.layers * head_rows * self.head_bytes)
 
     @property
     def sharing_ns(self) -> int:
         """What a rank pays for taking part in exchanges at all: the latency of two in each layer."""
-        return 2 * self.layers * self.latency_ns
+        return 2 * self.layers * self.link.latency_ns
 
 
 def sequence_cost(
-    table: CostTable, part: str, shape: AttentionShape, layers: int, head_bytes: int
+    table: CostTable, part: str, shape: AttentionShape, head_bytes: int, link: Link
 ) -> SequenceCost:
-    """Take the costs of `part` from a table; `head_bytes` is H times the bytes of a number."""
+    """Take the costs of `part` from a table; `head_bytes` is H times the bytes of a number, and sequences are
+    exchanged over `link`.
+    """
     work = table.parts[part]
     # The table times a causal sequence by its square, of which it has half the pairs.
     pair_fs = work.square_fs * (2 if shape.causal else 1)
-    return SequenceCost(
-        shape, layers, work.token_fs, pair_fs, head_bytes, table.link_latency_ns, table.link_ns_per_kib
-    )
+    return SequenceCost(shape, work.exchanges, work.token_fs, pair_fs, head_bytes, link)
 
 
 def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tuple[str, tuple[Tile, ...]]]:
@@ -99,6 +99,24 @@ class Tiling:
     volumes: Mapping[int, Volume]
 
 
+def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, ...]:
+    """Time that each rank's exchanges take in the forward pass of one layer, with the tiles that
+    `choose_tiles` gives; empty if nothing is shared.
+    """
+    volumes = [Volume()] * layout.num_ranks
+    for shards in layout.shards:
+        tiling = _choose_tiling(shards, cost)
+        for rank, volume in tiling.volumes.items() if tiling else ():
+            volumes[rank] += volume
+    if not any(volume.busier for volume in volumes):
+        return ()
+    latency = 2 * cost.link.latency_ns
+    return tuple(
+        cost.link.bytes_ns(volume.busier * cost.head_bytes) + latency * (volume != Volume())
+        for volume in volumes
+    )
+
+
 def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...]:
     """Return the tiles with the least time of the slowest rank, or none if the sequence lives on one rank.
 
@@ -113,9 +131,14 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
 
 
 def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> Tiling | None:
-    held = [s for s in shards if s.length]
-    if len({s.rank for s in held}) <= 1:
+    if len(shards) == 1:
         return None
+    held = tuple(s for s in shards if s.length)
+    return _tiling_of(held, cost) if len({s.rank for s in held}) > 1 else None
+
+
+@lru_cache(maxsize=1024)  # the sequences of a microbatch: policies, tiles and times ask for the same ones
+def _tiling_of(held: tuple[Shard, ...], cost: SequenceCost) -> Tiling:
     length = sum(s.length for s in held)
     candidates = []
     for number, (_, tiles) in enumerate(scheme_tiles(held, cost.shape)):
@@ -169,7 +192,7 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
     local, tiled = [0] * layout.num_ranks, [0] * layout.num_ranks
     volumes = [Volume()] * layout.num_ranks
     for shards, length in zip(layout.shards, layout.lengths, strict=True):
-        tiling = _choose_tiling(shards, cost) if len(shards) > 1 else None
+        tiling = _choose_tiling(shards, cost)
         if tiling is None:
             pairs = pairs_before(length, length, cost.shape)
             local[next((s.rank for s in shards if s.length), 0)] += pairs * cost.shape.heads

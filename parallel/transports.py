@@ -26,6 +26,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from parallel.costs import Links
+
 # Each transport and the one that carries the transposed route.
 TRANSPOSED: Mapping[str, str] = {
     "local": "local",
@@ -38,25 +40,6 @@ TRANSPOSED: Mapping[str, str] = {
 TWO_LEVEL = frozenset({"two_level", "two_level_back"})
 
 Traffic = Mapping[tuple[int, int], int]  # rows by (source, destination)
-
-
-@dataclass(frozen=True)
-class Links:
-    """What one message costs between two ranks of a node (`inside`) and between nodes (`across`).
-
-    A rank's links of both kinds work at the same time, and in both directions.
-    """
-
-    inside_latency_ns: int
-    inside_bytes_per_s: int
-    across_latency_ns: int
-    across_bytes_per_s: int
-
-    def message_ns(self, num_bytes: int, across: bool) -> int:
-        """Nanoseconds of one message."""
-        if across:
-            return self.across_latency_ns + num_bytes * 10**9 // self.across_bytes_per_s
-        return self.inside_latency_ns + num_bytes * 10**9 // self.inside_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -167,7 +150,7 @@ def transport_ns(transport: str, traffic: Traffic, nodes: Sequence[int], row_byt
         busy: Counter[tuple[int, bool, bool]] = Counter()
         for (sender, receiver), rows in hop.items():
             across = nodes[sender] != nodes[receiver]
-            ns = links.message_ns(rows * row_bytes, across)
+            ns = (links.across if across else links.inside).message_ns(rows * row_bytes)
             busy[sender, True, across] += ns
             busy[receiver, False, across] += ns
         total += max(busy.values(), default=0)

@@ -99,22 +99,28 @@ class Point:
 EMBEDDING = Point("llm.embed", 0, 0)
 
 
+Work = tuple[int, int, int]
+"""Tokens, the share in squared lengths that attention costs, and nanoseconds of exchanges in a layer."""
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order.
 
     `layout` says which members of the domain's pool hold them. A pass of several replicas is one
     microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
-    sequence that several members share.
+    sequence that several members share; `exchange_ns` is what exchanging them takes each member in a layer,
+    nothing if there are none.
     """
 
     samples: tuple[int, ...]
     layout: SequenceLayout
     tiles: tuple[tuple[Tile, ...], ...]
+    exchange_ns: tuple[int, ...] = ()
 
-    def work(self, member: int) -> tuple[int, int]:
-        """Return tokens, and the share in squared lengths that attention costs, of a member of the pool."""
-        return _work(self.layout, member)
+    def work(self, member: int) -> Work:
+        """Return the work of a member of the pool."""
+        return _work(self.layout, member, self.exchange_ns)
 
 
 @dataclass(frozen=True)
@@ -122,8 +128,8 @@ class Chunk:
     """A quantum of encoder work: items of one microbatch, encoded together.
 
     `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
-    tokens of which item, `tiles` divide the attention of each shared item, and `rows` count what each of
-    `ranks` puts out for all attach points of the component.
+    tokens of which item, `tiles` divide the attention of each shared item, `rows` count what each of `ranks`
+    puts out for all attach points of the component, and `exchange_ns` is as for a microbatch, by slot.
     """
 
     component: str
@@ -133,6 +139,7 @@ class Chunk:
     layout: SequenceLayout
     tiles: tuple[tuple[Tile, ...], ...]
     rows: tuple[int, ...]
+    exchange_ns: tuple[int, ...] = ()
 
     @property
     def tp(self) -> int:
@@ -147,16 +154,16 @@ class Chunk:
         """Rows that the position `rank` puts out."""
         return self.rows[self.ranks.index(rank)]
 
-    def work(self, rank: int) -> tuple[int, int]:
-        """Return tokens, and the share in squared lengths that attention costs, of the slot of `rank`."""
-        return _work(self.layout, self.slot(rank))
+    def work(self, rank: int) -> Work:
+        """Return the work of the slot of `rank`."""
+        return _work(self.layout, self.slot(rank), self.exchange_ns)
 
 
-def _work(layout: SequenceLayout, rank: int) -> tuple[int, int]:
+def _work(layout: SequenceLayout, rank: int, exchange_ns: tuple[int, ...]) -> Work:
     squares = 0
     for pieces, length in zip(layout.shards, layout.lengths, strict=True):
         squares += sum(piece.length * length for piece in pieces if piece.rank == rank)
-    return layout.local_tokens(rank), squares
+    return layout.local_tokens(rank), squares, exchange_ns[rank] if exchange_ns else 0
 
 
 @dataclass(frozen=True)

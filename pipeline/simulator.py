@@ -218,13 +218,13 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> tuple[ComputeCost, Messa
     def compute(rank: int, op: Op) -> int:
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
             cost = table.parts[f"llm/{domain.stage(rank)}"]
-            tokens, squares = domain.microbatches[op.index].work(domain.member(rank))
+            work = domain.microbatches[op.index].work(domain.member(rank))
         else:
             chunk = domain.chunks[op.index]
             cost = table.parts[chunk.component]
-            tokens, squares = chunk.work(rank)
+            work = chunk.work(rank)
         forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-        return cost.forward_ns(tokens, squares) if forward else cost.backward_ns(tokens, squares)
+        return cost.forward_ns(*work) if forward else cost.backward_ns(*work)
 
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:

@@ -317,6 +317,7 @@ def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -
                 bytes_per_token=sum(w.bytes_per_token for w in own),
                 weight_bytes=sum(w.weight_bytes for w in own),
                 recomputed=config.recompute == "full",
+                exchanges=size,
             )
         )
     return tuple(works)

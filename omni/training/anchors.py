@@ -18,9 +18,18 @@ class EncoderAnchor:
     num_points: int
 
     def encode(self, inputs: ChunkInputs) -> torch.Tensor:
-        """Packed items → this rank's share of their rows [r, D], point after point."""
+        """Packed items → this rank's share of their rows [r, D], point after point.
+
+        Raises:
+            ValueError: if the module puts out more or fewer rows than its `count` tells.
+        """
         rows: torch.Tensor = self.module(inputs.values, inputs.positions, inputs.packed)
-        # What an empty tail put out, after the rows of items, goes nowhere.
-        real = sum(inputs.row_counts) // self.num_points
-        by_point = rows.reshape(self.num_points, len(rows) // self.num_points, -1)[:, :real]
-        return own_rows(by_point.flatten(0, 1), inputs.row_counts, self.tp)
+        planned = sum(inputs.row_counts)
+        if planned == 0:
+            rows = rows[:0]  # an empty tail stood in for items: what it put out goes nowhere
+        if len(rows) != planned:
+            raise ValueError(
+                f"{type(self.module).__name__} put out {len(rows)} rows for items that have {planned} by the "
+                f"encoder's count(), at {self.num_points} attach points: make count() and forward() agree"
+            )
+        return own_rows(rows, inputs.row_counts, self.tp)

@@ -6,7 +6,7 @@ not divide the world, datasets that are missing or cut short. The same job is wh
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dataloader.format import DataError
@@ -26,24 +26,20 @@ from omni.models.llm import (
     llm_work,
     output_flops,
 )
-from omni.models.registry import Attention, Encoder, attach_of, make_encoder
+from omni.models.registry import Encoder, attach_of, make_encoder
 from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
+from omni.training.pools import UNIFORM, sharing_of
 from omni.training.schedules import check_optim, frozen_components
-from omni.training.sharing import Sharing
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
 from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from parallel.policies import POLICIES as SEQUENCE_POLICIES
-from parallel.policies import make_pool
-from parallel.schemes import SequenceCost, sequence_cost
-from parallel.tiles import AttentionShape
-from parallel.transports import TRANSPOSED, Links
+from parallel.transports import TRANSPOSED
 from pipeline.builders import BUILDERS
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
-UNIFORM = "uniform"
 TRANSPORTS = (AUTO, *(name for name in TRANSPOSED if name != "local"))
 
 
@@ -116,9 +112,7 @@ def prepare_job(config: Config, world: int) -> Job:
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
     table = table_from_work(work, cluster, config.model.llm.hidden * element)
-    sharing = {LLM: _llm_sharing(config, arrangement, table, element)}
-    for name, encoder in encoders.items():
-        sharing[name] = _encoder_sharing(config, name, encoder, arrangement, table, element)
+    sharing = sharing_of(config, encoders, arrangement, table, element)
     stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
     points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
     planner = Planner(
@@ -134,9 +128,7 @@ def prepare_job(config: Config, world: int) -> Job:
             for name, encoder in encoders.items()
             if attach_of(encoder) != (EMBEDDING.name,)
         ),
-        boundary=Boundary(
-            config.boundary.transport, cluster.ranks_per_node, table.row_bytes, _links(cluster)
-        ),
+        boundary=Boundary(config.boundary.transport, cluster.ranks_per_node, table.row_bytes, cluster.links),
         policies=Policies(config.balance.policy, config.pipeline.schedule),
         budget=_budget(config),
         table=table,
@@ -239,48 +231,10 @@ def part_work(
     """Work of a rank of every part, each stage of the LLM and each encoder, with `element` bytes a number."""
     stage_work = llm_work(config.model.llm, vocab_size, arrangement.llm, element)
     parts = {f"{LLM}/{stage}": work for stage, work in enumerate(stage_work)}
-    tp = arrangement.encoder_tp
-    return parts | {name: encoder.work(element, tp[name]) for name, encoder in encoders.items()}
-
-
-def _links(cluster: Cluster) -> Links:
-    return Links(
-        inside_latency_ns=cluster.node_link_latency_ns,
-        inside_bytes_per_s=cluster.node_link_bytes_per_s,
-        across_latency_ns=cluster.link_latency_ns,
-        across_bytes_per_s=cluster.link_bytes_per_s,
-    )
-
-
-def _sequence_cost(part: str, attention: Attention, tp: int, table: CostTable, element: int) -> SequenceCost:
-    shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
-    return sequence_cost(table, part, shape, attention.layers, attention.head_dim * element)
-
-
-def _llm_sharing(config: Config, arrangement: Arrangement, table: CostTable, element: int) -> Sharing:
-    llm, tp = config.model.llm, arrangement.llm.tp
-    layers = -(-llm.layers // arrangement.llm.pp)
-    attention = Attention(layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
-    cost = _sequence_cost(f"{LLM}/0", attention, tp, table, element)
-    if config.llm_sp.policy == UNIFORM:
-        return Sharing(arrangement.pool, cost)
-    # Only `dynamic` finds a place for every token of a full pool; the others would have to refuse some steps.
-    limit = config.data.microbatch_tokens if config.llm_sp.policy == "dynamic" else None
-    pool = make_pool(cost, arrangement.pool, tokens_per_rank=limit)
-    share = SEQUENCE_POLICIES[config.llm_sp.policy]
-    return Sharing(arrangement.pool, cost, lambda lengths: share(lengths, pool))
-
-
-def _encoder_sharing(
-    config: Config, name: str, encoder: Encoder, arrangement: Arrangement, table: CostTable, element: int
-) -> Sharing:
-    cost = _sequence_cost(name, encoder.attention(), arrangement.encoder_tp[name], table, element)
-    slots, policy = len(arrangement.slots(name)), config.encoder_sp.policy
-    # Whole items are best spread together with those of other encoders on the same ranks.
-    if policy == "none" or slots == 1 or encoder.unit is None:
-        return Sharing(slots, cost, num_points=len(attach_of(encoder)))
-    share, pool = SEQUENCE_POLICIES[policy], make_pool(cost, slots, encoder.unit)
-    return Sharing(slots, cost, lambda lengths: share(lengths, pool), len(attach_of(encoder)))
+    for name, encoder in encoders.items():
+        work = encoder.work(element, arrangement.encoder_tp[name])
+        parts[name] = replace(work, exchanges=encoder.attention().layers)
+    return parts
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

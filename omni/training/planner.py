@@ -5,7 +5,7 @@
     packing     samples → microbatches, without padding; replicas of a domain pass theirs together
     sharding    sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
-                items of one microbatch on all slots are one chunk if any of them is shared
+                items of a microbatch that all slots share are one chunk
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
@@ -26,9 +26,9 @@ from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
 from omni.training.sharing import Sharing, lay_out, make_chunks
 from parallel.boundary import Route
-from parallel.costs import CostTable
+from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
-from parallel.transports import Links, choose_transport, node_map
+from parallel.transports import choose_transport, node_map
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
 from pipeline.policies import Slot

@@ -1,19 +1,22 @@
 """Sequences → the ranks that hold their tokens: how a plan shares microbatches and items among ranks.
 
-Where a component has a policy of sequence sharding, it decides for all its sequences at once; where it has
-none, sequences of the LLM are cut evenly over the cp ranks of their replica, and items stay whole, spread
-over the slots by cost. Pure, like all planning.
+A policy of sequence sharding decides for one microbatch of a component at a time, because ranks that share
+sequences run them together and wait for the slowest. Without one, sequences of the LLM are cut evenly over
+the cp ranks of their replica, and items stay whole, spread over the slots by cost: over several microbatches
+at once, since nobody waits for anybody. Pure, like all planning.
 """
 
+import heapq
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from parallel.layout import split_evenly
-from parallel.schemes import SequenceCost, choose_tiles
+from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout, Shard
-from parallel.tiles import Tile
+from parallel.tiles import Tile, pairs_before
 from pipeline.plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
 from pipeline.routes import row_counts
@@ -23,17 +26,27 @@ from pipeline.routes import row_counts
 class Sharing:
     """How the `num_ranks` members of a component's pool may share sequences: by which policy, from lengths to
     a layout (None where the component's layout says it all), and at which cost attention is divided. Items
-    have rows for each of `num_points` attach points.
+    have rows for each of `num_points` attach points, and are shared even where that is slower if `forced`.
     """
 
     num_ranks: int
     cost: SequenceCost
     policy: Callable[[Sequence[int]], SequenceLayout] | None = None
     num_points: int = 1
+    forced: bool = False
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""
         return tuple(choose_tiles(shards, self.cost) if len(shards) > 1 else () for shards in layout.shards)
+
+    def whole_ns(self, tokens: int) -> int:
+        """Time of a sequence on one rank."""
+        pairs = pairs_before(tokens, tokens, self.cost.shape) * self.cost.shape.heads
+        return self.cost.linear_ns(tokens) + self.cost.attention_ns(pairs)
+
+    def slowest_ns(self, layout: SequenceLayout) -> int:
+        """Time of the slowest rank of a layout."""
+        return max(times.total_ns for times in rank_times(layout, self.cost))
 
 
 def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sharing, cp: int) -> Microbatch:
@@ -44,7 +57,7 @@ def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sha
     else:
         shards = [_cut(lengths[i], cp, replica * cp) for replica, pack in enumerate(packs) for i in pack]
         layout = SequenceLayout(sharing.num_ranks, tuple(shards))
-    return Microbatch(samples, layout, sharing.tiles(layout))
+    return Microbatch(samples, layout, sharing.tiles(layout), layer_exchange_ns(layout, sharing.cost))
 
 
 def _cut(length: int, parts: int, first: int) -> tuple[Shard, ...]:
@@ -65,44 +78,93 @@ def make_chunks(
     Items of one microbatch on one slot are a chunk; if any item of a microbatch is shared, all its items of
     that component are one chunk of all slots. `cost_ns` gives the cost of an item by component and tokens.
     """
-    shared = [name for name in sorted(slots) if sharing[name].policy is not None]
-    chunks = [chunk for name in shared for chunk in _by_policy(name, items, slots[name], sharing[name])]
-    whole = [number for number, item in enumerate(items) if item.component not in shared]
-    costs = [cost_ns(items[i].component, items[i].tokens) for i in whole]
-    places = spread(costs, [slots[items[i].component] for i in whole])
-    members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
-    for number, slot in zip(whole, places, strict=True):
-        members[items[number].microbatch, items[number].component, slot].append(number)
-    chunks += [
-        _whole_chunk(items, numbers, slot, sharing[name]) for (_, name, slot), numbers in members.items()
+    chunks = [
+        chunk
+        for name in sorted(slots)
+        if sharing[name].policy is not None
+        for chunk in _shared_chunks(name, items, slots[name], sharing[name])
     ]
+    shared = {number for chunk in chunks for number in chunk.items}
+    barriers = sorted((chunk.microbatch, chunk.component) for chunk in chunks)
+    # Between two shared chunks, whole items find a balance of their own.
+    stretches: list[list[int]] = [[] for _ in range(len(barriers) + 1)]
+    for number, item in enumerate(items):
+        if number not in shared:
+            stretches[bisect(barriers, (item.microbatch, item.component))].append(number)
+    members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
+    for whole in stretches:
+        costs = [cost_ns(items[i].component, items[i].tokens) for i in whole]
+        for number, slot in zip(
+            whole, spread(costs, [slots[items[i].component] for i in whole]), strict=True
+        ):
+            members[items[number].microbatch, items[number].component, slot].append(number)
+    for (_, name, slot), numbers in members.items():
+        layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
+        chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatch, chunk.component, chunk.ranks)))
 
 
-def _by_policy(
+def _shared_chunks(
     component: str, items: Sequence[PlannedItem], slots: Sequence[Slot], sharing: Sharing
 ) -> Iterator[Chunk]:
-    """Share all items of a step among the slots, then take them microbatch by microbatch."""
+    """The microbatches of which items are shared."""
     assert sharing.policy is not None
-    mine = [number for number, item in enumerate(items) if item.component == component]
-    layout = sharing.policy([items[i].tokens for i in mine])
-    shards = dict(zip(mine, layout.shards, strict=True))
+    batches: dict[int, list[int]] = defaultdict(list)
+    for number, item in enumerate(items):
+        if item.component == component:
+            batches[item.microbatch].append(number)
+    lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
+    layouts = {m: sharing.policy(tokens) for m, tokens in lengths.items()}
     everyone = tuple(rank for slot in slots for rank in slot)
-    for microbatch in sorted({items[i].microbatch for i in mine}):
-        numbers = [i for i in mine if items[i].microbatch == microbatch]
-        if any(len(shards[i]) > 1 for i in numbers):
-            pieces = SequenceLayout(len(slots), tuple(shards[i] for i in numbers))
-            yield _chunk(items, numbers, everyone, pieces, sharing)
-            continue
-        for number, slot in enumerate(slots):
-            here = [i for i in numbers if shards[i][0].rank == number]
-            if here:
-                yield _whole_chunk(items, here, slot, sharing)
+    for microbatch in worth_sharing(lengths, layouts, sharing):
+        yield _chunk(items, batches[microbatch], everyone, layouts[microbatch], sharing)
 
 
-def _whole_chunk(items: Sequence[PlannedItem], numbers: Sequence[int], slot: Slot, sharing: Sharing) -> Chunk:
-    layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-    return _chunk(items, numbers, slot, layout, sharing)
+def worth_sharing(
+    lengths: Mapping[int, Sequence[int]], layouts: Mapping[int, SequenceLayout], sharing: Sharing
+) -> list[int]:
+    """Return the microbatches to share, as in their `layouts`; the items of the others stay whole.
+
+    A shared microbatch is a barrier to all slots, and whole items find their balance only between barriers.
+    So the microbatches are tried from the one with the longest item on, and as many are shared as let the
+    step take the least time.
+    """
+    candidates = [m for m, layout in layouts.items() if any(len(shards) > 1 for shards in layout.shards)]
+    if sharing.forced:
+        return candidates
+    candidates.sort(key=lambda m: -max(lengths[m]))
+    whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
+    chosen: dict[int, int] = {}  # nanoseconds by shared microbatch
+    least = _step_ns(whole, chosen, sharing.num_ranks)
+    best = 0
+    for count, microbatch in enumerate(candidates, 1):
+        chosen[microbatch] = sharing.slowest_ns(layouts[microbatch])
+        if sum(chosen.values()) >= least:
+            break
+        taken = _step_ns(whole, chosen, sharing.num_ranks)
+        if taken < least:
+            best, least = count, taken
+    return candidates[:best]
+
+
+def _step_ns(whole: Mapping[int, Sequence[int]], shared: Mapping[int, int], ranks: int) -> int:
+    """Time of all microbatches in order: of those `shared`, and of the `whole` items between them."""
+    total, stretch = 0, list[int]()
+    for microbatch in sorted(whole):
+        if microbatch in shared:
+            total += shared[microbatch] + _makespan(stretch, ranks)
+            stretch = []
+        else:
+            stretch += whole[microbatch]
+    return total + _makespan(stretch, ranks)
+
+
+def _makespan(costs: Sequence[int], ranks: int) -> int:
+    """The load of the busiest rank, each cost going to the least loaded one, the largest first."""
+    loads = [0] * ranks
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
 
 
 def _chunk(
@@ -113,6 +175,13 @@ def _chunk(
     sharing: Sharing,
 ) -> Chunk:
     first, tp = items[numbers[0]], len(ranks) // layout.num_ranks
-    rows = row_counts([items[i] for i in numbers], layout, tp, sharing.num_points)
-    tiles = sharing.tiles(layout)
-    return Chunk(first.component, first.microbatch, ranks, tuple(numbers), layout, tiles, rows)
+    return Chunk(
+        component=first.component,
+        microbatch=first.microbatch,
+        ranks=ranks,
+        items=tuple(numbers),
+        layout=layout,
+        tiles=sharing.tiles(layout),
+        rows=row_counts([items[i] for i in numbers], layout, tp, sharing.num_points),
+        exchange_ns=layer_exchange_ns(layout, sharing.cost),
+    )

@@ -7,6 +7,7 @@ Invariant: cuts are multiples of the pool's unit, and no rank holds more tokens 
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 from parallel.policies.dynamic import shard_dynamic
 from parallel.policies.pool import Pool, SequencePolicy, make_pool
@@ -18,6 +19,7 @@ POLICIES: Mapping[str, SequencePolicy] = {
     "long_short": shard_long_short,
     "hybrid_pow2": shard_hybrid_pow2,
     "dynamic": shard_dynamic,
+    "dynamic_pow2": partial(shard_dynamic, powers_of_two=True),
 }
 
 __all__ = ["POLICIES", "Pool", "SequencePolicy", "make_pool"]

@@ -191,6 +191,7 @@ def _best_even(case: _Case) -> Build | None:
     # Shares of half, a quarter, … of a rank's time balance where whole ranks' worth do not.
     finer = [floor >> power for power in range(1, pool.num_ranks.bit_length())]
     candidates += [least_degrees(times, np.maximum(target, fastest)) for target in finer]
+    candidates += _power_degrees(case)
     best: Build | None = None
     seen: set[bytes] = set()
     for degrees in candidates:
@@ -205,6 +206,18 @@ def _best_even(case: _Case) -> Build | None:
         if build is not None and (best is None or build.makespan < best.makespan):
             best = build
     return best
+
+
+def _power_degrees(case: _Case) -> list[Degrees]:
+    """For each power of two of tokens that a rank may hold of a sequence, the least power of two of ranks."""
+    lengths = np.array(case.lengths, np.int64)
+    powers = 1 << np.arange(max(int(lengths.max()), case.pool.num_ranks).bit_length() + 1)
+    most = np.clip(-(-lengths // case.pool.unit), 1, case.pool.num_ranks)
+    limit = powers[np.searchsorted(powers, most, side="right") - 1]
+    return [
+        np.minimum(powers[np.searchsorted(powers, -(-lengths // tokens))], limit)
+        for tokens in powers[: int(lengths.max()).bit_length()].tolist()
+    ]
 
 
 def _evenly(case: _Case, degrees: Degrees, limit: int) -> Build | None:

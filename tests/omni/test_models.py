@@ -1,9 +1,12 @@
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -18,9 +21,11 @@ from omni.models.initialise import initialise
 from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
 from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, registered
+from omni.training.anchors import EncoderAnchor
+from omni.training.inputs import ChunkInputs
 from omni.training.job import prepare_job
 from parallel.layout import Layout
-from parallel.packed import Sharding
+from parallel.packed import PackedTokens, Sharding
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,6 +126,33 @@ def test_ranks_that_share_layers_share_their_work(tp: int) -> None:
     assert shared.weight_bytes * tp == whole.weight_bytes
     # The ends, patches and projector, are not divided.
     assert whole.flops_per_token / tp < shared.flops_per_token < whole.flops_per_token
+
+
+class Emitting(torch.nn.Module):
+    """Puts out so many rows, whatever it is given."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, *inputs: object) -> torch.Tensor:
+        return torch.arange(self.rows).float().unsqueeze(1)
+
+
+def test_rows_that_were_not_planned_are_refused_but_for_those_of_an_empty_tail() -> None:
+    alone = cast("dist.ProcessGroup", SimpleNamespace(size=lambda: 1))
+    values, packed = torch.zeros(0), cast("PackedTokens", None)
+
+    def encode(rows: int, planned: int) -> list[float]:
+        inputs = ChunkInputs(values, values, packed, (planned,))
+        return EncoderAnchor(Emitting(rows), alone, num_points=2).encode(inputs).flatten().tolist()
+
+    assert encode(4, 4) == [0, 1, 2, 3]
+    assert encode(2, 0) == []
+    # One row too many would shift those of all items after it.
+    for rows in (3, 5, 6):
+        with pytest.raises(ValueError, match=rf"Emitting put out {rows} rows for items that have 4 by"):
+            encode(rows, 4)
 
 
 def test_weights_depend_on_seed_and_name_only() -> None:

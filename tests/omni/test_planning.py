@@ -11,13 +11,12 @@ from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
 from omni.training.sharing import Sharing
-from parallel.costs import CostTable, WorkCost
+from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.layout import PLACEMENTS, Arrangement, Layout, arrange
 from parallel.policies import POLICIES as SEQUENCE_POLICIES
 from parallel.policies import make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
-from parallel.transports import Links
 from pipeline.builders import BUILDERS
 from pipeline.plan import Chunk, DomainPlan, Kind, StepPlan
 from pipeline.verifier import verify
@@ -26,6 +25,7 @@ POLICIES = [Policies(balance, schedule) for balance in ("none", "lpt") for sched
 SOURCES = {"pairs": SourceSpec(40, 8, 2), "text": SourceSpec(25, 8, 1)}
 COMPONENTS = ("ear", "eye", "llm")
 BUDGET = Budget(microbatch_tokens=40, step_tokens=150, step_samples=None, on_long="error")
+LINK = Link(100, 10**12)
 UNIT = 4  # tokens of an item for each row
 
 
@@ -41,9 +41,12 @@ def meta_of(source: str, sample: int) -> SampleMeta:
 
 
 def table(stages: int) -> CostTable:
-    parts = {f"llm/{stage}": WorkCost(2_000_000, 1_000, 10) for stage in range(stages)}
-    parts |= {"eye": WorkCost(1_000_000, 3_000, 10), "ear": WorkCost(500_000, 100, 10)}
-    return CostTable(4, parts, 100, 1, 64)
+    parts = {f"llm/{stage}": WorkCost(2_000_000, 1_000, 10, exchanges=2) for stage in range(stages)}
+    parts |= {
+        "eye": WorkCost(1_000_000, 3_000, 10, exchanges=2),
+        "ear": WorkCost(500_000, 100, 10, exchanges=2),
+    }
+    return CostTable(4, parts, Links(LINK, LINK), 64)
 
 
 def sharing_of(world: Arrangement, llm_sp: str | None, encoder_sp: str | None, budget: Budget) -> dict:
@@ -52,7 +55,7 @@ def sharing_of(world: Arrangement, llm_sp: str | None, encoder_sp: str | None, b
     out = {}
     for name in COMPONENTS:
         shape = AttentionShape(4, 2 if name == "llm" else 4, causal=name == "llm")
-        cost = sequence_cost(costs, "llm/0" if name == "llm" else name, shape, 2, 16)
+        cost = sequence_cost(costs, "llm/0" if name == "llm" else name, shape, 16, LINK)
         policy = llm_sp if name == "llm" else encoder_sp
         members = world.pool if name == "llm" else len(world.slots(name))
         if policy is None or (name != "llm" and members == 1):
@@ -88,7 +91,7 @@ def planner(
             arrangement=world,
             llm="llm",
             sharing=sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
-            boundary=Boundary(AUTO, 2, 64, Links(10, 10**9, 1000, 10**8)),
+            boundary=Boundary(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
             feeds=(),
             policies=Policies("lpt", "encode_first"),
             budget=BUDGET,
@@ -179,8 +182,8 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
             held = [batch.layout.local_tokens(member) for member in range(world.pool)]
             assert max(held) <= (most if chosen["llm_sp"] is None else 2 * most)
             work = [batch.work(member) for member in range(world.pool)]
-            assert [tokens for tokens, _ in work] == held
-            assert sum(squares for _, squares in work) == sum(n * n for n in batch.layout.lengths)
+            assert [tokens for tokens, *_ in work] == held
+            assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)
             if chosen["llm_sp"] is None:
                 # Each replica has its own pack, cut evenly over its members.
                 for first in range(0, world.pool, world.llm.cp):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.costs import Cluster, CostTable, PartWork, WorkCost, table_from_work
+from parallel.costs import Cluster, CostTable, Link, Links, PartWork, WorkCost, table_from_work
 
 LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 2_000_000)
 H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 8, 450 * 10**9, 8_000, 50_000)
@@ -84,9 +84,9 @@ def test_recomputation_costs_another_forward():
 
 
 def test_a_message_costs_latency_and_its_bytes():
-    table = CostTable(0, {}, link_latency_ns=1000, link_ns_per_kib=20, row_bytes=512)
+    table = CostTable(0, {}, Links(Link(1, 10**12), Link(1000, 50 * 10**9)), row_bytes=512)
     assert table.message_ns(0) == 1000
-    assert table.message_ns(4) == 1000 + 4 * 512 * 20 // 1024
+    assert table.message_ns(4) == 1000 + 4 * 512 // 50
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
@@ -96,9 +96,11 @@ def test_a_longer_message_never_takes_less_time(rows, more):
     assert table.message_ns(rows + more) >= table.message_ns(rows) >= H100.link_latency_ns
 
 
-def test_no_link_is_free():
-    fast = Cluster("fast", 10**15, 1.0, 10**15, 10**15, 0, 8, 10**15, 0, 0)
-    assert table_from_work(PARTS, fast, row_bytes=1024).link_ns_per_kib == 1
+def test_exchanges_of_shared_sequences_take_time_in_every_layer():
+    cost = WorkCost(token_fs=10**6, square_fs=0, overhead_ns=5, backward_factor=3, exchanges=4)
+    assert cost.forward_ns(10, 0, exchange_ns=7) == 5 + 10 + 4 * 7
+    # Recomputed once and for the gradients once more, which are exchanged once.
+    assert cost.backward_ns(10, 0, exchange_ns=7) == 3 * (5 + 10) + 2 * 4 * 7
 
 
 def test_memory_traffic_bounds_a_part_with_little_arithmetic() -> None:

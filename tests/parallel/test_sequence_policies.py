@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.costs import Link
 from parallel.policies import POLICIES, make_pool
 from parallel.policies.dynamic import allocate_ranks, dhp_degrees, fill, level, pack_groups, shard_dynamic
 from parallel.policies.pool import NEVER, Pool, cut, degree_times, most_ranks
@@ -17,9 +18,10 @@ from parallel.schemes import SequenceCost, choose_tiles, rank_times
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import AttentionShape, attention_work, exchange_volume
 
-# A vision transformer like so400m on H100 nodes, and a causal LLM with grouped queries beside it.
-VIT = SequenceCost(AttentionShape(16, 16), 27, 1_850_000, 279_600, 144, 15_000, 20)
-LLM = SequenceCost(AttentionShape(32, 8, causal=True), 16, 5_000_000, 600_000, 128, 15_000, 20)
+# so400m and llama3_1b by `cluster=h100_8x8`, in bf16.
+LINK = Link(15_000, 50 * 10**9)
+VIT = SequenceCost(AttentionShape(16, 16), 27, 1_874_199_555, 279_555, 144, LINK)
+LLM = SequenceCost(AttentionShape(32, 8, causal=True), 16, 5_553_294_308, 294_510, 128, LINK)
 COSTS = {"vit": VIT, "llm": LLM}
 
 
@@ -158,7 +160,7 @@ def test_times_know_units_and_do_not_overflow():
     pool = make_pool(VIT, 4, 64)
     assert degree_times([0, 1, 65, 300], pool).tolist()[0] == [0, NEVER, NEVER, NEVER]
     assert [(row < NEVER).sum() for row in degree_times([0, 1, 65, 300], pool)] == [1, 1, 2, 4]
-    big = SequenceCost(AttentionShape(64, 8), 80, 3 * 10**9, 6 * 10**6, 256, 15_000, 20)
+    big = SequenceCost(AttentionShape(64, 8), 80, 3 * 10**9, 6 * 10**6, 256, LINK)
     (times,) = degree_times([3_000_000], make_pool(big, 64))
     exact = 3 * 10**6 * 3 * 10**3 + 9 * 10**12 * 6
     assert times[0] == exact
@@ -203,7 +205,7 @@ def long_short_by_hand(lengths: list[int], pool: Pool) -> int:
     st.lists(st.integers(1, 200_000), min_size=1, max_size=14), st.integers(1, 7), st.sampled_from([1, 64])
 )
 def test_long_short_takes_the_best_threshold(lengths, num_ranks, unit):
-    pool = make_pool(replace(VIT, latency_ns=20_000_000), num_ranks, unit)
+    pool = make_pool(replace(VIT, link=Link(20_000_000, LINK.bytes_per_s)), num_ranks, unit)
     layout = shard_long_short(lengths, pool)
     rows = degree_times(lengths, pool).tolist()
     loads = [0] * num_ranks
@@ -380,7 +382,7 @@ def test_dynamic_is_below_the_other_policies(name, num_ranks):
             of.append(makespan(POLICIES[policy](lengths, pool), pool.cost) / floor)
     for policy, of in over.items():
         assert sum(over["dynamic"]) <= sum(of), (policy, over)
-        assert all(mine <= other * 1.03 for mine, other in zip(over["dynamic"], of, strict=True)), (
+        assert all(mine <= other * 1.002 for mine, other in zip(over["dynamic"], of, strict=True)), (
             policy,
             over,
         )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.costs import CostTable, WorkCost
+from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.schemes import SequenceCost, choose_tiles, rank_times, scheme_tiles, sequence_cost
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
@@ -41,7 +41,7 @@ def even_shards(length: int, degree: int) -> tuple[Shard, ...]:
 
 def cost_of(shape: AttentionShape, pair_fs: int = 0, ns_per_kib: int = 1024) -> SequenceCost:
     """Free attention and a nanosecond for every head row, unless said otherwise."""
-    return SequenceCost(shape, 1, 0, pair_fs, 1, 0, ns_per_kib)
+    return SequenceCost(shape, 1, 0, pair_fs, 1, Link(0, 1024 * 10**9 // ns_per_kib))
 
 
 @st.composite
@@ -392,21 +392,22 @@ def test_a_sequence_on_one_rank_has_no_tiles():
 
 
 def test_costs_come_from_the_table_and_a_causal_pair_costs_as_much_as_any():
-    table = CostTable(0, {"llm": WorkCost(500, 300, 7)}, link_latency_ns=11, link_ns_per_kib=20, row_bytes=1)
-    full = sequence_cost(table, "llm", AttentionShape(4, 2), layers=3, head_bytes=256)
-    causal = sequence_cost(table, "llm", AttentionShape(4, 2, causal=True), layers=3, head_bytes=256)
-    assert full == SequenceCost(AttentionShape(4, 2), 3, 500, 300, 256, 11, 20)
+    link = Link(11, 50 * 10**9)
+    table = CostTable(0, {"llm": WorkCost(500, 300, 7, exchanges=3)}, Links(link, link), row_bytes=1)
+    full = sequence_cost(table, "llm", AttentionShape(4, 2), 256, link)
+    causal = sequence_cost(table, "llm", AttentionShape(4, 2, causal=True), 256, link)
+    assert full == SequenceCost(AttentionShape(4, 2), 3, 500, 300, 256, link)
     for cost in (full, causal):
         work = pairs_before(10**6, 10**6, cost.shape) * 4
         assert cost.attention_ns(work) == pytest.approx(300 * 10**12 / 10**6, rel=1e-5)
     assert full.linear_ns(10**7) == 5000
-    assert full.transfer_ns(8) == 3 * 8 * 256 * 20 // 1024
+    assert full.transfer_ns(8) == 3 * 8 * 256 // 50
     assert full.sharing_ns == 2 * 3 * 11
 
 
 def test_times_of_ranks_by_hand():
     """Two heads, two layers: a sequence of 8 over ranks 0 and 1 by heads, one of 4 whole on rank 1."""
-    cost = SequenceCost(AttentionShape(2, 2), 2, 10**7, 4 * 10**6, 1024, 5, 3)
+    cost = SequenceCost(AttentionShape(2, 2), 2, 10**7, 4 * 10**6, 1000, Link(5, 10**12 // 3))
     layout = SequenceLayout(3, ((Shard(0, 0, 4), Shard(1, 4, 4)), (Shard(1, 0, 4),)))
     idle, busy = rank_times(layout, cost)[2], rank_times(layout, cost)[:2]
     # Each sends 4 tokens of one head as q, k and v, and 4 rows of outputs.

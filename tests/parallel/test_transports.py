@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from random_routes import carry, random_problem
 
 from parallel.boundary import Route, Segment, make_ends, ship
+from parallel.costs import Link, Links
 from parallel.transports import (
     TRANSPOSED,
     Lane,
-    Links,
     Stop,
     choose_transport,
     hops,
@@ -156,7 +156,7 @@ def test_a_stop_has_the_number_of_the_far_end_in_its_own_node():
 
 # What it costs.
 
-LINKS = Links(1_000, 400 * 10**9, 10_000, 50 * 10**9)
+LINKS = Links(Link(1_000, 400 * 10**9), Link(10_000, 50 * 10**9))
 TWO_NODES_OF_EIGHT = node_map(range(16), 8)
 ROW_BYTES = 16_384
 
@@ -172,7 +172,7 @@ def test_times_are_those_of_the_busiest_link_of_each_hop():
     across = 10_000 + 100 * 8 // 50
     assert transport_ns("direct", traffic, TWO_NODES_OF_EIGHT, 8, LINKS) == across
     assert transport_ns("two_level", traffic, TWO_NODES_OF_EIGHT, 8, LINKS) == inside + across
-    slow_inside = replace(LINKS, inside_latency_ns=7_000)
+    slow_inside = replace(LINKS, inside=Link(7_000, 400 * 10**9))
     assert transport_ns("direct", traffic, TWO_NODES_OF_EIGHT, 8, slow_inside) == inside + 12_000
 
 

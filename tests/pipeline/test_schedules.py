@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
 
-from parallel.costs import CostTable, WorkCost
+from parallel.costs import CostTable, Link, Links, WorkCost
 from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run, simulate
@@ -23,6 +23,9 @@ def plans(draw, schedules=SCHEDULES, max_stages=5, frozen=()) -> StepPlan:
     shape = random_shape(random, max_stages)
     work = random_work(random, shape, microbatches)
     return make_plan(shape, microbatches, work, draw(st.sampled_from(schedules)), frozen, cuts=random)
+
+
+FREE = Link(0, 1)
 
 
 def of_kind(domain: DomainPlan, rank: int, kind: Kind) -> list[int]:
@@ -220,7 +223,7 @@ def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
 def table(stages: int, forward_ns: int, encode_ns: int, message_ns: int = 0) -> CostTable:
     parts = {f"llm/{stage}": WorkCost(0, 0, forward_ns) for stage in range(stages)}
     parts |= {name: WorkCost(0, 0, encode_ns) for name in ("audio", "image")}
-    return CostTable(0, parts, message_ns, 0, 0)
+    return CostTable(0, parts, Links(FREE, Link(message_ns, 1)), 0)
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
@@ -253,7 +256,7 @@ def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
     domain = make_plan(2, 2, work, "encode_first").domains[0]
     assert all(route.is_local for route in domain.routes)
     uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
-    timeline = simulate(domain, CostTable(0, uneven, 0, 0, 0))
+    timeline = simulate(domain, CostTable(0, uneven, Links(FREE, FREE), 0))
     waits = [event for event in timeline.events[1] if event.op.on in (Kind.SHIP, Kind.RETURN)]
     assert len(waits) == 4
     assert [event.end_ns - event.start_ns for event in waits] == [0, 0, 0, 0]

@@ -1,0 +1,81 @@
+"""How the configuration lets components share sequences: over which ranks, at which cost, by which policy."""
+
+from collections.abc import Mapping, Sequence
+
+from omni.config import Config, ConfigError
+from omni.models.llm import NAME as LLM
+from omni.models.registry import Attention, Encoder, attach_of
+from omni.training.sharing import Sharing
+from parallel.costs import Cluster, CostTable, Link
+from parallel.layout import Arrangement
+from parallel.policies import POLICIES, make_pool
+from parallel.schemes import SequenceCost, sequence_cost
+from parallel.tiles import AttentionShape
+from parallel.transports import node_map
+
+UNIFORM = "uniform"
+
+
+def sharing_of(
+    config: Config,
+    encoders: Mapping[str, Encoder],
+    arrangement: Arrangement,
+    table: CostTable,
+    element: int,
+) -> dict[str, Sharing]:
+    """Say for the LLM and each encoder how it shares sequences, with `element` bytes a number.
+
+    Raises:
+        ConfigError: for heads that a tensor-parallel size does not divide.
+    """
+    cluster = Cluster(**vars(config.cluster))
+
+    def cost(name: str, part: str, attention: Attention, tp: int, positions: Sequence[int]) -> SequenceCost:
+        for kind in ("heads", "kv_heads"):
+            if getattr(attention, kind) % tp:
+                raise ConfigError(
+                    f"tp={tp} of {name} does not divide {kind}={getattr(attention, kind)}: choose a divisor"
+                )
+        shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
+        link = _link(arrangement, positions, cluster)
+        return sequence_cost(table, part, shape, attention.head_dim * element, link)
+
+    llm = config.model.llm
+    attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
+    # The first stage speaks for all: stages take about equally long.
+    of_llm = cost(LLM, f"{LLM}/0", attention, arrangement.llm.tp, range(arrangement.stage_size))
+    out = {LLM: _llm_sharing(config, arrangement.pool, of_llm)}
+    for name, encoder in encoders.items():
+        slots = arrangement.slots(name)
+        everyone = [position for slot in slots for position in slot]
+        own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], everyone)
+        out[name] = _encoder_sharing(config.encoder_sp.policy, encoder, len(slots), own)
+    return out
+
+
+def _link(arrangement: Arrangement, positions: Sequence[int], cluster: Cluster) -> Link:
+    """What ranks at `positions` of a domain exchange over: if they are on several nodes, the link between."""
+    for domain in range(arrangement.num_domains):
+        ranks = arrangement.domain_ranks(domain)
+        if len(set(node_map([ranks[at] for at in positions], cluster.ranks_per_node))) > 1:
+            return cluster.links.across
+    return cluster.links.inside
+
+
+def _llm_sharing(config: Config, members: int, cost: SequenceCost) -> Sharing:
+    name = config.llm_sp.policy
+    if name == UNIFORM:
+        return Sharing(members, cost)
+    # Only `dynamic` finds a place for every token of a full pool; the others would have to refuse some steps.
+    limit = config.data.microbatch_tokens if name in ("dynamic", "dynamic_pow2") else None
+    share, pool = POLICIES[name], make_pool(cost, members, tokens_per_rank=limit)
+    return Sharing(members, cost, lambda lengths: share(lengths, pool))
+
+
+def _encoder_sharing(name: str, encoder: Encoder, slots: int, cost: SequenceCost) -> Sharing:
+    points = len(attach_of(encoder))
+    # Whole items are best spread together with those of other encoders on the same ranks.
+    if name == "none" or slots == 1 or encoder.unit is None:
+        return Sharing(slots, cost, num_points=points)
+    share, pool = POLICIES[name], make_pool(cost, slots, encoder.unit)
+    return Sharing(slots, cost, lambda lengths: share(lengths, pool), points, forced=name == "all")

@@ -1,0 +1,121 @@
+"""Which microbatches of a step share their items: sharing must pay for the barrier that it is."""
+
+from random import Random
+
+import pytest
+
+from omni.training.sharing import Sharing, make_chunks, worth_sharing
+from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.policies import POLICIES, make_pool
+from parallel.schemes import sequence_cost
+from parallel.tiles import AttentionShape
+from pipeline.plan import Chunk, PlannedItem
+
+RANKS, UNIT = 8, 4
+LINK = Link(2_000, 10**11)
+TABLE = CostTable(0, {"eye": WorkCost(10**9, 10**6, 0, exchanges=4)}, Links(LINK, LINK), row_bytes=64)
+COST = sequence_cost(TABLE, "eye", AttentionShape(8, 8), 128, LINK)
+SLOTS = {"eye": [(rank,) for rank in range(RANKS)]}
+
+
+def sharing_by(policy: str) -> Sharing:
+    pool, share = make_pool(COST, RANKS, UNIT), POLICIES[policy]
+    return Sharing(RANKS, COST, lambda lengths: share(lengths, pool), forced=policy == "all")
+
+
+def planned(policy: str | None, batches: list[list[int]]) -> tuple[Chunk, ...]:
+    """The chunks of a step whose microbatches have items of so many tokens."""
+    items = [
+        PlannedItem("eye", 0, 0, number, tokens, tokens // UNIT, 0)
+        for number, lengths in enumerate(batches)
+        for tokens in lengths
+    ]
+    sharing = Sharing(RANKS, COST) if policy is None else sharing_by(policy)
+    return make_chunks(
+        items, SLOTS, {"eye": sharing}, lambda name, n: TABLE.parts[name].marginal_ns(n, n * n)
+    )
+
+
+def encode_ns(chunks: tuple[Chunk, ...]) -> int:
+    """Time until all ranks have encoded all chunks: ranks that share one begin and end it together."""
+    clock = [0] * RANKS
+    for chunk in chunks:
+        start = max(clock[rank] for rank in chunk.ranks)
+        took = max(TABLE.parts["eye"].forward_ns(*chunk.work(rank)) for rank in chunk.ranks)
+        for rank in chunk.ranks:
+            clock[rank] = start + took
+    return max(clock)
+
+
+def heavy_tailed(num_batches: int, items: int, seed: int, spread: float = 1.5) -> list[list[int]]:
+    random = Random(seed)
+    return [
+        [UNIT * round(min(16_000, random.lognormvariate(5, spread)) + 1) for _ in range(items)]
+        for _ in range(num_batches)
+    ]
+
+
+def shared(chunks: tuple[Chunk, ...]) -> set[int]:
+    return {chunk.microbatch for chunk in chunks if len(chunk.ranks) > 1}
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "dynamic_pow2", "long_short", "hybrid_pow2"])
+@pytest.mark.parametrize("num_batches", [1, 3, 8])
+def test_a_step_takes_no_longer_than_with_whole_items(policy, num_batches):
+    gains = []
+    for seed in range(12):
+        batches = heavy_tailed(num_batches, 40, seed)
+        whole, chosen = encode_ns(planned(None, batches)), encode_ns(planned(policy, batches))
+        assert chosen <= whole, seed
+        gains.append(whole / chosen)
+    assert sum(gains) / 12 > 1.02, gains
+
+
+def test_items_that_balance_over_the_step_stay_whole():
+    """In one microbatch alone sharing would pay: three items for eight ranks."""
+    batch = [4000, 3000, 2000]
+    assert shared(planned("dynamic", [batch])) == {0}
+    assert not shared(planned("dynamic", [batch] * 8))
+
+
+def test_the_microbatch_of_a_giant_is_shared_and_the_others_are_not():
+    small = [[400] * 16 for _ in range(6)]
+    chunks = planned("dynamic", [*small[:2], [64_000, *small[2]], *small[3:]])
+    assert shared(chunks) == {2}
+    assert {i for chunk in chunks for i in chunk.items} == set(range(6 * 16 + 1))
+
+
+def test_all_shares_whatever_it_costs():
+    assert shared(planned("all", [[4000, 3000, 2000]] * 8)) == set(range(8))
+
+
+def step_ns(several, lengths, layouts, sharing):
+    """Time of a step that shares `several` microbatches, by hand: whole items to the least loaded rank."""
+    total, whole = 0, []
+    for m in sorted(lengths):
+        if m not in several:
+            whole += [sharing.whole_ns(n) for n in lengths[m]]
+        if m in several or m == max(lengths):
+            loads = [0] * RANKS
+            for ns in sorted(whole, reverse=True):
+                loads[loads.index(min(loads))] += ns
+            total, whole = total + max(loads), []
+        if m in several:
+            total += sharing.slowest_ns(layouts[m])
+    return total
+
+
+def test_the_choice_is_the_best_number_of_microbatches_from_the_longest_item_on():
+    sharing = sharing_by("dynamic")
+    numbers = set()
+    for seed in range(30):
+        lengths = dict(enumerate(heavy_tailed(5, 10 + seed, seed, 1.0)))
+        layouts = {m: sharing.policy(of) for m, of in lengths.items()}
+        chosen = worth_sharing(lengths, layouts, sharing)
+        numbers.add(len(chosen))
+        able = [m for m in lengths if any(len(shards) > 1 for shards in layouts[m].shards)]
+        able.sort(key=lambda m: -max(lengths[m]))
+        times = [step_ns(able[:count], lengths, layouts, sharing) for count in range(len(able) + 1)]
+        assert chosen == able[: len(chosen)]
+        assert times[len(chosen)] == min(times)
+    assert len(numbers) > 2
