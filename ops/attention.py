@@ -263,7 +263,7 @@ def _attend(
     assert key.shape[0] == call.context, f"{key.shape[0]} keys for {call.context} of context"
     if isinstance(call, Batch):
         return _batched(query, key, value, call, scale)
-    return (_flash if backend == "flash" else _varlen)(query, key, value, call, scale)
+    return _ragged(query, key, value, call, scale, backend)
 
 
 def _batched(
@@ -277,46 +277,36 @@ def _batched(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ragged, scale: float | None
+def _ragged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: Ragged,
+    scale: float | None,
+    backend: str,
 ) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    """One call of a variable-length kernel. Kernels take head sizes that are multiples of 8: zeros fill up."""
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    if size % 8:
+        query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
+    places = call.cu_rows, call.cu_context, call.longest_rows, call.longest_context
+    if backend == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
 
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        call.cu_rows,
-        call.cu_context,
-        call.longest_rows,
-        call.longest_context,
-        scale=scale,
-        window_size=call.window,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        grouped = query.shape[1] != key.shape[1]
+        out = varlen_attn(
+            query, key, value, *places, scale=scale, window_size=call.window, enable_gqa=grouped
+        )
+    else:
+        from flash_attn import flash_attn_varlen_func
+
+        causal = call.window[1] == 0  # nothing to the right, whatever there is to the left
+        out = flash_attn_varlen_func(
+            query, key, value, *places, softmax_scale=scale, causal=causal, window_size=call.window
+        )
     assert isinstance(out, torch.Tensor)
-    return out
-
-
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Ragged, scale: float | None
-) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    out = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        call.cu_rows,
-        call.cu_context,
-        call.longest_rows,
-        call.longest_context,
-        softmax_scale=scale,
-        causal=call.window[1] == 0,  # nothing to the right, whatever there is to the left
-        window_size=call.window,
-    )
-    assert isinstance(out, torch.Tensor)
-    return out
+    return out[..., :size]
 
 
 def attention_flops(sum_squares: int, heads: int, head_dim: int, causal: bool) -> int:

@@ -100,10 +100,10 @@ def _during_incoming(local: Sequence[int], window: int | None, tiles: TilePlan) 
     """How many of the `local` sequences to attend during the exchange in: work in proportion to elements."""
     into, out = _elements(tiles.incoming), _elements(tiles.outgoing)
     works = [length * (length if window is None else min(length, window + 1)) for length in local]
-    done = 0
+    done, total = 0, sum(works)
     for number, work in enumerate(works):
         # A sequence belongs to the exchange in which its middle falls.
-        if (2 * done + work) * (into + out) > 2 * sum(works) * into:
+        if (2 * done + work) * (into + out) > 2 * total * into:
             return number
         done += work
     return len(works)

@@ -10,7 +10,7 @@ Holder and reader derive the order of their message from the same walk over sequ
 Shapes: N query heads, K key/value heads, H head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,15 +91,19 @@ def plan_tiles(
     from_tokens: list[list[Parcel]] = [[] for _ in range(layout.num_ranks)]
     held = 0
     for shards, by_rank, own_homes in zip(layout.shards, parts, homes, strict=True):
-        for shard in shards if by_rank else ():
+        if not by_rank:
+            continue
+        holds = any(shard.rank == rank for shard in shards)
+        needs = {peer: list(_needs(its)) for peer, its in by_rank.items() if holds or peer == rank}
+        own = by_rank.get(rank, [])
+        for shard in shards:
             if shard.rank == rank:
-                for peer, theirs in by_rank.items():
-                    to_tiles[peer] += [(_held_block(need, shard, held),) for need in _needs(theirs, shard)]
+                for peer, its in needs.items():
+                    to_tiles[peer] += [(_held_block(need, shard, held),) for need in _within(its, shard)]
                 held += shard.length
-            own = by_rank.get(rank, [])
             from_tokens[shard.rank] += [
                 tuple(_tile_block(need, own[i], own_homes[i], len(groups)) for i in need.readers)
-                for need in _needs(own, shard)
+                for need in _within(needs.get(rank, ()), shard)
             ]
     token_shapes = [(held, heads, head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
     token_side = make_side(token_shapes, to_tiles)
@@ -177,27 +181,29 @@ def _even_heads(head: int, heads: int, group: int) -> Iterator[tuple[int, int]]:
 def _group_parts(own: Sequence[Sequence[_Part]]) -> tuple[tuple[TileGroup, ...], list[list[_Home]]]:
     """Group one rank's parts of every sequence by how many heads they have, and say where each part lies."""
     spans: dict[tuple[int, int], list[Span]] = {}
+    ends: dict[tuple[int, int], _Home] = {}  # where the next part of each group will lie
     homes: list[list[_Home]] = [[] for _ in own]
     for parts, places in zip(own, homes, strict=True):
         for part in parts:
-            members = spans.setdefault((part.heads, part.kv_heads), [])
-            group = [*spans].index((part.heads, part.kv_heads))
-            rows, keys = sum(span.rows for span in members), sum(span.context for span in members)
-            places.append(_Home(group, rows, keys))
-            members.append(Span(part.rows, part.stop - part.start, part.row - part.start))
+            kind = part.heads, part.kv_heads
+            home = ends.setdefault(kind, _Home(len(ends), 0, 0))
+            span = Span(part.rows, part.stop - part.start, part.row - part.start)
+            spans.setdefault(kind, []).append(span)
+            places.append(home)
+            ends[kind] = _Home(home.group, home.row + span.rows, home.context + span.context)
     groups = [TileGroup(*heads, tuple(members)) for heads, members in spans.items()]
     return tuple(groups or [TileGroup(1, 1, ())]), homes
 
 
-def _needs(parts: Sequence[_Part], shard: Shard) -> Iterator[_Need]:
-    """What the parts of one rank read of one shard, in the order of the message."""
-    for need in _all_needs(parts):
+def _within(needs: Iterable[_Need], shard: Shard) -> Iterator[_Need]:
+    """What is read of one shard, in the order of the message."""
+    for need in needs:
         start, stop = max(need.start, shard.start), min(need.stop, shard.start + shard.length)
         if start < stop:
             yield _Need(need.kind, start, stop, need.head, need.heads, need.readers)
 
 
-def _all_needs(parts: Sequence[_Part]) -> Iterator[_Need]:
+def _needs(parts: Sequence[_Part]) -> Iterator[_Need]:
     """What the parts of one rank read of a sequence: the queries of each, then keys and values, each once."""
     for i, part in enumerate(parts):
         yield _Need(QUERY, part.row, part.row + part.rows, part.head, part.heads, (i,))

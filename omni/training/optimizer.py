@@ -9,6 +9,7 @@ step has one point where the host learns what happened.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class ComponentOptimizer:
     def __init__(
         self, name: str, module: torch.nn.Module, groups: ProcessGroupCollection, config: OptimConfig
     ) -> None:
-        dtype = next(module.parameters()).dtype
+        dtypes = {parameter.dtype for parameter in module.parameters()}
         self.name = name
         self.groups = groups
         settings = DistributedDataParallelConfig(
@@ -128,8 +129,8 @@ class ComponentOptimizer:
                 adam_beta2=config.beta2,
                 adam_eps=config.eps,
                 clip_grad=0.0,
-                bf16=dtype == torch.bfloat16,
-                params_dtype=dtype,
+                bf16=torch.bfloat16 in dtypes,
+                params_dtype=torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32,
                 use_distributed_optimizer=True,
             ),
             [self.ddp],
@@ -155,9 +156,21 @@ class ComponentOptimizer:
         """The bare module."""
         return self.ddp.module
 
-    def owner(self, parameter: torch.nn.Parameter) -> Any | None:
-        """Return the optimizer that updates this rank's shard of a parameter, None if it has none here."""
-        return next((o for o in self.optimizers if parameter in o.model_param_group_index_map), None)
+    def main_weights(self) -> dict[torch.nn.Parameter, tuple[Any, torch.nn.Parameter]]:
+        """Return, for each parameter that this rank has a shard of, its optimizer and the shard's weights.
+
+        megatron's own numbering of them is that of its buffers, which differs from the optimizer's where a
+        module has parameters of two dtypes.
+        """
+        found = {}
+        for o in self.optimizers:
+            for models, mains in (
+                (o.model_float16_groups, o.shard_fp32_from_float16_groups),
+                (o.model_fp32_groups, o.shard_fp32_groups),
+            ):
+                pairs = zip(chain(*models), chain(*mains), strict=True)
+                found.update({parameter: (o, main) for parameter, main in pairs})
+        return found
 
     def owner_of_main(self, main: torch.nn.Parameter) -> Any:
         """Return the optimizer that updates a shard of fp32 weights."""

@@ -111,12 +111,11 @@ class Shard:
 
 def shards(optimizer: ComponentOptimizer, numbering: Numbering) -> Iterator[Shard]:
     """Yield this rank's shards of a component's parameters, by canonical name."""
+    owned = optimizer.main_weights()
     for named in named_parameters(optimizer.module, numbering):
-        inner = optimizer.owner(named.parameter)
-        if inner is None:
+        if named.parameter not in owned:
             continue
-        group, order = inner.model_param_group_index_map[named.parameter]
-        main = inner.optimizer.param_groups[group]["params"][order]
+        inner, main = owned[named.parameter]
         start = inner._get_model_param_range_map(named.parameter)["param"].start
         adam = inner.optimizer.state.get(main, {})
         yield Shard(named.name, named.region, start, main, adam, named.copy)

@@ -47,19 +47,29 @@ def whole(lengths: tuple[int, ...]) -> list[Span]:
 
 
 def random_qkv(
-    rows: int, heads: int, kv_heads: int, dtype: torch.dtype, context: int | None = None
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    context: int | None = None,
+    size: int = 8,
 ) -> list[torch.Tensor]:
     torch.manual_seed(rows)
     context = rows if context is None else context
-    shapes = ((rows, heads, 8), (context, kv_heads, 8), (context, kv_heads, 8))
+    shapes = ((rows, heads, size), (context, kv_heads, size), (context, kv_heads, size))
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
 def assert_equals_the_definition(
-    packing: Packing, spans: list[Span], heads: tuple[int, int], causal: bool, window: int | None
+    packing: Packing,
+    spans: list[Span],
+    heads: tuple[int, int],
+    causal: bool,
+    window: int | None,
+    size: int = 8,
 ) -> None:
     context = sum(span.context for span in spans)
-    inputs = random_qkv(packing.tokens, *heads, torch.float64, context)
+    inputs = random_qkv(packing.tokens, *heads, torch.float64, context, size)
     expected = by_hand(*inputs, spans, causal, window)
     actual = packed_attention(*inputs, packing)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
@@ -179,6 +189,7 @@ def flash_attn_as_documented(
 ):
     """flash-attn's function from its documentation: windows are aligned with the last row on the last key."""
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    assert q.shape[-1] % 8 == k.shape[-1] % 8 == v.shape[-1] % 8 == 0
     left, right = window_size[0], 0 if causal else window_size[1]
     out = []
     for i in range(len(cu_q) - 1):
@@ -201,8 +212,9 @@ def flash_attn_as_documented(
 @pytest.mark.parametrize("window", [None, 0, 2])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("size", [8, 20])
 def test_flash_attn_is_called_as_it_documents(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], causal: bool, window: int | None
+    monkeypatch: pytest.MonkeyPatch, size: int, heads: tuple[int, int], causal: bool, window: int | None
 ) -> None:
     stub = types.ModuleType("flash_attn")
     stub.flash_attn_varlen_func = flash_attn_as_documented
@@ -211,7 +223,7 @@ def test_flash_attn_is_called_as_it_documents(
     after = 0 if causal or window == 0 else 1
     spans = [Span(4, 4, 0), Span(3, 8 + after, 5), Span(1, 1, 0), Span(5, 5 + after, 0)]
     packing = make_tile_packing(spans, causal, 32, CPU, torch.float64, window)
-    assert_equals_the_definition(packing, spans, heads, causal, window)
+    assert_equals_the_definition(packing, spans, heads, causal, window, size)
 
 
 def test_a_variable_length_kernel_is_chosen_by_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,8 +265,9 @@ def test_no_tokens_keep_the_graph() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
 @pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("size", [64, 20])
 def test_variable_length_kernel_equals_the_definition(
-    heads: tuple[int, int], causal: bool, window: int | None, tiled: bool
+    size: int, heads: tuple[int, int], causal: bool, window: int | None, tiled: bool
 ) -> None:
     device = torch.device("cuda")
     spans = whole((64, 1, 200, 17))
@@ -266,7 +279,7 @@ def test_variable_length_kernel_equals_the_definition(
     assert packing.backend in attention.RAGGED
     torch.manual_seed(0)
     context = sum(span.context for span in spans)
-    shapes = [(packing.tokens, heads[0], 64), (context, heads[1], 64), (context, heads[1], 64)]
+    shapes = [(packing.tokens, heads[0], size), (context, heads[1], size), (context, heads[1], size)]
     inputs = [torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes]
     exact = [x.detach().double().cpu().requires_grad_() for x in inputs]
     expected = by_hand(*exact, spans, causal, window)

@@ -1,0 +1,75 @@
+"""Modules whose parameters have two dtypes: a checkpoint holds each under its own name."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from ranks import RankPool
+from torch import nn
+
+from omni.config import OptimConfig
+from omni.models.layers import transformer_config
+from omni.models.regions import Numbering, mark_parallel
+from omni.training.optimizer import ComponentOptimizer
+from omni.training.state import read_state, shards, write_state
+from parallel.groups import make_groups
+from parallel.layout import Layout, arrange
+
+VALUES = {"first.weight": 1.0, "fine.weight": 5.0, "last.weight": 2.0}
+
+
+class Mixed(nn.Module):
+    """Weights in bf16 around weights in fp32, all of one size, where a mix-up would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 8}
+        kinds = {"norm": "RMSNorm", "norm_eps": 1e-5, "gated": False, "bias": True, "qkv_bias": True}
+        self.config = transformer_config(**sizes, **kinds, recompute="none", dtype=torch.bfloat16)
+        self.first = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+        self.fine = nn.Linear(8, 8, bias=False)
+        self.last = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
+
+
+def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]]:
+    """Save known weights, load them into others, and step: main weights and step sizes by name."""
+    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, "colocated", 0), "llm", timedelta(seconds=60))
+
+    def made(fill: dict[str, float]) -> ComponentOptimizer:
+        module = Mixed()
+        mark_parallel(module)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.fill_(fill.get(name, 0.0))
+        return ComponentOptimizer("x", module, groups.components["x"], OptimConfig(lr=0.5, weight_decay=0.0))
+
+    names = {"x": Numbering()}
+    path = Path(folder) / f"rank_{rank:05d}.pt"
+    write_state(path, {"x": made(VALUES)}, names, None)
+    torch.distributed.barrier()
+    loaded = made({})
+    files = [f"rank_{other:05d}.pt" for other in range(world)]
+    read_state(Path(folder), files, {"x": loaded}, names, None, rank)
+    weights = {name: float(p.detach().float().mean()) for name, p in loaded.module.named_parameters()}
+    for shard in shards(loaded, names["x"]):
+        assert shard.main.dtype == torch.float32
+        assert torch.equal(shard.main, torch.full_like(shard.main, VALUES[shard.name]))
+    for name, parameter in loaded.module.named_parameters():
+        vars(parameter)["main_grad"].fill_(1.0 if name == "fine.weight" else 0.0)
+    loaded.reduce()
+    loaded.gradients()
+    loaded.update(0.5)
+    return {
+        name: (weights[name], float(p.detach().float().mean()))
+        for name, p in loaded.module.named_parameters()
+    }
+
+
+def test_parameters_of_two_dtypes_keep_their_names(ranks: RankPool, tmp_path: Path) -> None:
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        for found in ranks.run(world, trained, str(folder), world):
+            assert {name: before for name, (before, _) in found.items()} == VALUES
+            after = {name: round(after, 3) for name, (_, after) in found.items()}
+            assert after == VALUES | {"fine.weight": 4.5}
