@@ -285,7 +285,7 @@ def _ragged(
     scale: float | None,
     backend: str,
 ) -> torch.Tensor:
-    """One call of a variable-length kernel. Kernels take head sizes that are multiples of 8: zeros fill up."""
+    """One call of a variable-length kernel. Kernels take multiples of 8 as head size: zeros fill up."""
     size = query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     if size % 8:

@@ -28,8 +28,10 @@ class EncoderAnchor:
         if planned == 0:
             rows = rows[:0]  # an empty tail stood in for items: what it put out goes nowhere
         if len(rows) != planned:
+            more = f" and {len(inputs.samples) - 3} more" if len(inputs.samples) > 3 else ""
             raise ValueError(
-                f"{type(self.module).__name__} put out {len(rows)} rows for items that have {planned} by the "
-                f"encoder's count(), at {self.num_points} attach points: make count() and forward() agree"
+                f"{'; '.join(inputs.samples[:3])}{more}: {type(self.module).__name__} put out {len(rows)} "
+                f"rows, and by count() there are {planned} at {self.num_points} attach points: make count() and "
+                "forward() agree"
             )
         return own_rows(rows, inputs.row_counts, self.tp)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dataloader.format import DataError
 from dataloader.loader import Failure, Fetch, Fetched
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
@@ -35,13 +36,15 @@ TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 @dataclass(frozen=True)
 class ChunkInputs:
     """A chunk's items on this rank's slot, packed: values [T, ...], positions [T, A] and how attention
-    divides them. `row_counts` are the rows that each rank of the slot passes on.
+    divides them. `row_counts` are the rows that each rank of the slot passes on, `samples` the names of the
+    samples that the items belong to.
     """
 
     values: torch.Tensor
     positions: torch.Tensor
     packed: PackedTokens
     row_counts: tuple[int, ...]
+    samples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Assembler:
         ]
         items = iter(fetched.items)
         chunks = {
-            number: self._chunk(domain, number, items)
+            number: self._chunk(plan, domain, number, items)
             for number, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         }
@@ -187,17 +190,26 @@ class Assembler:
             tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]) -> ChunkInputs:
+    def _chunk(
+        self, plan: StepPlan, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]
+    ) -> ChunkInputs:
         """Take this rank's items of a chunk from `arrays`, None for one that could not be decoded."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
         slot = chunk.slot(self.place.position)
         pieces = []
+        names = []
         for i, shards in self.shards(chunk):
+            sample = plan.samples[domain.items[i].sample]
+            names.append(f"{sample.source}, sample {sample.id}, item {domain.items[i].index}")
             array, length = next(arrays), domain.items[i].tokens
             item = _silence(encoder, length) if array is None else encoder.preprocess(array)
             found = (len(item.values), len(item.positions))
-            assert found == (length, length), f"{chunk.component}: {found} tokens, planned {length}"
+            if found != (length, length):
+                raise DataError(
+                    f"{names[-1]}: {chunk.component} made {found[0]} tokens with {found[1]} positions of it, "
+                    f"and its count() tells {length}: make count() and preprocess() agree"
+                )
             pieces += [item.part(s.start, s.start + s.length) for s in shards]
         # Ranks that share items run all layers, so a slot without tokens of its own gets empty ones.
         tail = 0 if chunk.layout.local_tokens(slot) else encoder.unit or 1
@@ -208,7 +220,7 @@ class Assembler:
         sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp)
         packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
         counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
-        return ChunkInputs(values, positions, packed, counts)
+        return ChunkInputs(values, positions, packed, counts, tuple(names))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -144,14 +144,16 @@ def test_rows_that_were_not_planned_are_refused_but_for_those_of_an_empty_tail()
     values, packed = torch.zeros(0), cast("PackedTokens", None)
 
     def encode(rows: int, planned: int) -> list[float]:
-        inputs = ChunkInputs(values, values, packed, (planned,))
+        inputs = ChunkInputs(values, values, packed, (planned,), ("photos, sample 7, item 0",))
         return EncoderAnchor(Emitting(rows), alone, num_points=2).encode(inputs).flatten().tolist()
 
     assert encode(4, 4) == [0, 1, 2, 3]
     assert encode(2, 0) == []
     # One row too many would shift those of all items after it.
     for rows in (3, 5, 6):
-        with pytest.raises(ValueError, match=rf"Emitting put out {rows} rows for items that have 4 by"):
+        with pytest.raises(
+            ValueError, match=rf"photos, sample 7, .*: Emitting put out {rows} rows, and .* 4 at 2"
+        ):
             encode(rows, 4)
 
 

@@ -9,7 +9,7 @@ from small import overrides, write_mixed, write_one_item
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.models.encoders.vit import ViT
+from omni.models.encoders.vit import ViT, ViTEncoder
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare
@@ -79,6 +79,23 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
                 passed = op.index
             elif op.kind is Kind.ENCODE:
                 assert domain.chunks[op.index].microbatch - passed <= rank + 1
+
+
+def miscount(rank: int, line: list[str], world: int) -> None:
+    count = ViTEncoder.count
+    ViTEncoder.count = lambda encoder, size: (count(encoder, size)[0] + 4, count(encoder, size)[1] + 1)
+    try:
+        measure(rank, line, world)
+    finally:
+        ViTEncoder.count = count
+
+
+def test_an_item_that_is_not_as_large_as_counted_is_named(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    words = r"mixed, sample \d+, item 0: image made \d+ tokens with \d+ positions of it, and its count\(\)"
+    with pytest.raises(RankError, match=words):
+        ranks.run(1, miscount, overrides(data / "mixed", tmp_path), 1)
 
 
 def fail_in_encoder(rank: int, line: list[str], world: int) -> None:
