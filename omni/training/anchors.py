@@ -31,7 +31,7 @@ class EncoderAnchor:
             more = f" and {len(inputs.samples) - 3} more" if len(inputs.samples) > 3 else ""
             raise ValueError(
                 f"{'; '.join(inputs.samples[:3])}{more}: {type(self.module).__name__} put out {len(rows)} "
-                f"rows, and by count() there are {planned} at {self.num_points} attach points: make count() and "
-                "forward() agree"
+                f"rows, and by count() there are {planned} at {self.num_points} attach points: make count() "
+                "and forward() agree"
             )
         return own_rows(rows, inputs.row_counts, self.tp)
