@@ -25,8 +25,8 @@ Held = dict[tuple[str, int], tuple[str, int]]
 
 
 def model_footprint(job: Job, plan: StepPlan, rank: int) -> Footprint:
-    """Model what `rank` holds and sends in `plan`: for a verifier that refuses plans beyond the memory of a
-    cluster's ranks, and for comparison with rehearsals.
+    """Model what `rank` holds and sends in `plan`, to be compared with rehearsals. No plan is refused for its
+    memory yet.
 
     Raises:
         ConfigError: for models that there is no arithmetic of.
