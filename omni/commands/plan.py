@@ -6,8 +6,10 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from omni.training.job import Job
-    from pipeline.plan import DomainPlan, StepPlan
+    from pipeline.plan import Chunk, DomainPlan, Microbatch, StepPlan
     from pipeline.simulator import Timeline
 
 WIDTH = 72  # characters of a timeline
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.compose import compose_config
     from omni.config import ConfigError
     from omni.training.job import planned_ranks, prepare_job
+    from omni.training.pools import without_effect
     from pipeline.simulator import simulate
     from pipeline.verifier import PlanRefusedError, verify
 
@@ -58,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
+    for text in without_effect(config, job.planner.sharing):
+        print(f"note: {text}", file=sys.stderr)
     timeline = simulate(domain, job.table)
     if arguments.json:
         print(json.dumps(figures(job, plan, domain, timeline), indent=2))
@@ -96,12 +101,18 @@ def figures(job: "Job", plan: "StepPlan", domain: "DomainPlan", timeline: "Timel
         "policies": ", ".join([job.arrangement.placement, *vars(job.planner.policies).values()]),
         "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
+        "sequences, items shared": f"{_shared(domain.microbatches)}, {_shared(domain.chunks)}",
         "rows, of them shipped": f"{rows}, {moved}",
         "verifier": "accepted, rules R1 to R7",
         "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
         "simulated busy share": round(busy / max(1, timeline.makespan_ns * len(domain.ops)), 3),
         "simulated on": job.cluster.name,
     }
+
+
+def _shared(parts: "Sequence[Microbatch | Chunk]") -> int:
+    """Sequences of microbatches or chunks that several ranks hold parts of."""
+    return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
 
 
 def draw(timeline: "Timeline", rank: int) -> str:

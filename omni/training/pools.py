@@ -53,6 +53,21 @@ def sharing_of(
     return out
 
 
+def without_effect(config: Config, sharing: Mapping[str, Sharing]) -> list[str]:
+    """Say which policies were chosen that have nobody to share sequences with."""
+    notes = []
+    if config.llm_sp.policy not in (UNIFORM, "none") and sharing[LLM].num_ranks == 1:
+        notes.append(
+            f"llm_sp={config.llm_sp.policy} has no effect: nobody to share with; raise layout.domain or "
+            "layout.llm.cp"
+        )
+    for name, of in sharing.items():
+        if name != LLM and config.encoder_sp.policy != "none" and of.policy is None:
+            why = "its items stay whole" if of.num_ranks > 1 else "a domain has one slot; raise layout.domain"
+            notes.append(f"encoder_sp={config.encoder_sp.policy} has no effect on {name}: {why}")
+    return notes
+
+
 def _link(arrangement: Arrangement, positions: Sequence[int], cluster: Cluster) -> Link:
     """What ranks at `positions` of a domain exchange over: if they are on several nodes, the link between."""
     for domain in range(arrangement.num_domains):

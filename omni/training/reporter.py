@@ -15,6 +15,7 @@ from omni.training.ahead import Prepared
 from omni.training.evaluate import Transcription
 from omni.training.job import Job
 from omni.training.optimizer import JointOptimizer, Totals
+from omni.training.pools import without_effect
 from omni.training.report import Progression, metrics_of
 from pipeline.engine import StepResult
 from pipeline.plan import StepPlan
@@ -144,10 +145,13 @@ def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
     model = f"LLM of {config.model.llm.layers} layers, width {config.model.llm.hidden}"
     encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in job.encoders.items()) or "none"
     start = "from the start" if resumed is None else f"continued after step {resumed}"
-    return (
-        f"run folder {folder.path}\n{model}; encoders: {encoders}; {job.arrangement.world} ranks, "
-        f"{job.arrangement.describe()}; {config.placement.policy}, {config.pipeline.schedule}; {start}"
+    lines = (
+        f"run folder {folder.path}",
+        f"{model}; encoders: {encoders}; {job.arrangement.world} ranks, {job.arrangement.describe()}; "
+        f"{config.placement.policy}, {config.pipeline.schedule}; {start}",
+        *(f"note: {text}" for text in without_effect(config, job.planner.sharing)),
     )
+    return "\n".join(lines)
 
 
 def _open_records(path: Path, resumed: int | None) -> TextIO:

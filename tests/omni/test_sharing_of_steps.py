@@ -3,7 +3,11 @@
 from random import Random
 
 import pytest
+from small import overrides, write_mixed
 
+from omni.compose import compose_config
+from omni.training.job import prepare_job
+from omni.training.pools import without_effect
 from omni.training.sharing import Sharing, make_chunks, worth_sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.policies import POLICIES, make_pool
@@ -119,3 +123,17 @@ def test_the_choice_is_the_best_number_of_microbatches_from_the_longest_item_on(
         assert chosen == able[: len(chosen)]
         assert times[len(chosen)] == min(times)
     assert len(numbers) > 2
+
+
+def test_a_policy_without_anybody_to_share_with_is_said(tmp_path):
+    write_mixed(tmp_path / "mixed")
+
+    def notes(world, *more):
+        config = compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more))
+        return without_effect(config, prepare_job(config, world).planner.sharing)
+
+    shared = ("layout.domain=2", "llm_sp=dynamic", "encoder_sp=all")
+    assert notes(2, *shared) == notes(2) == notes(2, "layout.llm.cp=2", "llm_sp=all") == []
+    llm, image = notes(2, *shared[1:])
+    assert llm.startswith("llm_sp=dynamic has no effect: nobody to share with")
+    assert image.startswith("encoder_sp=all has no effect on image: a domain has one slot")
