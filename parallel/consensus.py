@@ -1,7 +1,7 @@
 """Do all ranks hold the same plan? Digests are compared before a plan runs; divergence has a name."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,33 @@ class Consensus:
         return highest == -negated_lowest
 
 
-def explain(plan: Any, diff: Callable[[Any, Any], list[str]], group: dist.ProcessGroup, step: int) -> str:
-    """Exchange the plans of `step` and return the first differences. Every rank of `group` calls it."""
-    plans: list[Any] = [None] * group.size()
-    dist.all_gather_object(plans, plan, group=group)
-    lines = [f"ranks planned step {step} differently; nothing of it has run."]
-    for other in range(1, len(plans)):
-        for difference in diff(plans[0], plans[other])[:5]:
-            lines.append(f"  rank 0 against rank {other}: {difference}")
-    lines.append("Check that all ranks read the same data, configuration and code.")
+class Plan(Protocol):
+    """What can be compared by a number."""
+
+    @property
+    def digest(self) -> int:
+        """Equal for equal plans."""
+
+
+def explain(plan: Plan, diff: Callable[[Any, Any], list[str]], group: dist.ProcessGroup, step: int) -> str:
+    """Say which ranks have the plan of `step` that rank 0 has, and where the first other plan differs.
+
+    Every rank of `group` calls it. Two plans travel, however many ranks and plans there are.
+    """
+    digests: list[int] = [0] * group.size()
+    dist.all_gather_object(digests, plan.digest, group=group)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), 0)
+    plans = []
+    for rank in (0, other):
+        sent = [plan if group.rank() == rank else None]
+        dist.broadcast_object_list(sent, group=group, group_src=rank)
+        plans.append(sent[0])
+    alike = digests.count(digests[0])
+    lines = [
+        f"ranks planned step {step} differently; nothing of it has run.",
+        f"  {alike} of {len(digests)} ranks have the plan of rank 0, {digests.count(digests[other])} that of "
+        f"rank {other}; there are {len(set(digests))} plans.",
+        *(f"  rank 0 against rank {other}: {difference}" for difference in diff(*plans)[:10]),
+        "Check that all ranks read the same data, configuration and code.",
+    ]
     return "\n".join(lines)

@@ -40,8 +40,14 @@ def test_a_single_rank_agrees_with_itself(ranks):
 
 
 def test_explain_names_the_first_difference_on_every_rank(ranks):
-    texts = ranks.run(3, explain_lengths, [8, 8, 9])
+    texts = ranks.run(4, explain_lengths, [8, 8, 9, 8])
     assert len(set(texts)) == 1
     assert "step 7" in texts[0]
+    assert "3 of 4 ranks have the plan of rank 0, 1 that of rank 2; there are 2 plans" in texts[0]
     assert "rank 0 against rank 2: plan.samples[1].length: 8 != 9" in texts[0]
-    assert "rank 1" not in texts[0]
+
+
+def test_explain_sends_two_plans_of_many(ranks):
+    (text,) = {*ranks.run(4, explain_lengths, [8, 9, 10, 9])}
+    assert "1 of 4 ranks have the plan of rank 0, 2 that of rank 1; there are 3 plans" in text
+    assert "10" not in text
