@@ -34,12 +34,6 @@ class Region:
         """Whether it is the full tensor."""
         return self.runs == ((0, self.shape[self.dim]),)
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
-        held = sum(length for _, length in self.runs)
-        return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
-
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return the part out of the full tensor."""
         parts = [full.narrow(self.dim, start, length) for start, length in self.runs]

@@ -29,9 +29,8 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(regions())
-def test_a_part_has_its_shape_and_its_runs(region):
+def test_a_part_has_its_runs(region):
     part = region.cut(numbered(region.shape))
-    assert tuple(part.shape) == region.local_shape
     kept = [i for start, length in region.runs for i in range(start, start + length)]
     expected = np.take(numbered(region.shape).numpy(), kept, axis=region.dim)
     assert np.array_equal(part.numpy(), expected)
