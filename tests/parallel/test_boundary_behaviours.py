@@ -3,19 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from random_routes import carry
 
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample
+from dataloader.loader import Fetched
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, count_text, item_row_offsets, tokenize
+from omni.config import LLMConfig
+from omni.training.inputs import Assembler, Place
 from parallel.boundary import Ends, Route, Rows, make_ends, make_route, ship
 from parallel.layout import split_evenly
-from parallel.packed import Sharding, pack_tokens
+from parallel.packed import PackedTokens
 from parallel.sequence import SequenceLayout
 from parallel.transports import Lane
+from pipeline.plan import DomainPlan, Microbatch, PlannedSample, StepPlan
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -268,20 +273,47 @@ def test_a_batch_of_text_alone_needs_no_rows_and_no_communicator():
 # Packed lengths.
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_packed_lengths_six_and_four_have_their_edges_at_0_6_10(tp):
-    """The description is made from the plan alone, by the same call on every pipeline stage."""
-    packed = pack_tokens(
-        Sharding.whole((6, 4), tp),
-        torch.cat([torch.arange(6), torch.arange(4)]),
-        heads=4,
-        head_dim=8,
-        rotary_base=10_000.0,
-        causal=True,
-        dtype=torch.float32,
-        device=CPU,
+def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
+    """What the assembler gives each rank of a pipeline for a microbatch of samples of six and four tokens."""
+    lengths = (6, 4)
+    batch = Microbatch((0, 1), SequenceLayout.whole(lengths, [0, 0], 1), ((), ()))
+    domain = DomainPlan(
+        num_stages=stages,
+        pool=1,
+        tp=tp,
+        party=tp,
+        beside=0,
+        homes=((0, stages * tp),),
+        microbatches=(batch,),
+        items=(),
+        chunks=(),
+        routes=(None,),
+        ops=(),
     )
-    for edges in (packed.packing.cu_seqlens, packed.cu_seqlens_q, packed.cu_seqlens_kv):
-        assert edges.tolist() == [0, 6, 10]
-        assert edges.dtype == torch.int32
-    assert packed.max_seqlen_q == 6
+    samples = tuple(PlannedSample("here", i, n) for i, n in enumerate(lengths))
+    plan = StepPlan(1, True, 0, 2, 0, ("llm",), (), samples, (), (domain,))
+    llm = LLMConfig(layers=stages, hidden=32, heads=4, kv_heads=2, ffn=32)
+    packs = []
+    for position in range(domain.num_ranks):
+        assembler = Assembler(llm, {}, ("here",), Place(position, CPU, torch.float32))
+        texts = [(np.arange(n), np.arange(n), np.ones(n, bool)) for n in lengths]
+        fetched = Fetched(texts if assembler.reads_text(domain) else [], [], (), 0.0)
+        (inputs,) = assembler.assemble(plan, domain, fetched, predict=False).microbatches
+        packs.append(inputs.packed)
+    return packs
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_packed_lengths_six_and_four_have_their_edges_at_0_6_10_on_every_stage(tp):
+    """The first stage reads the tokens and the last one the targets; the middle stage has the plan alone."""
+    packs = packs_of_six_and_four(3, tp)
+    assert len(packs) == 3 * tp
+    for packed in packs:
+        for edges in (packed.packing.cu_seqlens, packed.cu_seqlens_q, packed.cu_seqlens_kv):
+            assert edges.tolist() == [0, 6, 10]
+            assert edges.dtype == torch.int32
+        assert packed.max_seqlen_q == 6
+        assert packed.rotary is not None
+        for of_stage, of_first in zip(packed.rotary, packs[0].rotary, strict=True):
+            assert torch.equal(of_stage[6:], of_stage[:4]), "positions start again with the second sample"
+            assert torch.equal(of_stage, of_first)
