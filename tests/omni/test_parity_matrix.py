@@ -39,14 +39,20 @@ REASONS: tuple[Callable[[Case], bool], ...] = (
     lambda case: case.encoder_tp > 1 and case.beside > 0 and case.boundary != "auto",
     lambda case: case.llm_sp == "dynamic" and case.encoder_tp > 1 and case.placement == "colocated",
     lambda case: case.llm_sp == "uniform" and case.cp > 1 and case.replicas > 1,
+    lambda case: case.placement == "colocated" and case.encoder_tp > case.arrangement().stage_size,
 )
 SINGLE_QUEUE = {
     case.name: case
     for reason in REASONS
     for case in [next(case for case in full_list() if case.pp > 1 and case.data == "mixed" and reason(case))]
 }
-# What only three values together show: the shards of one expert on ranks that differ in tp.
-BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts")]}
+# What only three values together show: the shards of one expert on ranks that differ in tp, and slots that
+# span stages because none holds one alone.
+SPANNING = (
+    Case(pp=2, encoder_tp=2),
+    Case(pp=4, encoder_tp=2, encoder_sp="dynamic", schedule="one_f_one_b", recompute="full"),
+)
+BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts"), *SPANNING]}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,14 @@ def assert_equals_one_rank(ranks: RankPool, folder: Path, case: Case, single_que
 @pytest.mark.parametrize("name", CASES | BEYOND_PAIRS)
 def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
     assert_equals_one_rank(ranks, folder, (CASES | BEYOND_PAIRS)[name])
+
+
+@pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
+def test_slots_of_these_cases_span_stages(folder: Path, case: Case) -> None:
+    (domain,) = plan_of(case, folder).domains
+    stages = {tuple(map(domain.stage, chunk.ranks[: chunk.tp])) for chunk in domain.chunks}
+    assert stages
+    assert all(first != last for first, last in stages), stages
 
 
 @pytest.mark.parametrize("name", SINGLE_QUEUE)
