@@ -13,7 +13,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni plan layout.llm.pp=2                plan a step, verify it, simulate its time
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
-  omni parity reference -- candidate       compare loss and every gradient of two configurations
+  omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
   omni data build --recipe quickstart      build, inspect and verify datasets; make traces
 """
 _COMMANDS = {
@@ -21,7 +21,7 @@ _COMMANDS = {
     "plan": "print, verify and simulate the plan of a step, without ranks",
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
-    "parity": "compare loss and gradients of two configurations",
+    "parity": "compare loss, norms and gradients of two configurations",
     "data": "build, inspect and verify datasets and traces",
 }
 

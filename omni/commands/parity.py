@@ -1,4 +1,4 @@
-"""`omni parity`: loss and every gradient of a candidate configuration against a reference."""
+"""`omni parity`: loss, norms and every gradient of a candidate configuration against a reference."""
 
 import argparse
 import sys
@@ -9,9 +9,10 @@ from omni.config import ConfigError
 
 NUM_SHOWN = 8
 _DESCRIPTION = """\
-Runs both configurations in fp32 from the same weights on the same samples and compares the loss and every
-gradient of the first step, then the weights after --steps steps. Overrides as for `omni train`, the
-reference's before `--`, the candidate's after; what stands before `--` applies to both.
+Runs both configurations in fp32 from the same weights on the same samples and compares the loss, the squared
+gradient norm of each component and every gradient of the first step, then the weights after --steps steps.
+Overrides as for `omni train`, the reference's before `--`, the candidate's after; what stands before `--`
+applies to both.
 
   omni parity --steps 3 launch.ranks=1 -- launch.ranks=2 layout=pp2
 """
@@ -53,7 +54,7 @@ def _compare(reference: list[str], candidate: list[str], steps: int) -> int:
         two = _measure(candidate, steps, Path(folder) / "candidate")
     failed = False
     for title, differences, tolerance in (
-        ("loss and gradients of step 1", compare(one, two), TOLERANCE),
+        ("loss, squared norms and gradients of step 1", compare(one, two), TOLERANCE),
         (f"weights after {steps} steps", compare_weights(one, two), WEIGHT_TOLERANCE),
     ):
         bad: list[Difference] = [d for d in differences if not d.relative <= tolerance]

@@ -1,17 +1,18 @@
-"""Parity: the same model and batch under two configurations, loss and every gradient compared.
+"""Parity: the same model and batch under two configurations, loss, norms and every gradient compared.
 
 Invariant (docs/architecture.md): under any layout, placement and policy, the loss and each parameter's
 gradient equal those of one rank in fp32, ‖a - b‖ / max(‖b‖, 1e-6 · global norm) ≤ 1e-5. Every capability of
 the platform is held against it, by `omni parity` and by the tests.
 
 A measurement takes the way that training takes. Gradients and weights are collected by canonical name from
-the shards that ranks own, so nothing is compared that the optimizer would not see.
+the shards that ranks own, so nothing is compared that the optimizer would not see. Squared norms are those
+that clip: with gradients that are equal they may still differ, if a rank counts what another has counted.
 """
 
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,11 +39,13 @@ OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.
 class Measurement:
     """Loss and gradients of the first step, and weights after the last, by "component/name".
 
+    `squares` are the squared norms of the summed gradients of the first step, of each component that trains.
     The biases of experts are among the weights. A parameter of which several ranks of a replica hold copies
     appears once for each, as "name@copy": copies must agree with the reference one by one.
     """
 
     loss: float
+    squares: Mapping[str, float]
     gradients: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
 
@@ -61,6 +64,7 @@ def measure(
     """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
     trainer = Trainer(job, folder, rank, device)
     loss, gradients = math.nan, None
+    squares: dict[str, float] = {}
     with trainer.ahead() as ahead:
         for step in range(1, steps + 1):
             prepared = ahead.take(step)
@@ -69,6 +73,9 @@ def measure(
             totals = trainer.totals(prepared, result, tombstones, stop=False)
             if step == 1:
                 loss = totals.loss
+                optimizer = trainer.rank.optimizer
+                by_name = zip(optimizer.names, totals.squares, strict=True)
+                squares = {name: square for name, square in by_name if name not in optimizer.frozen}
                 gradients = collect(trainer, partial(_gradient, totals.num_targets))
             trainer.update(step, totals)
             trainer.offer(ahead, step + PLANS_AHEAD)
@@ -76,7 +83,7 @@ def measure(
     buffers = collect_buffers(trainer)
     if gradients is None or weights is None or buffers is None:
         return None
-    return Measurement(loss, gradients, weights | buffers)
+    return Measurement(loss, squares, gradients, weights | buffers)
 
 
 def _gradient(targets: float, shard: Shard) -> torch.Tensor | None:
@@ -129,13 +136,26 @@ def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def compare(reference: Measurement, candidate: Measurement) -> list[Difference]:
-    """Relative differences of the loss and of every gradient, worst first.
+    """Relative differences of the loss, of each component's squared norm and of every gradient, worst first.
+
+    Only gradients have a "/" in their names.
 
     Raises:
-        AssertionError: if a parameter is missing on either side.
+        AssertionError: if a component or a parameter is missing on either side.
     """
-    loss = abs(candidate.loss - reference.loss) / abs(reference.loss)
-    return _worst_first([Difference("loss", loss), *_tensors(reference.gradients, candidate.gradients)])
+    loss = Difference("loss", abs(candidate.loss - reference.loss) / abs(reference.loss))
+    gradients = _tensors(reference.gradients, candidate.gradients)
+    return _worst_first([loss, *_squares(reference.squares, candidate.squares), *gradients])
+
+
+def _squares(reference: Mapping[str, float], candidate: Mapping[str, float]) -> Iterator[Difference]:
+    missing = set(reference) ^ set(candidate)
+    assert not missing, f"only on one side: {sorted(missing)}"
+    total = sum(reference.values())
+    for name, square in reference.items():
+        # The floor of `_tensors`, squared: a component without items has a norm of zero.
+        relative = abs(candidate[name] - square) / max(square, 1e-12 * total)
+        yield Difference(f"squared norm of {name}", relative)
 
 
 def compare_weights(reference: Measurement, candidate: Measurement) -> list[Difference]:

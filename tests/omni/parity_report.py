@@ -37,6 +37,8 @@ class Result:
     ranks: int
     seconds: float
     loss: float = math.inf
+    square: float = math.inf
+    square_of: str = ""
     gradient: float = math.inf
     gradient_of: str = ""
     weights: float = math.inf
@@ -50,7 +52,8 @@ class Result:
     @property
     def holds(self) -> bool:
         """Whether the case is within tolerance; nan is not."""
-        return self.loss <= TOLERANCE and self.gradient <= TOLERANCE and self.weights <= WEIGHT_TOLERANCE
+        first = (self.loss, self.square, self.gradient)
+        return all(x <= TOLERANCE for x in first) and self.weights <= WEIGHT_TOLERANCE
 
 
 def results(cases: Sequence[Case], cache: Path) -> Iterator[Result]:
@@ -86,6 +89,8 @@ def _result(ranks: RankPool, case: Case, folder: Path, references: dict[Case, Me
         case.world,
         time.perf_counter() - start,
         found.loss,
+        found.square.relative,
+        found.square.name.removeprefix("squared norm of "),
         found.gradient.relative,
         found.gradient.name,
         found.weights.relative,
@@ -178,10 +183,12 @@ def summary(whole: Mapping[Case, Result]) -> str:
     ]
     gradient = max(found, key=lambda result: result.gradient)
     loss = max(found, key=lambda result: result.loss)
+    square = max(found, key=lambda result: result.square)
     weights = max(found, key=lambda result: result.weights)
     lines += [
         f"| gradient | {power(gradient.gradient)} | {gradient.gradient_of} | {gradient.name} |",
         f"| loss | {power(loss.loss)} | | {loss.name} |",
+        f"| squared norm | {power(square.square)} | {square.square_of} | {square.name} |",
         f"| weights | {power(weights.weights)} | {weights.weights_of} | {weights.name} |",
         "",
         "| axis | worst gradient by value, and the number of cases that have it |",
@@ -228,7 +235,7 @@ SAYS = {
 PAGE = """\
 # Parity
 
-One model on one batch, under every combination of layouts: loss, every gradient and the weights after
+One model on one batch, under every combination of layouts: loss, norms, every gradient and the weights after
 {steps} steps equal those of one rank in fp32. `make parity` runs all of this page and writes it; `make test`
 runs the covering array; `omni parity` compares any two configurations.
 
@@ -236,9 +243,11 @@ runs the covering array; `omni parity` compares any two configurations.
 
 A measurement takes the way that training takes: planner, verifier, engine, distributed optimizer. Loss and
 gradients of the first step, and weights after step {steps}, are collected from the shards that ranks own, by
-names that do not depend on a layout. Every copy of a parameter is compared.
+names that do not depend on a layout. Every copy of a parameter is compared. Squared norms of the first
+step are those that clip its gradients.
 
 - Loss and gradients: ‖a − b‖ / max(‖b‖, 10⁻⁶ · global norm) ≤ {tolerance}, for each parameter by itself.
+- Squared gradient norm of each component, as the ranks count it together: |a − b| / b ≤ {tolerance}.
 - Weights: the same measure ≤ {weight_tolerance}, with AdamW at ε = 10⁻⁴, since Adam turns rounding into
   signs.
 - The model has 4 layers, 8 heads over 4 key/value heads and tied embeddings. Experts have no auxiliary loss;

@@ -117,11 +117,12 @@ def run(ranks: RankPool, config: Config, world: int, single_queue: bool = False)
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a measurement is from the reference: loss and the worst gradient of the first step, the worst
-    weights after the last.
+    """How far a measurement is from the reference: loss, the worst squared norm of a component and the worst
+    gradient of the first step, the worst weights after the last.
     """
 
     loss: float
+    square: Difference
     gradient: Difference
     weights: Difference
 
@@ -130,8 +131,9 @@ def distance(reference: Measurement, candidate: Measurement) -> Distance:
     """Compare two measurements; AssertionError if one has parameters that the other lacks."""
     differences = parity.compare(reference, candidate)
     (loss,) = (d.relative for d in differences if d.name == "loss")
-    gradient = next(d for d in differences if d.name != "loss")
-    return Distance(loss, gradient, parity.compare_weights(reference, candidate)[0])
+    square = next(d for d in differences if d.name.startswith("squared norm"))
+    gradient = next(d for d in differences if "/" in d.name)
+    return Distance(loss, square, gradient, parity.compare_weights(reference, candidate)[0])
 
 
 def narrowest_choices(rank: int, config: Config) -> list[float]:

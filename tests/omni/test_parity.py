@@ -1,9 +1,11 @@
-"""One model and one batch under two configurations: loss, every gradient, and weights after some steps.
+"""One model and one batch under two configurations: loss, norms, every gradient, weights after some steps.
 
 Layouts, placements and policies are the matter of `test_parity_matrix.py`. Here are models, routers and
 policies that need few of them, and what parity must not miss.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from omni.compose import compose_config
 from omni.config import Config
 from omni.training import inputs
 from omni.training.job import prepare_job
+from omni.training.optimizer import JointOptimizer
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.boundary import Ends, Route, make_ends
 
@@ -75,8 +78,28 @@ def shifted_ends(route: Route, rank: int, device: torch.device) -> Ends:
     return replace(ends, receive=ends.receive - 1)
 
 
-def run(ranks: RankPool, line: list[str], world: int, shift: bool = False) -> Measurement:
-    function = measure_shifted if shift else measure
+def measure_loud(rank: int, config: Config, world: int) -> Measurement | None:
+    """Count the squares of the image encoder 1.4 times in its norm."""
+    squares = JointOptimizer.squares
+
+    def louder(self: JointOptimizer) -> torch.Tensor:
+        found = squares(self)
+        found[self.names.index("image")] *= 1.4
+        return found
+
+    JointOptimizer.squares = louder
+    try:
+        return measure(rank, config, world)
+    finally:
+        JointOptimizer.squares = squares
+
+
+def run(
+    ranks: RankPool,
+    line: list[str],
+    world: int,
+    function: Callable[[int, Config, int], Measurement | None] = measure,
+) -> Measurement:
     return ranks.run(world, function, compose_config(line), world)[0]
 
 
@@ -116,8 +139,28 @@ def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
 def test_shifted_placeholders_are_caught(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     expected = reference(ranks, data, tmp_path, [])
     line = overrides(data, tmp_path / "candidate", "layout=pp2")
-    worst = compare(expected, run(ranks, line, 2, shift=True))[0]
+    worst = compare(expected, run(ranks, line, 2, measure_shifted))[0]
     assert worst.relative > 100 * TOLERANCE
+
+
+def test_a_wrong_norm_of_one_component_is_caught(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    expected = reference(ranks, data, tmp_path, [])
+    line = overrides(data, tmp_path / "candidate", "layout=pp2")
+    worst, *others = compare(expected, run(ranks, line, 2, measure_loud))
+    assert worst.name == "squared norm of image"
+    assert worst.relative == pytest.approx(0.4, rel=1e-3)
+    assert others[0].relative <= TOLERANCE, "the gradients themselves are right"
+
+
+def test_norms_are_those_of_the_gradients(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    """So that no layout can agree with a reference that is wrong itself: sums are targets times means."""
+    one = reference(ranks, data, tmp_path, [])
+    found = []
+    for component, square in one.squares.items():
+        own = [g for name, g in one.gradients.items() if name.startswith(component + "/")]
+        found.append(math.sqrt(square / sum(float(g.double().square().sum()) for g in own)))
+    assert len(found) == 2
+    assert found == pytest.approx([round(found[0])] * 2, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("frozen", ["image", "llm"])

@@ -72,6 +72,7 @@ def assert_equals_one_rank(ranks: RankPool, folder: Path, case: Case, single_que
     candidate = run(ranks, configure(case, folder), case.world, single_queue)
     found = distance(_references[alone], candidate)
     assert found.loss <= TOLERANCE
+    assert found.square.relative <= TOLERANCE, found.square
     assert found.gradient.relative <= TOLERANCE, found.gradient
     assert found.weights.relative <= WEIGHT_TOLERANCE, found.weights
 
