@@ -1,6 +1,11 @@
-"""A checkpoint of one layout under every other: weights and Adam's state to the bit, nothing owned twice."""
+"""A checkpoint of one layout under every other: weights, Adam's state and the bias of experts to the bit,
+nothing owned twice.
+"""
 
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +17,73 @@ from small import overrides, write_mixed
 from infra.checkpoint import latest_checkpoint
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
+from omni.models.moe import expert_biases
 from omni.models.regions import named_parameters
 from omni.training.job import prepare_job
-from omni.training.state import MOMENTS
+from omni.training.parity import collect
+from omni.training.state import MOMENTS, Shard
 from omni.training.trainer import Trainer
 
 ENCODER_TP2 = "+layout.encoders.image.tp=2"
-WRITTEN = (4, ["layout.llm.tp=2", ENCODER_TP2])  # and dp2
-OTHERS = {
-    "one rank": (1, []),
-    "tp4": (4, ["layout.llm.tp=4"]),
-    "pp2 tp2": (4, ["layout.llm.pp=2", "layout.llm.tp=2", ENCODER_TP2]),
-    "dp3": (3, []),
-    "beside dp2+1": (3, ["placement=disaggregated"]),
-    "beside pp2+2": (4, ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2", ENCODER_TP2]),
-    "stage0 pp3": (3, ["layout.llm.pp=3", "system=stage0"]),
+Layout = tuple[int, list[str]]  # ranks, and how they are used
+TP2_EP4 = (4, ["layout.llm.tp=2", "layout.llm.ep=4", ENCODER_TP2])  # and dp2
+PP2_EP2 = (4, ["layout.llm.pp=2", "layout.llm.ep=2", "layout.domain=2"])  # and dp2
+MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model adds to the command line, the layout that writes it and those that load it."""
+
+    more: tuple[str, ...]
+    written: Layout
+    others: dict[str, Layout]
+
+
+MODELS = {
+    "dense": Model(
+        (),
+        (4, ["layout.llm.tp=2", ENCODER_TP2]),  # and dp2
+        {
+            "one rank": (1, []),
+            "tp4": (4, ["layout.llm.tp=4"]),
+            "pp2 tp2": (4, ["layout.llm.pp=2", "layout.llm.tp=2", ENCODER_TP2]),
+            "cp2 tp2": (4, ["layout.llm.cp=2", "layout.llm.tp=2"]),
+            "dp3": (3, []),
+            "beside dp2+1": (3, ["placement=disaggregated"]),
+            "beside pp2+2": (
+                4,
+                ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2", ENCODER_TP2],
+            ),
+            "stage0 pp3": (3, ["layout.llm.pp=3", "system=stage0"]),
+        },
+    ),
+    "untied": Model(
+        ("model.llm.tied=false", "model.llm.qkv_bias=true", "model.llm.norm=LayerNorm"),
+        (2, ["layout.llm.pp=2"]),
+        {"tp2": (2, ["layout.llm.tp=2"])},
+    ),
+    "experts": Model(
+        (MOE,),
+        TP2_EP4,
+        {
+            "one rank": (1, []),
+            "tp4 ep2": (4, ["layout.llm.tp=4", "layout.llm.ep=2"]),
+            "pp2 ep2": PP2_EP2,
+        },
+    ),
+    "experts bf16": Model(
+        (MOE, "train.precision=bf16"),
+        PP2_EP2,
+        {"tp2 ep4": TP2_EP4, "cp2 ep2": (2, ["layout.llm.cp=2", "layout.llm.ep=2"])},
+    ),
 }
+MOVES = [(model, layout) for model in MODELS for layout in MODELS[model].others]
+STATE = ("main", *MOMENTS)
 Tensors = dict[str, dict[str, torch.Tensor]]
 
 
-def line(data: Path, folder: Path, more: list[str]) -> list[str]:
+def line(data: Path, folder: Path, *more: str) -> list[str]:
     own = ["model.llm.kv_heads=4", "train.steps=2", "train.checkpoint_every=2", "train.eval_every=0"]
     return overrides(data, folder, *own, *more)
 
@@ -41,34 +93,61 @@ def make_trainer(rank: int, keys: list[str], world: int) -> Trainer:
     return Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu"))
 
 
-def _train(rank: int, keys: list[str], world: int) -> None:
-    make_trainer(rank, keys, world).run()
+def _train(rank: int, keys: list[str], world: int) -> list[dict[str, torch.Tensor] | None]:
+    """Train, and return on rank 0 what the ranks have of weights and each moment, past any checkpoint."""
+    trainer = make_trainer(rank, keys, world)
+    trainer.run()
+
+    def held(shard: Shard, key: str) -> torch.Tensor:
+        return shard.main if key == "main" else shard.adam[key]
+
+    return [collect(trainer, partial(held, key=key)) for key in STATE]
 
 
 def _load_and_save(rank: int, keys: list[str], world: int, expected: Path) -> list[str]:
-    """Load the folder's checkpoint, save it again, and name the weights here that are not `expected`."""
+    """Load the folder's checkpoint, save it again, and name what is not as `expected` of this rank's weights,
+    and of its biases of experts, which every rank of a stage holds and one of them saves.
+    """
     trainer = make_trainer(rank, keys, world)
     assert trainer.restore() == 2
-    full = torch.load(expected, weights_only=True)
+    full, biases = torch.load(expected, weights_only=True)
     wrong = []
+    if (stage := trainer.rank.stage) is not None:
+        own = expert_biases(stage.model, stage.numbering.first_layer)
+        wrong += [name for name, bias in own.items() if not torch.equal(bias, biases[name])]
     for component, optimizer in trainer.rank.components.items():
         for named in named_parameters(optimizer.module, trainer.rank.names[component]):
             value = full[f"{component}/{named.name}"]["main"].reshape(named.region.shape)
-            if not torch.equal(named.parameter, named.region.cut(value)):
+            if not torch.equal(named.parameter, named.region.cut(value).to(named.parameter.dtype)):
                 wrong.append(f"{component}/{named.name}")
     trainer.save()
     return wrong
 
 
-def read(folder: Path) -> tuple[Tensors, int]:
-    """Assemble what a run's last checkpoint holds, and count the elements that its files hold."""
+@dataclass(frozen=True)
+class Saved:
+    """What a run's last checkpoint holds: parameters put together, biases of experts, and how many elements
+    of parameters its files hold.
+    """
+
+    full: Tensors
+    biases: dict[str, torch.Tensor]
+    held: int
+
+
+def read(folder: Path) -> Saved:
+    """Put together what a run's last checkpoint holds."""
     full: Tensors = {}
+    biases: dict[str, torch.Tensor] = {}
     held = 0
     for file in sorted(latest_checkpoint(folder / "checkpoints").glob("rank_*.pt")):
-        for shard in torch.load(file, weights_only=True)["shards"]:
+        state = torch.load(file, weights_only=True)
+        for shard in state["shards"]:
             held += shard["main"].numel()
             _place(full.setdefault(f"{shard['component']}/{shard['name']}", {}), shard)
-    return full, held
+        assert not biases.keys() & state["buffers"].keys(), "saved twice"
+        biases |= state["buffers"]
+    return Saved(full, biases, held)
 
 
 def _place(parameter: dict[str, torch.Tensor], shard: dict[str, Any]) -> None:
@@ -77,7 +156,7 @@ def _place(parameter: dict[str, torch.Tensor], shard: dict[str, Any]) -> None:
     runs = [torch.arange(start, start + length) for start, length in shard["runs"]]
     places = numbers.index_select(shard["dim"], torch.cat(runs)).flatten()
     places = places[shard["start"] : shard["start"] + shard["main"].numel()]
-    for key in ("main", *MOMENTS):
+    for key in STATE:
         whole = parameter.setdefault(key, torch.full((numbers.numel(),), torch.nan))
         assert whole[places].isnan().all(), "saved twice"
         whole[places] = shard[key].flatten()
@@ -85,12 +164,16 @@ def _place(parameter: dict[str, torch.Tensor], shard: dict[str, Any]) -> None:
     assert float(step) == shard["step"] == 2.0
 
 
-def assert_same(one: Tensors, two: Tensors) -> None:
-    assert one.keys() == two.keys()
-    for name, parameter in one.items():
+def assert_same(one: Saved, two: Saved) -> None:
+    assert one.full.keys() == two.full.keys()
+    for name, parameter in one.full.items():
         for key, value in parameter.items():
             assert not value.isnan().any(), f"{key} of {name} is not all saved"
-            assert torch.equal(value, two[name][key]), f"{key} of {name}"
+            assert torch.equal(value, two.full[name][key]), f"{key} of {name}"
+    assert one.biases.keys() == two.biases.keys()
+    for name, bias in one.biases.items():
+        assert torch.equal(bias, two.biases[name]), name
+    assert one.held == two.held
 
 
 @pytest.fixture(scope="module")
@@ -100,44 +183,66 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class Written:
+    """A run whose checkpoint other layouts load: what its ranks had of weights and moments in the end, and
+    `full`, a file with what is to be found in the checkpoint.
+    """
+
+    model: Model
+    trained: list[dict[str, torch.Tensor]]
+    folder: Path
+    full: Path
+
+
 @pytest.fixture(scope="module")
-def written(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run whose checkpoint the others load, with its tensors in one file beside it."""
-    folder = tmp_path_factory.mktemp("written")
-    world, more = WRITTEN
-    ranks.run(world, _train, line(data, folder, more), world)
-    torch.save(read(folder)[0], folder / "full.pt")
-    return folder
+def write(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+    """The run of a model by its name, trained once for all tests."""
+
+    @cache
+    def write(name: str) -> Written:
+        model, folder = MODELS[name], tmp_path_factory.mktemp("written")
+        world, layout = model.written
+        trained = ranks.run(world, _train, line(data, folder, *model.more, *layout), world)[0]
+        saved = read(folder)
+        torch.save((saved.full, saved.biases), folder / "full.pt")
+        return Written(model, trained, folder, folder / "full.pt")
+
+    return write
 
 
-def moved(
-    ranks: RankPool, data: Path, source: Path, target: Path, world: int, more: list[str], full: Path
-) -> None:
+def moved(ranks: RankPool, data: Path, source: Path, target: Path, written: Written, layout: Layout) -> None:
     """Load the checkpoint of `source` under another layout and save it in `target`."""
     shutil.copytree(source / "checkpoints", target / "checkpoints")
-    wrong = ranks.run(world, _load_and_save, line(data, target, more), world, full)
+    world, more = layout
+    keys = line(data, target, *written.model.more, *more)
+    wrong = ranks.run(world, _load_and_save, keys, world, written.full)
     assert wrong == [[]] * world
 
 
-def test_every_element_is_saved_once(written: Path) -> None:
-    full, held = read(written)
-    assert held == sum(parameter["main"].numel() for parameter in full.values())
-    assert {name.partition("/")[0] for name in full} == {"llm", "image"}
-    assert all(parameter["exp_avg"].any() for parameter in full.values())
+@pytest.mark.parametrize("model", MODELS)
+def test_every_element_is_saved_once_and_exactly(write: Callable[[str], Written], model: str) -> None:
+    written = write(model)
+    saved = read(written.folder)
+    assert saved.held == sum(parameter["main"].numel() for parameter in saved.full.values())
+    assert {name.partition("/")[0] for name in saved.full} == {"llm", "image"}
+    assert all(parameter["exp_avg"].any() for parameter in saved.full.values())
+    for key, tensors in zip(STATE, written.trained, strict=True):
+        assert {name.partition("@")[0] for name in tensors} == saved.full.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, saved.full[name.partition("@")[0]][key]), f"{key} of {name}"
+    with_experts = [1, 2, 3] if MOE in written.model.more else []
+    assert sorted(saved.biases) == [f"decoder.layers.{n}.mlp.router.expert_bias" for n in with_experts]
+    assert all(bias.any() for bias in saved.biases.values()), "no bias has moved"
 
 
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize(("model", "layout"), MOVES)
 def test_it_loads_under_another_layout_and_back(
-    ranks: RankPool, data: Path, written: Path, tmp_path: Path, layout: str
+    ranks: RankPool, data: Path, write: Callable[[str], Written], tmp_path: Path, model: str, layout: str
 ) -> None:
-    world, more = OTHERS[layout]
-    expected, elements = read(written)
-    full = written / "full.pt"
-    moved(ranks, data, written, tmp_path / "there", world, more, full)
-    there, held = read(tmp_path / "there")
-    assert_same(expected, there)
-    assert held == elements
-    moved(ranks, data, tmp_path / "there", tmp_path / "back", *WRITTEN, full)
-    back, held = read(tmp_path / "back")
-    assert_same(expected, back)
-    assert held == elements
+    written = write(model)
+    there, back = tmp_path / "there", tmp_path / "back"
+    moved(ranks, data, written.folder, there, written, written.model.others[layout])
+    assert_same(read(written.folder), read(there))
+    moved(ranks, data, there, back, written, written.model.written)
+    assert_same(read(written.folder), read(back))
