@@ -296,6 +296,43 @@ def test_two_encoders_equal_one_rank(
     assert_equal(expected, run(ranks, line_of(data, tmp_path / "candidate", *more), world))
 
 
+def of_encoders(image: int, audio: int) -> list[str]:
+    return [f"+layout.encoders.image.tp={image}", f"+layout.encoders.audio.tp={audio}"]
+
+
+TP2_PP2 = ["layout.llm.tp=2", "layout.llm.pp=2"]
+BESIDE = ["layout.llm.tp=2", "placement=disaggregated"]
+OWN_LAYOUTS = {
+    "tp2 pp2, image tp2": (4, [*TP2_PP2, *of_encoders(2, 1)]),
+    "tp2 pp2, audio tp2": (4, [*TP2_PP2, *of_encoders(1, 2)]),
+    "pp2 dp2, audio tp2 one_f_one_b": (4, ["layout=pp2", "pipeline=one_f_one_b", *of_encoders(1, 2)]),
+    "tp2 beside 2, image tp2": (4, [*BESIDE, "placement.ranks=2", *of_encoders(2, 1)]),
+    "tp2 pp2 beside 2, audio tp2": (6, [*BESIDE, "layout.llm.pp=2", "placement.ranks=2", *of_encoders(1, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", OWN_LAYOUTS)
+def test_encoders_with_layouts_of_their_own_equal_one_rank(
+    ranks: RankPool, data: Path, tmp_path: Path, case: str
+) -> None:
+    world, more = OWN_LAYOUTS[case]
+    expected = reference(ranks, data, tmp_path)
+    assert_equal(expected, run(ranks, line_of(data, tmp_path / "candidate", *more), world))
+
+
+@pytest.mark.parametrize("case", OWN_LAYOUTS)
+def test_in_these_layouts_slots_of_both_encoders_have_items(data: Path, tmp_path: Path, case: str) -> None:
+    world, more = OWN_LAYOUTS[case]
+    job = prepare_job(compose_config(line_of(data, tmp_path, *more)), world)
+    chunks = [chunk for domain in job.planner.next_step(1, 0).domains for chunk in domain.chunks]
+    sizes = {
+        component: {c.tp for c in chunks if c.component == component} for component in ("audio", "image")
+    }
+    assert sizes == {name: {layout.tp} for name, layout in job.config.layout.encoders.items()}
+    ones = {c.ranks for c in chunks if c.tp == 1}
+    assert len(ones) > 1, "the encoder with tp1 is on several slots"
+
+
 def test_every_weight_of_both_encoders_learns(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     gradients = reference(ranks, data, tmp_path).gradients
     for component in ("audio", "image"):
