@@ -257,7 +257,9 @@ step are those that clip its gradients.
   share sequences this short. Tests assert all of this for each case of the covering array.
 
 `tests/omni/test_parity.py` has what needs few layouts: untied embeddings, biases, LayerNorm, other routers,
-frozen components, bf16, and that placeholders shifted by one fail.
+frozen components, bf16, and that placeholders shifted by one fail, as does a norm counted wrong.
+`tests/omni/test_parity_matrix.py` adds what no pair of values shows: an expert whose shards lie on ranks that
+differ in tp, and encoder slots that span pipeline stages.
 
 ## Axes
 
