@@ -5,6 +5,7 @@ by name on the command line. OmegaConf cannot add an entry to a mapping of datac
 entries are untyped while a configuration is composed; `MAPPINGS` says what each becomes afterwards.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +17,15 @@ class ConfigError(ValueError):
 
 
 def require(section: str, config: Any, *keys: str, least: float = 1) -> None:
-    """Refuse numbers below `least`, naming the key.
+    """Refuse numbers below `least`, and those that are not finite, naming the key.
 
     Raises:
-        ConfigError: for the first of `keys` whose value is too small; None passes.
+        ConfigError: for the first of `keys` whose value is no such number; None passes.
     """
     for key in keys:
         value = getattr(config, key)
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"{section}.{key}={value}: must be a finite number")
         if value is not None and value < least:
             raise ConfigError(f"{section}.{key}={value}: must be at least {least:g}")
 

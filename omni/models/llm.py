@@ -70,7 +70,8 @@ class MicrobatchInputs:
 def check_llm(config: LLMConfig) -> None:
     """Raise ConfigError for sizes that do not fit together."""
     check_transformer("model.llm", config, rotary_axes=1)
-    require("model.llm", config, "kv_heads", "vocab_multiple")
+    require("model.llm", config, "kv_heads", "vocab_multiple", "loss_chunk", "rotary_base")
+    require("model.llm", config, "norm_eps", least=1e-20)
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
 

@@ -33,6 +33,7 @@ def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int) ->
             raise ConfigError(
                 f"optim.components.{name}: there is no such component; there are {', '.join(components)}"
             )
+        require(f"optim.components.{name}", component, "lr_scale", least=0)
         for span in component.frozen:
             if len(span) != 2 or not 0 <= span[0] < span[1]:
                 raise ConfigError(

@@ -193,11 +193,42 @@ def test_layouts_that_fit_are_accepted(data, ranks, keys, described):
         "cluster.efficiency",
         "cluster.memory_bytes_per_s",
         "cluster.link_bytes_per_s",
+        "model.llm.loss_chunk",
+        "model.llm.rotary_base",
+        "model.llm.norm_eps",
+        "model.encoders.image.rotary_base",
+        "model.encoders.image.std",
     ],
 )
 def test_a_size_of_zero_is_refused_by_name(data, key):
     message = refused(data, f"{key}=0")
     assert f"{key.rpartition('.')[2]}=0" in message
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("model.llm.norm_eps", "-1"),
+        ("model.llm.rotary_base", "nan"),
+        ("model.encoders.image.mean", "nan"),
+        ("model.encoders.image.std", "-0.5"),
+        ("+optim.components.image.lr_scale", "-1"),
+        ("+optim.components.llm.lr_scale", "nan"),
+        ("optim.lr", "nan"),
+        ("optim.lr", "inf"),
+        ("optim.lr", "-0.001"),
+        ("optim.clip", "-1"),
+        ("optim.beta2", "nan"),
+        ("optim.beta1", "1.0"),
+        ("optim.weight_decay", "inf"),
+        ("train.timeout_s", "nan"),
+        ("data.max_error_share", "nan"),
+    ],
+)
+def test_a_number_that_would_spoil_the_weights_is_refused_by_name(data, key, value):
+    message = refused(data, f"{key}={value}")
+    assert f"{key.rpartition('.')[2]}={value}" in message
+    assert "must" in message
 
 
 def test_entries_of_mappings_can_be_added_by_name(data):

@@ -146,6 +146,7 @@ def test_the_encoder_is_registered_and_refuses_sizes_that_do_not_fit() -> None:
         ({"hidden": 12, "heads": 4}, "hidden=12"),
         ({"recompute": "some"}, "recompute=some"),
         ({"merge": 0}, "merge=0"),
+        ({"rotary_base": 0.0}, "rotary_base=0"),
         ({"hop": 401}, "hop=401"),
         ({"mels": 200}, "mels=200: .* silent; lower mels"),
         ({"colour": 1}, "colour"),

@@ -58,7 +58,8 @@ class TimeSeriesEncoder:
     modality = "timeseries"
 
     def __init__(self, config: TimeSeriesConfig) -> None:
-        require("encoder", config, "layers", "hidden", "heads", "ffn", "channels", "patch", "merge")
+        require("encoder", config, "layers", "hidden", "heads", "ffn")
+        require("encoder", config, "channels", "patch", "merge", "rotary_base")
         if config.hidden % (2 * config.heads):
             raise ConfigError(
                 f"encoder hidden={config.hidden}, heads={config.heads}: rotary needs an even head size"

@@ -70,7 +70,7 @@ class AudioEncoder:
 
     def __init__(self, config: AudioConfig) -> None:
         check_transformer("encoder", config, rotary_axes=1)
-        require("encoder", config, "sample_rate", "n_fft", "hop", "mels", "merge")
+        require("encoder", config, "sample_rate", "n_fft", "hop", "mels", "merge", "rotary_base")
         if config.hop > config.n_fft:
             raise ConfigError(
                 f"encoder hop={config.hop}, n_fft={config.n_fft}: samples between frames would be lost; "

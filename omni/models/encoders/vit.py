@@ -67,7 +67,9 @@ class ViTEncoder:
 
     def __init__(self, config: ViTConfig) -> None:
         check_transformer("encoder", config, rotary_axes=2)
-        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens")
+        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens", "rotary_base")
+        require("encoder", config, "mean", least=-math.inf)
+        require("encoder", config, "std", least=1e-6)
         if config.channels not in (1, 3):
             raise ConfigError(f"encoder channels={config.channels}: choose 1 (grey) or 3 (colour)")
         if config.taps != sorted(set(config.taps)) or not set(config.taps) <= set(range(1, config.layers)):
