@@ -212,7 +212,10 @@ class ComponentOptimConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule: linear warm-up, then cosine or WSD (stable, then linear decay) to `min_lr`."""
+    """AdamW and its schedule: linear warm-up, then cosine or WSD (stable, then linear decay) to `min_lr`.
+
+    `max_skipped` steps in a row without an update, because their gradient norm was not finite, end the run.
+    """
 
     lr: float = MISSING
     min_lr: float = 0.0
@@ -224,6 +227,7 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+    max_skipped: int = 10
     components: dict[str, Any] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int) ->
         raise ConfigError(f"optim.schedule={config.schedule}: choose one of {', '.join(SCHEDULES)}")
     require("optim", config, "lr", "min_lr", "weight_decay", "clip", least=0)
     require("optim", config, "eps", least=1e-20)
+    require("optim", config, "max_skipped")
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(config, key) < 1:
             raise ConfigError(f"optim.{key}={getattr(config, key)}: must lie in [0, 1)")

@@ -6,6 +6,7 @@ in the plan; everything a rank does is in its op list.
 """
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -43,6 +44,10 @@ class BadDataError(RuntimeError):
     """More bad data than the configuration allows; the message names the items."""
 
 
+class NoUpdateError(RuntimeError):
+    """Too many steps in a row updated nothing; the message says why, and where to look."""
+
+
 class Trainer:
     """One rank of a run. `run` trains from the folder's last checkpoint, or from the start, to the end."""
 
@@ -60,6 +65,7 @@ class Trainer:
         self.step = 0
         self.cursor = 0
         self.progression = Progression()
+        self.skipped_in_a_row = 0
         self.expert_load = torch.zeros((), device=device)
 
     def run(self) -> None:
@@ -83,6 +89,7 @@ class Trainer:
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if totals.stop else self.evaluate(step)
                 report.step(prepared, result, totals, self.rank.optimizer, step_s, heldout)
+                self.check_updates(totals)
                 if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
                 if totals.stop:
@@ -178,6 +185,7 @@ class Trainer:
         self.step, self.cursor = plan.step, plan.next_cursor
         self.progression.tokens += sum(sample.length for sample in plan.samples)
         self.progression.skipped_steps += not updated
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         self.progression.dropped += len(plan.skipped)
         self.progression.tombstones += totals.tombstones
         seen = self.cursor
@@ -188,6 +196,20 @@ class Trainer:
                 f"or raise the share"
             )
         self.watchdog.beat()
+
+    def check_updates(self, totals: Totals) -> None:
+        """Stop a run that no longer learns. The totals are those of all ranks, so all stop at the same step."""
+        if self.skipped_in_a_row < self.config.optim.max_skipped:
+            return
+        norms = self.rank.optimizer.norms(totals)
+        bad = ", ".join(f"{name} {norm}" for name, norm in norms.items() if not math.isfinite(norm))
+        cause = f"the gradient norm is not finite ({bad})" if totals.num_targets else "it has no target token"
+        raise NoUpdateError(
+            f"step {self.step} updates nothing, because {cause}, and neither did any of the last "
+            f"optim.max_skipped={self.config.optim.max_skipped} steps. Look at loss/train and "
+            f"optim/grad_norm/<component> in {self.folder.metrics}, and at the data of the first skipped "
+            f"step. Then train in a new run folder, with mended data, a lower optim.lr or a longer warm-up."
+        )
 
     def check_failures(self, prepared: Prepared) -> None:
         """Apply `data.on_error` to items of this rank that could not be decoded."""

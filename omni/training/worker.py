@@ -18,7 +18,7 @@ from infra.run_folder import RunFolder
 from omni.compose import load_config
 from omni.config import ConfigError
 from omni.training.job import Job, prepare_job
-from omni.training.trainer import BadDataError, Trainer
+from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
 from parallel.layout import LayoutError
@@ -57,7 +57,7 @@ def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
     except (ConfigError, LayoutError, DataError) as error:
         print(f"rank {rank}: error: {error}", file=sys.stderr)
         code = 2
-    except (BadDataError, CheckpointError, DivergenceError) as error:
+    except (BadDataError, CheckpointError, DivergenceError, NoUpdateError) as error:
         print(f"rank {rank} failed: {error}", file=sys.stderr)
         code = 1
     except BaseException:

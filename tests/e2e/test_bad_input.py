@@ -100,6 +100,7 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["tracking.kind=mlflow"], ["tracking", "mlflow", "jsonl, wandb"]),
         (["tracking.mode=sometimes"], ["tracking.mode=sometimes", "offline"]),
         (["model.llm.recompute=some"], ["model.llm.recompute=some", "none", "full"]),
+        (["optim.max_skipped=0"], ["optim.max_skipped=0", "at least 1"]),
         (["train.timeout_s=0"], ["timeout_s=0"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",

@@ -20,7 +20,7 @@ from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.job import prepare_job
 from omni.training.planner import Policies
-from omni.training.trainer import Trainer
+from omni.training.trainer import NoUpdateError, Trainer
 from parallel.consensus import DivergenceError
 from parallel.waiting import StallError
 
@@ -191,3 +191,59 @@ def test_a_step_without_targets_is_skipped_and_counted(ranks: RankPool, tmp_path
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [m["optim/skipped_steps"] for m in metrics] == [1, 2, 3]
     assert all(math.isnan(m["loss/train"]) for m in metrics)
+
+
+def _train_until_no_update(rank: int, line: list[str], world: int, spoiled: str) -> tuple[int, str]:
+    """Train with weights of one component that are not finite on any rank."""
+    trainer = make_trainer(rank, line, world)
+    if spoiled in trainer.rank.components:
+        for parameter in trainer.rank.components[spoiled].module.parameters():
+            parameter.data.fill_(math.nan)
+    try:
+        trainer.run()
+    except NoUpdateError as error:
+        return trainer.step, str(error)
+    return trainer.step, ""
+
+
+def test_steps_in_a_row_without_an_update_end_the_run_on_all_ranks(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    line = overrides(data, tmp_path, "layout=pp2", "system=stage0", "train.steps=9", "optim.max_skipped=4")
+    found = ranks.run(2, _train_until_no_update, line, 2, "image")
+    assert [step for step, _ in found] == [4, 4]
+    assert found[0] == found[1]
+    for word in ("step 4", "optim.max_skipped=4", "image nan", "optim.lr", "metrics.jsonl"):
+        assert word in found[0][1]
+    # The last step is in the records too: they are what the message tells to look at.
+    assert [m["optim/skipped_steps"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def _skips(rank: int, line: list[str], updated: list[bool]) -> list[int]:
+    trainer = make_trainer(rank, line, 1)
+    out = []
+    with trainer.ahead() as ahead:
+        prepared = ahead.take(1)
+        result, tombstones = trainer.execute(prepared)
+        totals = trainer.totals(prepared, result, tombstones, False)
+        for each in updated:
+            trainer.advance(prepared, totals, each)
+            trainer.check_updates(totals)
+            out.append(trainer.skipped_in_a_row)
+    return out
+
+
+def test_an_update_between_them_begins_the_count_anew(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    line = overrides(data, tmp_path, "optim.max_skipped=3")
+    updated = [False, False, True, False, False, True, False]
+    assert ranks.run(1, _skips, line, updated)[0] == [1, 2, 0, 1, 2, 0, 1]
+
+
+def test_steps_without_targets_end_the_run_too(ranks: RankPool, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "data", ByteTokenizer()) as writer:
+        for i in range(4):
+            writer.add(Sample(str(i), "nothing to learn", targets=()))
+    line = overrides(tmp_path / "data", tmp_path / "run", "optim.max_skipped=2", samples=2)
+    ((step, message),) = ranks.run(1, _train_until_no_update, line, 1, "none")
+    assert step == 2
+    assert "no target token" in message
