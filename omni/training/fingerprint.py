@@ -1,6 +1,7 @@
 """What must not change when a run continues: its data, its model and how it learns."""
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ from dataloader.index import Index
 from infra.checkpoint import CheckpointError
 from omni.training.job import Job
 
+# Keys of the model and the optimizer that decide only memory and time, or when to give up.
+_FREE = re.compile(r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped")
+
 
 def fingerprint(job: Job) -> dict[str, Any]:
     """Return the parts of a run that decide its samples and its losses, as flat plain values.
 
-    Layout, policies, cadence, tracking and the number of steps are left out: they may change on resume.
+    Layout, policies, cadence, tracking, the number of steps and what `_FREE` names are left out: they may
+    change on resume.
     """
     config: Any = OmegaConf.to_container(OmegaConf.structured(job.config))
     parts = {key: config[key] for key in ("model", "optim")}
@@ -42,7 +47,7 @@ def fingerprint(job: Job) -> dict[str, Any]:
             )
         },
     }
-    return dict(sorted(_flatten(parts, "")))
+    return {key: value for key, value in sorted(_flatten(parts, "")) if not _FREE.fullmatch(key)}
 
 
 def _content(index: Index) -> str:
@@ -64,6 +69,7 @@ def check_fingerprint(saved: dict[str, Any], current: dict[str, Any], path: Path
         f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
         for key in sorted(set(saved) | set(current))
         if saved.get(key) != current.get(key)
+        and not _FREE.fullmatch(key)  # older checkpoints name free keys too
     ]
     if differences:
         raise CheckpointError(

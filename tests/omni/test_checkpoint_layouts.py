@@ -28,6 +28,13 @@ ENCODER_TP2 = "+layout.encoders.image.tp=2"
 Layout = tuple[int, list[str]]  # ranks, and how they are used
 TP2_EP4 = (4, ["layout.llm.tp=2", "layout.llm.ep=4", ENCODER_TP2])  # and dp2
 PP2_EP2 = (4, ["layout.llm.pp=2", "layout.llm.ep=2", "layout.domain=2"])  # and dp2
+RECOMPUTED = [
+    "layout.llm.pp=2",
+    "model.llm.recompute=full",
+    "model.encoders.image.recompute=selective",
+    "model.llm.loss_chunk=16",
+    "optim.max_skipped=3",
+]
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
 
 
@@ -55,6 +62,7 @@ MODELS = {
                 4,
                 ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2", ENCODER_TP2],
             ),
+            "pp2 recomputed": (2, RECOMPUTED),
             "stage0 pp3": (3, ["layout.llm.pp=3", "system=stage0"]),
         },
     ),
