@@ -198,7 +198,7 @@ class Trainer:
         self.watchdog.beat()
 
     def check_updates(self, totals: Totals) -> None:
-        """Stop a run that no longer learns. The totals are those of all ranks, so all stop at the same step."""
+        """Stop a run that no longer learns: all ranks at the same step, since all have the same totals."""
         if self.skipped_in_a_row < self.config.optim.max_skipped:
             return
         norms = self.rank.optimizer.norms(totals)
