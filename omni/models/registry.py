@@ -7,7 +7,9 @@ An encoder lives wherever its author likes. It is found by name through the entr
     model.encoders.radar: {_target_: mypkg.RadarEncoder, ...}     # any importable one
 """
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from parallel.packed import PackedTokens, Sharding
 
 GROUP = "omni.encoders"
+_OWN_KEY = re.compile(r"(?<![\w.])encoder\.(?=\w)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Attention:
 
 
 class Encoder(Protocol):
-    """The contract. An object is made from the encoder's configuration and holds no weights.
+    """The contract. An object is made from the encoder's configuration and holds no weights; it raises
+    ConfigError for one that cannot be, calling its keys `encoder.<key>`: what an encoder is called in a model
+    it does not know, and `naming` puts there.
 
     Rows replace the embeddings of an item's placeholders. An encoder with an attribute `attach`, names of
     attach points such as ("llm.embed", "llm.layers.2"), puts out as many rows for each of them, one point
@@ -140,8 +145,20 @@ def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"{key}: {first} (the encoder's keys are {_keys(cls)})") from error
-    encoder: Encoder = cls(config)
+    with naming(component):
+        encoder: Encoder = cls(config)
     return encoder
+
+
+@contextlib.contextmanager
+def naming(component: str) -> Iterator[None]:
+    """Say `model.encoders.<component>.<key>` in a ConfigError of an encoder that says `encoder.<key>`."""
+    try:
+        yield
+    except ConfigError as error:
+        section = f"encoders.{component}"
+        message = _OWN_KEY.sub(f"model.{section}.", str(error))
+        raise ConfigError(message if section in message else f"model.{section}: {message}") from error
 
 
 def registered() -> list[str]:

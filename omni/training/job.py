@@ -26,7 +26,7 @@ from omni.models.llm import (
     llm_work,
     output_flops,
 )
-from omni.models.registry import Encoder, attach_of, make_encoder
+from omni.models.registry import Encoder, attach_of, make_encoder, naming
 from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
 from omni.training.pools import UNIFORM, sharing_of
 from omni.training.schedules import check_optim, frozen_components
@@ -107,7 +107,8 @@ def prepare_job(config: Config, world: int) -> Job:
     check_llm_layout(config.model.llm, arrangement.llm, tokenizer.vocab_size)
     for name, tp in arrangement.encoder_tp.items():
         if tp > 1:
-            encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+            with naming(name):
+                encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))

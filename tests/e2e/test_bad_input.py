@@ -203,7 +203,7 @@ def test_layouts_that_fit_are_accepted(data, ranks, keys, described):
 )
 def test_a_size_of_zero_is_refused_by_name(data, key):
     message = refused(data, f"{key}=0")
-    assert f"{key.rpartition('.')[2]}=0" in message
+    assert f"{key}=0" in message
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_size_of_zero_is_refused_by_name(data, key):
 )
 def test_a_number_that_would_spoil_the_weights_is_refused_by_name(data, key, value):
     message = refused(data, f"{key}={value}")
-    assert f"{key.rpartition('.')[2]}={value}" in message
+    assert f"{key.removeprefix('+')}={value}" in message
     assert "must" in message
 
 

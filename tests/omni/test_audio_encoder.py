@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from ranks import RankPool
-from small import overrides
+from small import overrides, write_mixed
 from sound import chirp, encoded, recording, tone
 from test_parity import assert_equal, run
 
@@ -153,6 +153,21 @@ def test_the_encoder_is_registered_and_refuses_sizes_that_do_not_fit() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             make_encoder("audio", {"name": "audio", **options})
+
+
+def test_a_mistake_in_one_of_two_encoders_says_in_which(tmp_path: Path) -> None:
+    write_mixed(tmp_path / "data")
+    keys = {
+        "model.encoders.audio.heads=3": "model.encoders.audio.heads=3: ",
+        "model.encoders.audio.hop=400": "model.encoders.audio.hop=400",
+        "model.encoders.image.ffn=0": "model.encoders.image.ffn=0: ",
+        "+model.encoders.image.taps=[7]": r"model.encoders.image.taps=\[7\]",
+        "+layout.encoders.audio.tp=4": "layout.encoders.audio.tp=4 .* model.encoders.audio.heads=2",
+    }
+    for key, words in keys.items():
+        line = [*line_of(tmp_path / "data", tmp_path / "run"), key]
+        with pytest.raises(ConfigError, match=words):
+            prepare_job(compose_config(line), 4)
 
 
 def test_work_counts_the_multiplications() -> None:

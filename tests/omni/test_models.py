@@ -1,4 +1,5 @@
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,7 +21,7 @@ from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.initialise import initialise
 from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
 from omni.models.regions import Numbering
-from omni.models.registry import make_encoder, registered
+from omni.models.registry import make_encoder, naming, registered
 from omni.training.anchors import EncoderAnchor
 from omni.training.inputs import ChunkInputs
 from omni.training.job import prepare_job
@@ -86,6 +87,26 @@ def test_the_registry_finds_encoders_and_explains_mistakes() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             make_encoder("image", options)
+
+
+class Unnamed:
+    """An encoder whose messages do not call its keys as the contract says."""
+
+    @dataclass
+    class Config:
+        bands: int = 1
+
+    def __init__(self, config: Config) -> None:
+        raise ConfigError(f"bands={config.bands} are too few")
+
+
+def test_a_mistake_is_said_to_be_in_an_encoder_by_its_name_in_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.encoders\.picture\.heads=3: hidden=64"):
+        make_encoder("picture", {"name": "vit", "heads": 3})
+    with pytest.raises(ConfigError, match=r"^model\.encoders\.radar: bands=2 are too few"):
+        make_encoder("radar", {"_target_": f"{__name__}.Unnamed", "bands": 2})
+    with pytest.raises(ConfigError, match=r"^layout\.encoders\.radar\.tp=2: no"), naming("radar"):
+        raise ConfigError("layout.encoders.radar.tp=2: no")
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

@@ -62,7 +62,7 @@ class TimeSeriesEncoder:
         require("encoder", config, "channels", "patch", "merge", "rotary_base")
         if config.hidden % (2 * config.heads):
             raise ConfigError(
-                f"encoder hidden={config.hidden}, heads={config.heads}: rotary needs an even head size"
+                f"encoder.heads={config.heads}, hidden={config.hidden}: rotary needs an even head size"
             )
         self.config = config
         self.unit = config.merge

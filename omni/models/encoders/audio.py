@@ -73,7 +73,7 @@ class AudioEncoder:
         require("encoder", config, "sample_rate", "n_fft", "hop", "mels", "merge", "rotary_base")
         if config.hop > config.n_fft:
             raise ConfigError(
-                f"encoder hop={config.hop}, n_fft={config.n_fft}: samples between frames would be lost; "
+                f"encoder.hop={config.hop}, n_fft={config.n_fft}: samples between frames would be lost; "
                 "choose hop at most n_fft"
             )
         self.config = config
@@ -84,7 +84,7 @@ class AudioEncoder:
         empty = int((self.filters.sum(1) == 0).sum())
         if empty:
             raise ConfigError(
-                f"encoder mels={config.mels}: {empty} of them lie between the frequencies of "
+                f"encoder.mels={config.mels}: {empty} of them lie between the frequencies of "
                 f"n_fft={config.n_fft} and would stay silent; lower mels or raise n_fft"
             )
 

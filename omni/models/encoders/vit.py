@@ -71,10 +71,10 @@ class ViTEncoder:
         require("encoder", config, "mean", least=-math.inf)
         require("encoder", config, "std", least=1e-6)
         if config.channels not in (1, 3):
-            raise ConfigError(f"encoder channels={config.channels}: choose 1 (grey) or 3 (colour)")
+            raise ConfigError(f"encoder.channels={config.channels}: choose 1 (grey) or 3 (colour)")
         if config.taps != sorted(set(config.taps)) or not set(config.taps) <= set(range(1, config.layers)):
             raise ConfigError(
-                f"encoder taps={config.taps}: must be layers between 1 and {config.layers - 1}, in order"
+                f"encoder.taps={config.taps}: must be layers between 1 and {config.layers - 1}, in order"
             )
         self.config = config
         self.unit = config.merge**2
