@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataloader.format import INDEX_SCHEMA, DataError, Manifest, check_files, read_manifest
+from dataloader.format import INDEX_SCHEMA, DataError, Manifest, SampleError, check_files, read_manifest
 from dataloader.tokens import ItemMeta, SampleMeta
 
 ItemCounts = Callable[[str, tuple[int, ...]], tuple[int, int]]
-"""From an item's modality and size to (encoder tokens, LLM rows): the encoder registry's answer."""
+"""From an item's modality and size to (encoder tokens, LLM rows): the encoder registry's answer. It raises
+SampleError, with the remedy, for an item that its encoder cannot take.
+"""
 
 
 class _Batch(NamedTuple):
@@ -77,8 +79,11 @@ class Index:
         for j in range(batch.items[row], batch.items[row + 1]):
             modality = self.manifest.modalities[batch.modality[j]]
             size = tuple(batch.size[batch.sizes[j] : batch.sizes[j + 1]].tolist())
-            tokens, rows = item_counts(modality, size)
-            items.append(ItemMeta(modality, tokens, rows, int(batch.at[j]), size))
+            try:
+                (tokens, rows), refused = item_counts(modality, size), ""
+            except SampleError as error:
+                (tokens, rows), refused = (0, 0), str(error)
+            items.append(ItemMeta(modality, tokens, rows, int(batch.at[j]), size, refused))
         return SampleMeta(i, source, int(batch.text_tokens[row]), tuple(items), int(batch.bytes[row]))
 
 

@@ -26,7 +26,8 @@ class ItemMeta:
     """An item without its payload.
 
     `tokens` go into the encoder and `rows` come out as LLM embeddings; `at` is the number of text tokens of
-    the sample before the item; `size` is as in `Item`, () if unknown.
+    the sample before the item; `size` is as in `Item`, () if unknown. `refused` says why the encoder cannot
+    take the item, "" if it can: such an item has no tokens and no rows, and no sample is trained on with it.
     """
 
     modality: str
@@ -34,6 +35,7 @@ class ItemMeta:
     rows: int
     at: int
     size: tuple[int, ...]
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,26 @@ def item_row_offsets(meta: SampleMeta) -> tuple[int, ...]:
 def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     """The sample as it is trained on when a sequence may have at most `budget` input tokens.
 
-    A sample that fits comes back unchanged. Of a longer one, `error` raises DataError, `drop` returns None,
-    and `truncate` keeps the longest prefix of at most `budget` input tokens that does not cut into an item:
-    text is cut at any token; an item whose rows and end_of_item do not all fit goes, with everything after
-    it. The last kept token's label is then the eos, without loss. Returns None if only the bos would stay.
+    A sample that fits comes back unchanged. Of a longer one, or one with an item that its encoder cannot
+    take, `error` raises DataError, `drop` returns None, and `truncate` keeps the longest prefix of at most
+    `budget` input tokens that does not cut into an item: text is cut at any token; an item that cannot be
+    taken, or whose rows and end_of_item do not all fit, goes, with everything after it. The last kept token's
+    label is then the eos, without loss. Returns None if only the bos would stay.
     """
     if policy not in LONG_SAMPLE_POLICIES:
         raise ValueError(f"unknown policy {policy!r} for long samples: known are {LONG_SAMPLE_POLICIES}")
     if budget < 1:
         raise ValueError(f"the token budget is {budget}: it must be at least 1")
-    if length(meta) <= budget:
+    refused = next((number for number, item in enumerate(meta.items) if item.refused), None)
+    if refused is None and length(meta) <= budget:
         return meta
     if policy == "drop":
         return None
+    if policy == "error" and refused is not None:
+        raise DataError(
+            f"sample {meta.id} of source {meta.source!r}, item {refused}: {meta.items[refused].refused}. "
+            "Or mend the data, or set data.on_long to drop or truncate"
+        )
     if policy == "error":
         raise DataError(
             f"sample {meta.id} of source {meta.source!r} has {length(meta)} tokens, the budget is {budget}: "
@@ -98,7 +107,7 @@ def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:
     kept = []
     for item in meta.items:
         before = item.at - text
-        if before + item.rows + 1 > free:
+        if item.refused or before + item.rows + 1 > free:
             # Either the text before the item is cut, or that text fits whole and the item is the first to go.
             text += min(before, free)
             break

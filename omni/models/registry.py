@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dataloader.format import SampleError
 from omni.config import ConfigError
 from parallel.costs import PartWork
 from pipeline.plan import EMBEDDING
@@ -75,7 +76,11 @@ class Encoder(Protocol):
     unit: int | None
 
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """Return (tokens in, LLM rows out) of an item of this size, from metadata alone."""
+        """Return (tokens in, LLM rows out) of an item of this size, from metadata alone.
+
+        Raises SampleError, saying which `encoder.<key>` to change, for an item that the encoder cannot take:
+        `data.on_long` says what happens to its sample.
+        """
         ...
 
     def work(self, element: int, tp: int = 1) -> PartWork:
@@ -152,13 +157,14 @@ def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
 
 @contextlib.contextmanager
 def naming(component: str) -> Iterator[None]:
-    """Say `model.encoders.<component>.<key>` in a ConfigError of an encoder that says `encoder.<key>`."""
+    """Say `model.encoders.<component>.<key>` in an error of an encoder that says `encoder.<key>`."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, SampleError) as error:
         section = f"encoders.{component}"
         message = _OWN_KEY.sub(f"model.{section}.", str(error))
-        raise ConfigError(message if section in message else f"model.{section}: {message}") from error
+        kind = ConfigError if isinstance(error, ConfigError) else SampleError
+        raise kind(message if section in message else f"model.{section}: {message}") from error
 
 
 def registered() -> list[str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dataloader.format import PLACEHOLDER, DataError
 from dataloader.loader import Fetched
 from dataloader.reader import Reader
-from dataloader.tokens import SampleMeta, length, tokenize
+from dataloader.tokens import SampleMeta, fit, length, tokenize
 from omni.models.llm import MicrobatchInputs
 from omni.training.build import Rank
 from omni.training.inputs import TextArrays
@@ -153,7 +153,8 @@ class Evaluator:
         total = len(self.job.heldout[source])
         num_samples = min(num_samples, total)
         metas = [self.job.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
-        return [meta for meta in metas if length(meta) <= self.job.config.data.microbatch_tokens]
+        budget = self.job.config.data.microbatch_tokens
+        return [meta for meta in metas if fit(meta, budget, "drop") is not None]
 
     def _tokens_at_once(self) -> int:
         """Tokens of one evaluation plan: a few microbatches for each replica."""

@@ -251,8 +251,9 @@ def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
 
 
 def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]) -> tuple[int, int]:
-    encoder = next(e for e in encoders.values() if e.modality == modality)
-    return encoder.count(size)
+    name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
+    with naming(name):
+        return encoders[name].count(size)
 
 
 def _check_choices(config: Config) -> None:

@@ -138,7 +138,8 @@ class Planner:
         if not samples:
             raise DataError(
                 f"data.microbatch_tokens={self.budget.microbatch_tokens} fits no sample: "
-                f"{len(skipped)} in a row were dropped; raise it, or set data.on_long=truncate"
+                f"{len(skipped)} in a row were dropped, as too long or for an item that its encoder cannot "
+                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
             )
         return samples, tuple(skipped), cursor
 

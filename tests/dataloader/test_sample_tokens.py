@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import PLACEHOLDER, DataError, Item, Sample, validate_sample
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError, validate_sample
+from dataloader.index import Index
 from dataloader.tokenizer import ByteTokenizer, get_tokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, count_text, fit, item_row_offsets, length, tokenize
+from dataloader.writer import DatasetWriter
 
 BYTES = ByteTokenizer()
 
@@ -166,3 +168,38 @@ def test_byte_tokenizer():
     assert get_tokenizer("bytes").vocab_size == 260
     with pytest.raises(ValueError, match=r"unknown tokenizer 'gpt'.*bytes"):
         get_tokenizer("gpt")
+
+
+REFUSED = (
+    ItemMeta("image", 8, 4, 2, ()),
+    ItemMeta("image", 0, 0, 5, (), "too wide: raise max_side"),
+    ItemMeta("image", 8, 4, 5, ()),
+)
+
+
+def test_a_sample_with_an_item_that_its_encoder_cannot_take_counts_as_too_long():
+    meta = SampleMeta(3, "photos", 9, REFUSED, 0)
+    with pytest.raises(
+        DataError, match=r"sample 3 of source 'photos', item 1: too wide: raise max_side.*on_long"
+    ):
+        fit(meta, 1000, "error")
+    assert fit(meta, 1000, "drop") is None
+    cut = fit(meta, 1000, "truncate")
+    assert cut == replace(meta, text_tokens=5, items=REFUSED[:1], truncated=True)
+    # The budget still holds for what stays before it.
+    assert fit(meta, 4, "truncate") == replace(meta, text_tokens=2, items=(), truncated=True)
+    first = SampleMeta(3, "photos", 9, (replace(REFUSED[1], at=0),), 0)
+    assert fit(first, 1000, "truncate") is None
+
+
+def test_the_index_keeps_what_the_encoder_says_of_an_item_that_it_cannot_take(tmp_path):
+    def counts(modality, size):
+        if size[1] > 8:
+            raise SampleError("too wide")
+        return 4, 1
+
+    sample = Sample("s", PLACEHOLDER * 2, tuple(Item("image", "png", (8, width), b"x") for width in (8, 16)))
+    with DatasetWriter(tmp_path / "set", ByteTokenizer()) as writer:
+        writer.add(sample)
+    items = Index.open(tmp_path / "set").meta(0, "s", counts).items
+    assert [(item.tokens, item.rows, item.refused) for item in items] == [(4, 1, ""), (0, 0, "too wide")]

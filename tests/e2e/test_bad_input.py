@@ -449,6 +449,50 @@ def test_a_budget_that_no_sample_fits_is_an_error_with_the_key(long_data):
     assert "data.microbatch_tokens" in str(caught.value)
 
 
+# Items that their encoder cannot take.
+
+
+def wide(folder: Path) -> Path:
+    """Sample 3 has an image of 20 patches on a side, which its encoder may not take; it is not long."""
+    odd = Sample("wide", "ab" + PLACEHOLDER + "cd", (picture([1, 2, 3, 4, 5]),))
+    return write(folder, [odd if i == 3 else strip(i) for i in range(12)])
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate", "error"])
+def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(tmp_path, policy):
+    own = [*data_keys(wide(tmp_path / "wide")), f"data.on_long={policy}", "data.step_tokens=64"]
+    keys = [*TINY, *own, "train.steps=8", "run.dir=unused", "model.encoders.image.max_side=12"]
+    planner = prepare_job(compose_config(keys), 1).planner
+    if policy == "error":
+        with pytest.raises(DataError) as caught:
+            [planner.meta("strips", i) for i in range(12)]
+        for word in ("sample 3", "'strips'", "item 0", "8x40", "model.encoders.image.max_side=12", "on_long"):
+            assert word in str(caught.value)
+        return
+    seen, skipped, cursor = set(), set(), 0
+    for step in range(1, 9):
+        plan = planner.next_step(step, cursor)
+        cursor = plan.next_cursor
+        seen |= {sample.id for sample in plan.samples}
+        skipped |= set(plan.skipped)
+    cut = planner.meta("strips", 3)
+    if policy == "drop":
+        assert (seen, skipped, cut) == (set(range(12)) - {3}, {("strips", 3)}, None)
+    else:
+        assert (seen, skipped) == (set(range(12)), set())
+        assert (cut.text_tokens, cut.items, cut.truncated) == (2, (), True)
+
+
+def test_a_run_over_such_an_image_goes_on_without_it(tmp_path):
+    own = [*data_keys(wide(tmp_path / "wide")), "train.steps=4", "launch.ranks=1", "data.on_long=drop"]
+    heldout = [f"+data.heldout.odd.path={tmp_path / 'wide'}", "train.eval_every=4"]
+    result = train([*own, *heldout, "model.encoders.image.max_side=12"], tmp_path)
+    assert result.code == 0, result.err
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["data/skipped/too_long"] >= 1
+    assert math.isfinite(last["loss/eval/odd"])
+
+
 # Items that cannot be decoded.
 
 

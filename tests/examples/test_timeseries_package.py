@@ -188,9 +188,9 @@ def test_a_damaged_byte_is_a_sample_error_or_another_series(place: int, value: i
 
 
 def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="channels=3"):
+    with pytest.raises(SampleError, match="channels=3"):
         encoder().count((10, 4))
-    with pytest.raises(ConfigError, match="steps, channels"):
+    with pytest.raises(SampleError, match="steps, channels"):
         encoder().count((10,))
     with pytest.raises(ConfigError, match="heads=3"):
         encoder(hidden=64, heads=3)

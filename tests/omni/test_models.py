@@ -14,7 +14,7 @@ from PIL import Image
 from ranks import RankPool
 from small import overrides, write_mixed
 
-from dataloader.format import Item
+from dataloader.format import Item, SampleError
 from omni.compose import compose_config
 from omni.config import ConfigError, LLMConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
@@ -60,7 +60,7 @@ def test_aspect_is_kept() -> None:
     assert encoder.grid((28, 280)) == (2, 20)
     rows, columns = encoder.grid((3000, 1000))
     assert 2.5 < rows / columns < 3.5
-    with pytest.raises(ConfigError, match="max_side"):
+    with pytest.raises(SampleError, match="max_side"):
         ViTEncoder(ViTConfig(patch=2, max_side=8)).grid((4, 100))
 
 

@@ -71,9 +71,9 @@ class TimeSeriesEncoder:
         """Return (tokens, rows) of a series of (steps, channels)."""
         c = self.config
         if len(size) != 2 or size[1] > c.channels:
-            raise ConfigError(
+            raise SampleError(
                 f"a series has size {size}, the encoder takes (steps, channels) with at most "
-                f"channels={c.channels}: raise its channels, or fix the dataset"
+                f"encoder.channels={c.channels}: raise it"
             )
         rows = -(-size[0] // (c.patch * c.merge))
         return rows * c.merge, rows

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from dataloader.decode import decode_image
-from dataloader.format import Item
+from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
 from omni.models.layers import (
     check_divisible,
@@ -81,14 +81,18 @@ class ViTEncoder:
         self.attach = ("llm.embed", *(f"llm.layers.{number}" for number in range(1, len(config.taps) + 1)))
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """Return the patch rows and columns of an image of (height, width) pixels."""
+        """Return the patch rows and columns of an image of (height, width) pixels.
+
+        Raises:
+            SampleError: if one side has more patches than there are positions.
+        """
         height, width = self._scaled(size)
         window = self.config.patch * self.config.merge
         rows, columns = (-(-side // window) * self.config.merge for side in (height, width))
         if max(rows, columns) > self.config.max_side:
-            raise ConfigError(
-                f"an image of {height}x{width} pixels has a grid of {rows}x{columns} patches, more than the "
-                f"encoder's max_side={self.config.max_side}: raise max_side or lower max_tokens"
+            raise SampleError(
+                f"an image of {size[0]}x{size[1]} pixels has a grid of {rows}x{columns} patches, more than "
+                f"encoder.max_side={self.config.max_side} on a side: raise it, or lower encoder.max_tokens"
             )
         return rows, columns
 
