@@ -328,4 +328,6 @@ class _Turn:
         if self._thread.is_alive():
             raise RuntimeError(f"not done after {timeout.total_seconds()} s")
         if self._error is not None:
+            if isinstance(self._error, RuntimeError):
+                raise self._error  # of its own class: not all of them are a peer's fault
             raise RuntimeError(f"a shipment failed: {self._error}") from self._error

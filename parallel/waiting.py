@@ -1,9 +1,11 @@
 """Waits on peers that say who waits for whom."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
+
+SHOWN_RANKS = 8  # that are waited for, before the rest is only counted
 
 
 class StallError(RuntimeError):
@@ -16,8 +18,23 @@ def waiting(where: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, StallError):
+        if not is_communication(error):
             raise
-        me = dist.get_rank()
-        others = ", ".join(str(rank) for rank in dist.get_process_group_ranks(group) if rank != me)
-        raise StallError(f"rank {me} waited at {where} for rank {others or 'none'}: {error}") from error
+        raise stall(where, dist.get_process_group_ranks(group), dist.get_rank(), error) from error
+
+
+def is_communication(error: RuntimeError) -> bool:
+    """Whether an error may be a failure to communicate: those of gloo are bare, those of NCCL DistErrors.
+
+    What has a class of its own is something else: out of memory, an error of the device, an error of ours.
+    """
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def stall(where: str, ranks: Sequence[int], me: int, error: RuntimeError) -> StallError:
+    """Make the error of rank `me`, which waited for the others of `ranks`."""
+    others = [rank for rank in ranks if rank != me]
+    text = ", ".join(map(str, others[:SHOWN_RANKS])) or "none"
+    if len(others) > SHOWN_RANKS:
+        text += f", … and {len(others) - SHOWN_RANKS} more"
+    return StallError(f"rank {me} waited at {where} for rank {text}: {error}")

@@ -21,7 +21,7 @@ from ops.rows import gather_rows, scatter_rows
 from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
 from parallel.transports import Lane, Work
-from parallel.waiting import StallError
+from parallel.waiting import is_communication, stall
 from pipeline.anchor import Anchor, Stage, StepInputs
 from pipeline.plan import COLLECTIVE, EMBEDDING, DomainPlan, Kind, Op, StepPlan
 
@@ -297,11 +297,11 @@ class _Step:
         try:
             work.wait(timedelta(seconds=self.engine.timeout_s))
         except RuntimeError as error:
+            if not is_communication(error):
+                raise
             peers = self.engine.ranks if kind in COLLECTIVE else (self.neighbour(kind),)
-            me = self.engine.ranks[self.position]
-            others = ", ".join(str(rank) for rank in peers if rank != me)
             where = f"wait({kind} {m}) of step {self.plan.step}"
-            raise StallError(f"rank {me} waited at {where} for rank {others}: {error}") from error
+            raise stall(where, peers, self.engine.ranks[self.position], error) from error
 
     def assert_nothing_left(self) -> None:
         """Whatever is still here was made and never used: a plan that the verifier should have refused."""
