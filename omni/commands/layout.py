@@ -2,10 +2,13 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from omni.config import Config
+    from omni.models.registry import Encoder
     from parallel.layout import Arrangement, Mesh
 
 SHOWN_RANKS = 8  # of a group, before the rest is only counted
@@ -15,24 +18,9 @@ _DESCRIPTION = """\
 Shows a layout without starting it: the groups that one rank is in, with what they carry and whether they stay
 inside a node, and a picture of all ranks by their coordinate on an axis. Overrides as for `omni train`.
 
-  omni layout show launch.ranks=128 layout=tp8_cp2_pp4 --rank 37 --axis pp
+  omni layout show experiment=llama3_70b --rank 37 --axis pp
+  omni layout show experiment=llama3_70b --rank 37 --axis image.dp
 """
-# What each group carries, by component kind and axes.
-_LLM_GROUPS = (
-    (("tp",), "layers: all-gather and reduce-scatter of activations"),
-    (("cp", "replica"), "sequences shared in attention: all-to-all"),
-    (("pp",), "activations and their gradients between stages"),
-    (("cp", "dp"), "gradients and weights: reduce-scatter and all-gather"),
-)
-_EXPERT_GROUPS = (
-    (("ep",), "tokens to experts and back: all-to-all"),
-    (("edp",), "gradients and weights of experts"),
-)
-_ENCODER_GROUPS = (
-    (("tp",), "layers: all-reduce of activations"),
-    (("slot",), "items shared in attention: all-to-all"),
-    (("dp",), "gradients and weights: reduce-scatter and all-gather"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=["show"], help="what to do")
     parser.add_argument("--rank", type=int, default=0, help="whose groups to explain (default 0)")
     parser.add_argument(
-        "--axis", default="pp", help="tp, cp, dp, pp, ep, edp, domain or replica (default pp)"
+        "--axis",
+        default="pp",
+        help="tp, cp, dp, pp, ep, edp, domain or replica, or an encoder's, such as image.tp (default pp)",
     )
     parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
 
@@ -51,44 +41,64 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError, require
-    from omni.training.job import planned_ranks, resolve_layout
+    from omni.models.llm import check_llm, llm_stages
+    from omni.models.registry import make_encoder
+    from omni.training.job import check_layout, planned_ranks, resolve_layout, tokenizer_of
 
     try:
         config = compose_config(arguments.overrides)
+        check_llm(config.model.llm)
+        encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
         arrangement = resolve_layout(config, planned_ranks(config))
+        vocab_size = tokenizer_of(config).vocab_size
+        check_layout(config, encoders, arrangement, vocab_size)
         require("cluster", config.cluster, "ranks_per_node")
-        mesh = _mesh_with(arrangement, arguments.axis)
+        holder, mesh, axis = _mesh_with(arrangement, arguments.axis)
         if not 0 <= arguments.rank < arrangement.world:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {arrangement.world - 1}")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     per_node = config.cluster.ranks_per_node
+    stages = llm_stages(config.model.llm, vocab_size, arrangement.llm.pp)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
     print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
-    for line in explain(arrangement, arguments.rank, per_node):
+    for line in explain(config, encoders, arrangement, stages, arguments.rank):
         print(line)
-    print(f"\nranks by {arguments.axis}, one line a node; . holds no part of the LLM")
-    for line in picture(arrangement, mesh, arguments.axis, per_node, colour=sys.stdout.isatty()):
+    print(f"\nranks by {arguments.axis}, one line a node; . holds no part of {holder}")
+    for line in picture(arrangement, mesh, axis, per_node, colour=sys.stdout.isatty()):
         print(line)
     return 0
 
 
-def _mesh_with(arrangement: "Arrangement", axis: str) -> "Mesh":
+def _mesh_with(arrangement: "Arrangement", text: str) -> "tuple[str, Mesh, str]":
+    """Find an axis such as "pp" or "image.dp". Returns what is divided by it, its mesh and its name there."""
     from omni.config import ConfigError
 
-    for mesh in (arrangement.mesh, arrangement.expert_mesh):
-        if axis in mesh.sizes or axis in mesh.aliases:
-            return mesh
-    known = dict.fromkeys(
-        [*arrangement.mesh.sizes, *arrangement.mesh.aliases, *arrangement.expert_mesh.sizes]
-    )
-    raise ConfigError(f"--axis {axis}: choose one of {', '.join(known)}")
+    known: dict[str, tuple[str, Mesh, str]] = {}
+    for own in (arrangement.mesh, arrangement.expert_mesh):
+        for axis in (*own.sizes, *own.aliases):
+            known.setdefault(axis, ("the LLM", own, axis))
+    for name, own in arrangement.encoder_meshes.items():
+        for axis in (*own.sizes, *own.aliases):
+            known[f"{name}.{axis}"] = (name, own, axis)
+    if text not in known:
+        raise ConfigError(f"--axis {text}: choose one of {', '.join(known)}")
+    return known[text]
 
 
-def explain(arrangement: "Arrangement", rank: int, per_node: int) -> Iterator[str]:
-    """Yield a line for each group of more than one rank that `rank` is in."""
-    mesh = arrangement.mesh
+def explain(
+    config: "Config",
+    encoders: "Mapping[str, Encoder]",
+    arrangement: "Arrangement",
+    stages: Sequence[int],
+    rank: int,
+) -> Iterator[str]:
+    """Yield a line for each group of more than one rank that `rank` is in and that carries something.
+
+    `stages` are the layers of each stage of the LLM.
+    """
+    mesh, per_node = arrangement.mesh, config.cluster.ranks_per_node
     if rank in mesh:
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
@@ -96,16 +106,58 @@ def explain(arrangement: "Arrangement", rank: int, per_node: int) -> Iterator[st
         where = "encoders only"
     yield f"rank {rank}: {where}; domain {arrangement.domain(rank)}"
     yield f"{'component':10} {'axes':12} {'ranks':36} {'node':8} carries"
-    kinds = [("llm", mesh, _LLM_GROUPS), ("experts", arrangement.expert_mesh, _EXPERT_GROUPS)]
-    kinds += [(name, m, _ENCODER_GROUPS) for name, m in arrangement.encoder_meshes.items()]
-    for name, of, groups in kinds:
-        if rank not in of or (name == "experts" and arrangement.llm.ep == 1):
-            continue
-        for axes, purpose in groups:
-            if of.axes(axes):
-                yield _line(name, "·".join(axes), sorted(of.group(rank, *axes)), per_node, purpose)
-    domain = arrangement.domain_ranks(arrangement.domain(rank))
-    yield _line("boundary", "domain", domain, per_node, "rows from encoders to the LLM, gradients back")
+    groups = list(_llm_groups(config, arrangement, stages, rank)) if rank in mesh else []
+    for name, of in arrangement.encoder_meshes.items():
+        if rank in of:
+            groups += _encoder_groups(name, encoders[name], of, config.encoder_sp.policy, rank)
+    domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
+    if encoders:
+        groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
+    groups += [
+        ("control", "domain", domain, "which items could not be decoded (CPU)"),
+        ("control", "world", world, "digests of plans, checkpoints (CPU)"),
+        ("totals", "world", world, "losses, targets, squared norms, whether to stop: all-reduce"),
+    ]
+    for name, axes, ranks, purpose in groups:
+        if len(ranks) > 1:
+            yield _line(name, axes, sorted(ranks), per_node, purpose)
+
+
+_Group = tuple[str, str, Sequence[int], str]  # component, axes, ranks, what it carries
+
+
+def _llm_groups(
+    config: "Config", arrangement: "Arrangement", stages: Sequence[int], rank: int
+) -> Iterator[_Group]:
+    from omni.training.pools import UNIFORM
+
+    mesh, experts, llm = arrangement.mesh, arrangement.expert_mesh, config.model.llm
+
+    def along(*axes: str) -> tuple[str, Sequence[int]]:
+        return "·".join(axes), mesh.group(rank, *axes)
+
+    yield "llm", *along("tp"), "layers: all-gather and reduce-scatter of activations"
+    policy = config.llm_sp.policy
+    if arrangement.llm.cp > 1 if policy == UNIFORM else policy != "none":
+        yield "llm", *along("cp", "replica"), "sequences shared in attention: all-to-all"
+    yield "llm", *along("pp"), "activations and their gradients between stages"
+    pipeline = mesh.group(rank, "pp")
+    if llm.tied and rank in (pipeline[0], pipeline[-1]):
+        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
+        yield "llm", "ends of pp", ends, "gradients of the embedding, tied to the output: all-reduce"
+    yield "llm", *along("cp", "dp"), "gradients and weights: reduce-scatter and all-gather"
+    stage = mesh.coordinates(rank)["pp"]
+    if llm.mixture is not None and sum(stages[: stage + 1]) > llm.mixture.dense_layers:
+        yield "experts", "ep", experts.group(rank, "ep"), "tokens to experts and back: all-to-all"
+        yield "experts", "edp", experts.group(rank, "edp"), "gradients and weights of experts"
+        yield "experts", *along("tp", "cp", "dp"), "tokens of each expert, once a step: all-reduce"
+
+
+def _encoder_groups(name: str, encoder: "Encoder", mesh: "Mesh", policy: str, rank: int) -> Iterator[_Group]:
+    yield name, "tp", mesh.group(rank, "tp"), "layers: all-reduce of activations"
+    if policy != "none" and encoder.unit is not None:
+        yield name, "slot", mesh.group(rank, "slot"), "items shared in attention: all-to-all"
+    yield name, "dp", mesh.group(rank, "dp"), "gradients and weights: reduce-scatter and all-gather"
 
 
 def _line(name: str, axes: str, ranks: Sequence[int], per_node: int, purpose: str) -> str:
@@ -121,11 +173,13 @@ def picture(
 ) -> Iterator[str]:
     """Yield a line for each node: the coordinate of each of its ranks on `axis`."""
     nodes = range(0, arrangement.world, per_node)
+    size = prod(mesh.sizes[part] for part in mesh.aliases.get(axis, (axis,)))
+    width = 1 + max(3, len(str(size - 1)))
     for first in nodes[:SHOWN_NODES]:
         cells = []
         for rank in range(first, min(first + per_node, arrangement.world)):
             at = mesh.coordinates(rank)[axis] if rank in mesh else None
-            text = f"{'.' if at is None else at:>4}"
+            text = f"{'.' if at is None else at:>{width}}"
             cells.append(
                 f"\033[{_COLOURS[at % len(_COLOURS)]}m{text}\033[0m" if colour and at is not None else text
             )

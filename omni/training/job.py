@@ -94,7 +94,7 @@ def prepare_job(config: Config, world: int) -> Job:
         raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
     _check_choices(config)
     check_optim(config.optim, components, config.train.steps)
-    tokenizer = _tokenizer(config.data.tokenizer)
+    tokenizer = tokenizer_of(config)
     indexes = {
         name: _open(f"data.sources.{name}", s.path, tokenizer) for name, s in config.data.sources.items()
     }
@@ -104,11 +104,7 @@ def prepare_job(config: Config, world: int) -> Job:
     for key, opened in (("data.sources", indexes), ("data.heldout", heldout)):
         for name, index in opened.items():
             _check_modalities(f"{key}.{name}", index, by_modality)
-    check_llm_layout(config.model.llm, arrangement.llm, tokenizer.vocab_size)
-    for name, tp in arrangement.encoder_tp.items():
-        if tp > 1:
-            with naming(name):
-                encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+    check_layout(config, encoders, arrangement, tokenizer.vocab_size)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
@@ -221,6 +217,21 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
     return arrange(layout, tp, config.placement.policy, beside, domain)
 
 
+def check_layout(
+    config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
+) -> None:
+    """Refuse an arrangement that the sizes of the components do not allow.
+
+    Raises:
+        ConfigError, LayoutError: naming the key, the value and the remedy.
+    """
+    check_llm_layout(config.model.llm, arrangement.llm, vocab_size)
+    for name, tp in arrangement.encoder_tp.items():
+        if tp > 1:
+            with naming(name):
+                encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+
+
 def _encoder_tp(config: Config, name: str) -> int:
     own = config.layout.encoders.get(name)
     return own.tp if own else 1
@@ -290,11 +301,16 @@ def _check_choices(config: Config) -> None:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
 
 
-def _tokenizer(name: str) -> Tokenizer:
+def tokenizer_of(config: Config) -> Tokenizer:
+    """Return the tokenizer of a run.
+
+    Raises:
+        ConfigError: if there is none of its name.
+    """
     try:
-        return get_tokenizer(name)
+        return get_tokenizer(config.data.tokenizer)
     except ValueError as error:
-        raise ConfigError(f"data.tokenizer={name}: {error}") from error
+        raise ConfigError(f"data.tokenizer={config.data.tokenizer}: {error}") from error
 
 
 def _open(key: str, path: str, tokenizer: Tokenizer) -> Index:
