@@ -28,7 +28,7 @@ SELECTIVE = ["model.llm.recompute=selective", "model.encoders.image.recompute=se
 LAYERNORM = ["model.llm.norm=LayerNorm", "model.encoders.image.norm=LayerNorm"]
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
 SWITCH = "model.llm.moe={experts: 4, topk: 1, ffn: 48, score: softmax, bias_update_rate: 0}"
-CHEAP_LINKS = ["cluster.link_latency_ns=0", "cluster.link_bytes_per_s=1000000000000"]
+CHEAP_LINKS = ["cluster.node_link_latency_ns=0", "cluster.node_link_bytes_per_s=1000000000000"]
 CASES = {
     "tp2 pp2": (4, TP2_PP2),
     "tp2 pp2 untied": (4, [*TP2_PP2, "model.llm.tied=false"]),

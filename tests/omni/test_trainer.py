@@ -60,8 +60,8 @@ def _fetched(rank: int, line: list[str]) -> tuple[list[tuple[str, int, int]], se
 def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
-    free = ["cluster.link_latency_ns=0", "cluster.link_bytes_per_s=1000000000000000"]
-    line = overrides(data, tmp_path, "layout.domain=4", "encoder_sp=dynamic", *free)
+    free = "cluster.node_link_latency_ns=0"  # some items are then worth sharing
+    line = overrides(data, tmp_path, "layout.domain=4", "encoder_sp=dynamic", free)
     found = ranks.run(4, _fetched, line)
     for items, held in found:
         assert len(items) == len(set(items))
