@@ -91,6 +91,14 @@ def degree_times(lengths: Sequence[int], pool: Pool) -> Times:
     return spent
 
 
+def within_memory(lengths: Sequence[int], times: Times, pool: Pool) -> Times:
+    """Times with NEVER where so few ranks do not hold a sequence's tokens."""
+    if pool.tokens_per_rank is None:
+        return times
+    room = np.arange(1, pool.num_ranks + 1) * pool.tokens_per_rank
+    return np.where(np.array(lengths, np.int64)[:, None] > room, NEVER, times)
+
+
 def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard, ...]:
     """Shards in proportion to the weights of (rank, weight), cut at the nearest units; parts that come out
     empty are left out, but an empty sequence is one empty shard.

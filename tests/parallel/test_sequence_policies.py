@@ -1,7 +1,7 @@
 import math
 import time
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 from random import Random
 
 import numpy as np
@@ -11,8 +11,25 @@ from hypothesis import strategies as st
 
 from parallel.costs import Link
 from parallel.policies import POLICIES, make_pool
-from parallel.policies.dynamic import allocate_ranks, dhp_degrees, fill, level, pack_groups, shard_dynamic
-from parallel.policies.pool import NEVER, Pool, cut, degree_times, most_ranks
+from parallel.policies.dynamic import (
+    Case,
+    best_of,
+    evenly,
+    fill,
+    level,
+    power_degrees,
+    shard_dynamic,
+    target_degrees,
+)
+from parallel.policies.pool import (
+    NEVER,
+    Pool,
+    costliest_first,
+    cut,
+    degree_times,
+    most_ranks,
+    within_memory,
+)
 from parallel.policies.simple import shard_all, shard_hybrid_pow2, shard_long_short, shard_none
 from parallel.schemes import SequenceCost, choose_tiles, rank_times
 from parallel.sequence import SequenceLayout, Shard
@@ -250,94 +267,21 @@ def test_hybrid_without_a_threshold_takes_the_best_power_of_two():
 # The dynamic policy.
 
 
-def best_degrees(times: np.ndarray) -> int:
-    """Makespan of the best of all degrees whose sum is within the ranks."""
-    num_groups, num_ranks = times.shape
-    outcomes = [
-        max((int(times[g, d - 1]) for g, d in enumerate(degrees)), default=0)
-        for degrees in product(range(1, num_ranks + 1), repeat=num_groups)
-        if sum(degrees) <= num_ranks
-    ]
-    return min(outcomes, default=NEVER)
-
-
-def times_of_any_kind(random: Random) -> np.ndarray:
-    """Up to 5 groups on up to 8 ranks: arbitrary, falling with the degree, or of predicted sequences; some
-    degrees may not be allowed, and there may be more groups than ranks.
-    """
-    num_groups, num_ranks = random.randint(1, 5), random.randint(2, 8)
-    kind = random.randrange(4)
-    if kind == 0:
-        return np.array([[random.randint(0, 30) for _ in range(num_ranks)] for _ in range(num_groups)])
-    if kind == 1:
-        rows = [[random.choice([random.randint(0, 30)] * 5 + [NEVER]) for _ in range(num_ranks)]] * 1
-        rows += [[random.randint(0, 30) for _ in range(num_ranks)] for _ in range(num_groups - 1)]
-        return np.array(rows)
-    if kind == 2:
-        works, sent = [random.randint(50, 900) for _ in range(num_groups)], random.randint(0, 40)
-        return np.array([[work // d + sent * (d > 1) for d in range(1, num_ranks + 1)] for work in works])
-    lengths = [random.randint(20_000, 200_000) for _ in range(num_groups)]
-    times = degree_times(lengths, make_pool(VIT, num_ranks))
-    if random.random() < 0.5:
-        times[:, [d for d in range(num_ranks) if (d + 1) & d]] = NEVER
-    return times
-
-
-def test_the_dynamic_program_equals_brute_force():
-    for seed in range(250):
-        times = times_of_any_kind(Random(seed))
-        least, degrees = best_degrees(times), allocate_ranks(times)
-        assert (degrees is None) == (least >= NEVER), times
-        if degrees is not None:
-            assert sum(degrees) <= times.shape[1]
-            assert max(int(times[g, d - 1]) for g, d in enumerate(degrees)) == least, times
-
-
-def test_of_equally_good_degrees_the_smallest_are_taken():
-    assert allocate_ranks(np.array([[5, 3, 3, 3], [3, 3, 3, 3]])) == (2, 1)
-    assert allocate_ranks(np.zeros((0, 4), np.int64)) == ()
-    assert allocate_ranks(np.ones((5, 4), np.int64)) is None
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.integers(1, 100_000), min_size=1, max_size=20),
-    st.integers(2, 8),
-    st.integers(2_000, 60_000),
-    st.integers(1, 40),
-)
-def test_packed_groups_keep_to_time_and_memory_at_the_least_degrees(lengths, num_ranks, tokens, tenths):
-    pool = make_pool(VIT, num_ranks, tokens_per_rank=tokens)
-    times = degree_times(lengths, pool)
-    target = int(times[:, 0].max()) * tenths // 10
-    groups = pack_groups(lengths, times, target, tokens)
-    if groups is None:
-        return
-    assert sorted(s for group in groups for s in group.members) == list(range(len(lengths)))
-    for group in groups:
-        assert sum(times[s, group.degree - 1] for s in group.members) <= target
-        assert sum(lengths[s] for s in group.members) <= group.degree * tokens
-        for s in group.members:
-            for less in range(1, group.degree):
-                assert times[s, less - 1] > target or lengths[s] > less * tokens
-    # Best fit: two groups of one degree that would fit into one are never both left.
-    for a, b in product(groups, groups):
-        if a is not b and a.degree == b.degree:
-            both = a.members + b.members
-            fits = sum(times[s, a.degree - 1] for s in both) <= target
-            assert not fits or sum(lengths[s] for s in both) > a.degree * tokens
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_degrees_of_dhp_stand_side_by_side_and_beat_whole_sequences(seed):
-    lengths = heavy_tailed(40, seed)
-    pool = make_pool(VIT, 8)
-    times = degree_times(lengths, pool)
-    degrees = dhp_degrees(lengths, times, pool)
-    assert degrees is not None
-    shared = [s for s in range(40) if degrees[s] > 1]
-    assert sum(int(degrees[s]) for s in shared) <= 8
-    assert max(int(times[s, degrees[s] - 1]) for s in range(40)) < int(times[:, 0].max())
+@pytest.mark.parametrize("tokens_per_rank", [None, 60_000])
+@pytest.mark.parametrize("num_ranks", [4, 7])
+def test_the_best_candidate_is_found_by_its_bound(num_ranks, tokens_per_rank):
+    """Laying out the most promising first and stopping at the bound misses none that is better."""
+    pool = make_pool(VIT, num_ranks, 4, tokens_per_rank)
+    for seed in range(10):
+        lengths = heavy_tailed(8 * num_ranks, seed)
+        times = degree_times(lengths, pool)
+        rows = times.tolist()
+        case = Case(lengths, pool, rows, within_memory(lengths, times, pool), costliest_first(rows))
+        candidates = np.concatenate([target_degrees(case.times), power_degrees(case)])
+        builds = [evenly(case, degrees, NEVER) for degrees in candidates]
+        spans = [build.makespan for build in builds if build is not None and build.makespan < NEVER]
+        best = best_of(case, candidates, None)
+        assert (best.makespan if best else None) == min(spans, default=None)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=6), st.integers(1, 300), st.integers(0, 9))

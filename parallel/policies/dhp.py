@@ -1,0 +1,128 @@
+"""DHP's degrees (Niu et al., 2026, arXiv 2602.21788, its two stages): sequences are packed into atomic groups
+for a target time, and a dynamic program over groups × ranks gives the groups their degrees.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.policies.pool import NEVER, Pool, Times
+
+_HALVINGS = 4  # of the range in which the target time is searched
+
+Degrees = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sequences that share `degree` ranks."""
+
+    members: tuple[int, ...]
+    degree: int
+
+
+def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = NEVER) -> Degrees | None:
+    """Degrees of groups packed for the least target time below `limit` that lets them stand side by side on
+    the ranks, found by halving, then spread by the dynamic program. None if the search finds no such time.
+
+    `times[s, k - 1]` is the time of sequence s over k ranks, NEVER where they do not hold its tokens.
+    """
+    low, groups = makespan_floor(times) - 1, None
+    high = min(2 * low + 2, limit - 1)
+    for _ in range(_HALVINGS):
+        target = (low + high) // 2 if groups else high
+        packed = pack_groups(lengths, times, target, pool.tokens_per_rank)
+        if packed is not None:
+            groups, high = packed, target
+        elif groups:
+            low = target
+        else:
+            low, high = high, min(2 * high, limit - 1)
+            if low == high:
+                return None
+    if groups is None:
+        return None
+    of_group = np.stack([times[list(group.members)].sum(0) for group in groups])
+    of_group[:, 1:] += pool.cost.sharing_ns
+    # On fewer ranks than it was packed for, a group misses its target or a member its memory (NEVER).
+    chosen = allocate_ranks(np.minimum(of_group, NEVER))
+    assert chosen is not None, "the degrees of the groups fit side by side"
+    degrees = np.ones(len(lengths), np.int64)
+    for group, degree in zip(groups, chosen, strict=True):
+        degrees[list(group.members)] = degree
+    return degrees
+
+
+def makespan_floor(times: Times) -> int:
+    """A makespan that even cuts cannot be below: all ranks busy, and the slowest sequence at its fastest."""
+    work = (times * np.arange(1, times.shape[1] + 1)).min(1).sum()
+    return max(int(work) // times.shape[1], int(times.min(1).max()))
+
+
+def pack_groups(
+    lengths: Sequence[int], times: Times, target_ns: int, tokens_per_rank: int | None
+) -> list[Group] | None:
+    """Best-fit-decreasing packing into atomic groups that stand side by side on the ranks.
+
+    A sequence gets the least degree that keeps to the target and to the ranks' memory (where `times` is not
+    NEVER), and joins the group of that degree that it leaves the least idle. None if a sequence has no such
+    degree, or if the groups need more ranks than there are.
+    """
+    fits = (times <= target_ns) & (times < NEVER)
+    if not fits.any(1).all():
+        return None
+    degrees = fits.argmax(1) + 1
+    own = times[np.arange(len(lengths)), degrees - 1]
+    if int((own * degrees).sum()) > target_ns * times.shape[1]:
+        return None
+    spent, degree_of = own.tolist(), degrees.tolist()
+    ranks_left = times.shape[1]
+    groups: list[tuple[int, list[int]]] = []
+    free: list[int] = []  # tokens that each group has room for
+    idle: dict[int, list[tuple[int, int]]] = {}  # by degree: (nanoseconds left, group), ascending
+    for number in sorted(range(len(lengths)), key=lambda s: -lengths[s]):
+        degree, ns = degree_of[number], spent[number]
+        rooms = idle.setdefault(degree, [])
+        at = bisect_left(rooms, (ns, -1))
+        while at < len(rooms) and free[rooms[at][1]] < lengths[number]:
+            at += 1
+        if at < len(rooms):
+            left, group = rooms.pop(at)
+        elif degree > ranks_left:
+            return None
+        else:
+            ranks_left -= degree
+            left, group = target_ns, len(groups)
+            groups.append((degree, []))
+            free.append(NEVER if tokens_per_rank is None else degree * tokens_per_rank)
+        groups[group][1].append(number)
+        free[group] -= lengths[number]
+        insort(rooms, (left - ns, group))
+    return [Group(tuple(members), degree) for degree, members in groups]
+
+
+def allocate_ranks(times: Times) -> tuple[int, ...] | None:
+    """Degrees with the least makespan: the two-dimensional dynamic program over groups and ranks.
+
+    `times[g, d - 1]` is the time of group g over d ranks, NEVER where it may not have d. The groups are
+    disjoint and have at most `times.shape[1]` ranks together. Of equally good degrees a group takes the
+    smallest, the last group first. None if the groups need more ranks. O(groups · ranks²).
+    """
+    num_ranks = times.shape[1]
+    before = np.arange(num_ranks + 1)[:, None] - np.arange(1, num_ranks + 1)  # ranks left to earlier groups
+    least = np.zeros(num_ranks + 1, np.int64)  # makespan of the groups so far on j ranks
+    chosen = []
+    for row in times:
+        outcomes = np.where(before >= 0, np.maximum(least[before], row), NEVER)
+        chosen.append(outcomes.argmin(1))
+        least = outcomes.min(1)
+    if least[-1] >= NEVER:
+        return None
+    left, degrees = num_ranks, []
+    for choice in reversed(chosen):
+        degrees.append(int(choice[left]) + 1)
+        left -= degrees[-1]
+    return tuple(reversed(degrees))
