@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from parallel.policies.pool import NEVER, Pool, Times
+from parallel.policies.pool import NEVER, Degrees, Pool, Times
 
 _HALVINGS = 4  # of the range in which the target time is searched
-
-Degrees = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

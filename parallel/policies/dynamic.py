@@ -13,14 +13,17 @@ Searches bounded by counts, of which the smallest predicted makespan wins:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import nsmallest
 
 import numpy as np
 
-from parallel.policies.dhp import Degrees, dhp_degrees, makespan_floor
+from parallel.policies.degrees import best_build, power_degrees
+from parallel.policies.dhp import dhp_degrees, makespan_floor
 from parallel.policies.pool import (
     NEVER,
     Build,
+    Degrees,
     Pool,
     Times,
     costliest_first,
@@ -69,40 +72,15 @@ def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = Fals
 
 def _best_even(case: Case) -> Build | None:
     """The best of the candidate degrees with even cuts; None if tokens find no room with any of them."""
-    times = case.times
+    times, pool = case.times, case.pool
     if int(times.min(1).max()) >= NEVER:
         return None
-    candidates = np.concatenate([target_degrees(times), power_degrees(case)])
-    best = best_of(case, candidates, None)
-    found = dhp_degrees(case.lengths, times, case.pool, best.makespan if best else NEVER)
-    return best if found is None else best_of(case, found[None], best)
-
-
-def best_of(case: Case, candidates: Degrees, best: Build | None) -> Build | None:
-    """The best of `best` and the candidates [C, S], of which the most promising are laid out first."""
-    bounds = _bounds(case, candidates)
-    seen: set[bytes] = set()
-    for number in bounds.argsort(kind="stable"):
-        if bounds[number] >= (best.makespan if best else NEVER):
-            break
-        degrees = candidates[number]
-        if degrees.tobytes() in seen:
-            continue
-        seen.add(degrees.tobytes())
-        build = evenly(case, degrees, best.makespan if best else NEVER)
-        if build is not None and (best is None or build.makespan < best.makespan):
-            best = build
-    return best
-
-
-def _bounds(case: Case, candidates: Degrees) -> Times:
-    """What the makespan of each candidate cannot be below; NEVER if it cannot be."""
-    own = case.times[np.arange(len(case.times)), candidates - 1]
-    shared, sharing_ns = candidates > 1, case.pool.cost.sharing_ns
-    slowest = (own + sharing_ns * shared).max(1)
-    work = (own * candidates).sum(1) + sharing_ns * (candidates * shared).max(1)
-    bounds: Times = np.where(slowest < NEVER, np.maximum(slowest, work // case.pool.num_ranks), NEVER)
-    return bounds
+    lay = partial(evenly, case)
+    best = best_build(
+        np.concatenate([target_degrees(times), power_degrees(case.lengths, pool)]), times, pool, lay
+    )
+    found = dhp_degrees(case.lengths, times, pool, best.makespan if best else NEVER)
+    return best if found is None else best_build(found[None], times, pool, lay, best)
 
 
 def target_degrees(times: Times) -> Degrees:
@@ -113,18 +91,6 @@ def target_degrees(times: Times) -> Degrees:
     targets += [floor >> power for power in range(1, times.shape[1].bit_length())]
     limits = np.maximum(np.array(targets)[:, None], fastest)
     return np.stack([(times <= limit[:, None]).argmax(1) + 1 for limit in limits])
-
-
-def power_degrees(case: Case) -> Degrees:
-    """For each power of two of tokens that a rank may hold of a sequence, the least powers of two of ranks
-    [C, S].
-    """
-    lengths = np.array(case.lengths, np.int64)
-    powers = 1 << np.arange(max(int(lengths.max()), case.pool.num_ranks).bit_length() + 1)
-    most = np.clip(-(-lengths // case.pool.unit), 1, case.pool.num_ranks)
-    limit = powers[np.searchsorted(powers, most, side="right") - 1]
-    tokens = powers[: int(lengths.max()).bit_length(), None]
-    return np.minimum(powers[np.searchsorted(powers, -(-lengths // tokens))], limit)
 
 
 def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:

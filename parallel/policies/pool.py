@@ -15,6 +15,7 @@ from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import attention_work, exchange_volume, pairs_before
 
 Times = npt.NDArray[np.int64]
+Degrees = npt.NDArray[np.int64]
 NEVER = 2**46  # nanoseconds, 19 hours: what cannot be; sums of 2**16 of them stay in int64
 _SCALE = 1 << 14
 _REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding to rows is negligible there

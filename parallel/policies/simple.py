@@ -1,8 +1,10 @@
 """Policies of sequence sharding with at most one choice to make: what others do, and what to compare with."""
 
 from collections.abc import Sequence
+from functools import partial
 
-from parallel.policies.pool import Build, Pool, costliest_first, degree_times, most_ranks, no_room
+from parallel.policies.degrees import best_build, power_degrees
+from parallel.policies.pool import Build, Degrees, Pool, costliest_first, degree_times, most_ranks, no_room
 from parallel.sequence import SequenceLayout
 
 
@@ -67,30 +69,30 @@ def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | N
     for one another, and loads are our times where it takes squared lengths. Where users set `tokens_a_rank`
     there, the power of two with the least predicted makespan is taken here.
     """
-    rows = degree_times(lengths, pool).tolist()
-    powers = [1 << power for power in range(max(lengths, default=1).bit_length() + 1)]
-    thresholds = powers if tokens_a_rank is None else [tokens_a_rank]
-    builds = [_aligned_blocks(lengths, rows, pool, threshold) for threshold in thresholds]
-    fitting = [build for build in builds if build.fits]
-    if not fitting:
+    if not lengths:
+        return SequenceLayout(pool.num_ranks, ())
+    times = degree_times(lengths, pool)
+    rows = times.tolist()
+    candidates = power_degrees(lengths, pool, tokens_a_rank)
+    best = best_build(candidates, times, pool, partial(_aligned_blocks, lengths, rows, pool))
+    if best is None:
         raise no_room(lengths, pool)
-    return min(fitting, key=lambda build: build.makespan).layout()
+    return best.layout()
 
 
 def _aligned_blocks(
-    lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool, threshold: int
-) -> Build:
+    lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool, degrees: Degrees, limit: int
+) -> Build | None:
+    """Shared sequences, then the whole ones, of which none costs more. None if tokens find no room, or if the
+    makespan reaches `limit` before the whole ones are placed.
+    """
     build = Build(lengths, rows, pool)
-    for number in costliest_first(rows):
-        degree = 1
-        while degree * threshold < lengths[number] and 2 * degree <= most_ranks(lengths[number], pool):
-            degree *= 2
-        blocks = [range(first, first + degree) for first in range(0, pool.num_ranks - degree + 1, degree)]
-        block = min(blocks, key=lambda block: max(build.ns[rank] for rank in block))
+    order, degree_of = costliest_first(rows), degrees.tolist()
+    for number in order:
+        degree = degree_of[number]
         if degree > 1:
-            build.share(number, block)
-        else:
-            build.homes[number] = block[0]
-            build.ns[block[0]] += rows[number][0]
-            build.tokens[block[0]] += lengths[number]
-    return build
+            blocks = [range(first, first + degree) for first in range(0, pool.num_ranks - degree + 1, degree)]
+            build.share(number, min(blocks, key=lambda block: max(build.ns[rank] for rank in block)))
+    if build.makespan >= limit or not build.fits:
+        return None
+    return build if build.place(number for number in order if degree_of[number] == 1) else None

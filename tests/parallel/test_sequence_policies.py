@@ -1,6 +1,7 @@
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -11,16 +12,8 @@ from hypothesis import strategies as st
 
 from parallel.costs import Link
 from parallel.policies import POLICIES, make_pool
-from parallel.policies.dynamic import (
-    Case,
-    best_of,
-    evenly,
-    fill,
-    level,
-    power_degrees,
-    shard_dynamic,
-    target_degrees,
-)
+from parallel.policies.degrees import best_build, power_degrees
+from parallel.policies.dynamic import Case, evenly, fill, level, shard_dynamic, target_degrees
 from parallel.policies.pool import (
     NEVER,
     Pool,
@@ -277,10 +270,10 @@ def test_the_best_candidate_is_found_by_its_bound(num_ranks, tokens_per_rank):
         times = degree_times(lengths, pool)
         rows = times.tolist()
         case = Case(lengths, pool, rows, within_memory(lengths, times, pool), costliest_first(rows))
-        candidates = np.concatenate([target_degrees(case.times), power_degrees(case)])
+        candidates = np.concatenate([target_degrees(case.times), power_degrees(lengths, pool)])
         builds = [evenly(case, degrees, NEVER) for degrees in candidates]
         spans = [build.makespan for build in builds if build is not None and build.makespan < NEVER]
-        best = best_of(case, candidates, None)
+        best = best_build(candidates, case.times, pool, partial(evenly, case))
         assert (best.makespan if best else None) == min(spans, default=None)
 
 
