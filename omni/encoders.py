@@ -7,14 +7,8 @@ from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
 from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 from omni.config import ConfigError, require
-from omni.models.layers import (
-    PackedCoreAttention,
-    check_divisible,
-    check_transformer,
-    layer_submodules,
-    layer_work,
-    transformer_config,
-)
+from omni.models.layer_sizes import check_divisible, check_transformer, layer_work
+from omni.models.layers import PackedCoreAttention, layer_submodules, transformer_config
 from omni.models.registry import Attention, Encoder, ItemArrays
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops

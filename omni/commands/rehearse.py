@@ -87,12 +87,15 @@ def use_trace(config: "Config", name: str, path: Path) -> None:
 def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
-    from omni.rehearsal.memory import model_footprint
-    from omni.rehearsal.rehearse import for_gpus, rehearse
     from omni.training.job import planned_ranks, prepare_job
     from pipeline.verifier import verify
 
-    job = for_gpus(prepare_job(config, planned_ranks(config)))
+    job = prepare_job(config, planned_ranks(config))
+    # These take seconds to import: a mistake in the configuration should not wait for them.
+    from omni.rehearsal.memory import model_footprint
+    from omni.rehearsal.rehearse import for_gpus, rehearse
+
+    job = for_gpus(job)
     wrong = [rank for rank in ranks if not 0 <= rank < job.arrangement.world]
     if wrong or step < 1:
         raise ConfigError(

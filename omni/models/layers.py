@@ -9,12 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.config import ConfigError, require
-from ops.attention import attention_bytes, attention_flops
-from ops.linear import linear_bytes, linear_flops
-from ops.norm import NORMS, Norm
+from omni.models.layer_sizes import RECOMPUTE
+from ops.norm import Norm
 from ops.rotary import apply_rotary
-from parallel.costs import PartWork
 from parallel.megatron import (
     AttnMaskType,
     MegatronModule,
@@ -26,38 +23,6 @@ from parallel.megatron import (
 )
 from parallel.packed import PackedTokens
 from parallel.sharded_attention import sharded_attention
-
-RECOMPUTE = ("none", "selective", "full")
-
-
-def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -> None:
-    """Refuse a tensor-parallel size `tp`, set by `key`, that does not divide the sizes called `names`.
-
-    Raises:
-        ConfigError: naming both keys.
-    """
-    for name in names:
-        if getattr(config, name) % tp:
-            raise ConfigError(
-                f"{key}={tp} does not divide {section}.{name}={getattr(config, name)}: choose a tp that does"
-            )
-
-
-def check_transformer(section: str, config: Any, rotary_axes: int) -> None:
-    """Refuse sizes of a transformer that do not fit together; `config` has the keys that all of ours share.
-
-    Raises:
-        ConfigError: naming the key under `section`.
-    """
-    require(section, config, "layers", "hidden", "heads", "ffn")
-    for key, known in (("norm", NORMS), ("recompute", RECOMPUTE)):
-        if getattr(config, key) not in known:
-            raise ConfigError(f"{section}.{key}={getattr(config, key)}: choose one of {', '.join(known)}")
-    if config.hidden % (2 * rotary_axes * config.heads):
-        raise ConfigError(
-            f"{section}.heads={config.heads}: hidden={config.hidden} must divide into heads whose size is a "
-            f"multiple of {2 * rotary_axes}, for rotation over {rotary_axes} axes"
-        )
 
 
 class PackedCoreAttention(MegatronModule):
@@ -179,33 +144,4 @@ def transformer_config(
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
         **(more or {}),
-    )
-
-
-def layer_work(
-    *,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    gated: bool,
-    causal: bool,
-    element: int,
-    tp: int = 1,
-) -> PartWork:
-    """Work of one transformer layer on each of `tp` ranks that share it, with `element` bytes a number."""
-    linears = (
-        (hidden, head_dim * (heads + 2 * kv_heads)),
-        (head_dim * heads, hidden),
-        (hidden, ffn * (2 if gated else 1)),
-        (ffn, hidden),
-    )
-    weights = sum(linear_bytes(0, inputs, outputs, element) for inputs, outputs in linears)
-    once = sum(linear_bytes(1, inputs, outputs, element) for inputs, outputs in linears)
-    return PartWork(
-        flops_per_token=sum(linear_flops(1, inputs, outputs) for inputs, outputs in linears) // tp,
-        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
-        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
-        weight_bytes=weights // tp,
     )

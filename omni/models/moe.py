@@ -23,10 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infra.checkpoint import CheckpointError
-from omni.config import ConfigError, MoEConfig, require
-from ops.attention import attention_bytes, attention_flops
-from ops.linear import linear_bytes, linear_flops
-from parallel.costs import PartWork
+from omni.config import MoEConfig
 from parallel.megatron import (
     HAVE_TE,
     ColumnParallelLinear,
@@ -44,45 +41,10 @@ from parallel.megatron import (
     TransformerConfig,
 )
 
-SCORES = ("softmax", "sigmoid")
-Linears = list[tuple[int, int]]
 _LAYER = re.compile(r"(?<=layers\.)\d+")
 # How an expert's weights are called by the two modules that can hold them.
 _SEQUENTIAL = re.compile(r"(?<=\.experts\.)local_experts\.(\d+)\.")
 _GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.weight)(\d+)$")
-
-
-def check_moe(section: str, config: MoEConfig, *, layers: int, tp: int, ep: int) -> None:
-    """Refuse sizes that fit neither each other nor the layout.
-
-    Raises:
-        ConfigError: naming the key under `section`.
-    """
-    require(section, config, "experts", "topk", "ffn")
-    require(section, config, "shared_ffn", "dense_layers", "bias_update_rate", least=0)
-    if config.score not in SCORES:
-        raise ConfigError(f"{section}.score={config.score}: choose one of {', '.join(SCORES)}")
-    if config.topk > config.experts:
-        raise ConfigError(f"{section}.topk={config.topk}: must be at most experts={config.experts}")
-    if config.dense_layers >= layers:
-        raise ConfigError(
-            f"{section}.dense_layers={config.dense_layers} leaves none of {layers} layers to experts: choose "
-            f"at most {layers - 1}, or a model without experts"
-        )
-    if config.bias_update_rate and config.score == "softmax":
-        raise ConfigError(
-            f"{section}.bias_update_rate={config.bias_update_rate:g} needs score=sigmoid: a bias is added to "
-            f"scores that do not depend on each other; set it to 0 for score=softmax"
-        )
-    if config.experts % ep:
-        raise ConfigError(
-            f"layout.llm.ep={ep} does not divide {section}.experts={config.experts}: choose an ep that does"
-        )
-    if config.shared_ffn % tp:
-        raise ConfigError(
-            f"{section}.shared_ffn={config.shared_ffn} does not divide among layout.llm.tp={tp}: choose a "
-            f"multiple of {tp}"
-        )
 
 
 def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -320,39 +282,3 @@ def routing_margins(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def moe_layer_work(
-    *,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    moe: MoEConfig,
-    ep: int,
-    gated: bool,
-    causal: bool,
-    element: int,
-    tp: int = 1,
-) -> PartWork:
-    """Work of one layer with experts on each of `tp` ranks that share it, with `element` bytes a number.
-
-    A token costs the experts that it is sent to, wherever they are: with balanced experts a rank computes for
-    others as much as others compute for it. A pass reads the weights of all experts that the rank holds.
-    """
-    attention: Linears = [(hidden, head_dim * (heads + 2 * kv_heads)), (head_dim * heads, hidden)]
-    expert: Linears = [(hidden, moe.ffn * (2 if gated else 1)), (moe.ffn, hidden)]
-    shared: Linears = [(hidden, moe.shared_ffn * (2 if gated else 1)), (moe.shared_ffn, hidden)]
-    router: Linears = [(hidden, moe.experts)]
-    divided = attention + (shared if moe.shared_ffn else [])
-    whole = router + expert * (moe.experts // ep)
-    active = divided + router + expert * moe.topk
-    weights = sum(linear_bytes(0, i, o, element) for i, o in active)
-    once = sum(linear_bytes(1, i, o, element) for i, o in active)
-    return PartWork(
-        flops_per_token=sum(linear_flops(1, i, o) for i, o in active) // tp,
-        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
-        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
-        weight_bytes=sum(linear_bytes(0, i, o, element) for i, o in divided) // tp
-        + sum(linear_bytes(0, i, o, element) for i, o in whole),
-    )

@@ -9,7 +9,8 @@ import torch
 
 from omni.models.initialise import initialise
 from omni.models.llm import NAME as LLM
-from omni.models.llm import LLMStage, attach_layer
+from omni.models.llm import attach_layer
+from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.registry import attach_of
 from omni.training.anchors import EncoderAnchor

@@ -15,7 +15,7 @@ from dataloader.format import PLACEHOLDER, DataError
 from dataloader.loader import Fetched
 from dataloader.reader import Reader
 from dataloader.tokens import SampleMeta, fit, length, tokenize
-from omni.models.llm import MicrobatchInputs
+from omni.models.llm_stage import MicrobatchInputs
 from omni.training.build import Rank
 from omni.training.inputs import TextArrays
 from omni.training.job import Job

@@ -21,7 +21,7 @@ from dataloader.format import DataError
 from dataloader.loader import Failure, Fetch, Fetched
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
-from omni.models.llm import MicrobatchInputs
+from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
 from parallel.boundary import Ends, make_ends

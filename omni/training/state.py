@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from infra.checkpoint import CheckpointError
-from omni.models.llm import LLMStage
+from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, Region, named_parameters
 from omni.training.optimizer import ComponentOptimizer
 

@@ -81,9 +81,13 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         (["--help"], ("torch", "hydra", "wandb", "megatron", "pyarrow")),
         (["data", "--help"], ("torch", "hydra", "wandb")),
         (["parity", "--help"], ("torch", "wandb")),
+        (["plan", "layout.llm.pp=3"], ("megatron", "wandb")),
+        (["layout", "show"], ("megatron", "wandb")),
+        (["rehearse", "--dry", "layout.llm.pp=3"], ("megatron", "wandb")),
+        (["train", "layout.llm.pp=3"], ("megatron", "wandb")),
     ],
 )
-def test_help_does_not_wait_for_heavy_imports(tmp_path, arguments, unwanted):
+def test_help_and_mistakes_do_not_wait_for_heavy_imports(tmp_path, arguments, unwanted):
     code = (
         "import sys; from omni.__main__ import main\n"
         f"try: main({arguments!r})\n"

@@ -22,7 +22,8 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.models.encoders.audio import AudioConfig, AudioEncoder, sinusoids, spaced
+from omni.models.encoders.audio import AudioConfig, AudioEncoder
+from omni.models.encoders.audio_module import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
 from omni.training.job import prepare_job
 from omni.training.parity import Measurement, compare

@@ -17,15 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from infra.checkpoint import CheckpointError
 from omni.config import ConfigError, MoEConfig, OptimConfig
 from omni.models.initialise import initialise
-from omni.models.layers import layer_submodules, layer_work, transformer_config
+from omni.models.layer_sizes import check_moe, layer_work, moe_layer_work
+from omni.models.layers import layer_submodules, transformer_config
 from omni.models.moe import (
-    check_moe,
     expert_biases,
     expert_name,
     first_expert,
     layer_specs,
     load_expert_biases,
-    moe_layer_work,
     moe_settings,
     routers,
     routing_margins,

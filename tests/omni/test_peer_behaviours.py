@@ -9,7 +9,8 @@ from small import overrides, write_mixed, write_one_item
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.models.encoders.vit import ViT, ViTEncoder
+from omni.models.encoders.vit import ViTEncoder
+from omni.models.encoders.vit_module import ViT
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare

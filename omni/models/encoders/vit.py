@@ -1,16 +1,15 @@
-"""An image encoder: a vision transformer on packed patches of native aspect ratio.
+"""An image encoder as plans and loaders see it: a vision transformer on packed patches of native aspect.
 
 An image is cut into patches as it is: no resizing to a square, only padding to whole merge windows and, above
 `max_tokens`, shrinking with its aspect kept. Patches of one merge window are neighbours in token order, so
 merging is a reshape. Row and column positions are learned and, in attention, rotary in two dimensions.
 
-Shapes: T patches, P values of a patch, E width of the encoder, R rows, m merge, D width of the LLM.
+Shapes: T patches, P values of a patch.
 """
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,19 +18,15 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
-from omni.models.layers import (
-    check_divisible,
-    check_transformer,
-    layer_submodules,
-    layer_work,
-    transformer_config,
-)
+from omni.models.layer_sizes import check_divisible, check_transformer, layer_work
 from omni.models.registry import Attention, ItemArrays
 from ops.linear import linear_flops
-from ops.norm import Norm
 from parallel.costs import PartWork
-from parallel.megatron import ProcessGroupCollection, TransformerBlock
-from parallel.packed import PackedTokens, Sharding, pack_tokens
+
+if TYPE_CHECKING:
+    from omni.models.encoders.vit_module import ViT
+    from parallel.megatron import ProcessGroupCollection
+    from parallel.packed import PackedTokens, Sharding
 
 
 @dataclass
@@ -175,9 +170,11 @@ class ViTEncoder:
         return ItemArrays(patches.contiguous().numpy(), _window_positions(rows, columns, c.merge))
 
     def pack(
-        self, sharding: Sharding, positions: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> PackedTokens:
+        self, sharding: "Sharding", positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> "PackedTokens":
         """Each image attends to itself alone."""
+        from parallel.packed import pack_tokens
+
         c = self.config
         return pack_tokens(
             sharding,
@@ -191,9 +188,11 @@ class ViTEncoder:
         )
 
     def build(
-        self, width: int, dtype: torch.dtype, device: torch.device, groups: ProcessGroupCollection
+        self, width: int, dtype: torch.dtype, device: torch.device, groups: "ProcessGroupCollection"
     ) -> "ViT":
         """Build the module on `device`."""
+        from omni.models.encoders.vit_module import ViT
+
         return ViT(self.config, width, dtype, groups).to(device)
 
 
@@ -201,80 +200,3 @@ def _window_positions(rows: int, columns: int, merge: int) -> np.ndarray:
     row, column = np.mgrid[0:rows, 0:columns]
     grid = np.stack([row, column], -1).reshape(rows // merge, merge, columns // merge, merge, 2)
     return grid.transpose(0, 2, 1, 3, 4).reshape(-1, 2).copy()
-
-
-class ViT(torch.nn.Module):
-    """Patches to rows: linear embedding, transformer, merging of windows, two-layer projector."""
-
-    def __init__(
-        self, config: ViTConfig, width: int, dtype: torch.dtype, groups: ProcessGroupCollection
-    ) -> None:
-        super().__init__()
-        self.sizes = config
-        self.width = width
-        self.dtype = dtype
-        self.config = transformer_config(
-            layers=config.layers,
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.heads,
-            ffn=config.ffn,
-            norm=config.norm,
-            norm_eps=1e-5,
-            gated=False,
-            bias=True,
-            qkv_bias=True,
-            recompute=config.recompute,
-            dtype=dtype,
-            tp=groups.tp.size(),
-        )
-        patch_values = config.patch**2 * config.channels
-        merged = config.hidden * config.merge**2
-        self.patch_linear = torch.nn.Linear(patch_values, config.hidden, dtype=dtype)
-        self.row_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
-        self.column_embedding = torch.nn.Embedding(config.max_side, config.hidden, dtype=dtype)
-        edges = [0, *config.taps, config.layers]
-        blocks = [
-            TransformerBlock(
-                self.config,
-                layer_submodules(stop - start, config.norm, causal=False),
-                post_layer_norm=False,
-                pg_collection=groups,
-            )
-            for start, stop in pairwise(edges)
-        ]
-        self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
-        self.final_norm = Norm(self.config, config.hidden)
-        self.projector_in = torch.nn.Linear(merged, merged, dtype=dtype)
-        self.projector_out = torch.nn.Linear(merged, width, dtype=dtype)
-        self.tap_projectors = torch.nn.ModuleList(
-            torch.nn.ModuleDict(
-                {
-                    "norm": Norm(self.config, config.hidden),
-                    "linear_in": torch.nn.Linear(merged, merged, dtype=dtype),
-                    "linear_out": torch.nn.Linear(merged, width, dtype=dtype),
-                }
-            )
-            for _ in config.taps
-        )
-
-    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-        """values [T, P], positions [T, 2] of packed images → rows [R, D], image by image, and as many again
-        for each tap.
-        """
-        hidden: Any = self.patch_linear(values.to(self.dtype))
-        hidden = hidden + self.row_embedding(positions[:, 0]) + self.column_embedding(positions[:, 1])
-        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed)
-        tapped = []
-        for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
-            assert isinstance(projector, torch.nn.ModuleDict)
-            tapped.append(self._rows(hidden.squeeze(1), *projector.values()))
-            hidden = block(hidden, None, packed_seq_params=packed)
-        rows = self._rows(hidden.squeeze(1), self.final_norm, self.projector_in, self.projector_out)
-        return torch.cat([rows, *tapped]) if tapped else rows
-
-    def _rows(self, hidden: torch.Tensor, norm: Any, linear_in: Any, linear_out: Any) -> torch.Tensor:
-        """Patches [T, E] → rows [R, D], a merge window each."""
-        merged = norm(hidden).reshape(-1, self.sizes.hidden * self.sizes.merge**2)
-        rows: torch.Tensor = linear_out(F.gelu(linear_in(merged)))
-        return rows

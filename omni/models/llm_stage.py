@@ -1,0 +1,202 @@
+"""A stage of the LLM: megatron-core's GPTModel on packed tokens.
+
+Shapes: T tokens, D width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from omni.config import LLMConfig
+from omni.models.layers import layer_submodules, transformer_config
+from omni.models.llm import attach_layer, llm_stages, padded_vocabulary
+from omni.models.moe import (
+    expert_biases,
+    first_expert,
+    layer_specs,
+    load_expert_biases,
+    moe_settings,
+    update_expert_bias,
+)
+from omni.models.regions import Numbering, mark_parallel
+from parallel.loss import linear_argmax, linear_losses
+from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
+from parallel.packed import PackedTokens
+
+
+@dataclass(frozen=True)
+class MicrobatchInputs:
+    """Tensors of one microbatch on one rank of one stage, on its device. T tokens are those of its member of
+    the pool, of which this rank holds T / tp between attention layers.
+
+    `ids` [1, T] on the first stage. On the last stage `wanted` [c] are positions among this rank's tokens
+    whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
+    have `labels` [n], `weights` [n] (0 for padding and tombstones), `sources` [n] (the index of each one's
+    data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
+    `order` picks the real ones out of n, sequence by sequence. None elsewhere. `padding` [1, T / tp] marks
+    the tail, which experts do not count; None if there is none.
+    """
+
+    packed: PackedTokens
+    ids: torch.Tensor | None = None
+    wanted: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    padding: torch.Tensor | None = None
+
+
+class LLMStage:
+    """This rank's stage of the LLM, as the engine drives it.
+
+    `model` is the bare GPTModel; the wrapper that reduces its gradients shares its parameters. Rows may
+    enter before any of `attach_layers`, counted from the start of the model.
+    """
+
+    def __init__(
+        self,
+        config: LLMConfig,
+        *,
+        vocab_size: int,
+        num_sources: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        groups: ProcessGroupCollection,
+        attach_layers: Sequence[int] = (),
+    ) -> None:
+        stage, stages = groups.pp.rank(), groups.pp.size()
+        layers = llm_stages(config, vocab_size, stages)
+        self.tp_group = groups.tp
+        self.config = config
+        self.width = config.hidden
+        self.dtype = dtype
+        self.device = device
+        self.num_sources = num_sources
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.transformer = transformer_config(
+            layers=config.layers,
+            hidden=config.hidden,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            ffn=config.ffn,
+            norm=config.norm,
+            norm_eps=config.norm_eps,
+            gated=True,
+            bias=False,
+            qkv_bias=config.qkv_bias,
+            recompute=config.recompute,
+            dtype=dtype,
+            tp=groups.tp.size(),
+            sequence_parallel=True,
+            stages=stages,
+            more=moe_settings(config.mixture, groups.ep.size(), dtype, device) if config.mixture else None,
+        )
+        first = sum(layers[:stage])
+        specs = partial(
+            layer_specs, moe=config.mixture, layers=range(first, first + layers[stage]), device=device
+        )
+        self.groups = groups
+        self.model = GPTModel(
+            self.transformer,
+            layer_submodules(layers[stage], config.norm, causal=True, specs=specs),
+            vocab_size=padded_vocabulary(vocab_size, config.vocab_multiple),
+            max_sequence_length=0,
+            pre_process=self.first,
+            post_process=self.last,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=config.tied,
+            pg_collection=groups,
+        ).to(device)
+        for number, layer in enumerate(self.model.decoder.layers, start=first):
+            if number in attach_layers:
+                # A lasting hook, because recomputation passes the layer again, long after this pass.
+                layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
+        mark_parallel(self.model)
+        self.numbering = Numbering(
+            first_layer=first,
+            first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,
+            tied=config.tied,
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+        )
+
+    def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
+        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch."""
+        return self.model.embedding(inputs.ids, None).squeeze(1)
+
+    def enter(self, inputs: MicrobatchInputs, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [R, D] at `tokens` [R] to the input of the layer that attach point `name` stands for."""
+        inputs.packed.entering[attach_layer(name)] = (tokens, rows)
+
+    def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [T / tp, D] → the same; on the last stage losses [n], or the next token id of each sequence.
+
+        The output layer runs on the wanted positions alone: rows of images have no next token.
+        """
+        hidden = hidden.unsqueeze(1)
+        if not self.first:
+            self.model.set_input_tensor(hidden)
+        masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
+        out = self.model.decoder(hidden, None, packed_seq_params=inputs.packed, **masked)
+        self.model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
+        if not self.last:
+            return out.squeeze(1)
+        assert inputs.wanted is not None
+        wanted = out.squeeze(1).index_select(0, inputs.wanted)
+        if self.tp_group.size() > 1:
+            wanted = gather_from_sequence_parallel_region(wanted, group=self.tp_group)
+        tied = self.config.tied
+        weight = self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
+        if inputs.labels is None:
+            assert inputs.order is not None
+            return linear_argmax(wanted, weight, self.tp_group)[inputs.order]
+        return linear_losses(wanted, weight, inputs.labels, self.tp_group, self.config.loss_chunk)
+
+    def loss(self, inputs: MicrobatchInputs, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [n] → their weighted sum, and [loss, targets] summed by source in fp64.
+
+        All tp ranks compute the same losses, so the first of them reports for all.
+        """
+        assert inputs.weights is not None
+        assert inputs.sources is not None
+        weights = inputs.weights.double() * (self.tp_group.rank() == 0)
+        sums = torch.zeros(2, self.num_sources, dtype=torch.float64, device=self.device)
+        sums[0].index_add_(0, inputs.sources, output.detach().double() * weights)
+        sums[1].index_add_(0, inputs.sources, weights)
+        return (output * inputs.weights).sum(), sums.flatten()
+
+    def balance_experts(self, learns: bool) -> torch.Tensor:
+        """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
+
+        Returns the tokens of the busiest expert over the mean, summed over this stage's layers and divided
+        by the ranks that return it, [] on the device.
+        """
+        if self.config.mixture is None:
+            return torch.zeros((), device=self.device)
+        rate = self.config.mixture.bias_update_rate if learns else 0.0
+        loads = update_expert_bias(self.model, self.groups, rate)
+        return loads.sum() / self.groups.tp_dp_cp.size()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """State beside the weights, by canonical name, on the one rank of a stage that saves it."""
+        if self.config.mixture is None or self.groups.tp_dp_cp.rank() > 0:
+            return {}
+        return expert_biases(self.model, self.numbering.first_layer)
+
+    def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Load this stage's state from that of all stages."""
+        load_expert_biases(self.model, self.numbering.first_layer, saved)
+
+
+def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    entering = kwargs["packed_seq_params"].entering.get(number)
+    if entering is not None:
+        tokens, rows = entering
+        hidden = kwargs["hidden_states"].index_add(0, tokens, rows.unsqueeze(1))
+        kwargs = {**kwargs, "hidden_states": hidden}
+    return args, kwargs
