@@ -556,6 +556,7 @@ def test_bad_images_are_skipped_and_counted_on_one_rank(tmp_path):
     skipped(tmp_path, "launch.ranks=1")
 
 
+@pytest.mark.slow
 def test_bad_images_are_skipped_when_another_rank_computes_the_loss(tmp_path):
     # Stage 0 encodes all images, stage 1 computes the loss.
     skipped(tmp_path, "launch.ranks=2", "layout=pp2", "system=stage0")

@@ -26,7 +26,10 @@ from infra.checkpoint import latest_checkpoint, read_manifest
 LIMIT = 400_000  # bytes: more than the metrics take, less than a rank's part of the checkpoint
 STEPS = 40
 
-pytestmark = pytest.mark.skipif(not psutil.LINUX, reason="needs limits on another process")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not psutil.LINUX, reason="needs limits on another process"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -148,11 +148,12 @@ def copied(whole: Path, tmp_path: Path, step: int | None = None) -> Path:
     return run
 
 
+@pytest.mark.slow  # tests/omni/test_checkpoint_layouts.py compares every element
 @pytest.mark.parametrize(
     "layout",
     [
         ["launch.ranks=2", "layout=pp2"],
-        pytest.param(["launch.ranks=1"], marks=pytest.mark.slow),
+        ["launch.ranks=1"],
     ],
 )
 def test_a_checkpoint_continues_under_another_layout(tmp_path, keys, whole, layout):

@@ -328,7 +328,10 @@ OWN_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", OWN_LAYOUTS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.slow) if OWN_LAYOUTS[c][0] > 4 else c for c in OWN_LAYOUTS],
+)
 def test_encoders_with_layouts_of_their_own_equal_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path, case: str
 ) -> None:
@@ -407,6 +410,7 @@ def write_pitches(path: Path) -> None:
             writer.add(Sample(f"p{i}", PLACEHOLDER + "abcd"[i % 4], (item,)))
 
 
+@pytest.mark.slow
 def test_training_learns_to_hear(ranks: RankPool, tmp_path: Path) -> None:
     write_pitches(tmp_path / "pitches")
     more = ("layout=pp2", "train.steps=120", "optim.lr=4e-3", "optim.eps=1e-8", "optim.weight_decay=0")

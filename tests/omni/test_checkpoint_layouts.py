@@ -86,7 +86,12 @@ MODELS = {
         {"tp2 ep4": TP2_EP4, "cp2 ep2": (2, ["layout.llm.cp=2", "layout.llm.ep=2"])},
     ),
 }
-MOVES = [(model, layout) for model in MODELS for layout in MODELS[model].others]
+LONGER = {"tp4", "cp2 tp2", "dp3", "beside pp2+2", "stage0 pp3"}
+MOVES = [
+    pytest.param(model, layout, marks=pytest.mark.slow if layout in LONGER else ())
+    for model in MODELS
+    for layout in MODELS[model].others
+]
 STATE = ("main", *MOMENTS)
 Tensors = dict[str, dict[str, torch.Tensor]]
 

@@ -166,8 +166,12 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     ("world", "more"),
     [
         (4, ["layout.llm.tp=2", "layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
-        (4, ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.transport=reduce_scatter"]),
-        (4, ["layout.llm.ep=2", EXPERTS]),
+        pytest.param(
+            4,
+            ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.transport=reduce_scatter"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(4, ["layout.llm.ep=2", EXPERTS], marks=pytest.mark.slow),
         (4, ["layout.llm.ep=4", "layout.llm.tp=2", "model.llm.recompute=full", *SOFTMAX]),
     ],
 )

@@ -160,6 +160,7 @@ def _overfit(rank: int, line: list[str]) -> list[Transcription]:
     return trainer.evaluator.transcribe(trainer.step, "mixed", 8)
 
 
+@pytest.mark.slow
 def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     line = overrides(
         data,
