@@ -1,7 +1,6 @@
 """Real gloo ranks for tests, started once and reused: importing torch and megatron costs more than a test."""
 
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -9,6 +8,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 TIMEOUT_S = 120
 
@@ -26,7 +28,10 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
+        # On a CPU they are forked from one process that has imported everything and computed nothing.
+        self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if self.context.get_start_method() == "forkserver":
+            self.context.set_forkserver_preload(["omni.training.trainer"])
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -40,7 +45,7 @@ class RankPool:
             answers = [self._answer(pipe) for _, pipe in chosen]
         problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if problems:
-            self.close()
+            self._end(world)
             raise RankError("\n".join(problems))
         return [result for _, result in answers]
 
@@ -62,18 +67,17 @@ class RankPool:
 
     def close(self) -> None:
         """End all processes."""
-        for process, pipe in self.workers:
+        self._end(len(self.workers))
+
+    def _end(self, count: int) -> None:
+        for process, pipe in self.workers[:count]:
             pipe.close()
             process.kill()
             process.join()
-        self.workers = []
+        del self.workers[:count]
 
 
 def _serve(pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     while True:
         try:
