@@ -145,3 +145,25 @@ def transformer_config(
         recompute_num_layers=1 if recompute == "full" else None,
         **(more or {}),
     )
+
+
+def encoder_config(sizes: Any, dtype: torch.dtype, tp: int) -> TransformerConfig:
+    """Configure the transformer of our encoders: biases, no gate, as many key/value heads as heads.
+
+    `sizes` is an encoder's configuration, with the keys that `check_transformer` reads.
+    """
+    return transformer_config(
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.heads,
+        ffn=sizes.ffn,
+        norm=sizes.norm,
+        norm_eps=1e-5,
+        gated=False,
+        bias=True,
+        qkv_bias=True,
+        recompute=sizes.recompute,
+        dtype=dtype,
+        tp=tp,
+    )

@@ -56,3 +56,9 @@ def makespan_bounds(candidates: Degrees, times: Times, pool: Pool) -> Times:
     work = (own * candidates).sum(1) + sharing_ns * (candidates * shared).max(1)
     bounds: Times = np.where(slowest < NEVER, np.maximum(slowest, work // pool.num_ranks), NEVER)
     return bounds
+
+
+def makespan_floor(times: Times) -> int:
+    """A makespan that even cuts cannot be below: all ranks busy, and the slowest sequence at its fastest."""
+    work = (times * np.arange(1, times.shape[1] + 1)).min(1).sum()
+    return max(int(work) // times.shape[1], int(times.min(1).max()))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parallel.policies.degrees import makespan_floor
 from parallel.policies.pool import NEVER, Degrees, Pool, Times
 
 _HALVINGS = 4  # of the range in which the target time is searched
@@ -51,12 +52,6 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = N
     for group, degree in zip(groups, chosen, strict=True):
         degrees[list(group.members)] = degree
     return degrees
-
-
-def makespan_floor(times: Times) -> int:
-    """A makespan that even cuts cannot be below: all ranks busy, and the slowest sequence at its fastest."""
-    work = (times * np.arange(1, times.shape[1] + 1)).min(1).sum()
-    return max(int(work) // times.shape[1], int(times.min(1).max()))
 
 
 def pack_groups(

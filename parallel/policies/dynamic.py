@@ -18,8 +18,8 @@ from heapq import nsmallest
 
 import numpy as np
 
-from parallel.policies.degrees import best_build, power_degrees
-from parallel.policies.dhp import dhp_degrees, makespan_floor
+from parallel.policies.degrees import best_build, makespan_floor, power_degrees
+from parallel.policies.dhp import dhp_degrees
 from parallel.policies.pool import (
     NEVER,
     Build,

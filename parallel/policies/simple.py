@@ -65,9 +65,9 @@ def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | N
     """Each sequence over the least power of two of ranks that leaves each at most `tokens_a_rank` of it, in
     aligned blocks: the costliest first, each to the block whose busiest rank is least loaded.
 
-    That is what BalancedCPScheduler of megatron-core 0.16 aims at, with two favours: its groups need not wait
-    for one another, and loads are our times where it takes squared lengths. Where users set `tokens_a_rank`
-    there, the power of two with the least predicted makespan is taken here.
+    That is what BalancedCPScheduler of megatron-core 0.16 aims at, with favours: its groups need not wait for
+    one another, loads are our times where it takes squared lengths, and whole ones pass by full ranks.
+    Where users set `tokens_a_rank` there, the power of two with the least predicted makespan is taken here.
     """
     if not lengths:
         return SequenceLayout(pool.num_ranks, ())

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from parallel.costs import Link
 from parallel.policies import make_pool
-from parallel.policies.dhp import allocate_ranks, dhp_degrees, makespan_floor, pack_groups
+from parallel.policies.degrees import makespan_floor
+from parallel.policies.dhp import allocate_ranks, dhp_degrees, pack_groups
 from parallel.policies.pool import NEVER, degree_times, within_memory
 from parallel.schemes import SequenceCost
 from parallel.tiles import AttentionShape

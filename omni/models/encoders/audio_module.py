@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from omni.models.encoders.audio import FRAMES, AudioConfig
-from omni.models.layers import layer_submodules, transformer_config
+from omni.models.layers import encoder_config, layer_submodules
 from ops.norm import Norm
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens
@@ -34,21 +34,7 @@ class AudioTransformer(torch.nn.Module):
         self.sizes = config
         self.width = width
         self.dtype = dtype
-        self.config = transformer_config(
-            layers=config.layers,
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.heads,
-            ffn=config.ffn,
-            norm=config.norm,
-            norm_eps=1e-5,
-            gated=False,
-            bias=True,
-            qkv_bias=True,
-            recompute=config.recompute,
-            dtype=dtype,
-            tp=groups.tp.size(),
-        )
+        self.config = encoder_config(config, dtype, groups.tp.size())
         merged = config.hidden * config.merge
         self.stem_in = torch.nn.Conv1d(config.mels, config.hidden, 3, padding=1, dtype=dtype)
         self.stem_out = torch.nn.Conv1d(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from omni.models.encoders.vit import ViTConfig
-from omni.models.layers import layer_submodules, transformer_config
+from omni.models.layers import encoder_config, layer_submodules
 from ops.norm import Norm
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens
@@ -26,21 +26,7 @@ class ViT(torch.nn.Module):
         self.sizes = config
         self.width = width
         self.dtype = dtype
-        self.config = transformer_config(
-            layers=config.layers,
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.heads,
-            ffn=config.ffn,
-            norm=config.norm,
-            norm_eps=1e-5,
-            gated=False,
-            bias=True,
-            qkv_bias=True,
-            recompute=config.recompute,
-            dtype=dtype,
-            tp=groups.tp.size(),
-        )
+        self.config = encoder_config(config, dtype, groups.tp.size())
         patch_values = config.patch**2 * config.channels
         merged = config.hidden * config.merge**2
         self.patch_linear = torch.nn.Linear(patch_values, config.hidden, dtype=dtype)
