@@ -457,6 +457,19 @@ class Taken:
 
 
 @dataclass(frozen=True)
+class World:
+    """The level of a plan that all ranks of the world share: see `StepPlan`."""
+
+    step: int
+    train: bool
+    cost_table: int
+    components: tuple[str, ...]
+    frozen: tuple[str, ...]
+    reductions: tuple[tuple[int, int], ...]
+    taken: Taken
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What a rank knows of a step: the world's level, its group's and its domain's, of number `number`.
 
@@ -476,10 +489,32 @@ class StepPlan:
     domain: DomainPlan
 
     @cached_property
+    def world(self) -> World:
+        """What all ranks of the world must agree on."""
+        return World(
+            self.step,
+            self.train,
+            self.cost_table,
+            self.components,
+            self.frozen,
+            self.domain.reductions,
+            self.taken,
+        )
+
+    @cached_property
     def digests(self) -> tuple[int, int, int]:
         """63-bit hashes of the three levels: world, group, domain."""
-        own = (self.step, self.train, self.cost_table, self.components, self.frozen)
-        return digest_of((*own, self.domain.reductions, self.taken)), self.group.digest, self.domain.digest
+        return digest_of(self.world), self.group.digest, self.domain.digest
+
+    @property
+    def levels(self) -> tuple[tuple[str, int, int, World | GroupPlan | DomainPlan], ...]:
+        """The levels, from the widest on: name, number, digest, and what its ranks agree on."""
+        world, group, domain = self.digests
+        return (
+            ("world", 0, world, self.world),
+            ("group", self.group.number, group, self.group),
+            ("domain", self.number, domain, self.domain),
+        )
 
     def trains(self, component: str) -> bool:
         """Whether a component learns in this step."""
