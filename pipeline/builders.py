@@ -8,8 +8,11 @@ all ranks encode before the pipeline starts (LongCat-Flash-Omni report, section 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
+from parallel.policy import Policy
 from pipeline.plan import DomainPlan, Kind, Op
 
 Order = list[list[Op]]
@@ -102,10 +105,28 @@ def _all(mine: list[tuple[int, int]], between: list[Op] | None = None) -> list[O
     return [Op(Kind.ENCODE, c) for c, _ in mine] + (between or []) + backward
 
 
-BUILDERS: Mapping[str, Builder] = {
-    "one_f_one_b": build_one_f_one_b,
-    "encode_first": build_encode_first,
-}
+@dataclass(frozen=True)
+class SchedulePolicy(Policy):
+    """In which order the ranks of a domain run its chunks and microbatches in training.
+
+    `decide(domain)` gives for each position its ops of compute in order: FORWARD and BACKWARD of every
+    microbatch where it holds a part of the LLM, ENCODE and ENCODE_BACKWARD of every chunk it is in. Ranks
+    that run an op together must have such ops in one order; what breaks rules R1 to R7 is refused before it
+    runs.
+    """
+
+    group: ClassVar[str] = "omni.schedule"
+    decide: Builder
+
+    def __call__(self, domain: DomainPlan) -> Order:
+        """Return the ops of each position."""
+        order = self.decide(domain)
+        self.require(len(order) == domain.num_ranks, f"{domain.num_ranks} positions have a list each")
+        return order
+
+
+ONE_F_ONE_B = SchedulePolicy("one_f_one_b", build_one_f_one_b)
+ENCODE_FIRST = SchedulePolicy("encode_first", build_encode_first)
 
 
 def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
