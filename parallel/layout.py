@@ -14,10 +14,10 @@ context parallelism stay inside a node and pipeline stages are what crosses betw
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import lcm, prod
 
-PLACEMENTS = ("colocated", "stage0", "disaggregated")
+from parallel.placements import DomainSizes, PlacementPolicy
 
 
 class LayoutError(ValueError):
@@ -133,11 +133,12 @@ class Layout:
 class Arrangement:
     """Where every component of a run lives. Make it with `arrange`.
 
-    The world is the LLM's ranks, then `encoder_ranks` beside them if the placement is "disaggregated". It is
-    divided into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and
-    encodes stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's,
-    stage by stage, then those of encoders. `encoder_tp` gives the tensor-parallel size of each encoder; so
-    many neighbouring positions are a slot, which encodes as one.
+    The world is the LLM's ranks, then `encoder_ranks` beside them if the placement has such. It is divided
+    into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and encodes
+    stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's, stage by
+    stage, then those of encoders. Positions from `home[0]` to before `home[1]` encode, as the policy called
+    `placement` decided. `encoder_tp` gives the tensor-parallel size of each encoder; so many neighbouring
+    positions are a slot, which encodes as one.
     """
 
     llm: Layout
@@ -145,6 +146,7 @@ class Arrangement:
     placement: str
     encoder_ranks: int
     replicas: int
+    home: tuple[int, int]
 
     @property
     def world(self) -> int:
@@ -210,13 +212,8 @@ class Arrangement:
 
     def slots(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the positions of each slot of an encoder in a domain."""
-        first, last = {
-            "colocated": (0, self.llm_size),
-            "stage0": (0, self.stage_size),
-            "disaggregated": (self.llm_size, self.domain_size),
-        }[self.placement]
         tp = self.encoder_tp[name]
-        return tuple(tuple(range(start, start + tp)) for start in range(first, last, tp))
+        return tuple(tuple(range(start, start + tp)) for start in range(*self.home, tp))
 
     def domain_ranks(self, domain: int) -> tuple[int, ...]:
         """Return the global ranks of a domain by position."""
@@ -239,7 +236,11 @@ class Arrangement:
 
 
 def arrange(
-    llm: Layout, encoder_tp: Mapping[str, int], placement: str, encoder_ranks: int, replicas: int = 1
+    llm: Layout,
+    encoder_tp: Mapping[str, int],
+    placement: PlacementPolicy,
+    encoder_ranks: int,
+    replicas: int = 1,
 ) -> Arrangement:
     """Choose the smallest domains, of at least `replicas` replicas, that hold every shared group.
 
@@ -249,33 +250,40 @@ def arrange(
     Raises:
         LayoutError: if no division of the replicas into equal domains fits.
     """
-    if placement not in PLACEMENTS:
-        raise LayoutError(f"placement.policy={placement}: choose one of {', '.join(PLACEMENTS)}")
-    if (placement == "disaggregated") != (encoder_ranks > 0):
+    if placement.beside != (encoder_ranks > 0):
+        takes = "takes at least one rank" if placement.beside else "takes none"
         raise LayoutError(
-            f"placement.policy={placement} with placement.ranks={encoder_ranks}: encoders on ranks of their "
-            f"own take disaggregated and at least one rank, other placements none"
+            f"placement.policy={placement.name} with placement.ranks={encoder_ranks}: this placement {takes} "
+            "beside the LLM"
         )
     for name, tp in encoder_tp.items():
         if tp < 1:
             raise LayoutError(f"layout.encoders.{name}.tp={tp}: an axis has at least one rank")
-    sizes = [k for k in range(replicas, llm.dp + 1) if llm.dp % k == 0]
     slot = lcm(*encoder_tp.values())
-    for stages in (1, llm.pp) if placement == "colocated" else (1,):
-        for k in sizes:
-            stage = llm.tp * llm.cp * k
-            if placement == "disaggregated":
-                fits = encoder_ranks * k % llm.dp == 0 and encoder_ranks * k // llm.dp % slot == 0
-            else:
-                fits = stage * stages % slot == 0
-            if fits and stage % llm.ep == 0:
-                return Arrangement(llm, dict(encoder_tp), placement, encoder_ranks, k)
+    for inside_stages in (True, False):
+        for k in range(replicas, llm.dp + 1):
+            beside, rest = divmod(encoder_ranks * k, llm.dp)
+            sizes = DomainSizes(llm.pp, llm.tp * llm.cp * k, beside)
+            if llm.dp % k or rest or sizes.stage_size % llm.ep:
+                continue
+            home = placement(sizes)
+            if _holds_slots(home, slot, sizes, inside_stages):
+                return Arrangement(llm, dict(encoder_tp), placement.name, encoder_ranks, k, home)
     slots = ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items())
-    home = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
+    of = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
     raise LayoutError(
-        f"{slots or 'layout'}: {home} cannot be divided into equal groups of replicas (dp={llm.dp}) "
+        f"{slots or 'layout'}: {of} cannot be divided into equal groups of replicas (dp={llm.dp}) "
         f"that hold whole tensor-parallel groups of every encoder: choose sizes that divide them"
     )
+
+
+def _holds_slots(home: tuple[int, int], slot: int, sizes: DomainSizes, inside_stages: bool) -> bool:
+    """Whether slots of `slot` positions divide a home and each is on ranks of the LLM, or each beside them;
+    and inside one stage each, if asked.
+    """
+    bounds = sizes.boundaries() if inside_stages else (0, sizes.llm_size, sizes.size)
+    parts = (range(max(home[0], low), min(home[1], high)) for low, high in pairwise(bounds))
+    return all(len(part) % slot == 0 for part in parts)
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:

@@ -8,8 +8,11 @@ Sources: 1F1B after PipeDream-Flush (Narayanan et al., 2021, section 2); encode-
 all ranks encode before the pipeline starts (LongCat-Flash-Omni report, section 5, among others).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
+from parallel.policy import Policy
 from pipeline.costs import Costs
 from pipeline.plan import DomainPlan, Kind, Op
 
@@ -120,10 +123,39 @@ def _all(mine: list[tuple[int, int, int]], between: list[Op] | None = None) -> l
     return [Op(Kind.ENCODE, c) for c, *_ in mine] + (between or []) + backward
 
 
-BUILDERS: Mapping[str, Builder] = {
-    "one_f_one_b": build_one_f_one_b,
-    "encode_first": build_encode_first,
-}
+def stages_that_follow(num_parts: int, part: int) -> int:
+    """Microbatches that 1F1B has in flight at most on a part."""
+    return num_parts - part
+
+
+@dataclass(frozen=True)
+class SchedulePolicy(Policy):
+    """In which order the teams of a domain run its chunks and microbatches in training.
+
+    `decide` takes a DomainPlan without ops and the costs of its ops, and returns for each team its compute
+    ops in order; communication and waits are inserted afterwards, by rules that are the same for all
+    schedules, and the verifier refuses what could hang. `in_flight` says from the number of parts and the
+    number of one how many microbatches' activations that part holds at most: with their sizes, the bound that
+    the plan carries.
+    """
+
+    group: ClassVar[str] = "omni.schedule"
+
+    in_flight: Callable[[int, int], int] = stages_that_follow
+
+    def __call__(self, domain: DomainPlan, costs: Costs) -> Order:
+        """Order the compute of every team.
+
+        Raises:
+            PolicyError: if there is not one list for each team.
+        """
+        order = self.decide(domain, costs)
+        self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
+        return order
+
+
+ONE_F_ONE_B = SchedulePolicy("one_f_one_b", build_one_f_one_b)
+ENCODE_FIRST = SchedulePolicy("encode_first", build_encode_first)
 
 
 def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    for text in without_effect(config, job.planner.sharing):
+    for text in without_effect(job.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
     timeline = simulate(domain, job.table)
     if arguments.json:
@@ -98,7 +98,7 @@ def figures(job: "Job", plan: "StepPlan", domain: "DomainPlan", timeline: "Timel
         "samples": len(plan.samples),
         "tokens": sum(sample.length for sample in plan.samples),
         "layout": job.arrangement.describe(),
-        "policies": ", ".join([job.arrangement.placement, *vars(job.planner.policies).values()]),
+        "policies": job.policies.describe(),
         "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
         "sequences, items shared": f"{_shared(domain.microbatches)}, {_shared(domain.chunks)}",

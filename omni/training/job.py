@@ -11,7 +11,6 @@ from functools import partial
 
 from dataloader.format import DataError
 from dataloader.index import Index
-from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
@@ -27,27 +26,25 @@ from omni.models.llm import (
     output_flops,
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
-from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
-from omni.training.pools import UNIFORM, sharing_of
+from omni.training.choices import Chosen, chosen_placement, chosen_policies
+from omni.training.planner import Boundary, Budget, Planner, Policies
+from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
 from parallel.layout import Arrangement, Layout, LayoutError, arrange
-from parallel.policies import POLICIES as SEQUENCE_POLICIES
-from parallel.transports import TRANSPOSED
-from pipeline.builders import BUILDERS
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
 PRECISIONS = ("auto", "fp32", "bf16")
-TRANSPORTS = (AUTO, *(name for name in TRANSPOSED if name != "local"))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, resolved: who lives where, its components, data and planner."""
+    """A run, resolved: its policies, who lives where, its components, data and planner."""
 
     config: Config
+    policies: Chosen
     arrangement: Arrangement
     encoders: Mapping[str, Encoder]
     tokenizer: Tokenizer
@@ -83,7 +80,8 @@ def prepare_job(config: Config, world: int) -> Job:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
     Raises:
-        ConfigError, LayoutError, DataError: all ValueError, naming the key, the value and the remedy.
+        ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
+            remedy.
     """
     check_llm(config.model.llm)
     encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
@@ -92,6 +90,7 @@ def prepare_job(config: Config, world: int) -> Job:
     components = (LLM, *encoders)
     if LLM in encoders:
         raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
+    policies = chosen_policies(config)
     _check_choices(config)
     check_optim(config.optim, components, config.train.steps)
     tokenizer = tokenizer_of(config)
@@ -109,7 +108,7 @@ def prepare_job(config: Config, world: int) -> Job:
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
     table = table_from_work(work, cluster, config.model.llm.hidden * element)
-    sharing = sharing_of(config, encoders, arrangement, table, element)
+    sharing = sharing_of(config, policies, encoders, arrangement, table, element)
     stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
     points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
     planner = Planner(
@@ -125,8 +124,8 @@ def prepare_job(config: Config, world: int) -> Job:
             for name, encoder in encoders.items()
             if attach_of(encoder) != (EMBEDDING.name,)
         ),
-        boundary=Boundary(config.boundary.transport, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        policies=Policies(config.balance.policy, config.pipeline.schedule),
+        boundary=Boundary(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
+        policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
         frozen=partial(frozen_components, config.optim.components),
@@ -135,6 +134,7 @@ def prepare_job(config: Config, world: int) -> Job:
     )
     return Job(
         config=config,
+        policies=policies,
         arrangement=arrangement,
         encoders=encoders,
         tokenizer=tokenizer,
@@ -177,8 +177,13 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
 
     Raises:
         LayoutError: for sizes that do not fit the world or each other, with the remedy.
+        PolicyError: for a placement that is not registered.
     """
-    sizes, beside = config.layout.llm, config.placement.ranks
+    placement = chosen_placement(config)
+    beside = config.placement.ranks
+    if beside is None:
+        beside = int(placement.beside)
+    sizes = config.layout.llm
     unknown = sorted(set(config.layout.encoders) - set(config.model.encoders))
     if unknown:
         raise LayoutError(
@@ -214,7 +219,7 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
         raise LayoutError(
             f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
         )
-    return arrange(layout, tp, config.placement.policy, beside, domain)
+    return arrange(layout, tp, placement, beside, domain)
 
 
 def check_layout(
@@ -269,11 +274,6 @@ def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]
 
 def _check_choices(config: Config) -> None:
     for key, value, known in (
-        ("encoder_sp.policy", config.encoder_sp.policy, tuple(SEQUENCE_POLICIES)),
-        ("llm_sp.policy", config.llm_sp.policy, (UNIFORM, *SEQUENCE_POLICIES)),
-        ("boundary.transport", config.boundary.transport, TRANSPORTS),
-        ("balance.policy", config.balance.policy, tuple(BALANCES)),
-        ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
         ("train.precision", config.train.precision, PRECISIONS),

@@ -1,35 +1,35 @@
 """Compose the plan of a step from all policies: pure, from metadata to op lists.
 
     stream      which samples, up to the step's budget
-    balance     samples → replicas, by cost
-    packing     samples → microbatches, without padding; replicas of a domain pass theirs together
-    sharding    sequences → the ranks that hold their tokens, and tiles of attention that ranks share
+    balance     samples → domains, and those of each domain → its replicas, by cost
+    packing     samples of a replica → packs, without padding
+    pairing     packs of a domain's replicas → microbatches, which they pass together
+    sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
                 items of a microbatch that all slots share are one chunk
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
-The planner knows every policy only as a function. It reads no clock and no rank: all ranks call it with the
-same arguments and get the same plan.
+The planner knows no policy by name, only the facts that its kind states. It reads no clock and no rank: all
+ranks call it with the same arguments and get the same plan.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
 from math import lcm
 
 from dataloader.format import DataError
-from dataloader.packing import pack
-from dataloader.policies import POLICIES as BALANCES
+from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
 from omni.training.sharing import Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
-from parallel.transports import choose_transport, node_map
-from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
+from parallel.transport_policies import TransportPolicy
+from parallel.transports import node_map
+from pipeline.builders import SchedulePolicy, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
 from pipeline.policies import Slot
 from pipeline.routes import plan_route
@@ -39,10 +39,12 @@ from pipeline.simulator import plan_costs
 
 @dataclass(frozen=True)
 class Policies:
-    """Names of the policies that shape the plan."""
+    """Who takes which samples, in which microbatches, and in which order they run."""
 
-    balance: str
-    schedule: str
+    balance: BalancePolicy
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    schedule: SchedulePolicy
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,11 @@ class Budget:
     on_long: str
 
 
-AUTO = "auto"
-
-
 @dataclass(frozen=True)
 class Boundary:
-    """How rows travel: over one transport, or with `auto` the one of each route that takes the least time."""
+    """How rows travel: by the transport that a policy chooses for each route."""
 
-    transport: str
+    transport: TransportPolicy
     ranks_per_node: int
     row_bytes: int
     links: Links
@@ -72,10 +71,7 @@ class Boundary:
         if route.is_local:
             return route.over("local")
         nodes = node_map(ranks, self.ranks_per_node)
-        transport = self.transport
-        if transport == AUTO:
-            transport = choose_transport(route.traffic(), nodes, self.row_bytes, self.links)
-        return route.over(transport, nodes)
+        return route.over(self.transport(route.traffic(), nodes, self.row_bytes, self.links), nodes)
 
 
 @dataclass(frozen=True)
@@ -161,14 +157,11 @@ class Planner:
     ) -> StepPlan:
         frozen = self.frozen(step) if train else ()
         costs = [self._sample_cost(meta) for meta in metas]
-        shared = self.arrangement.replicas
-        homes = BALANCES[self.policies.balance](costs, num_domains * shared)
-        members: list[list[int]] = [[] for _ in range(num_domains * shared)]
-        for sample, home in enumerate(homes):
-            members[home].append(sample)
+        of_domains = self._balance(range(len(metas)), costs, num_domains)
+        of_replicas = [self._balance(own, costs, self.arrangement.replicas) for own in of_domains]
         domains = tuple(
-            self._domain(domain, members[domain * shared : (domain + 1) * shared], metas, train, frozen)
-            for domain in range(num_domains)
+            self._domain(number, members, metas, costs, train, frozen)
+            for number, members in enumerate(of_replicas)
         )
         return StepPlan(
             step=step,
@@ -182,6 +175,14 @@ class Planner:
             skipped=skipped,
             domains=domains,
         )
+
+    def _balance(self, samples: Sequence[int], costs: Sequence[int], n: int) -> list[list[int]]:
+        """Divide samples, given by number, over `n` bins."""
+        bins: list[list[int]] = [[] for _ in range(n)]
+        taken = self.policies.balance([costs[i] for i in samples], n)
+        for sample, number in zip(samples, taken, strict=True):
+            bins[number].append(sample)
+        return bins
 
     def _sample_cost(self, meta: SampleMeta) -> int:
         """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
@@ -210,13 +211,14 @@ class Planner:
         number: int,
         members: Sequence[Sequence[int]],
         metas: Sequence[SampleMeta],
+        costs: Sequence[int],
         train: bool,
         frozen: tuple[str, ...],
     ) -> DomainPlan:
-        """Plan a domain; `members` are the samples of each of its replicas."""
+        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds."""
         world = self.arrangement
         lengths = [length(meta) for meta in metas]
-        microbatches = self._microbatches(members, lengths)
+        microbatches = self._microbatches(members, lengths, costs)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
@@ -263,21 +265,28 @@ class Planner:
     def _party(self) -> int:
         """Neighbouring ranks of a stage whose layers communicate, for any reason."""
         world = self.arrangement
-        # Attention exchanges over the whole pool, all replicas of the domain, whoever shares a sequence.
-        if self.sharing[self.llm].policy is not None or world.llm.cp > 1:
+        # Attention exchanges over all members of the stage, whoever shares a sequence.
+        if self.sharing[self.llm].pool.num_ranks > 1:
             return world.stage_size
         return lcm(world.llm.tp, world.llm.ep)
 
     def _microbatches(
-        self, members: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, members: Sequence[Sequence[int]], lengths: Sequence[int], costs: Sequence[int]
     ) -> tuple[Microbatch, ...]:
-        """Pack the samples of each replica; one pass of the domain takes one pack of every replica."""
+        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica."""
         size = self.budget.microbatch_tokens
-        packs = [[[mine[i] for i in of] for of in pack([lengths[i] for i in mine], size)] for mine in members]
-        world, sharing = self.arrangement, self.sharing[self.llm]
+        packs = [
+            [[mine[i] for i in of] for of in self.policies.packing([lengths[i] for i in mine], size)]
+            for mine in members
+        ]
+        together = self.policies.pairing([[sum(costs[i] for i in pack) for pack in own] for own in packs])
         return tuple(
-            lay_out([of or [] for of in together], lengths, sharing, world.llm.cp)
-            for together in zip_longest(*packs)
+            lay_out(
+                [[] if pack is None else own[pack] for own, pack in zip(packs, chosen, strict=True)],
+                lengths,
+                self.sharing[self.llm],
+            )
+            for chosen in together
         )
 
     def _items(
@@ -296,7 +305,7 @@ class Planner:
         return items
 
     def _ops(self, domain: DomainPlan, train: bool, frozen: tuple[str, ...]) -> tuple[tuple[Op, ...], ...]:
-        build = BUILDERS[self.policies.schedule] if train else build_forward_only
+        build = self.policies.schedule if train else build_forward_only
         order = without_encoder_backward(build(domain), domain, frozenset(frozen))
         lists = expand(order, domain)
         for number, component in enumerate(self.components):

@@ -148,8 +148,8 @@ def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
     lines = (
         f"run folder {folder.path}",
         f"{model}; encoders: {encoders}; {job.arrangement.world} ranks, {job.arrangement.describe()}; "
-        f"{config.placement.policy}, {config.pipeline.schedule}; {start}",
-        *(f"note: {text}" for text in without_effect(config, job.planner.sharing)),
+        f"{job.policies.placement.name}, {job.policies.pipeline.name}; {start}",
+        *(f"note: {text}" for text in without_effect(job.planner.sharing)),
     )
     return "\n".join(lines)
 

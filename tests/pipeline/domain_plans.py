@@ -6,7 +6,13 @@ from random import Random
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.builders import BUILDERS, Builder, build_forward_only, without_encoder_backward
+from pipeline.builders import (
+    Builder,
+    build_encode_first,
+    build_forward_only,
+    build_one_f_one_b,
+    without_encoder_backward,
+)
 from pipeline.expand import expand
 from pipeline.plan import (
     EMBEDDING,
@@ -26,6 +32,7 @@ from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
 LLM = COMPONENTS.index("llm")
+BUILDERS = {"one_f_one_b": build_one_f_one_b, "encode_first": build_encode_first}
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 
