@@ -174,6 +174,12 @@ class Arrangement:
         return self.stage_size * self.llm.pp
 
     @property
+    def stage_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the LLM that each stage of the pipeline holds, dealt to the stages in turn."""
+        pp, num_parts = self.llm.pp, self.llm.pp
+        return tuple(tuple(range(stage, num_parts, pp)) for stage in range(pp))
+
+    @property
     def domain_size(self) -> int:
         """Positions of a domain."""
         return self.world // self.num_domains

@@ -1,8 +1,9 @@
 """Compose the plan of a step from all policies: pure, from metadata to op lists.
 
-    stream      which samples, up to the step's budget
-    balance     samples → domains, and those of each domain → its replicas, by cost
-    packing     samples of a replica → packs, without padding
+    stream      which samples, up to the step's budget                          (the world's level)
+    dealing     samples → groups of domains, by length
+    balance     samples of a group → its domains, and those of each → its replicas, by cost      (a group's)
+    packing     samples of a replica → packs, without padding                                  (a domain's)
     pairing     packs of a domain's replicas → microbatches, which they pass together
     sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
@@ -10,15 +11,17 @@
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
-The planner knows no policy by name, only the facts that its kind states. It reads no clock and no rank: all
-ranks call it with the same arguments and get the same plan.
+A rank composes the world's level, its group's and its domain's, and nothing of other groups and domains. The
+planner knows no policy by name, only the facts that its kind states. It reads no clock and no rank: all
+ranks that share a level compose it from the same arguments and get the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 
+from dataloader.dealing import deal
 from dataloader.format import DataError
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.stream import Stream
@@ -29,12 +32,24 @@ from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map
-from pipeline.builders import SchedulePolicy, build_forward_only, expand, without_encoder_backward
-from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
+from pipeline.builders import SchedulePolicy, build_forward_only, without_encoder_backward
+from pipeline.costs import Costs, plan_costs, plan_memory
+from pipeline.expand import expand
+from pipeline.plan import (
+    DomainPlan,
+    GroupPlan,
+    Kind,
+    Microbatch,
+    Op,
+    PlannedItem,
+    Point,
+    StepPlan,
+    Taken,
+)
 from pipeline.policies import Slot
-from pipeline.routes import plan_route
+from pipeline.routes import plan_routes
 from pipeline.serial import serialise
-from pipeline.simulator import plan_costs
+from pipeline.verifier import verify
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class Planner:
 
     `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
     it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; `single_queue` asks for op lists that are safe where all communication of a
+    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
     rank shares one queue.
     """
 
@@ -97,98 +112,140 @@ class Planner:
     budget: Budget
     table: CostTable
     frozen: Callable[[int], tuple[str, ...]]
+    group_size: int
     single_queue: bool = False
 
-    def next_step(self, step: int, cursor: int) -> StepPlan:
-        """Plan step `step` of training from stream position `cursor`; the plan says where the next begins."""
-        samples, skipped, next_cursor = self._take(cursor)
-        return self._compose(step, samples, self.arrangement.num_domains, True, cursor, next_cursor, skipped)
+    def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
+        """Plan step `step` of training, from stream position `cursor`, for domain `number`.
 
-    def evaluation(self, step: int, samples: Sequence[SampleMeta], num_domains: int) -> StepPlan:
-        """Plan one forward pass over given samples, which must fit a microbatch each."""
-        return self._compose(step, samples, num_domains, False, 0, 0, ())
+        The plan says where the next step begins.
+        """
+        taken = self._take(cursor)
+        first, stop = self._group_of(number)
+        groups = deal(taken.lengths, self.arrangement.num_domains, self.group_size)
+        mine = [n for n, group in enumerate(groups) if group == first // self.group_size]
+        metas = {n: self._meta_of(taken, n) for n in mine}
+        return self._compose(step, taken, metas, range(first, stop), number, self.frozen(step), train=True)
+
+    def evaluation(
+        self, step: int, samples: Sequence[SampleMeta], num_domains: int, number: int = 0
+    ) -> StepPlan:
+        """Plan one forward pass over given samples, which must fit a microbatch each, for domain `number` of
+        `num_domains`.
+        """
+        sources = tuple(dict.fromkeys(meta.source for meta in samples))
+        taken = Taken(
+            cursor=0,
+            next_cursor=0,
+            sources=sources,
+            source=tuple(sources.index(meta.source) for meta in samples),
+            ids=tuple(meta.id for meta in samples),
+            lengths=tuple(map(length, samples)),
+        )
+        metas = dict(enumerate(samples))
+        return self._compose(step, taken, metas, range(num_domains), number, (), train=False)
+
+    def verify(self, plan: StepPlan) -> None:
+        """Refuse a plan that could hang or hold too much.
+
+        Raises:
+            PlanRefusedError: with the rules that it breaks.
+        """
+        verify(plan, plan_memory(plan.domain, self.table), self.single_queue)
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:
         """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""
         return fit(self.metas(source, sample), self.budget.microbatch_tokens, self.budget.on_long)
 
-    def _take(self, cursor: int) -> tuple[list[SampleMeta], tuple[tuple[str, int], ...], int]:
-        """A prefix of the stream within the budget: at least one sample, whatever its length."""
-        samples: list[SampleMeta] = []
-        skipped: list[tuple[str, int]] = []
-        tokens = 0
-        # Within so many positions the stream shows every sample, so beyond them all would be dropped.
-        limit = cursor + 2 * self.stream.cycle
-        while cursor < limit:
-            source, sample, _ = self.stream.at(cursor)
-            meta = self.meta(source, sample)
-            if meta is None:
-                skipped.append((source, sample))
-                cursor += 1
-                continue
-            if samples and self._is_full(len(samples), tokens + length(meta)):
-                break
-            samples.append(meta)
-            tokens += length(meta)
-            cursor += 1
-        if not samples:
-            raise DataError(
-                f"data.microbatch_tokens={self.budget.microbatch_tokens} fits no sample: "
-                f"{len(skipped)} in a row were dropped, as too long or for an item that its encoder cannot "
-                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
-            )
-        return samples, tuple(skipped), cursor
+    def metas_of(self, domain: DomainPlan) -> list[SampleMeta]:
+        """Return the metadata of a domain's samples in training, in their order."""
+        return [self._kept(sample.source, sample.id) for sample in domain.samples]
 
-    def _is_full(self, num_samples: int, tokens_with_next: int) -> bool:
-        if self.budget.step_samples is not None:
-            return num_samples >= self.budget.step_samples
-        assert self.budget.step_tokens is not None
-        return tokens_with_next > self.budget.step_tokens
+    def _meta_of(self, taken: Taken, number: int) -> SampleMeta:
+        return self._kept(taken.sources[taken.source[number]], taken.ids[number])
+
+    def _kept(self, source: str, sample: int) -> SampleMeta:
+        meta = self.meta(source, sample)
+        assert meta is not None, "a dropped sample is in no plan"
+        return meta
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of domains."""
+        return -(-self.arrangement.num_domains // self.group_size)
+
+    def _group_of(self, domain: int) -> tuple[int, int]:
+        """The first domain of the group that a domain belongs to, and the one after its last."""
+        first = domain - domain % self.group_size
+        return first, min(first + self.group_size, self.arrangement.num_domains)
+
+    def _take(self, cursor: int) -> Taken:
+        raise NotImplementedError
 
     def _compose(
         self,
         step: int,
-        metas: Sequence[SampleMeta],
-        num_domains: int,
+        taken: Taken,
+        metas: Mapping[int, SampleMeta],
+        domains: range,
+        number: int,
+        frozen: tuple[str, ...],
         train: bool,
-        cursor: int,
-        next_cursor: int,
-        skipped: tuple[tuple[str, int], ...],
     ) -> StepPlan:
-        frozen = self.frozen(step) if train else ()
-        costs = [self._sample_cost(meta) for meta in metas]
-        of_domains = self._balance(range(len(metas)), costs, num_domains)
-        of_replicas = [self._balance(own, costs, self.arrangement.replicas) for own in of_domains]
-        domains = tuple(
-            self._domain(number, members, metas, costs, train, frozen)
-            for number, members in enumerate(of_replicas)
+        """Plan domain `number` of the `domains` of its group, among which `metas`, by number in the step, are
+        divided.
+        """
+        costs = {n: self._sample_cost(meta) for n, meta in metas.items()}
+        of_domains = self._balance(list(metas), costs, len(domains))
+        group = GroupPlan(
+            number=number // self.group_size if train else 0,
+            first=domains[0],
+            replicas=tuple(
+                tuple(map(tuple, self._balance(own, costs, self.arrangement.replicas))) for own in of_domains
+            ),
         )
+        own = group.replicas[number - domains[0]]
+        mine = sorted(n for replica in own for n in replica)
+        local = {n: i for i, n in enumerate(mine)}
+        domain = self._domain(
+            number,
+            [[local[n] for n in replica] for replica in own],
+            taken,
+            [metas[n] for n in mine],
+            [costs[n] for n in mine],
+            frozen,
+            train,
+        )
+        domain = replace(domain, samples=tuple(map(taken.sample, mine)))
         return StepPlan(
             step=step,
             train=train,
-            cursor=cursor,
-            next_cursor=next_cursor,
             cost_table=self.table.number,
             components=self.components,
             frozen=frozen,
-            samples=tuple(PlannedSample(meta.source, meta.id, length(meta)) for meta in metas),
-            skipped=skipped,
-            domains=domains,
+            taken=taken,
+            group=group,
+            number=number,
+            domain=domain,
         )
 
-    def _balance(self, samples: Sequence[int], costs: Sequence[int], n: int) -> list[list[int]]:
+    def _balance(self, samples: Sequence[int], costs: Mapping[int, int], n: int) -> list[list[int]]:
         """Divide samples, given by number, over `n` bins."""
         bins: list[list[int]] = [[] for _ in range(n)]
-        taken = self.policies.balance([costs[i] for i in samples], n)
-        for sample, number in zip(samples, taken, strict=True):
+        for sample, number in zip(
+            samples, self.policies.balance([costs[i] for i in samples], n), strict=True
+        ):
             bins[number].append(sample)
         return bins
 
     def _sample_cost(self, meta: SampleMeta) -> int:
         """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
         tokens = length(meta)
-        stages = (self.table.parts[f"llm/{stage}"] for stage in range(self.arrangement.llm.pp))
-        llm = max(part.marginal_ns(tokens, tokens * tokens) for part in stages) // self.arrangement.llm.cp
+        stages = (
+            sum(self.table.parts[f"{self.llm}/{part}"].marginal_ns(tokens, tokens * tokens) for part in parts)
+            for parts in self.arrangement.stage_parts
+        )
+        llm = max(stages) // self.arrangement.llm.cp
         return llm + sum(
             self._item_cost(item.modality, item.tokens)
             * self.arrangement.replicas
@@ -210,49 +267,88 @@ class Planner:
         self,
         number: int,
         members: Sequence[Sequence[int]],
+        taken: Taken,
         metas: Sequence[SampleMeta],
         costs: Sequence[int],
-        train: bool,
         frozen: tuple[str, ...],
+        train: bool,
     ) -> DomainPlan:
         """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds."""
         world = self.arrangement
-        lengths = [length(meta) for meta in metas]
-        microbatches = self._microbatches(members, lengths, costs)
+        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
-        chunks = make_chunks(items, self._slots, self.sharing, self._tokens_cost)
         domain = DomainPlan(
-            num_stages=world.llm.pp,
+            team=self._team,
+            holds=self._holds,
             pool=world.pool,
             tp=world.llm.tp,
             party=self._party,
-            beside=world.domain_size - world.llm_size,
+            llm=self.components.index(self.llm),
             homes=tuple(self._home(component) for component in self.components),
+            samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=chunks,
+            chunks=make_chunks(items, self._slots, self.sharing, self._tokens_cost),
             routes=(),
             ops=(),
+            reductions=self._reductions(frozen) if train else (),
             feeds=self.feeds,
         )
         domain = replace(domain, routes=self._routes(domain, world.domain_ranks(number)))
-        domain = replace(domain, ops=self._ops(domain, train, frozen))
+        domain = replace(domain, bounds=self._bounds(domain))
+        plan_ns = plan_costs(domain, self.table)
+        domain = replace(domain, ops=self._ops(domain, plan_ns, frozen, train))
         if not self.single_queue:
             return domain
-        lists = serialise(domain, *plan_costs(domain, self.table))
-        return replace(domain, ops=tuple(map(tuple, lists)))
+        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_ns))))
 
     def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""
-        routes = (
-            plan_route(
-                m, batch.layout, domain.tp, domain.num_ranks, domain.items, domain.chunks, domain.fed_by
-            )
-            for m, batch in enumerate(domain.microbatches)
+        return tuple(
+            None if route is None else self.boundary.send(route, ranks) for route in plan_routes(domain)
         )
-        return tuple(None if route is None else self.boundary.send(route, ranks) for route in routes)
+
+    def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The order in which gradients are reduced: components in theirs, the LLM's parts from the first."""
+        num_parts = sum(map(len, self.arrangement.stage_parts))
+        return tuple(
+            (number, part)
+            for number, component in enumerate(self.components)
+            if component not in frozen
+            for part in range(num_parts if component == self.llm else 1)
+        )
+
+    def _bounds(self, domain: DomainPlan) -> tuple[tuple[str, int], ...]:
+        """Bytes of each part's activations: of the most microbatches that the schedule has in flight."""
+        kept, bounds = plan_memory(domain, self.table), []
+        for part in range(domain.num_parts):
+            most = self.policies.schedule.in_flight(domain.num_parts, part)
+            first = domain.holder(part, 0)
+            sizes = (
+                sorted(
+                    (kept(rank, Op(Kind.FORWARD, m, part=part)) for m in range(len(domain.microbatches))),
+                    reverse=True,
+                )
+                for rank in range(first, first + domain.stage_size, domain.tp)
+            )
+            bounds.append((f"{self.llm}/{part}", max(sum(of[:most]) for of in sizes)))
+        return tuple(bounds)
+
+    @cached_property
+    def _team(self) -> int:
+        """Neighbouring positions that share every layer that they run."""
+        world = self.arrangement
+        return gcd(world.llm.tp, *world.encoder_tp.values(), world.domain_size - world.llm_size)
+
+    @cached_property
+    def _holds(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the LLM of each team, none beside it."""
+        world = self.arrangement
+        stage = world.stage_size // self._team
+        llm = [parts for parts in world.stage_parts for _ in range(stage)]
+        return (*llm, *((),) * ((world.domain_size - world.llm_size) // self._team))
 
     def _home(self, component: str) -> tuple[int, int]:
         """The first position that holds a component, and the one after the last."""
@@ -304,12 +400,14 @@ class Planner:
             start += length(meta)
         return items
 
-    def _ops(self, domain: DomainPlan, train: bool, frozen: tuple[str, ...]) -> tuple[tuple[Op, ...], ...]:
-        build = self.policies.schedule if train else build_forward_only
-        order = without_encoder_backward(build(domain), domain, frozenset(frozen))
-        lists = expand(order, domain)
-        for number, component in enumerate(self.components):
-            if train and component not in frozen:
-                for rank in range(*domain.homes[number]):
-                    lists[rank].append(Op(Kind.REDUCE, number))
+    def _ops(
+        self, domain: DomainPlan, costs: Costs, frozen: tuple[str, ...], train: bool
+    ) -> tuple[tuple[Op, ...], ...]:
+        order = self.policies.schedule(domain, costs) if train else build_forward_only(domain)
+        lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
+        reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
+        for number, part in domain.reductions:
+            op = Op(Kind.REDUCE, number, part=part)
+            for team in domain.reducing(op) if op not in reduced else ():
+                lists[team].append(op)
         return tuple(map(tuple, lists))
