@@ -11,6 +11,7 @@ from functools import partial
 
 from dataloader.format import DataError
 from dataloader.index import Index
+from dataloader.item_counts import RememberedCounts
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
@@ -112,9 +113,11 @@ def prepare_job(config: Config, world: int) -> Job:
     sharing = sharing_of(config, encoders, arrangement, table, element)
     stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
     points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
+    counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
-        metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
+        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
+        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         encoders=by_modality,
         components=components,
         arrangement=arrangement,

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import zip_longest
 from math import lcm
 
-from dataloader.format import DataError
+from dataloader.global_batch import Budget, Lengths, take_global_batch
 from dataloader.packing import pack
 from dataloader.policies import POLICIES as BALANCES
 from dataloader.stream import Stream
@@ -43,16 +43,6 @@ class Policies:
 
     balance: str
     schedule: str
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them)."""
-
-    microbatch_tokens: int
-    step_tokens: int | None
-    step_samples: int | None
-    on_long: str
 
 
 AUTO = "auto"
@@ -82,14 +72,15 @@ class Boundary:
 class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
-    `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; `single_queue` asks for op lists that are safe where all communication of a
-    rank shares one queue.
+    `metas` reads a sample's metadata by source and id, `lengths` the lengths of many samples; `encoders` maps
+    a modality to the component that takes it; `sharing` says how each component shares sequences, `feeds`
+    where its rows enter; `frozen` tells the components frozen at a step; `single_queue` asks for op lists
+    that are safe where all communication of a rank shares one queue.
     """
 
     stream: Stream
     metas: Callable[[str, int], SampleMeta]
+    lengths: Lengths
     encoders: Mapping[str, str]
     components: tuple[str, ...]
     arrangement: Arrangement
@@ -117,37 +108,14 @@ class Planner:
         return fit(self.metas(source, sample), self.budget.microbatch_tokens, self.budget.on_long)
 
     def _take(self, cursor: int) -> tuple[list[SampleMeta], tuple[tuple[str, int], ...], int]:
-        """A prefix of the stream within the budget: at least one sample, whatever its length."""
-        samples: list[SampleMeta] = []
-        skipped: list[tuple[str, int]] = []
-        tokens = 0
-        # Within so many positions the stream shows every sample, so beyond them all would be dropped.
-        limit = cursor + 2 * self.stream.cycle
-        while cursor < limit:
-            source, sample, _ = self.stream.at(cursor)
-            meta = self.meta(source, sample)
-            if meta is None:
-                skipped.append((source, sample))
-                cursor += 1
-                continue
-            if samples and self._is_full(len(samples), tokens + length(meta)):
-                break
-            samples.append(meta)
-            tokens += length(meta)
-            cursor += 1
-        if not samples:
-            raise DataError(
-                f"data.microbatch_tokens={self.budget.microbatch_tokens} fits no sample: "
-                f"{len(skipped)} in a row were dropped, as too long or for an item that its encoder cannot "
-                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
-            )
-        return samples, tuple(skipped), cursor
-
-    def _is_full(self, num_samples: int, tokens_with_next: int) -> bool:
-        if self.budget.step_samples is not None:
-            return num_samples >= self.budget.step_samples
-        assert self.budget.step_tokens is not None
-        return tokens_with_next > self.budget.step_tokens
+        """The samples of the step as they are trained on, those dropped on the way, where the next begins."""
+        batch = take_global_batch(self.stream, self.lengths, self.metas, cursor, self.budget)
+        metas = []
+        for source, sample in zip(batch.sources.tolist(), batch.ids.tolist(), strict=True):
+            meta = self.meta(self.stream.names[source], sample)
+            assert meta is not None, "a dropped sample is in no step"
+            metas.append(meta)
+        return metas, batch.skipped, batch.next_cursor
 
     def _compose(
         self,
