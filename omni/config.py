@@ -151,9 +151,12 @@ class BoundaryConfig:
 
 @dataclass
 class BalanceConfig:
-    """How samples go to domains, and those of a domain to its replicas."""
+    """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
+    neighbouring domains; null is as many as hold 32 replicas.
+    """
 
     policy: str = MISSING
+    group: int | None = None
 
 
 @dataclass

@@ -6,7 +6,6 @@ them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -36,7 +35,6 @@ class Ahead:
     def __init__(
         self,
         planner: Planner,
-        verify: Callable[[StepPlan], None],
         loader: Loader,
         assembler: Assembler,
         *,
@@ -47,7 +45,6 @@ class Ahead:
         timeout_s: float,
     ) -> None:
         self.planner = planner
-        self.verify = verify
         self.loader = loader
         self.assembler = assembler
         self.domain = domain
@@ -97,7 +94,7 @@ class Ahead:
     def _plan(self, step: int) -> tuple[StepPlan, float]:
         start = time.perf_counter()
         plan = self.planner.next_step(step, self.cursor, self.domain)
-        self.verify(plan)
+        self.planner.verify(plan)
         _ = plan.digests  # hash it here, not in the step
         self.cursor = plan.taken.next_cursor
         self.loader.submit(step, self.assembler.fetch_of(plan.domain, self.planner.metas_of(plan.domain)))

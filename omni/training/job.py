@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from dataloader.format import DataError
+from dataloader.global_batch import Budget
 from dataloader.index import Index
+from dataloader.item_counts import RememberedCounts
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
@@ -27,7 +29,7 @@ from omni.models.llm import (
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
 from omni.training.choices import Chosen, chosen_placement, chosen_policies
-from omni.training.planner import Boundary, Budget, Planner, Policies
+from omni.training.planner import Boundary, Planner, Policies
 from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
@@ -36,6 +38,7 @@ from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
+GROUP_REPLICAS = 32
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
@@ -111,9 +114,11 @@ def prepare_job(config: Config, world: int) -> Job:
     sharing = sharing_of(config, policies, encoders, arrangement, table, element)
     stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
     points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
+    counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
-        metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
+        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
+        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         encoders=by_modality,
         components=components,
         arrangement=arrangement,
@@ -129,6 +134,7 @@ def prepare_job(config: Config, world: int) -> Job:
         budget=_budget(config),
         table=table,
         frozen=partial(frozen_components, config.optim.components),
+        group_size=_group_size(config, arrangement),
         # Until several GPUs have shown that separate communicators never block each other.
         single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
     )
@@ -146,6 +152,12 @@ def prepare_job(config: Config, world: int) -> Job:
         table=table,
         cluster=cluster,
     )
+
+
+def _group_size(config: Config, arrangement: Arrangement) -> int:
+    """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas."""
+    require("balance", config.balance, "group")
+    return config.balance.group or max(1, GROUP_REPLICAS // arrangement.replicas)
 
 
 def count_ranks(config: Config) -> int:

@@ -30,8 +30,8 @@ from parallel.megatron import (
 @dataclass(frozen=True)
 class Totals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, seconds that ranks spent in named ways, the load of experts in the step before (tokens of the
-    busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
+    component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
+    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
     stop.
     """
 
@@ -39,6 +39,7 @@ class Totals:
     targets: tuple[float, ...]
     squares: tuple[float, ...]
     seconds: tuple[float, ...]
+    planned: tuple[float, ...]
     expert_load: float
     tombstones: int
     stop: bool
@@ -60,6 +61,7 @@ def reduce_totals(
     squares: torch.Tensor,
     seconds: Sequence[float],
     expert_load: torch.Tensor,
+    planned: Sequence[float],
     tombstones: int,
     stop: bool,
     group: dist.ProcessGroup,
@@ -67,7 +69,7 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, tombstones, stop], dtype=torch.float64, device=squares.device)
+    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64, device=squares.device)
     packed = torch.cat([sums, squares, expert_load.double().reshape(1), rest])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
@@ -76,7 +78,8 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        seconds=tuple(values[m + 1 : -2]),
+        seconds=tuple(values[m + 1 : m + 1 + len(seconds)]),
+        planned=tuple(values[m + 1 + len(seconds) : -2]),
         expert_load=values[m],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,

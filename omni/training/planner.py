@@ -22,7 +22,7 @@ from functools import cached_property
 from math import gcd, lcm
 
 from dataloader.dealing import deal
-from dataloader.format import DataError
+from dataloader.global_batch import Budget, Lengths, take_global_batch
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
@@ -63,16 +63,6 @@ class Policies:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them)."""
-
-    microbatch_tokens: int
-    step_tokens: int | None
-    step_samples: int | None
-    on_long: str
-
-
-@dataclass(frozen=True)
 class Boundary:
     """How rows travel: by the transport that a policy chooses for each route."""
 
@@ -93,14 +83,15 @@ class Boundary:
 class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
-    `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
+    `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `encoders` maps a
+    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
     components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
     rank shares one queue.
     """
 
     stream: Stream
     metas: Callable[[str, int], SampleMeta]
+    lengths: Lengths
     encoders: Mapping[str, str]
     components: tuple[str, ...]
     arrangement: Arrangement
@@ -180,7 +171,16 @@ class Planner:
         return first, min(first + self.group_size, self.arrangement.num_domains)
 
     def _take(self, cursor: int) -> Taken:
-        raise NotImplementedError
+        batch = take_global_batch(self.stream, self.lengths, self.metas, cursor, self.budget)
+        return Taken(
+            cursor=cursor,
+            next_cursor=batch.next_cursor,
+            sources=self.stream.names,
+            source=tuple(batch.sources.tolist()),
+            ids=tuple(batch.ids.tolist()),
+            lengths=tuple(batch.lengths.tolist()),
+            skipped=batch.skipped,
+        )
 
     def _compose(
         self,
