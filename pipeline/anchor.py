@@ -1,6 +1,7 @@
 """What the engine asks of the models it runs. It knows them by name and attach point, never by class."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,11 +22,27 @@ class Landing:
     tokens: torch.Tensor
 
 
+class Pending(Protocol):
+    """Gradients of weights that a backward pass has put off."""
+
+    def run(self) -> None:
+        """Compute them all and add them to what the step has summed so far. It may communicate among the ranks
+        that share the layers, which therefore run it together, as they do a pass.
+        """
+        ...
+
+
 class Anchor(Protocol):
     """A component attached to the pipeline of the LLM: an encoder with its projectors."""
 
     def encode(self, inputs: Any) -> torch.Tensor:
         """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
+        ...
+
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put the gradients of weights off in the one backward pass that is run inside. What cannot wait is
+        computed in the pass; that may be everything.
+        """
         ...
 
 
@@ -48,6 +65,10 @@ class Stage(Protocol):
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Last stage: the summed loss to go backward from, and the sums to report, [2 · sources] in fp64."""
+        ...
+
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put the gradients of weights off in the one backward pass that is run inside: see `Anchor`."""
         ...
 
 

@@ -4,6 +4,7 @@ Shapes: T tokens, D width.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from omni.models.moe import (
     update_expert_bias,
 )
 from omni.models.regions import Numbering, mark_parallel
+from omni.models.weight_gradients import Deferral, Pending, put_off_in
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
@@ -117,6 +119,8 @@ class LLMStage:
                 # A lasting hook, because recomputation passes the layer again, long after this pass.
                 layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
         mark_parallel(self.model)
+        self.deferral = Deferral()
+        put_off_in(self.model.decoder, self.deferral)
         self.numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,
@@ -169,6 +173,10 @@ class LLMStage:
         sums[0].index_add_(0, inputs.sources, output.detach().double() * weights)
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
+
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
+        return self.deferral.weights_later()
 
     def balance_experts(self, learns: bool) -> torch.Tensor:
         """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
