@@ -26,8 +26,8 @@ class Pending(Protocol):
     """Gradients of weights that a backward pass has put off."""
 
     def run(self) -> None:
-        """Compute them all and add them to what the step has summed so far. It may communicate among the ranks
-        that share the layers, which therefore run it together, as they do a pass.
+        """Compute them all and add them to what the step has summed so far. It may communicate among the
+        ranks that share the layers, which therefore run it together, as they do a pass.
         """
         ...
 
@@ -40,35 +40,37 @@ class Anchor(Protocol):
         ...
 
     def weights_later(self) -> AbstractContextManager[Pending]:
-        """Put the gradients of weights off in the one backward pass that is run inside. What cannot wait is
-        computed in the pass; that may be everything.
+        """Put off the gradients of weights of the one backward pass inside the block, as far as they can
+        wait: the others are computed in the pass, and these may be all.
         """
         ...
 
 
 class Stage(Protocol):
-    """This rank's stage of the LLM."""
+    """The parts of the LLM on this rank, by their number in the model."""
 
-    def enter(self, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` [R, D] to what enters at attach point `name`, other than the embedding, at `tokens` [R],
-        in the coming forward pass of a microbatch.
+    def embed(self, inputs: Any) -> torch.Tensor:
+        """With the first part: the embedding of this rank's tokens of a microbatch, [T, D]."""
+        ...
+
+    def enter(self, part: int, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [R, D] to what enters at attach point `name` of a part, other than the embedding, at
+        `tokens` [R], in the coming forward pass of a microbatch.
         """
         ...
 
-    def embed(self, inputs: Any) -> torch.Tensor:
-        """First stage: the embedding of this rank's tokens of a microbatch, [T, D]."""
-        ...
-
-    def forward(self, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, D] → [T, D], or on the last stage what `inputs` asks for."""
+    def forward(self, part: int, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, D] → [T, D], or with the last part what `inputs` asks for."""
         ...
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage: the summed loss to go backward from, and the sums to report, [2 · sources] in fp64."""
+        """With the last part: the summed loss to go backward from, and the sums to report, [2 · sources] in
+        fp64.
+        """
         ...
 
     def weights_later(self) -> AbstractContextManager[Pending]:
-        """Put the gradients of weights off in the one backward pass that is run inside: see `Anchor`."""
+        """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
 

@@ -45,8 +45,8 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` are called for REDUCE ops, by number of the component. `on_op` hears of every op before it
-    runs, so that a watchdog can say where a rank stands.
+    `reducers` are called for REDUCE ops, by number of the component and of the part. `on_op` hears of every
+    op before it runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine:
         anchors: Mapping[str, Anchor],
         groups: Groups,
         device: torch.device,
-        reducers: Mapping[int, Callable[[], None]],
+        reducers: Mapping[tuple[int, int], Callable[[], None]],
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
@@ -105,6 +105,7 @@ class _Step:
         self.position = engine.position
         self.first = domain.is_first(engine.position)
         self.last = domain.is_last(engine.position)
+        self.part = domain.stage(engine.position) or 0
         self.takes_rows = bool(domain.points(engine.position))
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in domain.ops[engine.position] if op.kind is Kind.RETURN}
@@ -128,8 +129,14 @@ class _Step:
             Kind.SEND_BACKWARD: lambda m: self.send(Kind.SEND_BACKWARD, m),
             Kind.RECV_FORWARD: lambda m: self.receive(Kind.RECV_FORWARD, m),
             Kind.RECV_BACKWARD: lambda m: self.receive(Kind.RECV_BACKWARD, m),
-            Kind.REDUCE: lambda component: engine.reducers[component](),
+            Kind.REDUCE: self.reduce,
         }
+
+    def reduce(self, component: int) -> None:
+        # A rank has one part of any component.
+        for (number, _), reducer in self.engine.reducers.items():
+            if number == component:
+                reducer()
 
     def do(self, op: Op) -> None:
         if op.kind is Kind.WAIT:
@@ -219,7 +226,7 @@ class _Step:
         if m in self.shipped:
             rows = self.shipped.pop(m).requires_grad_(m in self.returned)
             hidden = self.enter(m, hidden, rows)
-        output = stage.forward(inputs, hidden)
+        output = stage.forward(self.part, inputs, hidden)
         if not self.last:
             self.outbox[Kind.SEND_FORWARD, m] = output.detach()
         elif not self.plan.train:
@@ -239,7 +246,7 @@ class _Step:
             if landing.name == EMBEDDING.name:
                 hidden = scatter_rows(hidden, landing.tokens, own)
             else:
-                stage.enter(self.inputs.microbatches[m], landing.name, landing.tokens, own)
+                stage.enter(self.part, self.inputs.microbatches[m], landing.name, landing.tokens, own)
         return hidden
 
     def backward(self, m: int) -> None:

@@ -89,10 +89,10 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class Point:
-    """An attach point of the LLM, where rows enter: `place` counts the points of its stage."""
+    """An attach point of the LLM, where rows enter: `place` counts the points of its part."""
 
     name: str
-    stage: int
+    part: int
     place: int
 
 
@@ -224,7 +224,7 @@ class DomainPlan:
     def points(self, rank: int) -> tuple[Point, ...]:
         """Return the attach points of the stage of a position, by place."""
         fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
-        here = (point for point in fed if point.stage == self.stage(rank))
+        here = (point for point in fed if point.part == self.stage(rank))
         return tuple(sorted(here, key=lambda point: point.place))
 
     def reports(self, rank: int) -> bool:

@@ -75,7 +75,7 @@ def plan_route(
     mine = [chunk for chunk in chunks if chunk.microbatch == microbatch]
     if not mine:
         return None
-    points = sorted({p for chunk in mine for p in fed_by(chunk.component)}, key=lambda p: (p.stage, p.place))
+    points = sorted({p for chunk in mine for p in fed_by(chunk.component)}, key=lambda p: (p.part, p.place))
     axis = sum(layout.lengths)  # every point has a packed axis of its own, one after the other
     runs = []
     filled: dict[int, int] = defaultdict(int)
@@ -96,6 +96,6 @@ def _at_point(interval: Interval, axis: int, point: Point, layout: SequenceLayou
     return Interval(
         interval.start + axis,
         interval.length,
-        interval.rank + point.stage * layout.num_ranks * tp,
+        interval.rank + point.part * layout.num_ranks * tp,
         interval.local_start + point.place * share,
     )

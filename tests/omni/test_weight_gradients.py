@@ -36,8 +36,8 @@ def run(rank: int, case: Case, later: bool, frozen: bool = False) -> Run:
     block, groups, _ = build(case)
     deferral = Deferral()
     put_off_in(block, deferral)
-    component = ComponentOptimizer("llm", block, groups, OptimConfig(lr=0.01))
-    component.ddp.zero_grad_buffer()
+    component = ComponentOptimizer("llm", {0: block}, groups, OptimConfig(lr=0.01))
+    component.clear()
     component.set_trainable(not frozen)
     packs = [make_pack(number, groups) for number in range(groups.dp.rank(), len(PACKS), groups.dp.size())]
     outputs = [(forward(block, pack) * pack.weights).sum() for pack in packs]

@@ -100,7 +100,7 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     wanted = []
     for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
         rank, token, share = place[items[i].start + row]
-        wanted.append((position, at, point.stage * stage_size + rank, point.place * share + token))
+        wanted.append((position, at, point.part * stage_size + rank, point.place * share + token))
     planned = sum(items[i].rows * len(feeds[c.component]) for c in chunks for i in c.items)
     assert len(wanted) == planned
     carried = [
