@@ -91,13 +91,16 @@ class ModelConfig:
 
 @dataclass
 class LLMLayoutConfig:
-    """Ranks of each axis. `dp: null` takes all ranks that the other axes leave."""
+    """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
+    `parts` parts of the LLM, in turn: they take no ranks of their own.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int | None = None
     pp: int = 1
     ep: int = 1
+    parts: int = 1
 
 
 @dataclass

@@ -100,7 +100,7 @@ class WorkCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Numbered costs of every part: the stages of the LLM as "llm/0", "llm/1", encoders by name.
+    """Numbered costs of every part: those of the LLM as "llm/0", "llm/1", encoders by name.
 
     The number is part of every plan made with it.
     """

@@ -3,7 +3,8 @@
 Three ideas, each built on the one before:
 
     Mesh         named axes over a list of ranks: coordinates, the group of any axis or product of axes
-    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, and ep for experts over the same ranks
+    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, ep for experts over the same ranks, and how
+                 many parts of the LLM each of them holds
     Arrangement  everything of a run: the LLM, every encoder with a layout of its own, and the domains in
                  which steps are planned
 
@@ -99,20 +100,34 @@ class Mesh:
         return tuple(self.ranks[number + offset] for offset in offsets)
 
 
+def check_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Refuse sizes of the LLM's layout below 1. None is for one that is still to be found out.
+
+    Raises:
+        LayoutError: naming the first.
+    """
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            least = "a stage holds at least one part" if name == "parts" else "an axis has at least one rank"
+            raise LayoutError(f"layout.llm.{name}={size}: {least}")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage."""
+    """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage.
+
+    The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
     ep: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in vars(self).items():
-            if size < 1:
-                raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+        check_sizes(vars(self))
         if self.tp * self.cp * self.dp % self.ep:
             raise LayoutError(
                 f"layout.llm.ep={self.ep} does not divide the {self.tp * self.cp * self.dp} ranks of a stage "
@@ -123,6 +138,15 @@ class Layout:
     def world(self) -> int:
         """Number of ranks of the LLM."""
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the LLM on all stages."""
+        return self.pp * self.parts
+
+    def holds(self, stage: int) -> range:
+        """Return the numbers of the parts that a stage holds."""
+        return range(stage, self.num_parts, self.pp)
 
     def describe(self) -> str:
         """Return the layout in one word, such as "dp2·pp2"."""
@@ -175,9 +199,8 @@ class Arrangement:
 
     @property
     def stage_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of the LLM that each stage of the pipeline holds, dealt to the stages in turn."""
-        pp, num_parts = self.llm.pp, self.llm.pp
-        return tuple(tuple(range(stage, num_parts, pp)) for stage in range(pp))
+        """The parts of the LLM that each stage of the pipeline holds."""
+        return tuple(tuple(self.llm.holds(stage)) for stage in range(self.llm.pp))
 
     @property
     def domain_size(self) -> int:
@@ -298,19 +321,23 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def stage_layers(costs: Sequence[int], last: int, stages: int) -> tuple[int, ...]:
-    """Divide layers of given costs over stages, so that the costliest stage costs least.
+def stage_layers(costs: Sequence[int], last: int, pp: int, parts: int = 1) -> tuple[int, ...]:
+    """Divide layers of given costs over pp · `parts` parts, so that the costliest one costs least.
 
-    `last` is what the last stage does besides. Among equals, costs are as even as can be, and the first
-    stages, which wait least, take more.
+    `last` is what the last part does besides. Among equals, costs are as even as can be, and the first parts,
+    which wait least, take more.
 
     Raises:
-        LayoutError: if there are more stages than layers.
+        LayoutError: if there are more parts than layers.
     """
+    stages = pp * parts
     if len(costs) < stages:
+        layout, remedy = f"layout.llm.pp={pp}", f"pp at most {len(costs)}"
+        if parts > 1:
+            layout, remedy = f"{layout} with parts={parts}", f"pp·parts at most {len(costs)}"
         raise LayoutError(
-            f"layout.llm.pp={stages} leaves a stage without a layer: model.llm.layers={len(costs)}; "
-            f"choose pp at most {len(costs)}"
+            f"{layout} leaves a {'part' if parts > 1 else 'stage'} without a layer: "
+            f"model.llm.layers={len(costs)}; choose {remedy}"
         )
     before = [0, *accumulate(costs)]
 

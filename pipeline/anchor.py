@@ -11,10 +11,12 @@ from parallel.boundary import Ends
 
 
 class Pending(Protocol):
-    """Gradients of weights that a backward pass put off."""
+    """Gradients of weights that a backward pass has put off."""
 
     def run(self) -> None:
-        """Compute them and add them to what has been summed before."""
+        """Compute them all and add them to what the step has summed so far. It may communicate among the
+        ranks that share the layers, which therefore run it together, as they do a pass.
+        """
         ...
 
 
@@ -26,7 +28,9 @@ class Anchor(Protocol):
         ...
 
     def weights_later(self) -> AbstractContextManager[Pending]:
-        """Put off the gradients of weights of the backward pass inside the block, as far as they can wait."""
+        """Put off the gradients of weights of the one backward pass inside the block, as far as they can
+        wait: the others are computed in the pass, and these may be all.
+        """
         ...
 
 
@@ -48,11 +52,13 @@ class Stage(Protocol):
         ...
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """With the last part: the summed loss to go backward from, and sums to report, [2 · sources] in fp64."""
+        """With the last part: the summed loss to go backward from, and the sums to report, [2 · sources] in
+        fp64.
+        """
         ...
 
     def weights_later(self) -> AbstractContextManager[Pending]:
-        """Put off the gradients of weights of the backward pass inside the block, as far as they can wait."""
+        """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The LLM as plans see it: its sizes, what a pass through each stage takes, and where rows may enter."""
+"""The LLM as plans see it: its sizes, what a pass through each part takes, and where rows may enter."""
 
 import re
 from collections.abc import Sequence
@@ -48,22 +48,22 @@ def attach_layer(name: str) -> int:
     return int(match[1])
 
 
-def attach_points(names: Sequence[str], stages: Sequence[int]) -> dict[str, Point]:
-    """Place attach points in a model whose stages have so many layers each.
+def attach_points(names: Sequence[str], parts: Sequence[int]) -> dict[str, Point]:
+    """Place attach points in a model whose parts have so many layers each.
 
     Raises:
         ConfigError: if there is no such point.
     """
     layers = sorted({attach_layer(name) for name in names if name != EMBEDDING.name})
-    if layers and layers[-1] >= sum(stages):
-        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(stages)} layers")
+    if layers and layers[-1] >= sum(parts):
+        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(parts)} layers")
     points = {EMBEDDING.name: EMBEDDING}
-    filled = [1] + [0] * (len(stages) - 1)
+    filled = [1] + [0] * (len(parts) - 1)
     for layer in layers:
-        stage = next(s for s in range(len(stages)) if layer < sum(stages[: s + 1]))
+        part = next(p for p in range(len(parts)) if layer < sum(parts[: p + 1]))
         name = f"llm.layers.{layer}"
-        points[name] = Point(name, stage, filled[stage])
-        filled[stage] += 1
+        points[name] = Point(name, part, filled[part])
+        filled[part] += 1
     return points
 
 
@@ -81,7 +81,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"({vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
-    llm_stages(config, vocab_size, layout.pp)
+    llm_parts(config, vocab_size, layout)
     if config.mixture is not None:
         check_moe("model.llm.moe", config.mixture, layers=config.layers, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:
@@ -95,29 +95,29 @@ def output_flops(config: LLMConfig, vocab_size: int) -> int:
     return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
 
 
-def llm_stages(config: LLMConfig, vocab_size: int, stages: int) -> tuple[int, ...]:
-    """Divide the layers over stages by cost: layers with experts and dense ones differ, and the last stage
-    also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
+def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
+    """Divide the layers over the parts of a layout by cost: layers with experts and dense ones differ, and
+    the last part also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
 
     Raises:
-        LayoutError: if a stage would have no layer.
+        LayoutError: if a part would have no layer.
     """
     works = _layer_works(config, Layout(), element=1)
     costs = [work.flops_per_token + work.flops_per_square * _REFERENCE_TOKENS for work in works]
-    return stage_layers(costs, output_flops(config, vocab_size), stages)
+    return stage_layers(costs, output_flops(config, vocab_size), layout.pp, layout.parts)
 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[PartWork, ...]:
-    """Work of a rank of each stage. The output layer counts for every token, as if all were targets."""
+    """Work of a rank in each part. The output layer counts for every token, as if all were targets."""
     layers = iter(_layer_works(config, layout, element))
     output = output_flops(config, vocab_size) // layout.tp
     works = []
-    for stage, size in enumerate(llm_stages(config, vocab_size, layout.pp)):
+    for part, size in enumerate(llm_parts(config, vocab_size, layout)):
         own = [next(layers) for _ in range(size)]
         works.append(
             PartWork(
                 flops_per_token=sum(w.flops_per_token for w in own)
-                + (output if stage == layout.pp - 1 else 0),
+                + (output if part == layout.num_parts - 1 else 0),
                 flops_per_square=sum(w.flops_per_square for w in own),
                 bytes_per_token=sum(w.bytes_per_token for w in own),
                 weight_bytes=sum(w.weight_bytes for w in own),

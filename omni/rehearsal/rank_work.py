@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTEncoder
-from omni.models.llm import llm_stages, padded_vocabulary
+from omni.models.llm import llm_parts, padded_vocabulary
 from omni.rehearsal.parts import StagePart, ViTPart, stage_part, vit_part
 from omni.rehearsal.sizes import Attended, attended
 from omni.training.job import Job
@@ -68,11 +68,16 @@ def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
     """Describe the work of `rank` in `plan`.
 
     Raises:
-        ConfigError: for models that there is no arithmetic of: experts, and encoders other than the ViT.
+        ConfigError: for what there is no arithmetic of: experts, several parts of the LLM on a rank, and
+            encoders other than the ViT.
     """
     config, arrangement = job.config, job.arrangement
     if config.model.llm.mixture is not None:
         raise ConfigError("model.llm.moe: there is no model of the memory of experts yet")
+    if arrangement.llm.parts > 1:
+        raise ConfigError(
+            f"layout.llm.parts={arrangement.llm.parts}: there is no model of the memory of several parts yet"
+        )
     number = arrangement.domain(rank)
     domain = plan.domains[number]
     position = arrangement.domain_ranks(number).index(rank)
@@ -90,7 +95,7 @@ def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
     part = None
     if stage is not None:
         vocabulary = padded_vocabulary(job.tokenizer.vocab_size, config.model.llm.vocab_multiple)
-        layers = llm_stages(config.model.llm, job.tokenizer.vocab_size, arrangement.llm.pp)
+        layers = llm_parts(config.model.llm, job.tokenizer.vocab_size, arrangement.llm)
         part = stage_part(config.model.llm, vocabulary, layers, stage, arrangement.llm.tp, element)
     return RankWork(
         rank=rank,

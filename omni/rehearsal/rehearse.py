@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.regions import Named, named_parameters
+from omni.models.regions import Named, all_parameters
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.stand_in_data import stand_in
@@ -90,7 +90,7 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
             _update(own, plan, meter)
         footprint = Footprint(
             parameters={
-                name: sum(parameter.numel() for parameter in component.module.parameters())
+                name: sum(parameter.numel() for parameter in component.parameters)
                 for name, component in own.components.items()
             },
             peak=meter.peak,
@@ -107,10 +107,9 @@ def owned_parameters(job: Job, rank: int) -> dict[str, int]:
     counts = {}
     with _built(job, rank) as (own, _, _):
         for name, component in own.components.items():
-            numbering = own.names[name]
             counts[name] = sum(
                 named.parameter.numel()
-                for named in named_parameters(component.module, numbering)
+                for named in all_parameters(component.modules, own.names[name])
                 if not _is_copy(named, component.groups)
             )
     return counts
@@ -183,6 +182,7 @@ def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
     """One update, of the experts' bias too, with totals made up: the host would learn them from all ranks."""
     with meter.making("workspace"):
         meter.where = "update"
+        own.optimizer.tie()
         own.optimizer.squares()
         ones = (1.0,) * len(plan.components)
         own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), 0.0, 0, False))
@@ -212,9 +212,8 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
             meter.adopt((main.detach() for main in optimizer.get_parameters()), "optimizer")
             for state in optimizer.optimizer.state.values():
                 meter.adopt((x for x in state.values() if isinstance(x, torch.Tensor)), "optimizer")
-        parameters = list(component.module.parameters())
-        meter.adopt((vars(parameter)["main_grad"] for parameter in parameters), "gradients")
-        meter.adopt(parameters, "weights")
+        meter.adopt((vars(parameter)["main_grad"] for parameter in component.parameters), "gradients")
+        meter.adopt(component.parameters, "weights")
 
 
 def group_labels(groups: Groups) -> dict[str, str]:

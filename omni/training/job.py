@@ -23,7 +23,7 @@ from omni.models.llm import (
     attach_points,
     check_llm,
     check_llm_layout,
-    llm_stages,
+    llm_parts,
     llm_work,
     output_flops,
 )
@@ -34,7 +34,7 @@ from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable, PartWork, table_from_work
-from parallel.layout import Arrangement, Layout, LayoutError, arrange
+from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
@@ -112,8 +112,8 @@ def prepare_job(config: Config, world: int) -> Job:
     cluster = Cluster(**vars(config.cluster))
     table = table_from_work(work, cluster, config.model.llm.hidden * element)
     sharing = sharing_of(config, policies, encoders, arrangement, table, element)
-    stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
-    points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
+    parts = llm_parts(config.model.llm, tokenizer.vocab_size, arrangement.llm)
+    points = attach_points([name for e in encoders.values() for name in attach_of(e)], parts)
     counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
@@ -202,11 +202,9 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
             f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
             f"{', '.join(config.model.encoders) or 'none'})"
         )
-    split = ((axis, size) for axis, size in vars(sizes).items() if axis not in ("dp", "ep") and size > 1)
-    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split) or "layout.llm"
-    for axis, size in vars(sizes).items():
-        if size is not None and size < 1:
-            raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+    check_sizes(vars(sizes))
+    split = ((axis, getattr(sizes, axis)) for axis in ("tp", "cp", "pp"))
+    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split if size > 1) or "layout.llm"
     if beside < 0:
         raise LayoutError(f"placement.ranks={beside}: must be at least 0")
     copy = sizes.tp * sizes.cp * sizes.pp
@@ -219,7 +217,7 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
                 f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
             )
         dp = (world - beside) // copy
-    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep)
+    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep, parts=sizes.parts)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
@@ -257,9 +255,9 @@ def _encoder_tp(config: Config, name: str) -> int:
 def part_work(
     config: Config, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
 ) -> dict[str, PartWork]:
-    """Work of a rank of every part, each stage of the LLM and each encoder, with `element` bytes a number."""
-    stage_work = llm_work(config.model.llm, vocab_size, arrangement.llm, element)
-    parts = {f"{LLM}/{stage}": work for stage, work in enumerate(stage_work)}
+    """Work of a rank in every part of the LLM and in each encoder, with `element` bytes a number."""
+    of_parts = llm_work(config.model.llm, vocab_size, arrangement.llm, element)
+    parts = {f"{LLM}/{part}": work for part, work in enumerate(of_parts)}
     for name, encoder in encoders.items():
         work = encoder.work(element, arrangement.encoder_tp[name])
         parts[name] = replace(work, exchanges=encoder.attention().layers)

@@ -154,6 +154,9 @@ class Trainer:
         mask_tombstones(prepared.plan.domain, prepared.inputs, tombstones)
         self.rank.optimizer.begin(prepared.plan.step)
         result = self.rank.engine.run(prepared.plan, prepared.inputs)
+        self.where = f"step {prepared.plan.step}: gradients of tied embeddings"
+        with waiting(self.where, self.rank.groups.world):
+            self.rank.optimizer.tie()
         return result, len(tombstones) if self.rank.engine.position == 0 else 0
 
     def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:

@@ -41,27 +41,28 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.fill_(fill.get(name, 0.0))
-        return ComponentOptimizer("x", module, groups.components["x"], OptimConfig(lr=0.5, weight_decay=0.0))
+        own = OptimConfig(lr=0.5, weight_decay=0.0)
+        return ComponentOptimizer("x", {0: module}, groups.components["x"], own)
 
-    names = {"x": Numbering()}
+    names = {"x": {0: Numbering()}}
     path = Path(folder) / f"rank_{rank:05d}.pt"
     write_state(path, {"x": made(VALUES)}, names, None)
     torch.distributed.barrier()
     loaded = made({})
     files = [f"rank_{other:05d}.pt" for other in range(world)]
     read_state(Path(folder), files, {"x": loaded}, names, None, rank)
-    weights = {name: float(p.detach().float().mean()) for name, p in loaded.module.named_parameters()}
+    weights = {name: float(p.detach().float().mean()) for name, p in loaded.modules[0].named_parameters()}
     for shard in shards(loaded, names["x"]):
         assert shard.main.dtype == torch.float32
         assert torch.equal(shard.main, torch.full_like(shard.main, VALUES[shard.name]))
-    for name, parameter in loaded.module.named_parameters():
+    for name, parameter in loaded.modules[0].named_parameters():
         vars(parameter)["main_grad"].fill_(1.0 if name == "fine.weight" else 0.0)
-    loaded.reduce()
+    loaded.reduce(0)
     loaded.gradients()
     loaded.update(0.5)
     return {
         name: (weights[name], float(p.detach().float().mean()))
-        for name, p in loaded.module.named_parameters()
+        for name, p in loaded.modules[0].named_parameters()
     }
 
 

@@ -19,7 +19,7 @@ from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig
-from omni.models.llm import llm_stages
+from omni.models.llm import llm_parts
 from omni.models.moe import routers
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
@@ -28,6 +28,7 @@ from omni.rehearsal.parts import stage_part, vit_part
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
+from parallel.layout import Layout
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import node_map
 
@@ -140,7 +141,7 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     job = prepare_job(compose_config(line), world)
     get_global_memory_buffer().buffer.clear()
     trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
-    for router in routers(trainer.rank.components["llm"].module).values():
+    for router in routers(trainer.rank.stage.models).values():
         router.router_replay = RoundRobin()
     meter = PatientMeter(node_map(range(world), job.cluster.ranks_per_node))
     gc.disable()
@@ -157,8 +158,10 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
                 trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
             trainer.offer(ahead, step + 2)
     gc.enable()
-    modules = {name: component.module for name, component in trainer.rank.components.items()}
-    parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    parameters = {
+        name: sum(parameter.numel() for parameter in component.parameters)
+        for name, component in trainer.rank.components.items()
+    }
     return meter.traffic(), meter.most, parameters
 
 
@@ -287,7 +290,7 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
 
 def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
     model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
-    layers = llm_stages(model.llm, 260, 4)
+    layers = llm_parts(model.llm, 260, Layout(pp=4))
     stages = [stage_part(model.llm, 128_256, layers, stage, tp=1, element=2) for stage in range(4)]
     assert sum(sum(stage.weights()) for stage in stages) == 70_553_706_496
     options = {key: value for key, value in model.encoders["image"].items() if key != "name"}

@@ -198,7 +198,7 @@ def _train_until_no_update(rank: int, line: list[str], world: int, spoiled: str)
     """Train with weights of one component that are not finite on any rank."""
     trainer = make_trainer(rank, line, world)
     if spoiled in trainer.rank.components:
-        for parameter in trainer.rank.components[spoiled].module.parameters():
+        for parameter in trainer.rank.components[spoiled].parameters:
             parameter.data.fill_(math.nan)
     try:
         trainer.run()
