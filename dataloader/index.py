@@ -39,6 +39,8 @@ class Index:
             for dtype in (np.int16, np.int32, np.int64)
         )
         self._starts = np.full((self._file.num_record_batches, len(_ITEM_SIZES)), -1, dtype=np.int64)
+        if not 0 <= self._start_of(0)[_BYTES] < len(self._int64):
+            raise ValueError("its numbers are compressed")
 
     @staticmethod
     def open(path: str | Path, expect_tokenizer: str | None = None) -> "Index":

@@ -1,14 +1,17 @@
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataloader.format import DataError
+from dataloader.global_batch import Lengths
 from dataloader.stream import SourceSpec, Stream
-from dataloader.tokens import ItemMeta, SampleMeta, length
+from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
 from omni.training.sharing import Sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
@@ -38,6 +41,15 @@ def meta_of(source: str, sample: int) -> SampleMeta:
             rows = random.randint(1, 5)
             items.append(ItemMeta(random.choice(("image", "audio")), UNIT * rows, rows, at, ()))
     return SampleMeta(sample, source, text, tuple(items), 100)
+
+
+def lengths_of(metas: Callable[[str, int], SampleMeta]) -> Lengths:
+    def lengths(source: str, ids: np.ndarray, budget: int, policy: str) -> np.ndarray:
+        dropped = "drop" if policy == "error" else policy
+        kept = [fit(metas(source, i), budget, dropped) for i in ids.tolist()]
+        return np.array([length(meta) if meta else 0 for meta in kept])
+
+    return lengths
 
 
 def table(stages: int) -> CostTable:
@@ -86,6 +98,7 @@ def planner(
         Planner(
             stream=Stream(SOURCES, seed=3),
             metas=meta_of,
+            lengths=lengths_of(changes.get("metas", meta_of)),
             encoders={"image": "eye", "audio": "ear"},
             components=COMPONENTS,
             arrangement=world,
