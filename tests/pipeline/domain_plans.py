@@ -4,9 +4,11 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from random import Random
 
+from own_policies import own
+
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
+from pipeline.builders import SchedulePolicy, build_forward_only, expand, without_encoder_backward
 from pipeline.plan import (
     EMBEDDING,
     Chunk,
@@ -22,6 +24,7 @@ from pipeline.plan import (
 from pipeline.routes import plan_route, row_counts
 
 COMPONENTS = ("audio", "image", "llm")
+BUILDERS = own(SchedulePolicy)
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 
