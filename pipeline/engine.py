@@ -206,9 +206,9 @@ class _Step:
         grads = self.no_rows()
         if self.with_rows:
             rows, left = self.shipped.pop(op.index)
-            assert not left
-            assert rows.grad is not None
-            grads = rows.grad
+            assert not left, f"{left} parts have not taken the rows of microbatch {op.index}"
+            assert rows.grad is not None or not len(rows), "rows took no part in the loss"
+            grads = rows.detach() if rows.grad is None else rows.grad
         ends, lane = self.ends(op.index).transpose(), self.engine.lanes[Kind.RETURN]
         self.flights[Kind.RETURN, op.index, 0] = ship(ends, grads, self.engine.groups.back, lane)
 

@@ -17,7 +17,7 @@ from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
 from pipeline.plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
-from pipeline.routes import row_counts
+from pipeline.routes import outputs_of
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def make_chunks(
         for chunk in _shared_chunks(name, items, slots[name], sharing[name])
     ]
     shared = {number for chunk in chunks for number in chunk.items}
-    barriers = sorted((chunk.microbatch, chunk.component) for chunk in chunks)
+    barriers = sorted((chunk.microbatches[0], chunk.component) for chunk in chunks)
     # Between two shared chunks, whole items find a balance of their own.
     stretches: list[list[int]] = [[] for _ in range(len(barriers) + 1)]
     for number, item in enumerate(items):
@@ -105,7 +105,7 @@ def make_chunks(
     for (_, name, slot), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
         chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
-    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatch, chunk.component, chunk.ranks)))
+    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
 
 
 def _shared_chunks(
@@ -180,11 +180,11 @@ def _chunk(
     first, tp = items[numbers[0]], len(ranks) // layout.num_ranks
     return Chunk(
         component=first.component,
-        microbatch=first.microbatch,
+        microbatches=(first.microbatch,),
         ranks=ranks,
         items=tuple(numbers),
         layout=layout,
         tiles=sharing.tiles(layout),
-        rows=row_counts([items[i] for i in numbers], layout, tp, sharing.num_points),
+        outputs=outputs_of(numbers, items, layout, tp, sharing.num_points),
         exchange_ns=layer_exchange_ns(layout, sharing.cost),
     )

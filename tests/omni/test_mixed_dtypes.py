@@ -14,6 +14,7 @@ from omni.training.optimizer import ComponentOptimizer
 from omni.training.state import read_state, shards, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange
+from parallel.placements import COLOCATED
 
 VALUES = {"first.weight": 1.0, "fine.weight": 5.0, "last.weight": 2.0}
 
@@ -33,7 +34,7 @@ class Mixed(nn.Module):
 
 def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]]:
     """Save known weights, load them into others, and step: main weights and step sizes by name."""
-    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, "colocated", 0), "llm", timedelta(seconds=60))
+    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, COLOCATED, 0), "llm", timedelta(seconds=60))
 
     def made(fill: dict[str, float]) -> ComponentOptimizer:
         module = Mixed()

@@ -43,6 +43,7 @@ from parallel.megatron import (
     model_parallel_cuda_manual_seed,
 )
 from parallel.packed import PackedTokens, Sharding, pack_tokens
+from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ CASES = {
 
 def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numbering]:
     """This rank's layers, as LLMStage makes them, with biases that are not 0."""
-    made = make_groups(arrange(case.layout, {}, "colocated", 0), "llm", timedelta(seconds=60))
+    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
     groups = made.components["llm"]
     groups.embd = None  # a block has no embedding
     tp, ep, stage = groups.tp, groups.ep, groups.pp.rank()
