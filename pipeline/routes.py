@@ -1,8 +1,6 @@
 """Where the rows of a microbatch go: from the order of encoder work to a route."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
 
 from parallel.boundary import Route, Rows, make_route
 from parallel.layout import split_evenly
@@ -40,21 +38,26 @@ def _rows_by_slot(
 
 
 def _rows_of(
-    chunk: Chunk, items: Sequence[PlannedItem], points: Sequence[Point]
-) -> Iterator[tuple[int, PlannedItem, Point, int, int]]:
-    """Yield (position, item, point, first row, rows) of what each rank of a chunk puts out, in its order."""
+    chunk: Chunk, items: Sequence[PlannedItem], num_points: int
+) -> Iterator[tuple[int, PlannedItem, int, int, int]]:
+    """Yield (position, item, number of the point, first row, rows) of what each rank of a chunk puts out for
+    `num_points` attach points, in its order.
+    """
     parts = [list(chunk.rows[s * chunk.tp : (s + 1) * chunk.tp]) for s in range(chunk.layout.num_ranks)]
     part = [0] * chunk.layout.num_ranks
-    own = [items[i] for i in chunk.items]
-    for point, (slot, item, first, rows) in product(points, list(_rows_by_slot(own, chunk.layout))):
-        while rows:
-            while not parts[slot][part[slot]]:
-                part[slot] += 1
-            length = min(rows, parts[slot][part[slot]])
-            yield chunk.ranks[slot * chunk.tp + part[slot]], item, point, first, length
-            parts[slot][part[slot]] -= length
-            first += length
-            rows -= length
+    shards = list(_rows_by_slot([items[i] for i in chunk.items], chunk.layout))
+    tp, ranks = chunk.tp, chunk.ranks
+    for point in range(num_points):
+        for slot, item, first, rows in shards:
+            left = parts[slot]
+            while rows:
+                while not left[part[slot]]:
+                    part[slot] += 1
+                length = min(rows, left[part[slot]])
+                yield ranks[slot * tp + part[slot]], item, point, first, length
+                left[part[slot]] -= length
+                first += length
+                rows -= length
 
 
 def plan_route(
@@ -72,30 +75,28 @@ def plan_route(
     engine joins them. At each attach point of a stage the tokens have places of their own, those of its
     first point first.
     """
-    mine = [chunk for chunk in chunks if chunk.microbatch == microbatch]
+    mine = [(chunk, fed_by(chunk.component)) for chunk in chunks if chunk.microbatch == microbatch]
     if not mine:
         return None
-    points = sorted({p for chunk in mine for p in fed_by(chunk.component)}, key=lambda p: (p.stage, p.place))
+    points = sorted({point for _, fed in mine for point in fed}, key=lambda p: (p.stage, p.place))
     axis = sum(layout.lengths)  # every point has a packed axis of its own, one after the other
     runs = []
-    filled: dict[int, int] = defaultdict(int)
-    for chunk in mine:
-        for rank, item, point, first, rows in _rows_of(chunk, items, fed_by(chunk.component)):
-            runs.append(Rows(rank, filled[rank], points.index(point) * axis + item.start + first, rows))
+    filled = [0] * num_ranks
+    for chunk, fed in mine:
+        axes = [points.index(point) * axis for point in fed]
+        for rank, item, point, first, rows in _rows_of(chunk, items, len(fed)):
+            runs.append(Rows(rank, filled[rank], axes[point] + item.start + first, rows))
             filled[rank] += rows
+    intervals = list(layout.intervals(tp))
+    shares = [layout.padded_tokens(member, tp) // tp for member in range(layout.num_ranks)]
     places = [
-        _at_point(interval, number * axis, point, layout, tp)
+        Interval(
+            interval.start + number * axis,
+            interval.length,
+            interval.rank + point.stage * layout.num_ranks * tp,
+            interval.local_start + point.place * shares[interval.rank // tp],
+        )
         for number, point in enumerate(points)
-        for interval in layout.intervals(tp)
+        for interval in intervals
     ]
     return make_route(runs, places, num_ranks)
-
-
-def _at_point(interval: Interval, axis: int, point: Point, layout: SequenceLayout, tp: int) -> Interval:
-    share = layout.padded_tokens(interval.rank // tp, tp) // tp
-    return Interval(
-        interval.start + axis,
-        interval.length,
-        interval.rank + point.stage * layout.num_ranks * tp,
-        interval.local_start + point.place * share,
-    )
