@@ -153,7 +153,7 @@ def transport_ns(transport: str, traffic: Traffic, nodes: Sequence[int], row_byt
 
 def choose_transport(traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
     """Return the transport that takes the least modelled time; among equals, the simplest."""
-    if not _between_ranks(traffic):
+    if not any(rows and a != b for (a, b), rows in traffic.items()):
         return "local"
     among = ("direct", "two_level", "two_level_back", "reduce_scatter", "all_gather")
     return min(among, key=_Clock(traffic, nodes, row_bytes, links).ns)
