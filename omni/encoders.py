@@ -7,13 +7,14 @@ from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
 from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 from omni.config import ConfigError, require
-from omni.models.layer_sizes import check_divisible, check_transformer, layer_work
+from omni.models.blocks import EncoderPart, Embed, Projector, Table, encoder_stack, value_bytes
+from omni.models.blocks import Norm as NormWork
+from omni.models.layer_sizes import check_divisible, check_transformer
 from omni.models.layers import PackedCoreAttention, layer_submodules, transformer_config
 from omni.models.registry import Attention, Encoder, ItemArrays
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from ops.norm import Norm
-from parallel.costs import PartWork
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, TransformerConfig
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 
@@ -29,7 +30,6 @@ __all__ = [
     "Norm",
     "PackedCoreAttention",
     "PackedTokens",
-    "PartWork",
     "ProcessGroupCollection",
     "Sample",
     "SampleError",
@@ -43,7 +43,6 @@ __all__ = [
     "get_tokenizer",
     "is_intact",
     "layer_submodules",
-    "layer_work",
     "linear_bytes",
     "linear_flops",
     "pack_tokens",

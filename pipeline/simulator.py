@@ -14,9 +14,7 @@ hang, whatever the op times; so one run proves it.
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from parallel.costs import CostTable
 from pipeline.plan import COLLECTIVE, COMPUTE, ISSUED, DomainPlan, Kind, Op
 
 ComputeCost = Callable[[int, Op], int]
@@ -210,33 +208,3 @@ class _Machine:
         if missing:
             return f"{text}, waiting for rank {', '.join(map(str, missing))} to take part"
         return f"{text}, behind another transfer on its channel"
-
-
-def plan_costs(domain: DomainPlan, table: CostTable) -> tuple[ComputeCost, MessageCost]:
-    """Return the costs of a planned domain under a cost table."""
-
-    def compute(rank: int, op: Op) -> int:
-        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            cost = table.parts[f"llm/{domain.stage(rank)}"]
-            work = domain.microbatches[op.index].work(domain.member(rank))
-        else:
-            chunk = domain.chunks[op.index]
-            cost = table.parts[chunk.component]
-            work = chunk.work(rank)
-        forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-        return cost.forward_ns(*work) if forward else cost.backward_ns(*work)
-
-    def message(op: Op) -> int:
-        if op.kind in COLLECTIVE:
-            route = domain.routes[op.index]
-            return table.message_ns(route.moved_rows() if route else 0)
-        layout = domain.microbatches[op.index].layout
-        most = max(layout.padded_tokens(member, domain.tp) for member in range(domain.pool))
-        return table.message_ns(most // domain.tp)
-
-    return cache(compute), cache(message)
-
-
-def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
-    """Time a planned domain with a cost table. The result is simulated, not measured."""
-    return run(domain, *plan_costs(domain, table), single_fifo=single_fifo)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.config import ConfigError
     from omni.training.job import planned_ranks, prepare_job
     from omni.training.pools import without_effect
-    from pipeline.simulator import simulate
+    from pipeline.costs import simulate
     from pipeline.verifier import PlanRefusedError, verify
 
     try:

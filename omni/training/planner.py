@@ -28,13 +28,13 @@ from omni.training.sharing import Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
-from parallel.transports import choose_transport, node_map
+from parallel.transports import choose_transport, node_map, transport_ns
 from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
+from pipeline.costs import plan_costs
 from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
 from pipeline.policies import Slot
 from pipeline.routes import plan_route
 from pipeline.serial import serialise
-from pipeline.simulator import plan_costs
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Boundary:
     links: Links
 
     def send(self, route: Route, ranks: Sequence[int]) -> Route:
-        """Choose the transport of a route over global `ranks`."""
+        """Choose the transport of a route over global `ranks`, and note its time."""
         if route.is_local:
             return route.over("local")
-        nodes = node_map(ranks, self.ranks_per_node)
+        nodes, rows = node_map(ranks, self.ranks_per_node), route.traffic()
         transport = self.transport
         if transport == AUTO:
-            transport = choose_transport(route.traffic(), nodes, self.row_bytes, self.links)
-        return route.over(transport, nodes)
+            transport = choose_transport(rows, nodes, self.row_bytes, self.links)
+        return route.over(transport, nodes, transport_ns(transport, rows, nodes, self.row_bytes, self.links))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ from omni.training.ahead import Prepared
 from omni.training.job import Job
 from omni.training.optimizer import Totals
 from ops.device import device_type, peak_memory_bytes
+from parallel.sequence import SequenceLayout
+from parallel.work import Load, even_load
+from pipeline.costs import simulate
 from pipeline.engine import StepResult
 from pipeline.plan import Kind, StepPlan
-from pipeline.simulator import simulate
 
 # Causes of idling, in the order in which ranks add up their seconds; data is the wait before the step.
 CAUSES = ("pipeline", "boundary", "data")
@@ -50,19 +52,22 @@ def step_flops(job: Job, plan: StepPlan, num_targets: float) -> dict[str, float]
     layer only for the targets it ran on.
     """
     flops = dict.fromkeys(plan.components, 0.0)
-    tokens = sum(sample.length for sample in plan.samples)
-    flops[LLM] -= job.output_flops * (tokens - num_targets)
     for domain in plan.domains:
         for batch in domain.microbatches:
-            lengths = batch.layout.lengths
-            for stage in range(domain.num_stages):
-                part = job.work[f"{LLM}/{stage}"]
-                flops[LLM] += part.flops(sum(lengths), sum(n * n for n in lengths)) * domain.tp
+            load = _whole(batch.layout)
+            stages = (job.work[f"{LLM}/{stage}"] for stage in range(domain.num_stages))
+            flops[LLM] += sum(part.forward(load).flops for part in stages) * domain.tp
         for chunk in domain.chunks:
-            lengths = chunk.layout.lengths
-            part = job.work[chunk.component]
-            flops[chunk.component] += part.flops(sum(lengths), sum(n * n for n in lengths)) * chunk.tp
+            forward = job.work[chunk.component].forward(_whole(chunk.layout))
+            flops[chunk.component] += forward.flops * chunk.tp
+    last = job.work[f"{LLM}/{plan.domains[0].num_stages - 1}"]
+    flops[LLM] += last.forward(even_load(0, targets=round(num_targets))).flops * last.tp
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+
+
+def _whole(layout: SequenceLayout) -> Load:
+    """All of a pack, as one rank would see it."""
+    return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
 
 
 def imbalance(job: Job, plan: StepPlan) -> dict[str, float]:

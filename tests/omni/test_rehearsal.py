@@ -18,16 +18,17 @@ from omni.__main__ import main
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.models.encoders.vit import ViTConfig
+from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_stages
 from omni.models.moe import routers
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
-from omni.rehearsal.parts import stage_part, vit_part
+from omni.models.llm_parts import llm_part
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
+from parallel.layout import Layout
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import node_map
 
@@ -288,11 +289,11 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
 def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
     model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
     layers = llm_stages(model.llm, 260, 4)
-    stages = [stage_part(model.llm, 128_256, layers, stage, tp=1, element=2) for stage in range(4)]
-    assert sum(sum(stage.weights()) for stage in stages) == 70_553_706_496
+    stages = [llm_part(model.llm, 128_256, layers, stage, Layout(), element=2) for stage in range(4)]
+    assert sum(weight.elements for stage in stages for weight in stage.weights()) == 70_553_706_496
     options = {key: value for key, value in model.encoders["image"].items() if key != "name"}
-    encoder = vit_part(ViTConfig(**options), model.llm.hidden, tp=1, element=2)
-    assert sum(encoder.stack.layer_weights()) * 48 == 2_417_197_056
+    encoder = ViTEncoder(ViTConfig(**options)).work(model.llm.hidden, element=2)
+    assert sum(weight.elements for weight in encoder.stack.layer_weights()) * 48 == 2_417_197_056
 
 
 # Where it ends.

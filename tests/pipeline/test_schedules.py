@@ -10,7 +10,8 @@ from random_ranks import RandomRanks
 from parallel.costs import CostTable, Link, Links, WorkCost
 from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
 from pipeline.serial import serialise
-from pipeline.simulator import Timeline, run, simulate
+from pipeline.costs import simulate
+from pipeline.simulator import Timeline, run
 from pipeline.verifier import verify, violations
 
 TRAINING = tuple(name for name in SCHEDULES if name != "forward_only")
