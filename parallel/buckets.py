@@ -84,13 +84,10 @@ def reduction(
     partial = sum(weight.elements for weight in weights if weight.partial)
     sums = all_reduce("tp", partial * FP32, ranks.get("tp", 1)) if partial else ()
     ends = (all_reduce(ENDS, w.elements * FP32, ranks.get(ENDS, 1)) for w in weights if w.tied)
-    laid = (
-        (axis, size // ranks.get(axis, 1))
-        for axis, own in by_replicas(weights).items()
-        for size in buckets(own, ranks.get(axis, 1)).sizes
-    )
-    divided = (
-        (*reduce_scatter(axis, share * FP32, ranks.get(axis, 1)), *all_gather(axis, share * element, ranks.get(axis, 1)))
-        for axis, share in laid
-    )
-    return merged(chain(sums, *ends, *divided))
+    divided = by_replicas(weights)
+    shares = ((axis, ranks.get(axis, 1), own) for axis, own in divided.items())
+    laid = [(axis, n, size // n) for axis, n, own in shares for size in buckets(own, n).sizes]
+    reduced = (reduce_scatter(axis, share * FP32, n) for axis, n, share in laid)
+    # Experts have an optimizer of their own, and each of the two has all weights gathered when it is done.
+    gathered = (all_gather(axis, share * element, n, len(divided)) for axis, n, share in laid)
+    return merged(chain(sums, *ends, *reduced, *gathered))

@@ -7,7 +7,6 @@ nanoseconds, so all ranks, machines and Python versions agree on them.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from parallel.buckets import reduction
 from parallel.work import Collective, Grad, Load, Part, even_load
 
 _FS_PER_NS = 1_000_000
@@ -239,7 +238,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         forward_talk=talk(of_tokens.collectives, of_nothing.collectives),
         input_talk=next(halves),
         weight_talk=next(halves),
-        reduce_ns=collectives_ns(reduction(part.weights(), sizes, part.element), axes),
+        reduce_ns=collectives_ns(part.reduction(sizes), axes),
         part=part,
     )
 

@@ -9,7 +9,7 @@ others, over n ranks counted as rings: all-gather and reduce-scatter (n - 1) sha
 (Patarasuk and Yuan, 2009, section 3), all-to-all pair by pair.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
@@ -206,6 +206,14 @@ class Part(Block, Protocol):
 
     def input_bytes(self, load: Load) -> int:
         """Bytes of the input tensors of a pass, which a rank holds throughout a step."""
+        ...
+
+    def scratch_bytes(self, load: Load) -> int:
+        """Bytes that a pass leaves behind and the next one takes over."""
+        ...
+
+    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Return the collectives of the end of a step; `ranks` are the sizes of axes, 1 if left out."""
         ...
 
 

@@ -4,13 +4,15 @@ A block says what it weighs, computes and keeps; `EncoderPart` puts blocks toget
 does around them. Shapes: T tokens, E width of the encoder, R rows, D width of the LLM.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from omni.models.stack import Stack, linear_weights, norm_weights, plain
 from ops.linear import linear_flops
+from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
-from parallel.work import FP32, INDEX, Block, Chain, Grad, Load, Weight, Work, all_gather, merged
+from parallel.work import FP32, INDEX, Block, Chain, Collective, Grad, Load, Weight, Work, all_gather, merged
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,14 @@ class EncoderPart:
             return work
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
+
+    def scratch_bytes(self, load: Load) -> int:
+        """None."""
+        return 0
+
+    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Gradients and weights."""
+        return reduction(self.weights(), ranks, self.element)
 
     def input_bytes(self, load: Load) -> int:
         """Values, positions and the rotation of each token."""

@@ -3,13 +3,15 @@
 All sizes are bytes unless they are called elements. Shapes: T tokens, D width, n targets.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from omni.config import LLMConfig
+from omni.config import LLMConfig, MoEConfig
 from omni.models.blocks import Norm
+from omni.models.expert_stack import ExpertStack
 from omni.models.stack import Stack
 from ops.linear import linear_flops
+from parallel.buckets import reduction
 from parallel.layout import Layout
 from parallel.tiles import AttentionShape
 from parallel.work import (
@@ -150,11 +152,15 @@ class Losses:
 class LLMPart:
     """One part of the LLM on one rank: layers, after the embedding in the first, before losses in the last."""
 
-    stacks: tuple[Stack, ...]
+    stacks: tuple[Stack | ExpertStack, ...]
     embedding: WordEmbedding | None = None
     norm: Norm | None = None
     losses: Losses | None = None
-    ep: int = 0
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share its experts, 0 where it has none."""
+        return max(stack.ep if isinstance(stack, ExpertStack) else 0 for stack in self.stacks)
 
     @property
     def shape(self) -> AttentionShape:
@@ -205,6 +211,19 @@ class LLMPart:
         targets = load.targets * (3 * INDEX + FP32) + load.targets // self.stacks[0].tp * INDEX
         return rotary + ids + (targets if self.losses else 0)
 
+    def scratch_bytes(self, load: Load) -> int:
+        """Gathered tokens, in a tensor that all layers use, and what dispatchers of tokens to experts hold."""
+        gathered = load.tokens * self.stacks[0].hidden * self.element if self.tp > 1 else 0
+        held = (stack.scratch_bytes(load) for stack in self.stacks if isinstance(stack, ExpertStack))
+        return gathered + sum(held)
+
+    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Gradients and weights; the tokens of each expert are counted over all ranks of a stage."""
+        routers = [stack for stack in self.stacks if isinstance(stack, ExpertStack)]
+        counts = sum(stack.layers * stack.experts for stack in routers) * INDEX
+        counted = all_reduce("tp_dp_cp", counts, ranks.get("tp_dp_cp", 1)) if counts else ()
+        return (*reduction(self.weights(), ranks, self.element), *counted)
+
     def row_bytes(self, load: Load) -> int:
         """Bytes of what it passes on to the next part: the stream between layers."""
         return self.stacks[0].stream(load.tokens)
@@ -232,8 +251,16 @@ def llm_part(
 
 def _stacks(
     config: LLMConfig, layers: Sequence[int], number: int, layout: Layout, element: int
-) -> tuple[Stack, ...]:
-    return (dense_stack(config, layers[number], layout, element),)
+) -> tuple[Stack | ExpertStack, ...]:
+    """The layers of a part: those without experts come first in a model."""
+    first, count = sum(layers[:number]), layers[number]
+    dense = count if config.mixture is None else min(count, max(0, config.mixture.dense_layers - first))
+    stacks: list[Stack | ExpertStack] = []
+    if dense:
+        stacks.append(dense_stack(config, dense, layout, element))
+    if config.mixture is not None and dense < count:
+        stacks.append(expert_stack(config, config.mixture, count - dense, layout, element))
+    return tuple(stacks)
 
 
 def dense_stack(config: LLMConfig, layers: int, layout: Layout, element: int) -> Stack:
@@ -256,6 +283,20 @@ def dense_stack(config: LLMConfig, layers: int, layout: Layout, element: int) ->
     )
 
 
-def single_layers(config: LLMConfig) -> list[Stack]:
+def expert_stack(
+    config: LLMConfig, moe: MoEConfig, layers: int, layout: Layout, element: int
+) -> ExpertStack:
+    """So many layers with experts of the LLM."""
+    return ExpertStack(
+        dense=replace(dense_stack(config, layers, layout, element), ffn=moe.shared_ffn),
+        experts=moe.experts,
+        topk=moe.topk,
+        ffn=moe.ffn,
+        ep=layout.ep,
+        sigmoid=moe.score == "sigmoid",
+    )
+
+
+def single_layers(config: LLMConfig) -> list[Stack | ExpertStack]:
     """Each layer by itself, whole on one rank, to compare what they cost."""
-    return [dense_stack(config, 1, Layout(), 1)] * config.layers
+    return [_stacks(config, [1] * config.layers, number, Layout(), 1)[0] for number in range(config.layers)]

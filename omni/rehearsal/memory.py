@@ -55,8 +55,7 @@ def _constant(job: Job, work: RankWork) -> Counter[str]:
     held["buffers"] += INDEX * (sum(work.rows_in) + sum(work.rows_out))
     if work.llm:
         held["buffers"] += sum(work.llm.input_bytes(load) for load in work.passes)
-        if work.llm.tp > 1:
-            held["buffers"] += max((load.tokens for load in work.passes), default=0) * work.row_bytes
+        held["buffers"] += max((work.llm.scratch_bytes(load) for load in work.passes), default=0)
     for c, load in work.encodings.items():
         held["buffers"] += work.encoders[work.domain.chunks[c].component].input_bytes(load)
     return held

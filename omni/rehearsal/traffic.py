@@ -13,7 +13,7 @@ from omni.rehearsal.rank_work import RankWork
 from omni.training.job import Job
 from parallel.axes import group_of
 from parallel.boundary import Route
-from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS, reduction
+from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
 from parallel.work import Collective, Grad
 from pipeline.plan import Kind, Op
@@ -70,10 +70,11 @@ def _carrier(job: Job, encoder: str | None, axis: str, rank: int) -> str:
 
 
 def _update_calls(job: Job, work: RankWork, component: str) -> Iterator[Call]:
-    weights, encoder = work.weights()[component], None if component == LLM else component
-    axes = ("tp", REPLICAS) if encoder else ("tp", REPLICAS, EXPERT_REPLICAS, ENDS)
+    encoder = None if component == LLM else component
+    axes = ("tp", REPLICAS) if encoder else ("tp", REPLICAS, EXPERT_REPLICAS, ENDS, "tp_dp_cp")
     ranks = {axis: len(group_of(job.arrangement, encoder, axis, work.rank)) for axis in axes}
-    yield from _of_part(job, work, component, reduction(weights, ranks, work.element))
+    part = dict(work.components())[component]
+    yield from _of_part(job, work, component, part.reduction(ranks))
 
 
 # Between parts.
