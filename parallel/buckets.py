@@ -74,9 +74,7 @@ def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
     return {axis: own for axis, own in by_axis.items() if own}
 
 
-def reduction(
-    weights: Sequence[Weight], ranks: Mapping[str, int], element: int
-) -> tuple[Collective, ...]:
+def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int) -> tuple[Collective, ...]:
     """Return the collectives that reduce a part's gradients and gather its weights of `element` bytes each.
 
     `ranks` are the sizes of the axes, 1 where one is left out.

@@ -120,11 +120,11 @@ class WorkCost:
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
-        return ((self.token_fs + self.forward_talk.token_fs) * tokens + self.square_fs * squares) // _FS_PER_NS
+        return (
+            (self.token_fs + self.forward_talk.token_fs) * tokens + self.square_fs * squares
+        ) // _FS_PER_NS
 
-    def backward_ns(
-        self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH
-    ) -> int:
+    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
         """Nanoseconds of the backward pass or a half of it; recomputation is part of that for inputs.
         Gradients are exchanged once, whatever they take to compute.
         """

@@ -61,9 +61,9 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Norm:
-    """A norm over [T, E] whose output the next block keeps; `partial` as for `Weight`, where `tp` ranks divide
-    the tokens.
+class FinalNorm:
+    """A norm of the stream [T, E] whose output the next block keeps; `partial` as for `Weight`, where `tp`
+    ranks divide the tokens.
     """
 
     hidden: int
@@ -105,8 +105,8 @@ class Projector:
         return (*first, *linear_weights(self.merged, self.width, self.width))
 
     def forward(self, load: Load) -> Work:
-        """It keeps its input, what the first linear puts out, and the activation. FLOPs are those of the first
-        linear: the second is small beside the layers.
+        """It keeps its input, what the first linear puts out, and the activation. FLOPs are those of the
+        first linear: the second is small beside the layers.
         """
         return Work(
             flops=linear_flops(load.tokens, self.merged, self.merged) // self.merge,
@@ -203,7 +203,7 @@ class EncoderPart:
 
 
 def encoder_stack(sizes: Any, element: int, tp: int = 1) -> Stack:
-    """The layers of our encoders: biases, no gate, as many key/value heads as heads, every token on all ranks.
+    """The layers of our encoders: biases, no gate, as many key/value heads as heads, all tokens on all ranks.
 
     `sizes` is an encoder's configuration, with the keys that `check_transformer` reads.
     """

@@ -158,7 +158,10 @@ class ExpertStack:
     def _layer_bytes(self, tokens: int) -> int:
         """A pass reads the weights of all experts that the rank holds."""
         dense = self.dense
-        moved = sum(linear_bytes(1, i, o, self.element) - linear_bytes(0, i, o, self.element) for i, o in self._active())
+        moved = sum(
+            linear_bytes(1, i, o, self.element) - linear_bytes(0, i, o, self.element)
+            for i, o in self._active()
+        )
         moved += attention_bytes(1, dense.heads, dense.kv_heads, dense.head_dim, self.element)
         divided = (*dense.attention_linears(), *self._shared())
         whole = ((dense.hidden, self.experts), *dense.feed_forward_linears(self.ffn) * self.local)
@@ -247,7 +250,9 @@ class ExpertStack:
         """
         row = self.dense.hidden * self.element
         rows, out = self._received(load), self.stream(load.tokens)
-        expert = -(-rows // self.local) * self.ffn * self.element + self.dense.hidden * self.ffn * self.element
+        expert = (
+            -(-rows // self.local) * self.ffn * self.element + self.dense.hidden * self.ffn * self.element
+        )
         start = out + rows * row + max(rows * row, expert)
         if self.dense.recompute != "full":
             return start

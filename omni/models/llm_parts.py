@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from omni.config import LLMConfig, MoEConfig
-from omni.models.blocks import Norm
+from omni.models.blocks import FinalNorm
 from omni.models.expert_stack import ExpertStack
 from omni.models.stack import Stack
 from ops.linear import linear_flops
@@ -154,7 +154,7 @@ class LLMPart:
 
     stacks: tuple[Stack | ExpertStack, ...]
     embedding: WordEmbedding | None = None
-    norm: Norm | None = None
+    norm: FinalNorm | None = None
     losses: Losses | None = None
 
     @property
@@ -240,9 +240,15 @@ def llm_part(
     return LLMPart(
         stacks=_stacks(config, layers, number, layout, element),
         embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
-        norm=Norm(config.hidden, layer_norm, tp > 1, tp) if last else None,
+        norm=FinalNorm(config.hidden, layer_norm, tp > 1, tp) if last else None,
         losses=Losses(
-            ids, config.hidden, tp, element, config.loss_chunk, owned=not config.tied or not first, shared=apart
+            ids,
+            config.hidden,
+            tp,
+            element,
+            config.loss_chunk,
+            owned=not config.tied or not first,
+            shared=apart,
         )
         if last
         else None,
@@ -283,9 +289,7 @@ def dense_stack(config: LLMConfig, layers: int, layout: Layout, element: int) ->
     )
 
 
-def expert_stack(
-    config: LLMConfig, moe: MoEConfig, layers: int, layout: Layout, element: int
-) -> ExpertStack:
+def expert_stack(config: LLMConfig, moe: MoEConfig, layers: int, layout: Layout, element: int) -> ExpertStack:
     """So many layers with experts of the LLM."""
     return ExpertStack(
         dense=replace(dense_stack(config, layers, layout, element), ffn=moe.shared_ffn),

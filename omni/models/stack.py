@@ -212,7 +212,9 @@ def linears_flops(linears: Linears, tokens: int, tp: int) -> int:
 
 def activation_bytes(linears: Linears, stack: Stack) -> int:
     """Bytes that a token moves in linears and attention, over all ranks."""
-    once = sum(linear_bytes(1, i, o, stack.element) - linear_bytes(0, i, o, stack.element) for i, o in linears)
+    once = sum(
+        linear_bytes(1, i, o, stack.element) - linear_bytes(0, i, o, stack.element) for i, o in linears
+    )
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
 
 
@@ -231,7 +233,9 @@ def kept_by_layer(stack: Stack, seen: Attended) -> int:
     """Bytes that a layer keeps for its backward, its output included and its input not."""
     if stack.recompute == "full":
         return stack.stream(seen.tokens)
-    return kept_between(stack, seen) + kept_by_attention(stack, seen) + kept_by_feed_forward(stack, seen.tokens)
+    return (
+        kept_between(stack, seen) + kept_by_attention(stack, seen) + kept_by_feed_forward(stack, seen.tokens)
+    )
 
 
 def kept_between(stack: Stack, seen: Attended) -> int:

@@ -64,9 +64,7 @@ def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
         position=position,
         domain=domain,
         llm=llm,
-        encoders={
-            name: job.work[name] for name in job.encoders if rank in arrangement.encoder_meshes[name]
-        },
+        encoders={name: job.work[name] for name in job.encoders if rank in arrangement.encoder_meshes[name]},
         passes=tuple(pass_load(domain, m, position, llm, losses=losses) for m in microbatches) if llm else (),
         encodings={
             c: chunk_load(domain, chunk, position, job.work[chunk.component])

@@ -20,11 +20,11 @@ from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_stages
+from omni.models.llm_parts import llm_part
 from omni.models.moe import routers
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
-from omni.models.llm_parts import llm_part
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer

@@ -15,13 +15,13 @@ import torch
 from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.blocks import EncoderPart, Norm, Projector, encoder_stack, value_bytes
+from omni.models.blocks import EncoderPart, FinalNorm, Projector, encoder_stack, value_bytes
 from omni.models.layer_sizes import check_divisible, check_transformer
 from omni.models.registry import Attention, ItemArrays
 from omni.models.stack import linear_weights
 from ops.linear import linear_flops
 from ops.spectrogram import log_mel, mel_filters
-from parallel.work import Grad, Load, Weight, Work
+from parallel.work import INDEX, Grad, Load, Weight, Work
 
 if TYPE_CHECKING:
     from omni.models.encoders.audio_module import AudioTransformer
@@ -66,13 +66,27 @@ class Stem:
         return (*first, *linear_weights(3 * self.hidden, self.hidden, self.hidden))
 
     def forward(self, load: Load) -> Work:
-        """Frames, both outputs, both activations, and the mask of empty tokens are kept."""
+        """With an empty token before each recording: frames, the mask of empty tokens, what the convolutions
+        put out, the second one's input and where tokens stand are kept, and the stream.
+        """
         flops = linear_flops(FRAMES * load.tokens, 3 * self.mels, self.hidden)
-        return Work(flops=flops + linear_flops(load.tokens, 3 * self.hidden, self.hidden))
+        spaced = load.tokens + load.sequences
+        of_spaced = FRAMES * (self.mels + 1 + 2 * self.hidden) + self.hidden
+        return Work(
+            flops=flops + linear_flops(load.tokens, 3 * self.hidden, self.hidden),
+            kept=(spaced * of_spaced + load.tokens * self.hidden) * self.element + load.tokens * INDEX,
+        )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Twice the forward, as if frames had gradients too."""
-        return Work(flops=self.forward(load).flops * (2 if grad is Grad.BOTH else 1))
+        """Twice the forward, as if frames had gradients too. It needs most where gradients of the second
+        convolution's input are made and masked.
+        """
+        forward, spaced = self.forward(load), load.tokens + load.sequences
+        return Work(
+            flops=forward.flops * (2 if grad is Grad.BOTH else 1),
+            kept=2 * forward.kept if grad is Grad.INPUT else 0,
+            workspace=spaced * self.hidden * (1 + 2 * FRAMES) * self.element,
+        )
 
 
 class AudioEncoder:
@@ -112,7 +126,7 @@ class AudioEncoder:
         return EncoderPart(
             stem=(Stem(c.mels, c.hidden, element),),
             stack=encoder_stack(c, element, tp),
-            tail=(Norm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, c.merge, width, element)),
+            tail=(FinalNorm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, c.merge, width, element)),
             width=width,
             token_bytes=value_bytes(FRAMES * c.mels, 1),
         )

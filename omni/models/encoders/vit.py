@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
-from omni.models.blocks import EncoderPart, Embed, Norm, Projector, Table, encoder_stack, value_bytes
+from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, Table, encoder_stack, value_bytes
 from omni.models.layer_sizes import check_divisible, check_transformer
 from omni.models.registry import Attention, ItemArrays
 
@@ -110,7 +110,7 @@ class ViTEncoder:
         """Patches and two positions, layers, and a projector at their end and after each tap."""
         c = self.config
         values = c.patch**2 * c.channels
-        tail = (Norm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, self.unit, width, element))
+        tail = (FinalNorm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, self.unit, width, element))
         return EncoderPart(
             stem=(Embed(values, c.hidden, element), *(Table(c.max_side, c.hidden),) * 2),
             stack=encoder_stack(c, element, tp),
