@@ -120,9 +120,8 @@ class WorkCost:
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
-        return (
-            (self.token_fs + self.forward_talk.token_fs) * tokens + self.square_fs * squares
-        ) // _FS_PER_NS
+        token_fs = self.token_fs + self.forward_talk.token_fs
+        return (token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
     def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
         """Nanoseconds of the backward pass or a half of it; recomputation is part of that for inputs.

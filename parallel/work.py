@@ -236,12 +236,9 @@ class Chain:
         """Blocks run from the last to the first; what the later ones kept is then freed."""
         works = [block.backward(load, grad) for block in self.blocks]
         kept = [block.forward(load).kept for block in self.blocks]
-        freed = (
-            kept
-            if grad is not Grad.INPUT
-            else [before - w.kept for before, w in zip(kept, works, strict=True)]
-        )
-        return _summed(works, _fullest(freed, works))
+        if grad is Grad.INPUT:
+            kept = [before - work.kept for before, work in zip(kept, works, strict=True)]
+        return _summed(works, _fullest(kept, works))
 
 
 def _fullest(later: Sequence[int], works: Sequence[Work]) -> int:

@@ -1,4 +1,4 @@
-"""What each compute op processes on a rank: from a domain's plan to the loads that parts state their work for."""
+"""What compute ops process on a rank: from a domain's plan to the loads that parts state their work for."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -3,17 +3,24 @@
 Each expert gets the same number of a rank's tokens, the first ones one more where they do not divide; runs
 whose routing is uneven send and keep more on the ranks of busy experts. Attention is that of `Stack`.
 
-Shapes, all of one rank: T tokens that attention sees and t = T / tp of them between halves, E experts of which
-each token takes k, P = t · k tokens that it sends to experts and Q that its own experts get, D width, F width
-of an expert.
+Shapes, all of one rank: T tokens that attention sees and t = T / tp of them between halves, E experts of
+which each token takes k, P = t · k rows that it sends to experts and Q that its own experts get, D width, F
+width of an expert.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from omni.models.stack import Linears, Stack, exchanges, kept_between, kept_by_attention, plain
-from ops.attention import attention_bytes
-from ops.linear import linear_bytes, linear_flops
+from omni.models.stack import (
+    Linears,
+    Stack,
+    activation_bytes,
+    exchanges,
+    kept_between,
+    kept_by_attention,
+    plain,
+)
+from ops.linear import linear_flops
 from parallel.tiles import AttentionShape
 from parallel.work import (
     FP32,
@@ -31,8 +38,8 @@ from parallel.work import (
 @dataclass(frozen=True)
 class ExpertStack:
     """Layers whose feed-forward is a router over `experts` of width `ffn`, of which a token takes `topk`, and
-    a shared expert of width `dense.ffn`, 0 for none. `ep` ranks divide the experts. `scores` are those kept for
-    the router's backward: `softmax` of the chosen ones, or `sigmoid` of all.
+    a shared expert of width `dense.ffn`, 0 for none. `ep` ranks divide the experts. Scores are `sigmoid` of
+    all experts, or softmax of the chosen ones.
     """
 
     dense: Stack
@@ -158,11 +165,7 @@ class ExpertStack:
     def _layer_bytes(self, tokens: int) -> int:
         """A pass reads the weights of all experts that the rank holds."""
         dense = self.dense
-        moved = sum(
-            linear_bytes(1, i, o, self.element) - linear_bytes(0, i, o, self.element)
-            for i, o in self._active()
-        )
-        moved += attention_bytes(1, dense.heads, dense.kv_heads, dense.head_dim, self.element)
+        moved = activation_bytes(self._active(), dense)
         divided = (*dense.attention_linears(), *self._shared())
         whole = ((dense.hidden, self.experts), *dense.feed_forward_linears(self.ffn) * self.local)
         weights = sum(i * o for i, o in divided) // self.tp + sum(i * o for i, o in whole)
@@ -180,7 +183,7 @@ class ExpertStack:
         return load.routed or (self.dense.between(load.tokens),) * self.ep
 
     def _sent(self, tokens: int, to: int) -> int:
-        """Rows that a rank with so many tokens sends to member `to`: an even share for each of its experts."""
+        """Rows that a rank with so many tokens sends to member `to`: a share for each of its experts."""
         share, rest = divmod(tokens * self.topk, self.experts)
         first = to * self.local
         return share * self.local + max(0, min(first + self.local, rest) - first)
@@ -190,7 +193,7 @@ class ExpertStack:
         return sum(self._sent(tokens, load.router) for tokens in self._senders(load))
 
     def _routed(self, load: Load, *, forward: bool) -> tuple[Collective, ...]:
-        """All-to-alls over ep: rows and their probabilities to experts, rows back; counts before a forward."""
+        """All-to-alls over ep: rows and their probabilities to experts, rows back; counts before that."""
         senders = self._senders(load)
         row = self.dense.hidden * self.element
         out = self._apart(load, [self._sent(senders[load.router], to) for to in range(self.ep)])
@@ -231,8 +234,8 @@ class ExpertStack:
         return tokens * (scores + chosen + permuted)
 
     def _kept_by_experts(self, rows: int) -> int:
-        """Rows and probabilities; of each row both halves of the first linear's output, the gate, a copy of the
-        other half, the product, and the product weighed.
+        """Rows and probabilities; of each row both halves of the first linear's output, the gate, a copy of
+        the other half, the product, and the product weighed.
         """
         return rows * (self.dense.hidden * self.element + FP32 + 6 * self.ffn * self.element)
 
@@ -245,14 +248,12 @@ class ExpertStack:
         return (sent + came * (3 if self.local > 1 else 1)) * self.dense.hidden * self.element
 
     def _workspace(self, load: Load) -> int:
-        """The backward of a layer needs most when gradients of the experts' rows are brought into their order,
+        """The backward of a layer needs most when gradients of rows are brought into the order of experts,
         or at the start of an expert.
         """
         row = self.dense.hidden * self.element
         rows, out = self._received(load), self.stream(load.tokens)
-        expert = (
-            -(-rows // self.local) * self.ffn * self.element + self.dense.hidden * self.ffn * self.element
-        )
+        expert = (-(-rows // self.local) + self.dense.hidden) * self.ffn * self.element
         start = out + rows * row + max(rows * row, expert)
         if self.dense.recompute != "full":
             return start

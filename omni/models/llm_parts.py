@@ -150,7 +150,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class LLMPart:
-    """One part of the LLM on one rank: layers, after the embedding in the first, before losses in the last."""
+    """A part of the LLM on one rank: layers, after the embedding in the first, before losses in the last."""
 
     stacks: tuple[Stack | ExpertStack, ...]
     embedding: WordEmbedding | None = None
@@ -212,7 +212,7 @@ class LLMPart:
         return rotary + ids + (targets if self.losses else 0)
 
     def scratch_bytes(self, load: Load) -> int:
-        """Gathered tokens, in a tensor that all layers use, and what dispatchers of tokens to experts hold."""
+        """Gathered tokens, in a tensor that all layers use, and what dispatchers to experts hold."""
         gathered = load.tokens * self.stacks[0].hidden * self.element if self.tp > 1 else 0
         held = (stack.scratch_bytes(load) for stack in self.stacks if isinstance(stack, ExpertStack))
         return gathered + sum(held)
@@ -236,22 +236,14 @@ def llm_part(
     tp, ids = layout.tp, vocabulary // layout.tp
     first, last = number == 0, number == len(layers) - 1
     apart = config.tied and not (first and last)
-    layer_norm = config.norm == "LayerNorm"
+    losses = Losses(
+        ids, config.hidden, tp, element, config.loss_chunk, owned=not config.tied or not first, shared=apart
+    )
     return LLMPart(
         stacks=_stacks(config, layers, number, layout, element),
         embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
-        norm=FinalNorm(config.hidden, layer_norm, tp > 1, tp) if last else None,
-        losses=Losses(
-            ids,
-            config.hidden,
-            tp,
-            element,
-            config.loss_chunk,
-            owned=not config.tied or not first,
-            shared=apart,
-        )
-        if last
-        else None,
+        norm=FinalNorm(config.hidden, config.norm == "LayerNorm", tp > 1, tp) if last else None,
+        losses=losses if last else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Transformer layers as a block of work: what they weigh, compute, communicate and keep, as integer arithmetic.
+"""Transformer layers as a block of work: what they weigh, compute, communicate and keep, in integers.
 
 The counts follow the operations one by one: what a layer keeps is the list of tensors that some backward asks
 for. They are checked against rehearsals (benchmarks/memory_model.py), so a change of a layer that changes
@@ -212,9 +212,7 @@ def linears_flops(linears: Linears, tokens: int, tp: int) -> int:
 
 def activation_bytes(linears: Linears, stack: Stack) -> int:
     """Bytes that a token moves in linears and attention, over all ranks."""
-    once = sum(
-        linear_bytes(1, i, o, stack.element) - linear_bytes(0, i, o, stack.element) for i, o in linears
-    )
+    once = sum((i + o) * stack.element for i, o in linears)
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
 
 
@@ -244,7 +242,7 @@ def kept_between(stack: Stack, seen: Attended) -> int:
 
 
 def kept_by_feed_forward(stack: Stack, tokens: int) -> int:
-    """Gated: both halves of the first linear's output, the gate, a copy of the other half, and the product."""
+    """Gated: both halves of the first linear's output, the gate, a copy of the other half, the product."""
     return tokens * stack.ffn // stack.tp * stack.element * (5 if stack.gated else 2)
 
 

@@ -19,8 +19,8 @@ class RankWork:
     """What rank `rank`, `position` of `domain`, does in a step.
 
     `llm` is its part of the LLM, None beside it, and `passes` are its loads by microbatch; `encoders` are the
-    parts of encoders that it holds and `encodings` its loads by chunk. `rows_in` and `rows_out` count the rows
-    of each microbatch that arrive here and that leave; `trained` names the components that learn.
+    parts of encoders that it holds and `encodings` its loads by chunk. `rows_in` and `rows_out` count rows of
+    each microbatch that arrive here and that leave; `trained` names the components that learn.
     """
 
     rank: int

@@ -15,7 +15,7 @@ from parallel.work import Part
 def part_work(
     config: Config, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
 ) -> dict[str, Part]:
-    """State the work of a rank of every part, each of the LLM and each encoder, with `element` bytes a number."""
+    """State the work of a rank of every part of the LLM and every encoder, with `element` bytes a number."""
     parts: dict[str, Part] = {
         f"{LLM}/{number}": part
         for number, part in enumerate(llm_work(config.model.llm, vocab_size, arrangement.llm, element))
