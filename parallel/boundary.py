@@ -86,13 +86,15 @@ class Segment:
 class Route:
     """All segments of one microbatch, in packed order, over a group of `num_ranks`.
 
-    `nodes` is the node of each rank; only two-level transports need it.
+    `nodes` is the node of each rank; only two-level transports need it. `ns` is the time of the transport in
+    nanoseconds, by which it was chosen; the way back takes as long. 0 until a transport is chosen.
     """
 
     num_ranks: int
     segments: tuple[Segment, ...]
     transport: str = "direct"
     nodes: tuple[int, ...] = ()
+    ns: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -115,19 +117,21 @@ class Route:
         """Rows that cross between ranks: the least that any transport can send."""
         return sum(s.length for s in self.segments if s.source != s.destination)
 
-    def over(self, transport: str, nodes: Sequence[int] = ()) -> "Route":
-        """Return the same route over another transport; `nodes` may be left out if that needs none."""
+    def over(self, transport: str, nodes: Sequence[int] = (), ns: int = 0) -> "Route":
+        """Return the same route over another transport, which takes `ns`; `nodes` may be left out if that
+        needs none.
+        """
         assert transport in TRANSPOSED, f"unknown transport {transport}: known are {', '.join(TRANSPOSED)}"
         assert transport != "local" or self.is_local, "rows leave their rank: the route is not local"
         if transport not in TWO_LEVEL:
-            return replace(self, transport=transport, nodes=())
+            return replace(self, transport=transport, nodes=(), ns=ns)
         assert len(nodes) == self.num_ranks, f"{len(nodes)} nodes for {self.num_ranks} ranks"
-        return replace(self, transport=transport, nodes=tuple(nodes))
+        return replace(self, transport=transport, nodes=tuple(nodes), ns=ns)
 
     def transpose(self) -> "Route":
         """Return the way back: what a rank received, it sends, in the same order."""
         swapped = tuple(segment.transpose() for segment in self.segments)
-        return Route(self.num_ranks, swapped, TRANSPOSED[self.transport], self.nodes)
+        return Route(self.num_ranks, swapped, TRANSPOSED[self.transport], self.nodes, self.ns)
 
 
 def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: int, point: int = 0) -> Route:

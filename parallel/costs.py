@@ -4,10 +4,15 @@ No floating point enters a decision. Coefficients are integers in femtoseconds, 
 nanoseconds, so all ranks, machines and Python versions agree on them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from parallel.work import Collective, Grad, Load, Part, even_load
+
 _FS_PER_NS = 1_000_000
+# Tokens at which a statement is asked what a token takes: so many, of all usual sizes multiples, that integer
+# divisions by tensor-parallel ranks and merge windows leave nothing.
+_REFERENCE = 720_720 * 64
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,26 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class WorkCost:
-    """Time of one forward pass over tokens: linear in their number and in the sum of squared lengths.
+class Talk:
+    """Time of the collectives in a pass: in femtoseconds for a token, and in nanoseconds of latency."""
 
-    Each of `exchanges` layers exchanges shared sequences, once in and once out.
+    token_fs: int = 0
+    fixed_ns: int = 0
+
+    def ns(self, tokens: int) -> int:
+        """Nanoseconds of the collectives of a pass over `tokens`."""
+        return self.fixed_ns + self.token_fs * tokens // _FS_PER_NS
+
+
+@dataclass(frozen=True)
+class WorkCost:
+    """Time of passes through a part, linear in tokens and in the sum of squared lengths.
+
+    A backward takes `backward_factor` forwards, those of recomputation included, and `attention_again` times
+    the attention alone. Each of `exchanges` layers exchanges shared sequences, once in and once out. What
+    ranks of a layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in
+    the two halves of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`.
+    A forward keeps `kept_token` bytes for each token until its backward.
     """
 
     token_fs: int
@@ -79,81 +100,151 @@ class WorkCost:
     overhead_ns: int
     backward_factor: int = 2
     exchanges: int = 0
+    attention_again: int = 0
+    forward_talk: Talk = Talk()
+    input_talk: Talk = Talk()
+    weight_talk: Talk = Talk()
+    reduce_ns: int = 0
+    kept_token: int = 0
+
+    def kept_bytes(self, tokens: int) -> int:
+        """Bytes that a forward over `tokens` keeps until its backward: what a bound on memory adds up."""
+        return self.kept_token * tokens
 
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`;
         what a layer exchanges takes `exchange_ns`.
         """
-        return self.overhead_ns + self.marginal_ns(tokens, squares) + self.exchanges * exchange_ns
+        return self._compute_ns(tokens, squares) + self.forward_talk.ns(tokens) + self.exchanges * exchange_ns
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
-        return (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
+        token_fs = self.token_fs + self.forward_talk.token_fs
+        return (token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
-    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
-        """Nanoseconds of the backward pass; recomputation counts as another forward. Gradients are exchanged
-        once, whatever they take to compute.
+    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
+        """Nanoseconds of the backward pass or a half of it; recomputation is part of that for inputs.
+        Gradients are exchanged once, whatever they take to compute.
         """
-        exchanged = (self.backward_factor - 1) * self.exchanges * exchange_ns
-        return self.backward_factor * self.forward_ns(tokens, squares) + exchanged
+        of_weights = self.overhead_ns + self.token_fs * tokens // _FS_PER_NS + self.weight_talk.ns(tokens)
+        if grad is Grad.WEIGHT:
+            return of_weights
+        exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
+        both = (
+            self.backward_factor * self._compute_ns(tokens, squares)
+            + self.attention_again * self.square_fs * squares // _FS_PER_NS
+            + self.input_talk.ns(tokens)
+            + self.weight_talk.ns(tokens)
+            + exchanged
+        )
+        return both if grad is Grad.BOTH else both - of_weights
+
+    def _compute_ns(self, tokens: int, squares: int) -> int:
+        return self.overhead_ns + (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Numbered costs of every part: those of the LLM as "llm/0", "llm/1", encoders by name.
+    """Numbered costs of every part: the parts of the LLM as "llm/0", "llm/1", encoders by name.
 
-    The number is part of every plan made with it.
+    The number is part of every plan made with it. `components` are in the order of a plan's, and `between` is
+    the link from one part of the LLM to the next: that across nodes, unless given.
     """
 
     number: int
     parts: Mapping[str, WorkCost]
     links: Links
     row_bytes: int
+    components: tuple[str, ...] = ()
+    between: Link | None = None
+
+    def llm_part(self, component: int, part: int) -> WorkCost:
+        """Return the costs of a part of the LLM, which is component number `component`."""
+        return self.parts[f"{self.components[component] if self.components else 'llm'}/{part}"]
 
     def message_ns(self, rows: int) -> int:
-        """Nanoseconds to move `rows` activations of the LLM's width between two nodes."""
-        return self.links.across.message_ns(rows * self.row_bytes)
+        """Nanoseconds to hand `rows` activations of the LLM's width from one part to the next."""
+        return (self.between or self.links.across).message_ns(rows * self.row_bytes)
 
 
 @dataclass(frozen=True)
-class PartWork:
-    """What a forward pass of a part takes: FLOPs and bytes read or written, for each token, for each unit of
-    the sum of squared lengths, and once a pass for the weights. `exchanges` are the layers that exchange
-    shared sequences.
+class Axis:
+    """The ranks of a group, and the link that its slowest member talks over."""
+
+    ranks: int
+    link: Link
+
+
+Axes = Mapping[str, Axis]
+"""The groups of a part by the axis that connects them: "tp", "ep", "dp_cp", "expt_dp", "embd"."""
+
+
+def collectives_ns(collectives: Iterable[Collective], axes: Axes) -> int:
+    """Nanoseconds of collectives: each call takes the latency of its link and the bytes that a rank sends.
+
+    Exchanges of shared sequences are not among them: a plan knows their time.
     """
-
-    flops_per_token: int
-    flops_per_square: int
-    bytes_per_token: int
-    weight_bytes: int
-    recomputed: bool = False
-    exchanges: int = 0
-
-    def flops(self, tokens: int, squares: int) -> int:
-        """Forward FLOPs over `tokens` in sequences whose squared lengths sum to `squares`."""
-        return self.flops_per_token * tokens + self.flops_per_square * squares
+    return sum(
+        one.calls * axes[one.axis].link.message_ns(one.bytes) for one in collectives if one.axis != "pool"
+    )
 
 
 def table_from_work(
-    parts: Mapping[str, PartWork], cluster: Cluster, row_bytes: int, number: int = 0
+    parts: Mapping[str, Part],
+    cluster: Cluster,
+    row_bytes: int,
+    number: int = 0,
+    axes: Mapping[str, Axes] | None = None,
+    between: Link | None = None,
+    components: tuple[str, ...] = (),
 ) -> CostTable:
-    """Derive the first table from arithmetic and the cluster's figures; measurement corrects it later.
+    """Derive the first table from statements and the cluster's figures; measurement corrects it later.
 
     A roofline (Williams, Waterman and Patterson, 2009): a token takes the longer of its arithmetic and its
-    memory traffic. `row_bytes` is the size of one activation of the LLM's width.
+    memory traffic. All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width,
+    `axes` are the groups of each part.
     """
+    costs = {name: work_cost(part, cluster, (axes or {}).get(name, {})) for name, part in parts.items()}
+    return CostTable(number, costs, cluster.links, row_bytes, components, between)
+
+
+def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
+    """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none."""
     effective = max(1, int(cluster.flops * cluster.efficiency))
-    costs = {
-        name: WorkCost(
-            token_fs=max(
-                part.flops_per_token * 10**15 // effective,
-                part.bytes_per_token * 10**15 // cluster.memory_bytes_per_s,
-            ),
-            square_fs=part.flops_per_square * 10**15 // effective,
-            overhead_ns=cluster.op_overhead_ns + part.weight_bytes * 10**9 // cluster.memory_bytes_per_s,
-            backward_factor=3 if part.recomputed else 2,
-            exchanges=part.exchanges,
-        )
-        for name, part in parts.items()
-    }
-    return CostTable(number, costs, cluster.links, row_bytes)
+    many, long, none = _load(part, _REFERENCE), _load(part, 0, _REFERENCE), _load(part, 0)
+    of_tokens, of_squares, of_nothing = (part.forward(load) for load in (many, long, none))
+    token_bytes = of_tokens.bytes - of_nothing.bytes
+    back_tokens, back_squares = (part.backward(load, Grad.BOTH).flops for load in (many, long))
+    factor = -(-back_tokens // of_tokens.flops) if of_tokens.flops else 2
+    again = -(-back_squares // of_squares.flops) - factor if of_squares.flops else 0
+
+    def talk(of_many: Iterable[Collective], of_none: Iterable[Collective]) -> Talk:
+        fixed = collectives_ns(of_none, axes)
+        return Talk((collectives_ns(of_many, axes) - fixed) * _FS_PER_NS // _REFERENCE, fixed)
+
+    halves = (
+        talk(part.backward(many, half).collectives, part.backward(none, half).collectives)
+        for half in (Grad.INPUT, Grad.WEIGHT)
+    )
+    sizes = {name: axis.ranks for name, axis in axes.items()}
+    return WorkCost(
+        token_fs=max(
+            of_tokens.flops * 10**15 // (_REFERENCE * effective),
+            token_bytes * 10**15 // (_REFERENCE * cluster.memory_bytes_per_s),
+        ),
+        square_fs=of_squares.flops * 10**15 // (_REFERENCE * effective),
+        overhead_ns=cluster.op_overhead_ns + of_nothing.bytes * 10**9 // cluster.memory_bytes_per_s,
+        backward_factor=factor,
+        exchanges=part.layers,
+        attention_again=max(0, again),
+        forward_talk=talk(of_tokens.collectives, of_nothing.collectives),
+        input_talk=next(halves),
+        weight_talk=next(halves),
+        reduce_ns=collectives_ns(part.reduction(sizes), axes),
+        kept_token=-(-of_tokens.kept // _REFERENCE),
+    )
+
+
+def _load(part: Part, tokens: int, squares: int = 0) -> Load:
+    """A load that nobody shares: all tokens are targets, and every rank sends as many to experts."""
+    return even_load(tokens, squares, targets=tokens, routed=(tokens // part.tp,) * part.ep)

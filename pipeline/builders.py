@@ -39,8 +39,8 @@ def _stage(domain: DomainPlan, team: int) -> int | None:
     parts = domain.holds[team]
     if len(parts) > 1:
         raise ValueError(
-            f"layout.llm.parts={len(parts)}: this schedule runs one part of the LLM on each rank; set it to 1, "
-            "or choose a pipeline schedule that interleaves parts"
+            f"layout.llm.parts={len(parts)}: this schedule runs one part of the LLM on each rank; set it to "
+            "1, or choose a pipeline schedule that interleaves parts"
         )
     return parts[0] if parts else None
 

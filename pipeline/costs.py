@@ -1,50 +1,68 @@
-"""What the ops of a planned domain cost, under a cost table."""
+"""What every op of a domain takes, from its plan and a cost table: schedules are built and simulated with it.
+
+Compute includes the collectives inside layers; a shipment takes the time that its transport was chosen by.
+Times are integer nanoseconds, sizes integer bytes.
+"""
 
 from functools import cache
 
-from parallel.costs import CostTable
-from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op
+from parallel.costs import CostTable, WorkCost
+from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, Work
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 from pipeline.verifier import Kept
 
 Costs = tuple[ComputeCost, MessageCost]
-"""Nanoseconds of a compute op at a position, and of what an op issues."""
+"""Nanoseconds of a compute op or a reduction at a position, and of what an op issues."""
 
 
 def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     """Return the costs of a planned domain under a cost table."""
+    # Ranks of a stage with the same work take the same time: a pass is timed once for each amount of work.
+    times: dict[tuple[object, ...], int] = {}
 
     def compute(rank: int, op: Op) -> int:
-        if op.kind is Kind.REDUCE:
-            return 0
-        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            cost = table.parts[f"llm/{op.part}"]
-            work = domain.microbatches[op.index].work(domain.member(rank))
-        else:
-            chunk = domain.chunks[op.index]
-            cost = table.parts[chunk.component]
-            work = chunk.work(rank)
-        forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-        return cost.forward_ns(*work) if forward else cost.backward_ns(*work)
+        cost, work = _cost_of(domain, table, rank, op)
+        if work is None:
+            return cost.reduce_ns
+        key = (id(cost), op.kind, op.grad, work)
+        ns = times.get(key)
+        if ns is None:
+            forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
+            ns = times[key] = cost.forward_ns(*work) if forward else cost.backward_ns(*work, grad=op.grad)
+        return ns
 
+    @cache
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:
             route = domain.routes[op.index]
-            return table.message_ns(route.moved_rows() if route else 0)
+            return route.ns if route else 0
         layout = domain.microbatches[op.index].layout
         most = max(layout.padded_tokens(member, domain.tp) for member in range(domain.pool))
         return table.message_ns(most // domain.tp)
 
-    return cache(compute), cache(message)
+    return compute, message
 
 
 def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
     """Return the bytes that each forward of a planned domain keeps for its backward."""
 
     def kept(rank: int, op: Op) -> int:
-        return 1
+        cost, work = _cost_of(domain, table, rank, op)
+        return 0 if work is None else cost.kept_bytes(work[0])
 
     return kept
+
+
+def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[WorkCost, Work | None]:
+    """The costs of the part that an op runs at a position, and what it processes; a reduction nothing."""
+    if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].work(domain.member(rank))
+    if op.kind is Kind.REDUCE:
+        if op.index == domain.llm:
+            return table.llm_part(domain.llm, op.part), None
+        return table.parts[table.components[op.index]], None
+    chunk = domain.chunks[op.index]
+    return table.parts[chunk.component], chunk.work(rank)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:

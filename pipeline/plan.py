@@ -4,7 +4,7 @@ A plan is a pure function of sample metadata, layouts, policies and a numbered c
 levels, and a rank composes of each what it has a part in, so that planning costs a rank the same in a world
 of any size:
 
-    StepPlan       the world's: which samples the step takes, what trains, in which order gradients are reduced
+    StepPlan       the world's: which samples the step takes, what trains, the order of reductions
       group        a group of domains: which of the group's samples go to which domain and replica
       domain       one domain, that of the rank: everything its ranks do together
         microbatches   which samples are packed together, and which ranks hold their tokens
@@ -28,6 +28,7 @@ from typing import Any
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile
+from parallel.work import Grad
 from pipeline.digest import digest_of
 
 
@@ -48,20 +49,6 @@ class Kind(StrEnum):
     REDUCE = "reduce"
 
     __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of kinds
-
-
-class Grad(StrEnum):
-    """Which gradients a backward makes: those of its inputs, those of its weights, or both at once.
-
-    Splitting a backward after Zero Bubble Pipeline Parallelism (Qi et al., 2024, section 2): what other
-    stages wait for comes first, the rest fills gaps.
-    """
-
-    BOTH = "both"
-    INPUT = "input"
-    WEIGHT = "weight"
-
-    __hash__ = str.__hash__
 
 
 COMPUTE = frozenset({Kind.ENCODE, Kind.ENCODE_BACKWARD, Kind.FORWARD, Kind.BACKWARD})
@@ -242,11 +229,12 @@ class DomainPlan:
     position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
     () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
     `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
-    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for each of them, the first position that holds it and
-    the one after the last. `routes[m]` is None for a microbatch without items: nobody ships anything for it.
-    Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of it.
-    `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
-    `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
+    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
+    each of them, the first position that holds it and the one after the last. `routes[m]` is None for a
+    microbatch without items: nobody ships anything for it. Gradients are reduced in the order of
+    `reductions`, pairs of a component's number and a part of it. `bounds` are, by part ("llm/0", "image"),
+    the bytes of activations that a position may hold at once. `feeds` name the attach points of components
+    whose rows enter elsewhere than at the embedding alone.
     """
 
     team: int

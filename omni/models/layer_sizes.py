@@ -1,19 +1,15 @@
-"""Sizes of transformer layers, dense and with experts: which fit together, and what a pass takes.
+"""Sizes of transformer layers, dense and with experts: which fit together.
 
-Plain arithmetic. The modules are made elsewhere, so that checking and planning need not import megatron-core.
+The modules are made elsewhere, so that checking and planning need not import megatron-core.
 """
 
 from typing import Any
 
 from omni.config import ConfigError, MoEConfig, require
-from ops.attention import attention_bytes, attention_flops
-from ops.linear import linear_bytes, linear_flops
 from ops.norm import NORMS
-from parallel.costs import PartWork
 
 RECOMPUTE = ("none", "selective", "full")
 SCORES = ("softmax", "sigmoid")
-Linears = list[tuple[int, int]]
 
 
 def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -> None:
@@ -77,68 +73,3 @@ def check_moe(section: str, config: MoEConfig, *, layers: int, tp: int, ep: int)
             f"{section}.shared_ffn={config.shared_ffn} does not divide among layout.llm.tp={tp}: choose a "
             f"multiple of {tp}"
         )
-
-
-def layer_work(
-    *,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    ffn: int,
-    gated: bool,
-    causal: bool,
-    element: int,
-    tp: int = 1,
-) -> PartWork:
-    """Work of one transformer layer on each of `tp` ranks that share it, with `element` bytes a number."""
-    linears = (
-        (hidden, head_dim * (heads + 2 * kv_heads)),
-        (head_dim * heads, hidden),
-        (hidden, ffn * (2 if gated else 1)),
-        (ffn, hidden),
-    )
-    weights = sum(linear_bytes(0, inputs, outputs, element) for inputs, outputs in linears)
-    once = sum(linear_bytes(1, inputs, outputs, element) for inputs, outputs in linears)
-    return PartWork(
-        flops_per_token=sum(linear_flops(1, inputs, outputs) for inputs, outputs in linears) // tp,
-        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
-        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
-        weight_bytes=weights // tp,
-    )
-
-
-def moe_layer_work(
-    *,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    moe: MoEConfig,
-    ep: int,
-    gated: bool,
-    causal: bool,
-    element: int,
-    tp: int = 1,
-) -> PartWork:
-    """Work of one layer with experts on each of `tp` ranks that share it, with `element` bytes a number.
-
-    A token costs the experts that it is sent to, wherever they are: with balanced experts a rank computes for
-    others as much as others compute for it. A pass reads the weights of all experts that the rank holds.
-    """
-    attention: Linears = [(hidden, head_dim * (heads + 2 * kv_heads)), (head_dim * heads, hidden)]
-    expert: Linears = [(hidden, moe.ffn * (2 if gated else 1)), (moe.ffn, hidden)]
-    shared: Linears = [(hidden, moe.shared_ffn * (2 if gated else 1)), (moe.shared_ffn, hidden)]
-    router: Linears = [(hidden, moe.experts)]
-    divided = attention + (shared if moe.shared_ffn else [])
-    whole = router + expert * (moe.experts // ep)
-    active = divided + router + expert * moe.topk
-    weights = sum(linear_bytes(0, i, o, element) for i, o in active)
-    once = sum(linear_bytes(1, i, o, element) for i, o in active)
-    return PartWork(
-        flops_per_token=sum(linear_flops(1, i, o) for i, o in active) // tp,
-        flops_per_square=attention_flops(1, heads, head_dim, causal) // tp,
-        bytes_per_token=(once - weights + attention_bytes(1, heads, kv_heads, head_dim, element)) // tp,
-        weight_bytes=sum(linear_bytes(0, i, o, element) for i, o in divided) // tp
-        + sum(linear_bytes(0, i, o, element) for i, o in whole),
-    )

@@ -1,20 +1,14 @@
-"""The LLM as plans see it: its sizes, what a pass through each part takes, and where rows may enter."""
+"""The LLM as plans see it: its sizes, its parts and the work that they state, and where rows may enter."""
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from omni.config import ConfigError, LLMConfig, require
-from omni.models.layer_sizes import (
-    check_divisible,
-    check_moe,
-    check_transformer,
-    layer_work,
-    moe_layer_work,
-)
+from omni.models.layer_sizes import check_divisible, check_moe, check_transformer
+from omni.models.llm_parts import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
-from parallel.costs import PartWork
 from parallel.layout import Layout, stage_layers
+from parallel.work import even_load
 from pipeline.plan import EMBEDDING, Point
 
 NAME = "llm"
@@ -90,11 +84,6 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
         )
 
 
-def output_flops(config: LLMConfig, vocab_size: int) -> int:
-    """Forward FLOPs of the output layer, for each target token."""
-    return linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
-
-
 def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
     """Divide the layers over the parts of a layout by cost: layers with experts and dense ones differ, and
     the last part also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
@@ -102,46 +91,16 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     Raises:
         LayoutError: if a part would have no layer.
     """
-    works = _layer_works(config, Layout(), element=1)
-    costs = [work.flops_per_token + work.flops_per_square * _REFERENCE_TOKENS for work in works]
-    return stage_layers(costs, output_flops(config, vocab_size), layout.pp, layout.parts)
+    output = linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
+    token = even_load(1, _REFERENCE_TOKENS)
+    costs = [layer.forward(token).flops for layer in single_layers(config)]
+    return stage_layers(costs, output, layout.pp, layout.parts)
 
 
-def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[PartWork, ...]:
-    """Work of a rank in each part. The output layer counts for every token, as if all were targets."""
-    layers = iter(_layer_works(config, layout, element))
-    output = output_flops(config, vocab_size) // layout.tp
-    works = []
-    for part, size in enumerate(llm_parts(config, vocab_size, layout)):
-        own = [next(layers) for _ in range(size)]
-        works.append(
-            PartWork(
-                flops_per_token=sum(w.flops_per_token for w in own)
-                + (output if part == layout.num_parts - 1 else 0),
-                flops_per_square=sum(w.flops_per_square for w in own),
-                bytes_per_token=sum(w.bytes_per_token for w in own),
-                weight_bytes=sum(w.weight_bytes for w in own),
-                recomputed=config.recompute == "full",
-                exchanges=size,
-            )
-        )
-    return tuple(works)
-
-
-def _layer_works(config: LLMConfig, layout: Layout, element: int) -> list[PartWork]:
-    """Work of a rank in every layer."""
-    sizes: dict[str, Any] = {
-        "hidden": config.hidden,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "head_dim": config.hidden // config.heads,
-        "gated": True,
-        "causal": True,
-        "element": element,
-        "tp": layout.tp,
-    }
-    works = [layer_work(**sizes, ffn=config.ffn)] * config.layers
-    if config.mixture is not None:
-        experts = moe_layer_work(**sizes, moe=config.mixture, ep=layout.ep)
-        works[config.mixture.dense_layers :] = [experts] * (config.layers - config.mixture.dense_layers)
-    return works
+def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:
+    """State the work of a rank of each part of the LLM."""
+    vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+    layers = llm_parts(config, vocab_size, layout)
+    return tuple(
+        llm_part(config, vocabulary, layers, number, layout, element) for number in range(len(layers))
+    )

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dataloader.format import SampleError
 from omni.config import ConfigError
-from parallel.costs import PartWork
+from parallel.work import Part
 from pipeline.plan import EMBEDDING
 
 if TYPE_CHECKING:
@@ -83,9 +83,9 @@ class Encoder(Protocol):
         """
         ...
 
-    def work(self, element: int, tp: int = 1) -> PartWork:
-        """Return what a forward pass takes on each of `tp` ranks that share the encoder's layers: FLOPs, and
-        bytes at `element` bytes a number.
+    def work(self, width: int, element: int, tp: int = 1) -> Part:
+        """State the work of a rank, in front of an LLM of `width`, with `element` bytes a number, where `tp`
+        ranks share the encoder's layers: FLOPs, collectives, memory. `EncoderPart` composes it from blocks.
         """
         ...
 

@@ -6,7 +6,7 @@ not divide the world, datasets that are missing or cut short. The same job is wh
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from dataloader.format import DataError
@@ -24,17 +24,17 @@ from omni.models.llm import (
     check_llm,
     check_llm_layout,
     llm_parts,
-    llm_work,
-    output_flops,
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
 from omni.training.choices import Chosen, chosen_placement, chosen_policies
 from omni.training.planner import Boundary, Planner, Policies
 from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
+from omni.training.work import cost_table, part_work
 from ops.device import device_type, dtype_of, visible_devices
-from parallel.costs import Cluster, CostTable, PartWork, table_from_work
+from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
+from parallel.work import Part
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
@@ -54,8 +54,7 @@ class Job:
     indexes: Mapping[str, Index]
     heldout: Mapping[str, Index]
     planner: Planner
-    work: Mapping[str, PartWork]
-    output_flops: int
+    work: Mapping[str, Part]
     table: CostTable
     cluster: Cluster
 
@@ -110,7 +109,7 @@ def prepare_job(config: Config, world: int) -> Job:
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
-    table = table_from_work(work, cluster, config.model.llm.hidden * element)
+    table = cost_table(config, work, encoders, arrangement, cluster, element)
     sharing = sharing_of(config, policies, encoders, arrangement, table, element)
     parts = llm_parts(config.model.llm, tokenizer.vocab_size, arrangement.llm)
     points = attach_points([name for e in encoders.values() for name in attach_of(e)], parts)
@@ -148,7 +147,6 @@ def prepare_job(config: Config, world: int) -> Job:
         heldout=heldout,
         planner=planner,
         work=work,
-        output_flops=output_flops(config.model.llm, tokenizer.vocab_size),
         table=table,
         cluster=cluster,
     )
@@ -250,18 +248,6 @@ def check_layout(
 def _encoder_tp(config: Config, name: str) -> int:
     own = config.layout.encoders.get(name)
     return own.tp if own else 1
-
-
-def part_work(
-    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
-) -> dict[str, PartWork]:
-    """Work of a rank in every part of the LLM and in each encoder, with `element` bytes a number."""
-    of_parts = llm_work(config.model.llm, vocab_size, arrangement.llm, element)
-    parts = {f"{LLM}/{part}": work for part, work in enumerate(of_parts)}
-    for name, encoder in encoders.items():
-        work = encoder.work(element, arrangement.encoder_tp[name])
-        parts[name] = replace(work, exchanges=encoder.attention().layers)
-    return parts
 
 
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:

@@ -31,7 +31,7 @@ from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
-from parallel.transports import node_map
+from parallel.transports import node_map, transport_ns
 from pipeline.builders import SchedulePolicy, build_forward_only, without_encoder_backward
 from pipeline.costs import Costs, plan_costs, plan_memory
 from pipeline.expand import expand
@@ -72,11 +72,12 @@ class Boundary:
     links: Links
 
     def send(self, route: Route, ranks: Sequence[int]) -> Route:
-        """Choose the transport of a route over global `ranks`."""
+        """Choose the transport of a route over global `ranks`, and note its time."""
         if route.is_local:
             return route.over("local")
-        nodes = node_map(ranks, self.ranks_per_node)
-        return route.over(self.transport(route.traffic(), nodes, self.row_bytes, self.links), nodes)
+        nodes, rows = node_map(ranks, self.ranks_per_node), route.traffic()
+        transport = self.transport(rows, nodes, self.row_bytes, self.links)
+        return route.over(transport, nodes, transport_ns(transport, rows, nodes, self.row_bytes, self.links))
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,10 @@ class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `encoders` maps a
-    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
-    rank shares one queue.
+    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where
+    its rows enter; `frozen` tells the components frozen at a step; samples are reordered among `group_size`
+    neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a rank
+    shares one queue.
     """
 
     stream: Stream

@@ -9,6 +9,8 @@ from omni.training.ahead import Prepared
 from omni.training.job import Job
 from omni.training.optimizer import Totals
 from ops.device import device_type, peak_memory_bytes
+from parallel.sequence import SequenceLayout
+from parallel.work import Load, even_load
 from pipeline.costs import simulate
 from pipeline.engine import StepResult
 from pipeline.plan import Kind, StepPlan
@@ -46,18 +48,23 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
 
 
 def step_flops(job: Job, plan: StepPlan) -> dict[str, float]:
-    """FLOPs of a domain's forward passes by component, with the output layer on every token."""
+    """FLOPs of a domain's forward passes by component, without the output layer: its targets are not known
+    yet.
+    """
     domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
+    parts = [job.work[f"{LLM}/{number}"] for number in range(domain.num_parts)]
     for batch in domain.microbatches:
-        lengths = batch.layout.lengths
-        for number in range(domain.num_parts):
-            part = job.work[f"{LLM}/{number}"]
-            flops[LLM] += part.flops(sum(lengths), sum(n * n for n in lengths)) * domain.tp
+        load = _whole(batch.layout)
+        flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
     for chunk in domain.chunks:
-        lengths = chunk.layout.lengths
-        part = job.work[chunk.component]
-        flops[chunk.component] += part.flops(sum(lengths), sum(n * n for n in lengths)) * chunk.tp
+        forward = job.work[chunk.component].forward(_whole(chunk.layout))
+        flops[chunk.component] += forward.flops * chunk.tp
     return flops
+
+
+def _whole(layout: SequenceLayout) -> Load:
+    """All of a pack, as one rank would see it."""
+    return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
 
 
 def loads(job: Job, plan: StepPlan) -> dict[str, list[int]]:
@@ -103,7 +110,8 @@ def trained_flops(job: Job, plan: StepPlan, totals: Totals) -> dict[str, float]:
     layer only for the targets it ran on.
     """
     flops = dict(zip(plan.components, totals.planned, strict=False))
-    flops[LLM] -= job.output_flops * (plan.taken.tokens - totals.num_targets)
+    last = job.work[f"{LLM}/{plan.domain.num_parts - 1}"]
+    flops[LLM] += last.forward(even_load(0, targets=round(totals.num_targets))).flops * last.tp
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
 
 

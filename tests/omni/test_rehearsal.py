@@ -18,13 +18,13 @@ from omni.__main__ import main
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.models.encoders.vit import ViTConfig
-from omni.models.llm import llm_parts
+from omni.models.encoders.vit import ViTConfig, ViTEncoder
+from omni.models.llm import llm_stages
+from omni.models.llm_parts import llm_part
 from omni.models.moe import routers
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
-from omni.rehearsal.parts import stage_part, vit_part
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
 from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
@@ -141,7 +141,7 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     job = prepare_job(compose_config(line), world)
     get_global_memory_buffer().buffer.clear()
     trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
-    for router in routers(trainer.rank.stage.models).values():
+    for router in routers(trainer.rank.components["llm"].module).values():
         router.router_replay = RoundRobin()
     meter = PatientMeter(node_map(range(world), job.cluster.ranks_per_node))
     gc.disable()
@@ -158,10 +158,8 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
                 trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
             trainer.offer(ahead, step + 2)
     gc.enable()
-    parameters = {
-        name: sum(parameter.numel() for parameter in component.parameters)
-        for name, component in trainer.rank.components.items()
-    }
+    modules = {name: component.module for name, component in trainer.rank.components.items()}
+    parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
     return meter.traffic(), meter.most, parameters
 
 
@@ -290,12 +288,12 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
 
 def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
     model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
-    layers = llm_parts(model.llm, 260, Layout(pp=4))
-    stages = [stage_part(model.llm, 128_256, layers, stage, tp=1, element=2) for stage in range(4)]
-    assert sum(sum(stage.weights()) for stage in stages) == 70_553_706_496
+    layers = llm_stages(model.llm, 260, 4)
+    stages = [llm_part(model.llm, 128_256, layers, stage, Layout(), element=2) for stage in range(4)]
+    assert sum(weight.elements for stage in stages for weight in stage.weights()) == 70_553_706_496
     options = {key: value for key, value in model.encoders["image"].items() if key != "name"}
-    encoder = vit_part(ViTConfig(**options), model.llm.hidden, tp=1, element=2)
-    assert sum(encoder.stack.layer_weights()) * 48 == 2_417_197_056
+    encoder = ViTEncoder(ViTConfig(**options)).work(model.llm.hidden, element=2)
+    assert sum(weight.elements for weight in encoder.stack.layer_weights()) * 48 == 2_417_197_056
 
 
 # Where it ends.

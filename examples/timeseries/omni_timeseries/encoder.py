@@ -21,19 +21,23 @@ from torch import nn
 from omni.encoders import (
     Attention,
     ConfigError,
+    Embed,
+    EncoderPart,
+    FinalNorm,
     Item,
     ItemArrays,
     PackedCoreAttention,
     PackedTokens,
-    PartWork,
     ProcessGroupCollection,
+    Projector,
     SampleError,
     Sharding,
+    Stack,
     TransformerConfig,
-    layer_work,
     pack_tokens,
     require,
     transformer_config,
+    value_bytes,
 )
 
 
@@ -78,27 +82,31 @@ class TimeSeriesEncoder:
         rows = -(-size[0] // (c.patch * c.merge))
         return rows * c.merge, rows
 
-    def work(self, element: int, tp: int = 1) -> PartWork:
-        """Work of embedding, layers and the projector's first layer; its second is small beside them."""
+    def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
+        """What the module below takes, in front of an LLM of `width`, with `element` bytes a number."""
         c = self.config
-        layer = layer_work(
+        layers = Stack(
+            layers=c.layers,
             hidden=c.hidden,
             heads=c.heads,
             kv_heads=c.heads,
-            head_dim=c.hidden // c.heads,
             ffn=c.ffn,
             gated=False,
             causal=False,
-            element=element,
+            bias=True,
+            qkv_bias=True,
+            layer_norm=False,
+            recompute="none",
             tp=tp,
+            splits_tokens=False,
+            element=element,
         )
-        merged = c.hidden * c.merge
-        ends = 2 * c.patch * c.channels * c.hidden + 2 * merged * merged // c.merge
-        return PartWork(
-            flops_per_token=c.layers * layer.flops_per_token + ends,
-            flops_per_square=c.layers * layer.flops_per_square,
-            bytes_per_token=c.layers * layer.bytes_per_token,
-            weight_bytes=c.layers * layer.weight_bytes,
+        return EncoderPart(
+            stem=(Embed(c.patch * c.channels, c.hidden, element),),
+            stack=layers,
+            tail=(FinalNorm(c.hidden, layer_norm=False), Projector(c.hidden, c.merge, width, element)),
+            width=width,
+            token_bytes=value_bytes(c.patch * c.channels, 1),
         )
 
     def attention(self) -> Attention:

@@ -15,11 +15,13 @@ import torch
 from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
 from omni.config import ConfigError, require
-from omni.models.layer_sizes import check_divisible, check_transformer, layer_work
+from omni.models.blocks import EncoderPart, FinalNorm, Projector, encoder_stack, value_bytes
+from omni.models.layer_sizes import check_divisible, check_transformer
 from omni.models.registry import Attention, ItemArrays
+from omni.models.stack import linear_weights
 from ops.linear import linear_flops
 from ops.spectrogram import log_mel, mel_filters
-from parallel.costs import PartWork
+from parallel.work import INDEX, Grad, Load, Weight, Work
 
 if TYPE_CHECKING:
     from omni.models.encoders.audio_module import AudioTransformer
@@ -48,6 +50,43 @@ class AudioConfig:
     rotary_base: float = 10000.0
     norm: str = "RMSNorm"
     recompute: str = "none"
+
+
+@dataclass(frozen=True)
+class Stem:
+    """The work of two convolutions over time, of three frames each, from mel bands to the stream [T, E]."""
+
+    mels: int
+    hidden: int
+    element: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Kernels and biases."""
+        first = linear_weights(3 * self.mels, self.hidden, self.hidden)
+        return (*first, *linear_weights(3 * self.hidden, self.hidden, self.hidden))
+
+    def forward(self, load: Load) -> Work:
+        """With an empty token before each recording: frames, the mask of empty tokens, what the convolutions
+        put out, the second one's input and where tokens stand are kept, and the stream.
+        """
+        flops = linear_flops(FRAMES * load.tokens, 3 * self.mels, self.hidden)
+        spaced = load.tokens + load.sequences
+        of_spaced = FRAMES * (self.mels + 1 + 2 * self.hidden) + self.hidden
+        return Work(
+            flops=flops + linear_flops(load.tokens, 3 * self.hidden, self.hidden),
+            kept=(spaced * of_spaced + load.tokens * self.hidden) * self.element + load.tokens * INDEX,
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Twice the forward, as if frames had gradients too. It needs most where gradients of the second
+        convolution's input are made and masked.
+        """
+        forward, spaced = self.forward(load), load.tokens + load.sequences
+        return Work(
+            flops=forward.flops * (2 if grad is Grad.BOTH else 1),
+            kept=2 * forward.kept if grad is Grad.INPUT else 0,
+            workspace=spaced * self.hidden * (1 + 2 * FRAMES) * self.element,
+        )
 
 
 class AudioEncoder:
@@ -81,29 +120,15 @@ class AudioEncoder:
         rows = -(-resampled_length(size[0], size[1], self.config.sample_rate) // self.window)
         return rows * self.config.merge, rows
 
-    def work(self, element: int, tp: int = 1) -> PartWork:
-        """Work of stem, layers and the projector's first layer; its second is small beside them."""
+    def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
+        """Stem, layers, projector."""
         c = self.config
-        layer = layer_work(
-            hidden=c.hidden,
-            heads=c.heads,
-            kv_heads=c.heads,
-            head_dim=c.hidden // c.heads,
-            ffn=c.ffn,
-            gated=False,
-            causal=False,
-            element=element,
-            tp=tp,
-        )
-        merged = c.hidden * c.merge
-        ends = linear_flops(FRAMES, 3 * c.mels, c.hidden) + linear_flops(1, 3 * c.hidden, c.hidden)
-        ends += linear_flops(1, merged, merged) // c.merge
-        return PartWork(
-            flops_per_token=c.layers * layer.flops_per_token + ends,
-            flops_per_square=c.layers * layer.flops_per_square,
-            bytes_per_token=c.layers * layer.bytes_per_token,
-            weight_bytes=c.layers * layer.weight_bytes,
-            recomputed=c.recompute == "full",
+        return EncoderPart(
+            stem=(Stem(c.mels, c.hidden, element),),
+            stack=encoder_stack(c, element, tp),
+            tail=(FinalNorm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, c.merge, width, element)),
+            width=width,
+            token_bytes=value_bytes(FRAMES * c.mels, 1),
         )
 
     def attention(self) -> Attention:

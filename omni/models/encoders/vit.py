@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
-from omni.models.layer_sizes import check_divisible, check_transformer, layer_work
+from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, Table, encoder_stack, value_bytes
+from omni.models.layer_sizes import check_divisible, check_transformer
 from omni.models.registry import Attention, ItemArrays
-from ops.linear import linear_flops
-from parallel.costs import PartWork
 
 if TYPE_CHECKING:
     from omni.models.encoders.vit_module import ViT
@@ -107,29 +106,17 @@ class ViTEncoder:
         rows, columns = self.grid(size)
         return rows * columns, rows * columns // self.unit
 
-    def work(self, element: int, tp: int = 1) -> PartWork:
-        """Work of embedding, layers and the projector's first layer; its second is small beside them."""
+    def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
+        """Patches and two positions, layers, and a projector at their end and after each tap."""
         c = self.config
-        layer = layer_work(
-            hidden=c.hidden,
-            heads=c.heads,
-            kv_heads=c.heads,
-            head_dim=c.hidden // c.heads,
-            ffn=c.ffn,
-            gated=False,
-            causal=False,
-            element=element,
-            tp=tp,
-        )
-        merged = c.hidden * self.unit
-        ends = linear_flops(1, c.patch**2 * c.channels, c.hidden)
-        ends += linear_flops(1, merged, merged) // self.unit * (1 + len(c.taps))
-        return PartWork(
-            flops_per_token=c.layers * layer.flops_per_token + ends,
-            flops_per_square=c.layers * layer.flops_per_square,
-            bytes_per_token=c.layers * layer.bytes_per_token,
-            weight_bytes=c.layers * layer.weight_bytes,
-            recomputed=c.recompute == "full",
+        values = c.patch**2 * c.channels
+        tail = (FinalNorm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, self.unit, width, element))
+        return EncoderPart(
+            stem=(Embed(values, c.hidden, element), *(Table(c.max_side, c.hidden),) * 2),
+            stack=encoder_stack(c, element, tp),
+            tail=tail * (1 + len(c.taps)),
+            width=width,
+            token_bytes=value_bytes(values, 2),
         )
 
     def attention(self) -> Attention:

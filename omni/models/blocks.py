@@ -1,0 +1,230 @@
+"""Small blocks of work, and an encoder composed of blocks: what an encoder states itself with.
+
+A block says what it weighs, computes and keeps; `EncoderPart` puts blocks together and adds what the platform
+does around them. Shapes: T tokens, E width of the encoder, R rows, D width of the LLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omni.models.stack import Stack, linear_weights, norm_weights, plain
+from ops.linear import linear_flops
+from parallel.buckets import reduction
+from parallel.tiles import AttentionShape
+from parallel.work import FP32, INDEX, Block, Chain, Collective, Grad, Load, Weight, Work, all_gather, merged
+
+
+@dataclass(frozen=True)
+class Embed:
+    """A linear from values of each token, given in fp32, to the stream [T, E] that the first layer keeps."""
+
+    values: int
+    hidden: int
+    element: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Weight and bias."""
+        return linear_weights(self.values, self.hidden, self.hidden)
+
+    def forward(self, load: Load) -> Work:
+        """It keeps its input, a copy where that is of lower precision, and its output."""
+        copied = load.tokens * self.values * self.element * (self.element != FP32)
+        return Work(
+            flops=linear_flops(load.tokens, self.values, self.hidden),
+            kept=copied + load.tokens * self.hidden * self.element,
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Twice the forward, as if values had gradients too."""
+        return _of_linears(self.forward(load), grad)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Learned vectors [rows, E], of which each token adds one to the stream."""
+
+    rows: int
+    hidden: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        """All vectors."""
+        return plain(self.rows * self.hidden)
+
+    def forward(self, load: Load) -> Work:
+        """Nothing to speak of."""
+        return Work()
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Nothing to speak of."""
+        return Work()
+
+
+@dataclass(frozen=True)
+class FinalNorm:
+    """A norm of the stream [T, E] whose output the next block keeps; `partial` as for `Weight`, where `tp`
+    ranks divide the tokens.
+    """
+
+    hidden: int
+    layer_norm: bool
+    partial: bool = False
+    tp: int = 1
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Scale, and shift of a LayerNorm."""
+        return norm_weights(self.hidden, self.layer_norm, self.partial)
+
+    def forward(self, load: Load) -> Work:
+        """It keeps what it divided by."""
+        tokens = load.tokens // self.tp if self.partial else load.tokens
+        return Work(kept=tokens * len(self.weights()) * FP32)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Nothing to speak of."""
+        return Work(kept=self.forward(load).kept if grad is Grad.INPUT else 0)
+
+
+@dataclass(frozen=True)
+class Projector:
+    """`merge` neighbours of the stream to one row: two linears with an activation between them."""
+
+    hidden: int
+    merge: int
+    width: int
+    element: int
+
+    @property
+    def merged(self) -> int:
+        """Numbers of neighbours together."""
+        return self.hidden * self.merge
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Weights and biases of both linears."""
+        first = linear_weights(self.merged, self.merged, self.merged)
+        return (*first, *linear_weights(self.merged, self.width, self.width))
+
+    def forward(self, load: Load) -> Work:
+        """It keeps its input, what the first linear puts out, and the activation. FLOPs are those of the
+        first linear: the second is small beside the layers.
+        """
+        return Work(
+            flops=linear_flops(load.tokens, self.merged, self.merged) // self.merge,
+            kept=3 * load.tokens * self.hidden * self.element,
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """It needs most at its start: gradients of the rows, of the second weight and of its input."""
+        rows = load.tokens // self.merge
+        start = rows * (self.width + self.merged) + self.width * self.merged
+        return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
+
+
+def _of_linears(forward: Work, grad: Grad) -> Work:
+    """Gradients of a linear's inputs and of its weights take as much each as its forward."""
+    kept = 2 * forward.kept if grad is Grad.INPUT else 0
+    return Work(flops=forward.flops * (2 if grad is Grad.BOTH else 1), kept=kept)
+
+
+@dataclass(frozen=True)
+class EncoderPart:
+    """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, then `tail`,
+    which ends in rows. `token_bytes` are those of a token's input tensors, values and positions.
+    """
+
+    stem: tuple[Block, ...]
+    stack: Stack
+    tail: tuple[Block, ...]
+    width: int
+    token_bytes: int
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of this rank."""
+        return self.stack.shape
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.stack.head_dim
+
+    @property
+    def layers(self) -> int:
+        """Layers that exchange shared items."""
+        return self.stack.layers
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return self.stack.element
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share its layers."""
+        return self.stack.tp
+
+    @property
+    def ep(self) -> int:
+        """No encoder has experts."""
+        return 0
+
+    @property
+    def _chain(self) -> Chain:
+        return Chain((*self.stem, self.stack, *self.tail))
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Parameters, in the module's order."""
+        return self._chain.weights()
+
+    def forward(self, load: Load) -> Work:
+        """The blocks, and the rows that this rank passes on."""
+        work = self._chain.forward(load)
+        return replace(work, kept=work.kept + load.rows * self.width * self.element)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Ranks that share the layers first gather the gradients of each other's rows."""
+        work = self._chain.backward(load, grad)
+        if grad is Grad.WEIGHT:
+            return work
+        rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
+        return replace(work, collectives=merged((*rows, *work.collectives)))
+
+    def scratch_bytes(self, load: Load) -> int:
+        """None."""
+        return 0
+
+    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Gradients and weights."""
+        return reduction(self.weights(), ranks, self.element)
+
+    def input_bytes(self, load: Load) -> int:
+        """Values, positions and the rotation of each token."""
+        return load.tokens * (self.token_bytes + self.head_dim * self.element)
+
+
+def encoder_stack(sizes: Any, element: int, tp: int = 1) -> Stack:
+    """The layers of our encoders: biases, no gate, as many key/value heads as heads, all tokens on all ranks.
+
+    `sizes` is an encoder's configuration, with the keys that `check_transformer` reads.
+    """
+    return Stack(
+        layers=sizes.layers,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.heads,
+        ffn=sizes.ffn,
+        gated=False,
+        causal=False,
+        bias=True,
+        qkv_bias=True,
+        layer_norm=sizes.norm == "LayerNorm",
+        recompute=sizes.recompute,
+        tp=tp,
+        splits_tokens=False,
+        element=element,
+    )
+
+
+def value_bytes(values: int, axes: int) -> int:
+    """Bytes of a token's input: so many values in fp32, and its position on so many axes."""
+    return values * FP32 + axes * INDEX

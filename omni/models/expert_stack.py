@@ -1,0 +1,273 @@
+"""Transformer layers with experts as a block of work: megatron-core's MoELayer, under even routing.
+
+Each expert gets the same number of a rank's tokens, the first ones one more where they do not divide; runs
+whose routing is uneven send and keep more on the ranks of busy experts. Attention is that of `Stack`.
+
+Shapes, all of one rank: T tokens that attention sees and t = T / tp of them between halves, E experts of
+which each token takes k, P = t · k rows that it sends to experts and Q that its own experts get, D width, F
+width of an expert.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from omni.models.stack import (
+    Linears,
+    Stack,
+    activation_bytes,
+    exchanges,
+    kept_between,
+    kept_by_attention,
+    plain,
+)
+from ops.linear import linear_flops
+from parallel.tiles import AttentionShape
+from parallel.work import (
+    FP32,
+    INDEX,
+    Collective,
+    Grad,
+    Load,
+    Weight,
+    Work,
+    all_gather,
+    all_to_all,
+)
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """Layers whose feed-forward is a router over `experts` of width `ffn`, of which a token takes `topk`, and
+    a shared expert of width `dense.ffn`, 0 for none. `ep` ranks divide the experts. Scores are `sigmoid` of
+    all experts, or softmax of the chosen ones.
+    """
+
+    dense: Stack
+    experts: int
+    topk: int
+    ffn: int
+    ep: int
+    sigmoid: bool
+
+    @property
+    def layers(self) -> int:
+        """Layers."""
+        return self.dense.layers
+
+    @property
+    def hidden(self) -> int:
+        """D."""
+        return self.dense.hidden
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of this rank."""
+        return self.dense.shape
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.dense.head_dim
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        return self.dense.element
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share attention and the shared expert."""
+        return self.dense.tp
+
+    @property
+    def local(self) -> int:
+        """Experts of this rank."""
+        return self.experts // self.ep
+
+    def stream(self, tokens: int) -> int:
+        """Bytes of one tensor between attention and feed-forward."""
+        return self.dense.stream(tokens)
+
+    def layer_weights(self) -> tuple[Weight, ...]:
+        """Parameters of a layer, in the module's order: attention, router, experts, shared expert."""
+        dense = self.dense
+        router = Weight(self.experts * dense.hidden, partial=dense.splits_tokens)
+        expert = tuple(Weight(i * o, expert=True) for i, o in dense.feed_forward_linears(self.ffn))
+        shared = plain(*(i * o // dense.tp for i, o in self._shared()))
+        return (*dense.attention_weights(), *dense.norm, router, *expert * self.local, *shared)
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Parameters of all layers."""
+        return self.layer_weights() * self.layers
+
+    def forward(self, load: Load) -> Work:
+        """The sums of divided linears need a tensor of all tokens, and so do rows on their way."""
+        sums = load.tokens * self.dense.hidden * self.element
+        return Work(
+            flops=self.layers * (self._linears_flops(load.tokens) + self.dense.attention_flops(load)),
+            bytes=self.layers * self._layer_bytes(load.tokens),
+            collectives=(
+                *self.dense.sums(load.tokens, Grad.BOTH, forward=True, halves=self._halves),
+                *exchanges(load.seen, self.element, self.layers, forward=True),
+                *self._routed(load, forward=True),
+            ),
+            kept=self.layers * self._kept(load, self.dense.recompute),
+            workspace=max(sums, self._forward_workspace(load)),
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """As for dense layers; what is sent to experts and back goes the other way round."""
+        of_linears = self.layers * self._linears_flops(load.tokens)
+        again = self.recomputation(load, grad)
+        once = self.layers * self._layer_bytes(load.tokens)
+        inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
+        back = exchanges(load.seen, self.element, self.layers, forward=False)
+        return Work(
+            flops=again.flops
+            + of_linears * (inputs + weights)
+            + 2 * self.layers * self.dense.attention_flops(load) * inputs,
+            bytes=again.bytes + once * (inputs + weights),
+            collectives=(
+                *again.collectives,
+                *self.dense.sums(load.tokens, grad, forward=False, halves=self._halves),
+                *((*back, *self._routed(load, forward=False)) if inputs else ()),
+            ),
+            kept=self._kept_for_weights(load) if grad is Grad.INPUT else 0,
+            workspace=self._workspace(load) if inputs else self._largest_weight(),
+        )
+
+    def recomputation(self, load: Load, grad: Grad) -> Work:
+        """What a backward computes anew before it begins: layers, or their attention."""
+        if self.dense.recompute == "full" and grad is not Grad.WEIGHT:
+            return self.forward(load)
+        return self.dense.recomputation(load, grad)
+
+    def scratch_bytes(self, load: Load) -> int:
+        """What the dispatcher of each layer holds on to until its next pass: probabilities and the map."""
+        return self.layers * self.dense.between(load.tokens) * self.experts * (FP32 + 1)
+
+    # FLOPs and bytes.
+
+    def _shared(self) -> Linears:
+        return self.dense.feed_forward_linears(self.dense.ffn) if self.dense.ffn else ()
+
+    def _active(self) -> Linears:
+        """Linears that a token goes through: wherever experts are, with balanced ones a rank computes for
+        others as much as others compute for it.
+        """
+        router: Linears = ((self.dense.hidden, self.experts),)
+        chosen = self.dense.feed_forward_linears(self.ffn) * self.topk
+        return (*self.dense.attention_linears(), *self._shared(), *router, *chosen)
+
+    def _linears_flops(self, tokens: int) -> int:
+        return sum(linear_flops(tokens, i, o) for i, o in self._active()) // self.tp
+
+    def _layer_bytes(self, tokens: int) -> int:
+        """A pass reads the weights of all experts that the rank holds."""
+        dense = self.dense
+        moved = activation_bytes(self._active(), dense)
+        divided = (*dense.attention_linears(), *self._shared())
+        whole = ((dense.hidden, self.experts), *dense.feed_forward_linears(self.ffn) * self.local)
+        weights = sum(i * o for i, o in divided) // self.tp + sum(i * o for i, o in whole)
+        return tokens * moved // self.tp + weights * self.element
+
+    # Tokens to experts and back.
+
+    @property
+    def _halves(self) -> int:
+        """Halves of layers that are divided over tp: attention, and a shared expert."""
+        return self.layers * (2 if self.dense.ffn else 1)
+
+    def _senders(self, load: Load) -> Sequence[int]:
+        """Tokens that each rank of the group routes; as many as this one unless the load says otherwise."""
+        return load.routed or (self.dense.between(load.tokens),) * self.ep
+
+    def _sent(self, tokens: int, to: int) -> int:
+        """Rows that a rank with so many tokens sends to member `to`: a share for each of its experts."""
+        share, rest = divmod(tokens * self.topk, self.experts)
+        first = to * self.local
+        return share * self.local + max(0, min(first + self.local, rest) - first)
+
+    def _received(self, load: Load) -> int:
+        """Q."""
+        return sum(self._sent(tokens, load.router) for tokens in self._senders(load))
+
+    def _routed(self, load: Load, *, forward: bool) -> tuple[Collective, ...]:
+        """All-to-alls over ep: rows and their probabilities to experts, rows back; counts before that."""
+        senders = self._senders(load)
+        row = self.dense.hidden * self.element
+        out = self._apart(load, [self._sent(senders[load.router], to) for to in range(self.ep)])
+        back = self._apart(load, [self._sent(tokens, load.router) for tokens in senders])
+        counts = all_gather("ep", self.experts * INDEX, self.ep, self.layers) if forward else ()
+        weighed = out if forward else back  # the way of the probabilities, or of their gradients
+        return (
+            *counts,
+            *all_to_all("ep", [rows * row for rows in out], self.layers),
+            *all_to_all("ep", [rows * FP32 for rows in weighed], self.layers),
+            *all_to_all("ep", [rows * row for rows in back], self.layers),
+        )
+
+    def _apart(self, load: Load, rows: Sequence[int]) -> list[int]:
+        return [0 if to == load.router else count for to, count in enumerate(rows)]
+
+    # Memory.
+
+    def _kept(self, load: Load, recompute: str) -> int:
+        """Bytes that a layer keeps for its backward, its output included and its input not."""
+        if recompute == "full":
+            return self.stream(load.tokens)
+        dense = replace(self.dense, recompute=recompute)
+        shared = load.tokens * dense.ffn // self.tp * self.element * 5
+        return (
+            kept_between(dense, load.seen)
+            + kept_by_attention(dense, load.seen)
+            + shared
+            + self._kept_by_router(self.dense.between(load.tokens))
+            + self._kept_by_experts(self._received(load))
+        )
+
+    def _kept_by_router(self, tokens: int) -> int:
+        """Scores, choices and their weights; in front of the experts, all probabilities and the map."""
+        scores = self.experts * FP32 if self.sigmoid else 0
+        chosen = self.topk * (FP32 + INDEX) + (FP32 if self.sigmoid and self.topk > 1 else 0)
+        permuted = self.experts * (FP32 + 1) + self.topk * INDEX
+        return tokens * (scores + chosen + permuted)
+
+    def _kept_by_experts(self, rows: int) -> int:
+        """Rows and probabilities; of each row both halves of the first linear's output, the gate, a copy of
+        the other half, the product, and the product weighed.
+        """
+        return rows * (self.dense.hidden * self.element + FP32 + 6 * self.ffn * self.element)
+
+    def _forward_workspace(self, load: Load) -> int:
+        """When experts are done: rows as they were sent and as they came, what each expert puts out, and all
+        of it together. Of a single expert, and within a single rank, there is one copy less.
+        """
+        sent = self._senders(load)[load.router] * self.topk * (self.ep > 1)
+        came = self._received(load)
+        return (sent + came * (3 if self.local > 1 else 1)) * self.dense.hidden * self.element
+
+    def _workspace(self, load: Load) -> int:
+        """The backward of a layer needs most when gradients of rows are brought into the order of experts,
+        or at the start of an expert.
+        """
+        row = self.dense.hidden * self.element
+        rows, out = self._received(load), self.stream(load.tokens)
+        expert = (-(-rows // self.local) + self.dense.hidden) * self.ffn * self.element
+        start = out + rows * row + max(rows * row, expert)
+        if self.dense.recompute != "full":
+            return start
+        return start + self._kept(load, "none")
+
+    def _kept_for_weights(self, load: Load) -> int:
+        """What a backward for inputs leaves behind: all that was kept or recomputed, and output gradients."""
+        divided = (*self.dense.attention_linears(), *self._shared())
+        of_tokens = load.tokens * sum(o for _, o in divided) // self.tp
+        expert = sum(o for _, o in self.dense.feed_forward_linears(self.ffn))
+        gradients = of_tokens + self._received(load) * expert
+        return self.layers * (self._kept(load, "none") + gradients * self.element)
+
+    def _largest_weight(self) -> int:
+        dense = self.dense
+        divided = max(i * o for i, o in (*dense.attention_linears(), *self._shared())) // self.tp
+        return max(divided, dense.hidden * self.ffn * (2 if dense.gated else 1)) * self.element

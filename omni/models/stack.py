@@ -1,0 +1,280 @@
+"""Transformer layers as a block of work: what they weigh, compute, communicate and keep, in integers.
+
+The counts follow the operations one by one: what a layer keeps is the list of tensors that some backward asks
+for. They are checked against rehearsals (benchmarks/memory_model.py), so a change of a layer that changes
+what it keeps shows there. The collectives follow from Megatron-LM's tensor and sequence parallelism
+(Korthikanti et al., 2022, section 4.2.2): in front of a divided linear the tokens of all ranks are gathered,
+behind it sums are scattered; the backward does the same the other way round, and gathers once more for the
+gradient of the first weight. Where ranks do not divide the tokens, sums are all-reduced.
+
+Shapes, all of one rank: T tokens that attention and feed-forward see, t those between them (T / tp where
+ranks share them, else T), D width, F feed-forward, N and K heads of queries and of keys, H head size.
+"""
+
+from dataclasses import dataclass, replace
+
+from ops.attention import attention_bytes, attention_flops
+from ops.linear import linear_bytes, linear_flops
+from parallel.tiles import AttentionShape
+from parallel.work import (
+    FP32,
+    Attended,
+    Collective,
+    Grad,
+    Load,
+    Weight,
+    Work,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+
+Linears = tuple[tuple[int, int], ...]
+"""Inputs and outputs of linear layers."""
+
+
+def plain(*elements: int) -> tuple[Weight, ...]:
+    """Parameters of so many elements, the same on all tensor-parallel ranks or divided among them."""
+    return tuple(Weight(count) for count in elements)
+
+
+def linear_weights(inputs: int, outputs: int, bias: int) -> tuple[Weight, ...]:
+    """A linear layer's weight and, unless it has none, its bias of so many elements."""
+    return plain(inputs * outputs, bias) if bias else plain(inputs * outputs)
+
+
+def norm_weights(hidden: int, layer_norm: bool, partial: bool = False) -> tuple[Weight, ...]:
+    """Parameters of one norm; `partial` where tensor-parallel ranks see different tokens."""
+    return (Weight(hidden, partial=partial),) * (2 if layer_norm else 1)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`layers` transformer layers as each of `tp` ranks holds them, with `element` bytes a number.
+
+    With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool
+    causal: bool
+    bias: bool
+    qkv_bias: bool
+    layer_norm: bool
+    recompute: str
+    tp: int
+    splits_tokens: bool
+    element: int
+
+    @property
+    def head_dim(self) -> int:
+        """H."""
+        return self.hidden // self.heads
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of this rank."""
+        return AttentionShape(self.heads // self.tp, self.kv_heads // self.tp, self.causal)
+
+    @property
+    def norm(self) -> tuple[Weight, ...]:
+        """Parameters of one norm."""
+        return norm_weights(self.hidden, self.layer_norm, self.splits_tokens)
+
+    def between(self, tokens: int) -> int:
+        """Return t of T."""
+        return tokens // self.tp if self.splits_tokens else tokens
+
+    def stream(self, tokens: int) -> int:
+        """Bytes of one tensor between attention and feed-forward."""
+        return self.between(tokens) * self.hidden * self.element
+
+    def attention_linears(self) -> Linears:
+        """Linears around attention, of all ranks together."""
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        return (self.hidden, qkv), (self.head_dim * self.heads, self.hidden)
+
+    def feed_forward_linears(self, ffn: int) -> Linears:
+        """Linears of a feed-forward of width `ffn`, of all ranks together."""
+        return (self.hidden, ffn * (2 if self.gated else 1)), (ffn, self.hidden)
+
+    def attention_weights(self) -> tuple[Weight, ...]:
+        """Parameters of the first half of a layer, in the module's order."""
+        attended = self.hidden // self.tp
+        qkv = attended + 2 * self.kv_heads * self.head_dim // self.tp
+        return (
+            *self.norm,
+            *linear_weights(attended, self.hidden, self.hidden * self.bias),
+            *linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias)),
+        )
+
+    def layer_weights(self) -> tuple[Weight, ...]:
+        """Parameters of a layer, in the module's order."""
+        inner = self.ffn // self.tp
+        first = inner * (2 if self.gated else 1)
+        return (
+            *self.attention_weights(),
+            *self.norm,
+            *linear_weights(self.hidden, first, first * self.bias),
+            *linear_weights(inner, self.hidden, self.hidden * self.bias),
+        )
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Parameters of all layers."""
+        return self.layer_weights() * self.layers
+
+    def forward(self, load: Load) -> Work:
+        """The sum of a divided linear needs a tensor of all tokens before it is scattered."""
+        linears = self.attention_linears() + self.feed_forward_linears(self.ffn)
+        flops = linears_flops(linears, load.tokens, self.tp) + self.attention_flops(load)
+        return Work(
+            flops=self.layers * flops,
+            bytes=self.layers * self._layer_bytes(linears, load.tokens),
+            collectives=(
+                *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
+                *exchanges(load.seen, self.element, self.layers, forward=True),
+            ),
+            kept=self.layers * kept_by_layer(self, load.seen),
+            workspace=load.tokens * self.hidden * self.element,
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Gradients of inputs take the linears once more and attention twice, as it has no weights; gradients
+        of weights take the linears. Layers are recomputed for the former.
+        """
+        linears = self.attention_linears() + self.feed_forward_linears(self.ffn)
+        of_linears = self.layers * linears_flops(linears, load.tokens, self.tp)
+        again = self.recomputation(load, grad)
+        once = self.layers * self._layer_bytes(linears, load.tokens)
+        inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
+        return Work(
+            flops=again.flops
+            + of_linears * (inputs + weights)
+            + 2 * self.layers * self.attention_flops(load) * inputs,
+            bytes=again.bytes + once * (inputs + weights),
+            collectives=(
+                *again.collectives,
+                *self.sums(load.tokens, grad, forward=False, halves=2 * self.layers),
+                *(exchanges(load.seen, self.element, self.layers, forward=False) if inputs else ()),
+            ),
+            kept=self._kept_for_weights(linears, load) if grad is Grad.INPUT else 0,
+            workspace=layer_workspace(self, load.seen) if inputs else self._largest_weight(linears),
+        )
+
+    def recomputation(self, load: Load, grad: Grad) -> Work:
+        """What a backward computes anew before it begins: layers, or their attention."""
+        if grad is Grad.WEIGHT or self.recompute == "none":
+            return Work()
+        if self.recompute == "full":
+            return self.forward(load)
+        again = exchanges(load.seen, self.element, self.layers, forward=True)
+        return Work(flops=self.layers * self.attention_flops(load), collectives=again)
+
+    def attention_flops(self, load: Load) -> int:
+        """FLOPs of the attention of one layer."""
+        return attention_flops(load.squares, self.heads, self.head_dim, self.causal) // self.tp
+
+    def sums(self, tokens: int, grad: Grad, *, forward: bool, halves: int) -> tuple[Collective, ...]:
+        """Collectives of tensor parallelism in so many halves of layers: attention or feed-forward."""
+        if not self.splits_tokens:
+            hidden = tokens * self.hidden * self.element
+            return all_reduce("tp", hidden, self.tp, halves) if grad is not Grad.WEIGHT else ()
+        shard = self.stream(tokens)
+        gathers = 2 * halves if grad is Grad.BOTH and not forward else halves
+        scatters = 0 if grad is Grad.WEIGHT else halves
+        return (*all_gather("tp", shard, self.tp, gathers), *reduce_scatter("tp", shard, self.tp, scatters))
+
+    def _layer_bytes(self, linears: Linears, tokens: int) -> int:
+        return (
+            tokens * activation_bytes(linears, self) // self.tp
+            + sum(linear_bytes(0, i, o, self.element) for i, o in linears) // self.tp
+        )
+
+    def _kept_for_weights(self, linears: Linears, load: Load) -> int:
+        """What a backward for inputs leaves behind: all that was kept or recomputed, and output gradients."""
+        gradients = load.tokens * sum(outputs for _, outputs in linears) * self.element
+        kept = kept_by_layer(replace(self, recompute="none"), load.seen)
+        return self.layers * (kept + gradients)
+
+    def _largest_weight(self, linears: Linears) -> int:
+        return max(i * o for i, o in linears) // self.tp * self.element
+
+
+def linears_flops(linears: Linears, tokens: int, tp: int) -> int:
+    """Forward FLOPs of linears on each of `tp` ranks that share them."""
+    return sum(linear_flops(tokens, inputs, outputs) for inputs, outputs in linears) // tp
+
+
+def activation_bytes(linears: Linears, stack: Stack) -> int:
+    """Bytes that a token moves in linears and attention, over all ranks."""
+    once = sum((i + o) * stack.element for i, o in linears)
+    return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
+
+
+def exchanges(seen: Attended, element: int, layers: int, *, forward: bool) -> tuple[Collective, ...]:
+    """The two exchanges of shared sequences in each layer's attention, or their transposes."""
+    counts = (seen.into, seen.out) if forward else (seen.out_back, seen.into_back)
+    return tuple(
+        exchange
+        for of in counts
+        if of
+        for exchange in all_to_all("pool", [count * element for count in of], layers)
+    )
+
+
+def kept_by_layer(stack: Stack, seen: Attended) -> int:
+    """Bytes that a layer keeps for its backward, its output included and its input not."""
+    if stack.recompute == "full":
+        return stack.stream(seen.tokens)
+    return (
+        kept_between(stack, seen) + kept_by_attention(stack, seen) + kept_by_feed_forward(stack, seen.tokens)
+    )
+
+
+def kept_between(stack: Stack, seen: Attended) -> int:
+    """Two norms and two sums, and of each norm what it divided by."""
+    return 4 * stack.stream(seen.tokens) + 2 * stack.between(seen.tokens) * len(stack.norm) * FP32
+
+
+def kept_by_feed_forward(stack: Stack, tokens: int) -> int:
+    """Gated: both halves of the first linear's output, the gate, a copy of the other half, the product."""
+    return tokens * stack.ffn // stack.tp * stack.element * (5 if stack.gated else 2)
+
+
+def kept_by_attention(stack: Stack, seen: Attended) -> int:
+    """Queries, keys and values, before and after rotation, outputs, and what softmax divided by."""
+    heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
+    qkv = seen.tokens * (heads + 2 * kv_heads) * size
+    output = seen.tokens * heads * size
+    if stack.recompute == "selective":
+        # Queries of several groups lie apart from their keys and values, so they are copied together.
+        copied = kv_heads > 1 and heads > kv_heads
+        return (qkv + output + output * copied) * stack.element
+    rotated = seen.tokens * (heads + kv_heads) * size
+    if not seen.into:
+        return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32
+    tiles = 2 * (seen.rows + seen.context) * size * stack.element + seen.rows * FP32
+    if seen.runs == 1:  # a view, which keeps what it is a view of
+        tiles += (qkv + rotated) * stack.element
+    elif seen.runs:
+        tiles += seen.local * (heads + 2 * kv_heads) * size * stack.element
+    local = seen.local * heads * (size * stack.element + FP32)
+    return tiles + local + output * stack.element
+
+
+def layer_workspace(stack: Stack, seen: Attended) -> int:
+    """Bytes that the backward of a layer needs at most, beside what was kept.
+
+    That is at its start: the gradients of the feed-forward's second linear for all tokens, of its weight and
+    of its input; and with full recomputation, what the layer would have kept.
+    """
+    tokens, inner = seen.tokens, stack.ffn // stack.tp
+    start = (tokens * stack.hidden + stack.hidden * inner + tokens * inner) * stack.element
+    if stack.recompute != "full":
+        return start
+    return start + kept_by_layer(replace(stack, recompute="none"), seen)

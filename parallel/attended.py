@@ -1,0 +1,41 @@
+"""What attention does and exchanges on one rank, counted from shards and tiles."""
+
+from collections.abc import Sequence
+
+from parallel.sequence import SequenceLayout
+from parallel.tile_plan import plan_tiles
+from parallel.tiles import AttentionShape, Tile
+from parallel.work import Attended
+
+
+def attended(
+    layout: SequenceLayout,
+    tiles: Sequence[Sequence[Tile]],
+    rank: int,
+    tail: int,
+    shape: AttentionShape,
+    head_dim: int,
+) -> Attended:
+    """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`."""
+    plan = plan_tiles(layout, tiles, rank, shape, head_dim)
+    tokens = layout.local_tokens(rank) + tail
+    if plan is None:
+        return Attended(tokens, tokens, 1)
+    local = runs = 0
+    before = True  # whether the tokens just before were exchanged
+    pieces = [
+        (bool(of), sum(shard.length for shard in shards if shard.rank == rank))
+        for shards, of in zip(layout.shards, tiles, strict=True)
+    ]
+    for shared, length in [*pieces, (False, tail)]:
+        if length and not shared:
+            local, runs = local + length, runs + before
+        before = shared if length else before
+    rows = sum(span.rows * group.heads for group in plan.groups for span in group.spans)
+    context = sum(span.context * group.kv_heads for group in plan.groups for span in group.spans)
+    incoming, outgoing = plan.incoming, plan.outgoing
+    sides = (incoming.source, outgoing.source, incoming.target, outgoing.target)
+    into, out, into_back, out_back = (
+        tuple(0 if to == rank else count for to, count in enumerate(side.counts)) for side in sides
+    )
+    return Attended(tokens, local, runs, rows, context, into, out, into_back, out_back)

@@ -1,0 +1,272 @@
+"""The vocabulary in which a part says once what its work takes, and from which everything else follows.
+
+A part (a stage of the LLM, an encoder) states, for what an op processes on one rank (`Load`), what a forward
+and a backward take (`Work`): FLOPs, bytes of memory traffic, collectives, memory. The cost table, MFU, the
+simulator, the model of memory and bytes, the verifier's memory rule and `omni layout show` are read off it.
+
+All sizes are bytes unless they are called elements. Bytes of collectives are those that one rank sends to
+others, over n ranks counted as rings: all-gather and reduce-scatter (n - 1) shards, all-reduce twice that
+(Patarasuk and Yuan, 2009, section 3), all-to-all pair by pair.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol
+
+from parallel.tiles import AttentionShape
+
+FP32 = 4  # bytes
+INDEX = 8  # bytes
+
+
+class Grad(StrEnum):
+    """What a backward makes: gradients of its inputs, of its weights, or both at once.
+
+    Splitting a backward after Zero Bubble Pipeline Parallelism (Qi et al., 2024, section 2): what other
+    stages wait for comes first, the rest fills gaps.
+    """
+
+    INPUT = "input"
+    WEIGHT = "weight"
+    BOTH = "both"
+
+    __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of them
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention of one rank over one pack.
+
+    Of `tokens`, `local` are attended where they are, in `runs` of neighbours. For shared sequences the rank
+    computes tiles of `rows` query rows and `context` key rows, each times its heads. `into` and `out` are the
+    numbers that it sends to each member of the pool (itself 0) in the exchanges before and after the tiles,
+    `out_back` and `into_back` in their transposes; they are empty if nothing is shared.
+    """
+
+    tokens: int
+    local: int
+    runs: int
+    rows: int = 0
+    context: int = 0
+    into: tuple[int, ...] = ()
+    out: tuple[int, ...] = ()
+    into_back: tuple[int, ...] = ()
+    out_back: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one op processes on one rank.
+
+    `squares` is its share of the sum of squared lengths, in `sequences` sequences; `targets` are positions
+    that give losses (padded, over its tensor-parallel ranks), `rows` what this rank of an encoder passes on
+    and `most_rows` the most of any rank that shares its layers. `routed` are the tokens that each rank of its
+    expert group sends to experts, of which this rank is number `router`; empty where there are no experts.
+    """
+
+    seen: Attended
+    squares: int = 0
+    sequences: int = 1
+    targets: int = 0
+    rows: int = 0
+    most_rows: int = 0
+    routed: tuple[int, ...] = ()
+    router: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that attention and feed-forward see on this rank."""
+        return self.seen.tokens
+
+
+def even_load(tokens: int, squares: int = 0, *, targets: int = 0, routed: Sequence[int] = ()) -> Load:
+    """Return a load of `tokens` that nobody shares."""
+    return Load(Attended(tokens, tokens, 1), squares, targets=targets, routed=tuple(routed))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`calls` collectives of one kind over an axis, such as "tp", "pool", "ep", "dp_cp" or "embd".
+
+    In each call a rank sends `bytes` to others. `to` divides them over the members of the axis where `kind`
+    is "all_to_all"; elsewhere they go to the next of a ring.
+    """
+
+    axis: str
+    kind: str
+    bytes: int
+    calls: int = 1
+    to: tuple[int, ...] = ()
+
+
+def all_gather(axis: str, shard: int, ranks: int, calls: int = 1) -> tuple[Collective, ...]:
+    """Gather the shards of `ranks`; nothing where a rank is alone."""
+    return _rings(axis, "all_gather", (ranks - 1) * shard, ranks, calls)
+
+
+def reduce_scatter(axis: str, shard: int, ranks: int, calls: int = 1) -> tuple[Collective, ...]:
+    """Sum over `ranks`, of which each gets a shard; nothing where a rank is alone."""
+    return _rings(axis, "reduce_scatter", (ranks - 1) * shard, ranks, calls)
+
+
+def all_reduce(axis: str, size: int, ranks: int, calls: int = 1) -> tuple[Collective, ...]:
+    """Sum over `ranks`, of which each gets all; nothing where a rank is alone."""
+    return _rings(axis, "all_reduce", 2 * (ranks - 1) * size // ranks, ranks, calls)
+
+
+def _rings(axis: str, kind: str, size: int, ranks: int, calls: int) -> tuple[Collective, ...]:
+    return (Collective(axis, kind, size, calls),) if ranks > 1 and calls else ()
+
+
+def all_to_all(axis: str, to: Sequence[int], calls: int = 1) -> tuple[Collective, ...]:
+    """Send `to[i]` to member i of the axis, nothing to oneself; nothing where a rank is alone."""
+    return (Collective(axis, "all_to_all", sum(to), calls, tuple(to)),) if len(to) > 1 and calls else ()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a pass takes on one rank: FLOPs (recomputation included), bytes read and written, collectives.
+
+    `kept` is what stays in memory for the backward when a forward is done, or for the gradients of weights
+    when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a moment when
+    everything that it finds kept is still there; `last` what the end of a backward needs, when all is freed.
+    """
+
+    flops: int = 0
+    bytes: int = 0
+    collectives: tuple[Collective, ...] = ()
+    kept: int = 0
+    workspace: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter on one rank, of so many elements, and how its gradient is reduced.
+
+    Over the replicas of the component; of an `expert`, over those of the experts. That of a `partial` one is
+    first summed over tensor-parallel ranks, which see different tokens. A `tied` one is summed over the two
+    ends of the pipeline as well, and has a bucket of its own.
+    """
+
+    elements: int
+    expert: bool = False
+    partial: bool = False
+    tied: bool = False
+
+
+class Block(Protocol):
+    """A piece of a part that states its work: parts are made of blocks, one after the other."""
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the parameters, in the module's order."""
+        ...
+
+    def forward(self, load: Load) -> Work:
+        """Return what a forward takes."""
+        ...
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Return what a backward takes. In FLOPs and collectives INPUT and WEIGHT together are BOTH."""
+        ...
+
+
+class Part(Block, Protocol):
+    """A stage of the LLM or an encoder on one rank: the one statement of its work.
+
+    `shape` and `head_dim` are those of its attention on this rank, `layers` how many of its layers exchange
+    shared sequences, `element` the bytes of a number; `tp` ranks share its layers, and `ep` its experts, 0
+    where it has none.
+    """
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Heads of this rank."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Layers that exchange shared sequences."""
+        ...
+
+    @property
+    def element(self) -> int:
+        """Bytes of a number."""
+        ...
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share its layers."""
+        ...
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share its experts."""
+        ...
+
+    def input_bytes(self, load: Load) -> int:
+        """Bytes of the input tensors of a pass, which a rank holds throughout a step."""
+        ...
+
+    def scratch_bytes(self, load: Load) -> int:
+        """Bytes that a pass leaves behind and the next one takes over."""
+        ...
+
+    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+        """Return the collectives of the end of a step; `ranks` are the sizes of axes, 1 if left out."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Blocks one after the other."""
+
+    blocks: tuple[Block, ...]
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Parameters of all blocks."""
+        return tuple(weight for block in self.blocks for weight in block.weights())
+
+    def forward(self, load: Load) -> Work:
+        """What the blocks keep adds up; each needs its workspace while the later ones have kept nothing."""
+        works = [block.forward(load) for block in self.blocks]
+        return _summed(works, _fullest([work.kept for work in works], works))
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Blocks run from the last to the first; what the later ones kept is then freed."""
+        works = [block.backward(load, grad) for block in self.blocks]
+        kept = [block.forward(load).kept for block in self.blocks]
+        if grad is Grad.INPUT:
+            kept = [before - work.kept for before, work in zip(kept, works, strict=True)]
+        return _summed(works, _fullest(kept, works))
+
+
+def _fullest(later: Sequence[int], works: Sequence[Work]) -> int:
+    """The largest workspace, less what blocks after that one have not kept yet, or no longer."""
+    return max((work.workspace - sum(later[i + 1 :]) for i, work in enumerate(works)), default=0)
+
+
+def _summed(works: Sequence[Work], workspace: int) -> Work:
+    return Work(
+        flops=sum(work.flops for work in works),
+        bytes=sum(work.bytes for work in works),
+        collectives=merged(c for work in works for c in work.collectives),
+        kept=sum(work.kept for work in works),
+        workspace=workspace,
+        last=works[0].last if works else 0,
+    )
+
+
+def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+    """Count equal collectives together."""
+    calls: dict[Collective, int] = {}
+    for one in collectives:
+        key = replace(one, calls=1)
+        calls[key] = calls.get(key, 0) + one.calls
+    return tuple(replace(one, calls=count) for one, count in calls.items())

@@ -1,0 +1,85 @@
+"""What compute ops process on a rank: from a domain's plan to the loads that parts state their work for."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from parallel.attended import attended
+from parallel.sequence import Shard
+from parallel.work import Load, Part
+from pipeline.plan import Chunk, DomainPlan, Microbatch
+
+
+def pass_load(domain: DomainPlan, m: int, position: int, part: Part, *, losses: bool) -> Load:
+    """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not."""
+    batch, member, tp = domain.microbatches[m], domain.member(position), domain.tp
+    tail = batch.layout.padded_tokens(member, tp) - batch.layout.local_tokens(member)
+    first = position - position % part.ep if part.ep else 0
+    return Load(
+        seen=attended(batch.layout, batch.tiles, member, tail, part.shape, part.head_dim),
+        squares=batch.work(member)[1],
+        sequences=_sequences(batch.layout.shards, member),
+        targets=_targets(domain, batch, m, member) if losses else 0,
+        routed=tuple(
+            batch.layout.padded_tokens(domain.member(at), tp) // tp for at in range(first, first + part.ep)
+        ),
+        router=position - first if part.ep else 0,
+    )
+
+
+def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part) -> Load:
+    """Load of a chunk on the slot of `position`."""
+    slot = chunk.slot(position)
+    return Load(
+        seen=attended(chunk.layout, chunk.tiles, slot, 0, part.shape, part.head_dim),
+        squares=chunk.work(position)[1],
+        sequences=_sequences(chunk.layout.shards, slot),
+        rows=chunk.rows_of(position),
+        most_rows=max(chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]),
+    )
+
+
+def _sequences(shards: Sequence[Sequence[Shard]], rank: int) -> int:
+    """Sequences of which a rank holds a part."""
+    return sum(any(shard.rank == rank and shard.length for shard in of) for of in shards)
+
+
+def _targets(domain: DomainPlan, batch: Microbatch, m: int, member: int) -> int:
+    """Positions that give losses, padded to one number on every tensor-parallel rank and summed over them.
+
+    As if all text were target text: a token counts unless a row of an item or the end of an item follows.
+    """
+    share = batch.layout.padded_tokens(member, domain.tp) // domain.tp
+    counts = [0] * domain.tp
+    blank = _without_target(domain, m)
+    starts = [start for start, _ in blank]
+    at, begin = 0, 0
+    for shards, length in zip(batch.layout.shards, batch.layout.lengths, strict=True):
+        for shard in shards:
+            if shard.rank != member:
+                continue
+            first, last = begin + shard.start, begin + shard.start + shard.length
+            _count(counts, share, at, shard.length, 1)
+            for start, stop in blank[max(0, bisect_right(starts, first) - 1) :]:
+                if start >= last:
+                    break
+                low, high = max(start, first), min(stop, last)
+                _count(counts, share, at + low - first, high - low, -1)
+            at += shard.length
+        begin += length
+    return max(counts) if domain.tp == 1 else domain.tp * max(1, *counts)
+
+
+def _without_target(domain: DomainPlan, m: int) -> list[tuple[int, int]]:
+    """Runs of the packed axis of microbatch `m` whose next token is of an item, in order."""
+    items = sorted(item.start for item in domain.items if item.microbatch == m)
+    rows = {item.start: item.rows for item in domain.items if item.microbatch == m}
+    return [(start - 1, start + rows[start]) for start in items]
+
+
+def _count(counts: list[int], share: int, start: int, length: int, sign: int) -> None:
+    """Add a run of a member's tokens to the parts that hold it."""
+    while length > 0:
+        part, local = divmod(start, share)
+        step = min(length, share - local)
+        counts[part] += sign * step
+        start, length = start + step, length - step
