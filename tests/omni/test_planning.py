@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from own_policies import own
 
 from dataloader.format import DataError
-from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
+from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy, assign_none
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.training.planner import Boundary, Budget, Planner, Policies
@@ -565,3 +565,19 @@ def test_costly_samples_are_spread_over_replicas():
         loads = [sum(sum(batch.layout.lengths) for batch in domain.microbatches) for domain in plan.domains]
         spread.append(max(loads) - min(loads))
     assert spread[1] == 0 <= spread[0]
+
+
+def test_samples_are_balanced_over_domains_and_then_over_the_replicas_of_each():
+    asked = []
+
+    def decide(costs, n):
+        asked.append((len(costs), n))
+        return assign_none(costs, n)
+
+    world = arrange(Layout(dp=6), {"eye": 1, "ear": 1}, COLOCATED, 0, replicas=3)
+    policies = policies_of(BalancePolicy("asked", decide), ENCODE_FIRST)
+    budget = Budget(microbatch_tokens=40, step_tokens=None, step_samples=9, on_long="drop")
+    plan = planner(world=world, policies=policies, budget=budget).next_step(1, 0)
+    assert asked == [(9, 2), (5, 3), (4, 3)]
+    held = [sorted(i for batch in domain.microbatches for i in batch.samples) for domain in plan.domains]
+    assert held == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
