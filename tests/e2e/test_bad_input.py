@@ -168,7 +168,7 @@ BESIDE = ["placement=disaggregated", "placement.ranks=2"]
         (
             2,
             ["placement.policy=beside"],
-            ["placement.policy=beside", "disaggregated, stage0", "omni.placement"],
+            ["placement.policy=beside", "colocated", "omni.placement"],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
