@@ -31,10 +31,12 @@ data: .venv/ready ## build the quickstart's datasets from what pip installed
 	touch $@
 
 .venv/ready: .venv/torch pyproject.toml constraints.txt
+	rm -rf *.egg-info # one left from before would hide entry points that came since
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 .venv/ready-dev: .venv/torch pyproject.toml constraints.txt
+	rm -rf *.egg-info
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 	touch .venv/ready

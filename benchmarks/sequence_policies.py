@@ -28,11 +28,17 @@ from dataloader.trace import generate
 from omni.compose import compose_config
 from omni.models.registry import make_encoder
 from parallel.costs import Cluster, table_from_work
-from parallel.policies import POLICIES, Pool, make_pool
+from parallel.policies import Pool, SharingPolicy, make_pool
 from parallel.policies.pool import degree_times
+from parallel.policy import find, registered
 from parallel.schemes import RankTime, SequenceCost, choose_tiles, rank_times, sequence_cost
 from parallel.tiles import AttentionShape
 
+POLICIES = {
+    name: policy
+    for name in registered(SharingPolicy.group)
+    if not (policy := find(SharingPolicy, name, "policy")).within_replica
+}
 SIZES = (8, 32, 64)
 MOST_AT_32 = 1.08
 TIE = 1.001

@@ -33,12 +33,18 @@ from omni.training.sharing import Sharing
 from parallel.costs import Cluster, table_from_work
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, model_parallel_cuda_manual_seed
 from parallel.packed import PackedTokens, Sharding
-from parallel.policies import POLICIES, make_pool
+from parallel.policies import SharingPolicy, make_pool
+from parallel.policy import find, registered
 from parallel.schemes import sequence_cost
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import moved_elements
 from parallel.tiles import AttentionShape
 
+POLICIES = {
+    name: policy
+    for name in registered(SharingPolicy.group)
+    if not (policy := find(SharingPolicy, name, "policy")).within_replica
+}
 ENCODER = ViTEncoder(ViTConfig(layers=4, hidden=128, heads=8, ffn=512, max_side=4096))
 CPU = Cluster("cpu", 80 * 10**9, 0.6, 10**10, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 0)
 FP32 = 4
@@ -59,8 +65,7 @@ def sharing_of(policy: str, num_ranks: int) -> Sharing:
     table = table_from_work({"image": work}, CPU, ENCODER.config.hidden * FP32)
     shape = AttentionShape(attention.heads, attention.kv_heads, attention.causal)
     cost = sequence_cost(table, "image", shape, attention.head_dim * FP32, CPU.links.inside)
-    pool, share = make_pool(cost, num_ranks, ENCODER.unit), POLICIES[policy]
-    return Sharing(num_ranks, cost, lambda lengths: share(lengths, pool))
+    return Sharing(POLICIES[policy], make_pool(cost, num_ranks, ENCODER.unit), num_ranks)
 
 
 def pack(layout: SequenceLayout, sharing: Sharing, rank: int) -> PackedTokens:
@@ -126,8 +131,7 @@ def measure(
     moved = {}
     for policy in POLICIES:
         sharing = sharing_of(policy, num_ranks)
-        assert sharing.policy is not None
-        layout = sharing.policy(lengths)
+        layout = sharing.layout([lengths])
         packed = pack(layout, sharing, rank)
         assert packed.attention is not None
         work[policy] = layout, packed

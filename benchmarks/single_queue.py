@@ -14,8 +14,9 @@ import statistics
 from dataclasses import replace
 from random import Random
 
+from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
-from pipeline.builders import BUILDERS, expand
+from pipeline.builders import SchedulePolicy, expand
 from pipeline.plan import Chunk, DomainPlan, Microbatch, Op, PlannedItem
 from pipeline.routes import plan_route
 from pipeline.serial import serialise
@@ -48,7 +49,8 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
         routes=tuple(plan_route(m, layout, tp, size, items, chunks) for m in range(num_microbatches)),
         ops=(),
     )
-    order = BUILDERS[random.choice(sorted(BUILDERS))](domain)
+    schedule = random.choice(registered(SchedulePolicy.group))
+    order = find(SchedulePolicy, schedule, "schedule")(domain)
     return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
 
 

@@ -1,43 +1,46 @@
-"""The sample index: memory-mapped metadata of a dataset, read one sample at a time."""
+"""The sample index: memory-mapped metadata of a dataset, of one sample or of many at once."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from dataloader.format import INDEX_SCHEMA, DataError, Manifest, SampleError, check_files, read_manifest
-from dataloader.tokens import ItemMeta, SampleMeta
+from dataloader.item_counts import REFUSED, ItemCounts, RememberedCounts
+from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 
-ItemCounts = Callable[[str, tuple[int, ...]], tuple[int, int]]
-"""From an item's modality and size to (encoder tokens, LLM rows): the encoder registry's answer. It raises
-SampleError, with the remedy, for an item that its encoder cannot take.
-"""
+Ints = npt.NDArray[np.int64]
 
-
-class _Batch(NamedTuple):
-    """Views into the memory map of one record batch: list columns as offsets and values."""
-
-    text_tokens: npt.NDArray[np.int32]
-    bytes: npt.NDArray[np.int64]
-    items: npt.NDArray[np.int32]
-    modality: npt.NDArray[np.int16]
-    at: npt.NDArray[np.int32]
-    sizes: npt.NDArray[np.int32]
-    size: npt.NDArray[np.int32]
+# The index's columns, flattened: those of lists are offsets and values.
+_TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE = range(7)
+_ITEM_SIZES = (4, 8, 4, 2, 4, 4, 4)  # bytes of a number
 
 
 class Index:
-    """Metadata of a dataset's samples, by their position 0 ≤ i < len(index)."""
+    """Metadata of a dataset's samples, by their position 0 ≤ i < len(index).
 
-    def __init__(self, path: Path, manifest: Manifest, file: pa.ipc.RecordBatchFileReader) -> None:
+    The samples of a step lie in any of a large dataset's record batches, a few in each. So numbers are taken
+    straight from the file's memory map, wherever they are: `_starts` [batches, columns] says where a column
+    of a record batch begins, counted in its numbers from the start of the file, -1 until it is asked for.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, content: pa.Buffer) -> None:
+        """Map `content`, the index's file. Raises pyarrow's errors, or ValueError, if it is no index."""
         self.path = path
         self.manifest = manifest
-        self._file = file
-        self._batches: dict[int, _Batch] = {}
-        self._batch_rows = file.get_batch(0).num_rows
+        self._file = pa.ipc.open_file(content)
+        if self._file.schema != INDEX_SCHEMA or self._file.num_record_batches == 0:
+            raise ValueError("it lacks the index's columns")
+        self._batch_rows = self._file.get_batch(0).num_rows
+        self._address = content.address
+        self._int16, self._int32, self._int64 = (
+            np.frombuffer(content, dtype, content.size // np.dtype(dtype).itemsize)
+            for dtype in (np.int16, np.int32, np.int64)
+        )
+        self._starts = np.full((self._file.num_record_batches, len(_ITEM_SIZES)), -1, dtype=np.int64)
+        if not 0 <= self._start_of(0)[_BYTES] < len(self._int64):
+            raise ValueError("its numbers are compressed")
 
     @staticmethod
     def open(path: str | Path, expect_tokenizer: str | None = None) -> "Index":
@@ -54,49 +57,90 @@ class Index:
                 f"{expect_tokenizer!r}: rebuild it with omni data build, or change the tokenizer"
             )
         try:
-            file = pa.ipc.open_file(pa.memory_map(str(path / manifest.index.file)))
-            usable = file.schema == INDEX_SCHEMA and file.num_record_batches > 0
-        except (pa.ArrowException, OSError) as error:
+            return Index(path, manifest, pa.memory_map(str(path / manifest.index.file)).read_buffer())
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path / manifest.index.file}: {error}; rebuild with omni data build") from error
-        if not usable:
-            raise DataError(
-                f"{path / manifest.index.file} lacks the index's columns; rebuild with omni data build"
-            )
-        return Index(path, manifest, file)
 
     def __len__(self) -> int:
         return self.manifest.num_samples
 
     def meta(self, i: int, source: str, item_counts: ItemCounts) -> SampleMeta:
         """Metadata of sample `i`, under the name of the source it is mixed as."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.path} has {len(self)} samples, there is no sample {i}")
-        number, row = divmod(i, self._batch_rows)
-        batch = self._batches.get(number)
-        if batch is None:
-            batch = self._batches[number] = _views(self._file.get_batch(number))
+        self._check(i)
+        batch, row = divmod(i, self._batch_rows)
+        start = self._start_of(batch)
+        first, last = self._int32[start[_ITEMS] + row : start[_ITEMS] + row + 2].tolist()
+        modalities = self._int16[start[_MODALITY] + first : start[_MODALITY] + last].tolist()
+        ats = self._int32[start[_AT] + first : start[_AT] + last].tolist()
+        edges = self._int32[start[_SIZES] + first : start[_SIZES] + last + 1].tolist() if modalities else []
         items = []
-        for j in range(batch.items[row], batch.items[row + 1]):
-            modality = self.manifest.modalities[batch.modality[j]]
-            size = tuple(batch.size[batch.sizes[j] : batch.sizes[j + 1]].tolist())
+        for modality, at, begin, end in zip(modalities, ats, edges, edges[1:], strict=False):
+            size = tuple(self._int32[start[_SIZE] + begin : start[_SIZE] + end].tolist())
+            name = self.manifest.modalities[modality]
             try:
-                (tokens, rows), refused = item_counts(modality, size), ""
+                (tokens, rows), refused = item_counts(name, size), ""
             except SampleError as error:
                 (tokens, rows), refused = (0, 0), str(error)
-            items.append(ItemMeta(modality, tokens, rows, int(batch.at[j]), size, refused))
-        return SampleMeta(i, source, int(batch.text_tokens[row]), tuple(items), int(batch.bytes[row]))
+            items.append(ItemMeta(name, tokens, rows, at, size, refused))
+        text_tokens = int(self._int32[start[_TEXT_TOKENS] + row])
+        return SampleMeta(i, source, text_tokens, tuple(items), int(self._int64[start[_BYTES] + row]))
 
+    def lengths(self, ids: Ints, counts: RememberedCounts, budget: int, policy: str) -> Ints:
+        """LLM input tokens of samples [n] as they are trained on, int64 [n]: `length` of what `fit` returns.
 
-def _views(batch: pa.RecordBatch) -> _Batch:
-    items = batch.column("items")
-    fields = items.values
-    sizes = fields.field("size")
-    return _Batch(
-        text_tokens=batch.column("text_tokens").to_numpy(),
-        bytes=batch.column("bytes").to_numpy(),
-        items=items.offsets.to_numpy(),
-        modality=fields.field("modality").to_numpy(),
-        at=fields.field("at").to_numpy(),
-        sizes=sizes.offsets.to_numpy(),
-        size=sizes.values.to_numpy(),
-    )
+        0 for a sample that `fit` drops, or raises for where the policy is `error`.
+        """
+        if len(ids):
+            self._check(int(ids.min()))
+            self._check(int(ids.max()))
+        batch, row = np.divmod(ids, self._batch_rows)
+        for number in np.unique(batch[self._starts[batch, 0] < 0]).tolist():
+            self._start_of(number)
+        start = self._starts[batch]
+        first = self._int32[start[:, _ITEMS] + row].astype(np.int64)
+        num_items = self._int32[start[:, _ITEMS] + row + 1] - first
+        # Items of all samples, one after the other: the sample of each, and its number in its record batch.
+        start_of_item = np.repeat(start, num_items, axis=0)
+        begin = np.cumsum(num_items) - num_items
+        item = np.arange(len(start_of_item)) + np.repeat(first - begin, num_items)
+        rows = self._rows(start_of_item, item, counts)
+        return fit_lengths(
+            self._int32[start[:, _TEXT_TOKENS] + row].astype(np.int64),
+            num_items,
+            self._int32[start_of_item[:, _AT] + item].astype(np.int64),
+            np.maximum(rows, 0),
+            rows == REFUSED,
+            budget,
+            policy,
+        )
+
+    def _rows(self, start: Ints, item: Ints, counts: RememberedCounts) -> Ints:
+        """LLM rows of items [k], `REFUSED` where there are none."""
+        modality = self._int16[start[:, _MODALITY] + item]
+        begin = self._int32[start[:, _SIZES] + item]
+        dims = self._int32[start[:, _SIZES] + item + 1] - begin
+        begin = begin + start[:, _SIZE]
+        rows = np.empty(len(item), dtype=np.int64)
+        for number, name in enumerate(self.manifest.modalities):
+            of_modality = modality == number
+            for count in np.flatnonzero(np.bincount(dims[of_modality])).tolist():
+                of = np.flatnonzero(of_modality & (dims == count))
+                rows[of] = counts.rows(name, [self._int32[begin[of] + dim] for dim in range(count)], len(of))
+        return rows
+
+    def _check(self, i: int) -> None:
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.path} has {len(self)} samples, there is no sample {i}")
+
+    def _start_of(self, batch: int) -> list[int]:
+        """Where the columns of a record batch begin."""
+        if self._starts[batch, 0] < 0:
+            columns = self._file.get_batch(batch)
+            items = columns.column("items").buffers()  # of lists of structs, validities and all
+            buffers = [columns.column(name).buffers()[1] for name in ("text_tokens", "bytes")]
+            buffers += [items[i] for i in (1, 4, 6, 8, 10)]
+            self._starts[batch] = [
+                (buffer.address - self._address) // size if buffer else 0  # there may be none for no values
+                for buffer, size in zip(buffers, _ITEM_SIZES, strict=True)
+            ]
+        return self._starts[batch].tolist()

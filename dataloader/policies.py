@@ -1,37 +1,126 @@
-"""Which replica takes which sample: policies over the samples' costs. None changes what is trained on."""
+"""How the samples of a step are divided: over replicas, into microbatches, and which of these pass together.
+
+None of it changes what is trained on.
+"""
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import ClassVar
 
-AssignPolicy = Callable[[Sequence[int], int], tuple[int, ...]]
-"""From the samples' costs in nanoseconds and the number of replicas to the replica of each sample."""
+from dataloader.packing import pack
+from parallel.policy import Policy
+
+
+@dataclass(frozen=True)
+class BalancePolicy(Policy):
+    """Which bin takes which sample.
+
+    `decide(costs, n)` gives for each sample, of `costs` nanoseconds, its bin in 0 … n-1. It is called at two
+    levels: the samples of a step over domains, then those of each domain over its replicas. Bins may be
+    empty.
+    """
+
+    group: ClassVar[str] = "omni.balance"
+    decide: Callable[[Sequence[int], int], tuple[int, ...]]
+
+    def __call__(self, costs: Sequence[int], n: int) -> tuple[int, ...]:
+        """Return the bin of each sample."""
+        bins = tuple(self.decide(costs, n))
+        self.require(
+            len(bins) == len(costs) and all(0 <= number < n for number in bins),
+            f"each of {len(costs)} samples goes to one of {n} bins",
+        )
+        return bins
+
+
+@dataclass(frozen=True)
+class PackingPolicy(Policy):
+    """Which samples of a replica share a microbatch.
+
+    `decide(lengths, budget)` gives packs of sample numbers: each sample of `lengths` tokens in exactly one
+    pack, no pack empty or of more than `budget` tokens. A sample is never longer than the budget.
+    """
+
+    group: ClassVar[str] = "omni.packing"
+    decide: Callable[[Sequence[int], int], tuple[tuple[int, ...], ...]]
+
+    def __call__(self, lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
+        """Return the packs in the order in which they are trained."""
+        packs = tuple(map(tuple, self.decide(lengths, budget)))
+        self.require(
+            sorted(i for members in packs for i in members) == list(range(len(lengths))) and all(packs),
+            f"each of {len(lengths)} samples is in one pack, and no pack is empty",
+        )
+        self.require(
+            all(sum(lengths[i] for i in members) <= budget for members in packs),
+            f"a pack has at most {budget} tokens",
+        )
+        return packs
+
+
+@dataclass(frozen=True)
+class PairingPolicy(Policy):
+    """Which packs of a domain's replicas pass together, as one microbatch of the domain.
+
+    `decide(costs)`, with the nanoseconds `costs[r][p]` of pack p of replica r, gives the microbatches in
+    their order: for each replica the number of its pack, or None if it has no part in the microbatch. Every
+    pack is in exactly one microbatch.
+    """
+
+    group: ClassVar[str] = "omni.pairing"
+    decide: Callable[[Sequence[Sequence[int]]], tuple[tuple[int | None, ...], ...]]
+
+    def __call__(self, costs: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
+        """Return the pack of each replica in each microbatch."""
+        together = tuple(map(tuple, self.decide(costs)))
+        self.require(
+            all(len(packs) == len(costs) and set(packs) != {None} for packs in together),
+            f"a microbatch has a pack or None for each of {len(costs)} replicas, and not None alone",
+        )
+        for replica, own in enumerate(costs):
+            taken = sorted(packs[replica] for packs in together if packs[replica] is not None)  # type: ignore[type-var]
+            self.require(
+                taken == list(range(len(own))),
+                f"each of the {len(own)} packs of replica {replica} passes once",
+            )
+        return together
 
 
 def assign_none(costs: Sequence[int], n: int) -> tuple[int, ...]:
-    """Round robin: sample i goes to replica i % n, whatever it costs."""
+    """Round robin: sample i goes to bin i % n, whatever it costs."""
     _check(costs, n)
     return tuple(i % n for i in range(len(costs)))
 
 
 def assign_lpt(costs: Sequence[int], n: int) -> tuple[int, ...]:
-    """Longest processing time first: each sample, from the costliest, to the replica with the least so far.
+    """Longest processing time first: each sample, from the costliest, to the bin with the least so far.
 
-    Ties go to the smaller sample and replica number. The largest load is at most 4/3 of the best possible.
+    Ties go to the smaller sample and bin number. The largest load is at most 4/3 of the best possible.
     """
     _check(costs, n)
-    loads = [(0, replica) for replica in range(n)]
+    loads = [(0, number) for number in range(n)]
     assigned = [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, replica = loads[0]
-        assigned[i] = replica
-        heapq.heapreplace(loads, (load + costs[i], replica))
+        load, number = loads[0]
+        assigned[i] = number
+        heapq.heapreplace(loads, (load + costs[i], number))
     return tuple(assigned)
 
 
 def _check(costs: Sequence[int], n: int) -> None:
     if n < 1:
-        raise ValueError(f"the number of replicas is {n}: it must be at least 1")
+        raise ValueError(f"the number of bins is {n}: it must be at least 1")
     assert all(cost >= 0 for cost in costs), "costs are nanoseconds"
 
 
-POLICIES: Mapping[str, AssignPolicy] = {"none": assign_none, "lpt": assign_lpt}
+def pair_in_order(costs: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
+    """The first packs of all replicas together, then the second ones, while any replica has one."""
+    return tuple(zip_longest(*(range(len(own)) for own in costs)))
+
+
+NONE = BalancePolicy("none", assign_none)
+LPT = BalancePolicy("lpt", assign_lpt)
+FIRST_FIT_DECREASING = PackingPolicy("first_fit_decreasing", pack)
+IN_ORDER = PairingPolicy("in_order", pair_in_order)

@@ -79,10 +79,7 @@ def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     taken, or whose rows and end_of_item do not all fit, goes, with everything after it. The last kept token's
     label is then the eos, without loss. Returns None if only the bos would stay.
     """
-    if policy not in LONG_SAMPLE_POLICIES:
-        raise ValueError(f"unknown policy {policy!r} for long samples: known are {LONG_SAMPLE_POLICIES}")
-    if budget < 1:
-        raise ValueError(f"the token budget is {budget}: it must be at least 1")
+    _check_fit(budget, policy)
     refused = next((number for number, item in enumerate(meta.items) if item.refused), None)
     if refused is None and length(meta) <= budget:
         return meta
@@ -99,6 +96,45 @@ def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
             "raise data.microbatch_tokens, or set data.on_long to drop or truncate"
         )
     return _truncate(meta, budget)
+
+
+def fit_lengths(
+    text_tokens: npt.NDArray[np.int64],
+    num_items: npt.NDArray[np.int64],
+    at: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int64],
+    refused: npt.NDArray[np.bool_],
+    budget: int,
+    policy: str,
+) -> npt.NDArray[np.int64]:
+    """`length` of what `fit` returns for n samples with k items in all, int64 [n], without their metadata.
+
+    `text_tokens` and `num_items` are [n]; `at`, `rows` and `refused` are [k], the items of one sample after
+    those of the one before, as in `ItemMeta`. A sample that `fit` drops, or raises for, has length 0.
+    """
+    _check_fit(budget, policy)
+    after = np.concatenate([[0], np.cumsum(rows + 1)])  # tokens of all items up to one, and it
+    last = np.cumsum(num_items)
+    first = last - num_items
+    lengths = 1 + text_tokens + after[last] - after[first]
+    fits = lengths <= budget
+    sample = np.repeat(np.arange(len(lengths)), num_items)
+    fits[sample[refused]] = False
+    if policy != "truncate":
+        return np.where(fits, lengths, 0)
+    # A prefix ends at the budget, or before the first item that is refused or reaches beyond the budget.
+    start = 1 + at + after[:-1] - after[first][sample]
+    gone = refused | (start + rows + 1 > budget)
+    cut = np.full_like(lengths, budget)
+    np.minimum.at(cut, sample[gone], start[gone])
+    return np.where(fits, lengths, np.where(cut > 1, cut, 0))
+
+
+def _check_fit(budget: int, policy: str) -> None:
+    if policy not in LONG_SAMPLE_POLICIES:
+        raise ValueError(f"unknown policy {policy!r} for long samples: known are {LONG_SAMPLE_POLICIES}")
+    if budget < 1:
+        raise ValueError(f"the token budget is {budget}: it must be at least 1")
 
 
 def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:

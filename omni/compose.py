@@ -13,9 +13,23 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from omni.config import MAPPINGS, Config, ConfigError
+from omni.config import MAPPINGS, POLICIES, Config, ConfigError
+from parallel.policy import how_to_add, registered
 
 ConfigStore.instance().store(name="schema", node=Config)
+
+
+def offer_policies() -> None:
+    """Let `section=name` choose any policy that an installed package registers, without a file for it."""
+    for section, key, group in POLICIES:
+        for name in registered(group):
+            ConfigStore.instance().store(group=section, name=name, node={key: name})
+
+
+def advice(overrides: Sequence[str]) -> list[str]:
+    """What to add to Hydra's refusal of `overrides`: how policies get into the sections that they choose."""
+    keys = {override.lstrip("+").partition("=")[0].partition(".")[0] for override in overrides}
+    return [f"{section}: {how_to_add(group)}" for section, _, group in POLICIES if section in keys]
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -25,6 +39,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
         ConfigError: for an unknown key, a wrong type, or a choice that something else shadows.
     """
     GlobalHydra.instance().clear()
+    offer_policies()
     try:
         with initialize_config_module("hydra_conf", version_base="1.3"):
             composed = compose("config", list(overrides))
@@ -33,7 +48,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         cause = f": {error.__cause__}" if error.__cause__ else ""
-        raise ConfigError(f"{error}{cause}") from error
+        raise ConfigError("\n".join([f"{error}{cause}", *advice(overrides)])) from error
     return to_config(composed)
 
 

@@ -3,6 +3,8 @@
 Sources, encoders and per-component settings are mappings, never lists, so that one entry can be overridden
 by name on the command line. OmegaConf cannot add an entry to a mapping of dataclasses by one of its keys, so
 entries are untyped while a configuration is composed; `MAPPINGS` says what each becomes afterwards.
+
+A policy is named, and no name is known here: `POLICIES` says where the packages that have them register them.
 """
 
 import math
@@ -89,13 +91,16 @@ class ModelConfig:
 
 @dataclass
 class LLMLayoutConfig:
-    """Ranks of each axis. `dp: null` takes all ranks that the other axes leave."""
+    """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
+    `parts` parts of the LLM, in turn: they take no ranks of their own.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int | None = None
     pp: int = 1
     ep: int = 1
+    parts: int = 1
 
 
 @dataclass
@@ -118,51 +123,62 @@ class LayoutConfig:
 
 @dataclass
 class PlacementConfig:
-    """Which ranks encode: colocated (all of the LLM's), stage0 (those of its first stage) or disaggregated
-    (`ranks` of their own).
+    """Which ranks encode. `ranks` is the number of ranks beside the LLM; null is one if the placement takes
+    such, else none.
     """
 
     policy: str = MISSING
-    ranks: int = 0
+    ranks: int | None = None
 
 
 @dataclass
 class EncoderSPConfig:
-    """How encoders share long items among their ranks: none, all, long_short, hybrid_pow2, dynamic or
-    dynamic_pow2.
-    """
+    """How encoders share long items among their ranks."""
 
     policy: str = MISSING
 
 
 @dataclass
 class LLMSPConfig:
-    """How the LLM's ranks share sequences: uniform (each over the cp ranks of its replica), or a policy of
-    encoder_sp over all cp ranks of the replicas of a domain.
-    """
+    """How the LLM's ranks share sequences."""
 
     policy: str = MISSING
 
 
 @dataclass
 class BoundaryConfig:
-    """How rows travel from encoders to the LLM: auto (by cost, each time), direct, two_level,
-    two_level_back, reduce_scatter or all_gather.
-    """
+    """How rows travel from encoders to the LLM."""
 
     transport: str = MISSING
 
 
 @dataclass
 class BalanceConfig:
-    """How samples go to replicas: lpt (by cost) or none (in turn)."""
+    """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
+    neighbouring domains; null is as many as hold 32 replicas.
+    """
+
+    policy: str = MISSING
+    group: int | None = None
+
+
+@dataclass
+class PackingConfig:
+    """How the samples of a replica are packed."""
+
+    policy: str = MISSING
+
+
+@dataclass
+class PairingConfig:
+    """Which packs of the replicas of a domain pass together, as one microbatch."""
 
     policy: str = MISSING
 
 
 @dataclass
 class PipelineConfig:
-    """The schedule: encode_first or one_f_one_b."""
+    """In which order the work of a step runs."""
 
     schedule: str = MISSING
 
@@ -302,6 +318,8 @@ class Config:
     llm_sp: LLMSPConfig = field(default_factory=LLMSPConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    pairing: PairingConfig = field(default_factory=PairingConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -316,3 +334,15 @@ MAPPINGS: tuple[tuple[str, str, type], ...] = (
     ("optim", "components", ComponentOptimConfig),
 )
 """Section, key and type of the entries of each typed mapping."""
+
+POLICIES: tuple[tuple[str, str, str], ...] = (
+    ("placement", "policy", "omni.placement"),
+    ("encoder_sp", "policy", "omni.sharing"),
+    ("llm_sp", "policy", "omni.sharing"),
+    ("boundary", "transport", "omni.transport"),
+    ("balance", "policy", "omni.balance"),
+    ("packing", "policy", "omni.packing"),
+    ("pairing", "policy", "omni.pairing"),
+    ("pipeline", "schedule", "omni.schedule"),
+)
+"""Section, key and group of entry points of each policy that a user chooses."""

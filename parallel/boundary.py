@@ -9,9 +9,9 @@ ranks that only encode, any number of sources for one destination and the revers
 the rows travel is the route's transport (`parallel/transports.py`): it is part of the plan, and changes
 neither the rows nor where they land.
 
-Rows may enter the model at several named attach points, such as the embeddings and a later layer. The packed
-axis of a route is then as many times as long: place p · tokens + t is token t at attach point p
-(`pipeline/routes.py`), and an encoder puts out rows of its own for each of its points.
+Rows may enter the model at several named attach points, such as the embeddings and a later layer: an encoder
+puts out rows of its own for each of its points, and a segment says of which item its rows are and at which
+point they enter.
 """
 
 from bisect import bisect_right
@@ -42,23 +42,43 @@ from parallel.transports import (
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [source_start, source_start + length) of `source` belong at `start` of the packed axis."""
+    """Rows [source_start, source_start + length) of `source`, which are of `item`, belong at `start` of the
+    packed axis.
+    """
 
     source: int
     source_start: int
     start: int
     length: int
+    item: int = 0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of rows that moves together: between local starts on two ranks of the group."""
+    """A run of rows of one item that moves together: between local starts on two ranks of the group.
+
+    `point` is the number of the attach point where the rows enter, of those of the model.
+    """
 
     source: int
     source_start: int
     destination: int
     destination_start: int
     length: int
+    item: int = 0
+    point: int = 0
+
+    def transpose(self) -> "Segment":
+        """Return the way back of the same rows."""
+        return Segment(
+            self.destination,
+            self.destination_start,
+            self.source,
+            self.source_start,
+            self.length,
+            self.item,
+            self.point,
+        )
 
 
 @dataclass(frozen=True)
@@ -109,15 +129,12 @@ class Route:
 
     def transpose(self) -> "Route":
         """Return the way back: what a rank received, it sends, in the same order."""
-        swapped = (
-            Segment(s.destination, s.destination_start, s.source, s.source_start, s.length)
-            for s in self.segments
-        )
-        return Route(self.num_ranks, tuple(swapped), TRANSPOSED[self.transport], self.nodes, self.ns)
+        swapped = tuple(segment.transpose() for segment in self.segments)
+        return Route(self.num_ranks, swapped, TRANSPOSED[self.transport], self.nodes, self.ns)
 
 
-def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: int) -> Route:
-    """Find for each run of rows the ranks that hold its positions.
+def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: int, point: int = 0) -> Route:
+    """Find for each run of rows the ranks that hold its positions, at attach point number `point`.
 
     `intervals` say which of the `num_ranks` ranks of the group holds which positions, in any order: one
     holder for a position, or none. Sources are any ranks of the group.
@@ -149,7 +166,9 @@ def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: i
             if start < stop:
                 local = place.local_start + start - place.start
                 source_start = run.source_start + covered
-                segments.append(Segment(run.source, source_start, place.rank, local, stop - start))
+                segments.append(
+                    Segment(run.source, source_start, place.rank, local, stop - start, run.item, point)
+                )
                 covered += stop - start
             at += 1
         assert covered == run.length, f"{run}: only {covered} of {run.length} rows have a place"
@@ -168,6 +187,8 @@ class Ends:
 
     `send` [rows out] and `receive` [rows in] are int64 indices into the rank's rows and tokens, in an order
     that suits the transport; the counts are rows for each peer that it sends to and receives from directly.
+    `landings` are, by number of the attach point, which of the arriving rows enter there (None for all) and
+    at which tokens.
     `stop` is what the rank passes on in a two-level transport, `slots` where its rows stand in the buffer of
     a reduce-scatter or all-gather.
     """
@@ -180,9 +201,10 @@ class Ends:
     transport: str = "direct"
     stop: Stop | None = None
     slots: Slots | None = None
+    landings: tuple[tuple[int, torch.Tensor | None, torch.Tensor], ...] = ()
 
     def transpose(self) -> "Ends":
-        """Return the same rank's ends of the way back."""
+        """Return the same rank's ends of the way back, where nothing lands."""
         return Ends(
             self.is_local,
             self.receive,
@@ -210,10 +232,11 @@ def make_ends(route: Route, rank: int, device: torch.device) -> Ends:
     receives = sorted(
         (s for s in route.segments if s.destination == rank), key=lambda s: (received_from(s), s.source)
     )
+    receive = _ranges([(s.destination_start, s.length) for s in receives], device)
     return Ends(
         is_local=route.is_local,
         send=_ranges([(s.source_start, s.length) for s in sends], device),
-        receive=_ranges([(s.destination_start, s.length) for s in receives], device),
+        receive=receive,
         send_counts=_counts(sends, sent_to, route.num_ranks),
         receive_counts=_counts(receives, received_from, route.num_ranks),
         transport=route.transport,
@@ -221,6 +244,27 @@ def make_ends(route: Route, rank: int, device: torch.device) -> Ends:
         if relay is None
         else _stop(route, [s for s in route.segments if sent_to(s) == rank], device),
         slots=_slots(route, rank, device) if route.transport in ("reduce_scatter", "all_gather") else None,
+        landings=_landings(receives, receive, device),
+    )
+
+
+def _landings(
+    receives: Sequence[Segment], tokens: torch.Tensor, device: torch.device
+) -> tuple[tuple[int, torch.Tensor | None, torch.Tensor], ...]:
+    """Divide the rows that arrive, in the order of `receives` and at `tokens`, among attach points."""
+    points = sorted({s.point for s in receives})
+    if len(points) == 1:
+        return ((points[0], None, tokens),)
+    runs: dict[int, list[Segment]] = {point: [] for point in points}
+    at: dict[int, list[tuple[int, int]]] = {point: [] for point in points}
+    filled = 0
+    for s in receives:
+        runs[s.point].append(s)
+        at[s.point].append((filled, s.length))
+        filled += s.length
+    return tuple(
+        (p, _ranges(at[p], device), _ranges([(s.destination_start, s.length) for s in runs[p]], device))
+        for p in points
     )
 
 

@@ -3,7 +3,8 @@
 Three ideas, each built on the one before:
 
     Mesh         named axes over a list of ranks: coordinates, the group of any axis or product of axes
-    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, and ep for experts over the same ranks
+    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, ep for experts over the same ranks, and how
+                 many parts of the LLM each of them holds
     Arrangement  everything of a run: the LLM, every encoder with a layout of its own, and the domains in
                  which steps are planned
 
@@ -14,10 +15,10 @@ context parallelism stay inside a node and pipeline stages are what crosses betw
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import lcm, prod
 
-PLACEMENTS = ("colocated", "stage0", "disaggregated")
+from parallel.placements import DomainSizes, PlacementPolicy
 
 
 class LayoutError(ValueError):
@@ -99,20 +100,34 @@ class Mesh:
         return tuple(self.ranks[number + offset] for offset in offsets)
 
 
+def check_sizes(sizes: Mapping[str, int | None]) -> None:
+    """Refuse sizes of the LLM's layout below 1. None is for one that is still to be found out.
+
+    Raises:
+        LayoutError: naming the first.
+    """
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            least = "a stage holds at least one part" if name == "parts" else "an axis has at least one rank"
+            raise LayoutError(f"layout.llm.{name}={size}: {least}")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage."""
+    """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage.
+
+    The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp.
+    """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
     ep: int = 1
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in vars(self).items():
-            if size < 1:
-                raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+        check_sizes(vars(self))
         if self.tp * self.cp * self.dp % self.ep:
             raise LayoutError(
                 f"layout.llm.ep={self.ep} does not divide the {self.tp * self.cp * self.dp} ranks of a stage "
@@ -124,6 +139,15 @@ class Layout:
         """Number of ranks of the LLM."""
         return self.tp * self.cp * self.dp * self.pp
 
+    @property
+    def num_parts(self) -> int:
+        """Parts of the LLM on all stages."""
+        return self.pp * self.parts
+
+    def holds(self, stage: int) -> range:
+        """Return the numbers of the parts that a stage holds."""
+        return range(stage, self.num_parts, self.pp)
+
     def describe(self) -> str:
         """Return the layout in one word, such as "dp2·pp2"."""
         return "·".join(f"{axis}{size}" for axis, size in vars(self).items() if size > 1) or "single"
@@ -133,11 +157,12 @@ class Layout:
 class Arrangement:
     """Where every component of a run lives. Make it with `arrange`.
 
-    The world is the LLM's ranks, then `encoder_ranks` beside them if the placement is "disaggregated". It is
-    divided into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and
-    encodes stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's,
-    stage by stage, then those of encoders. `encoder_tp` gives the tensor-parallel size of each encoder; so
-    many neighbouring positions are a slot, which encodes as one.
+    The world is the LLM's ranks, then `encoder_ranks` beside them if the placement has such. It is divided
+    into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and encodes
+    stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's, stage by
+    stage, then those of encoders. Positions from `home[0]` to before `home[1]` encode, as the policy called
+    `placement` decided. `encoder_tp` gives the tensor-parallel size of each encoder; so many neighbouring
+    positions are a slot, which encodes as one.
     """
 
     llm: Layout
@@ -145,6 +170,7 @@ class Arrangement:
     placement: str
     encoder_ranks: int
     replicas: int
+    home: tuple[int, int]
 
     @property
     def world(self) -> int:
@@ -170,6 +196,11 @@ class Arrangement:
     def llm_size(self) -> int:
         """Positions of a domain that hold a part of the LLM."""
         return self.stage_size * self.llm.pp
+
+    @property
+    def stage_parts(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the LLM that each stage of the pipeline holds."""
+        return tuple(tuple(self.llm.holds(stage)) for stage in range(self.llm.pp))
 
     @property
     def domain_size(self) -> int:
@@ -210,13 +241,8 @@ class Arrangement:
 
     def slots(self, name: str) -> tuple[tuple[int, ...], ...]:
         """Return the positions of each slot of an encoder in a domain."""
-        first, last = {
-            "colocated": (0, self.llm_size),
-            "stage0": (0, self.stage_size),
-            "disaggregated": (self.llm_size, self.domain_size),
-        }[self.placement]
         tp = self.encoder_tp[name]
-        return tuple(tuple(range(start, start + tp)) for start in range(first, last, tp))
+        return tuple(tuple(range(start, start + tp)) for start in range(*self.home, tp))
 
     def domain_ranks(self, domain: int) -> tuple[int, ...]:
         """Return the global ranks of a domain by position."""
@@ -239,7 +265,11 @@ class Arrangement:
 
 
 def arrange(
-    llm: Layout, encoder_tp: Mapping[str, int], placement: str, encoder_ranks: int, replicas: int = 1
+    llm: Layout,
+    encoder_tp: Mapping[str, int],
+    placement: PlacementPolicy,
+    encoder_ranks: int,
+    replicas: int = 1,
 ) -> Arrangement:
     """Choose the smallest domains, of at least `replicas` replicas, that hold every shared group.
 
@@ -249,33 +279,40 @@ def arrange(
     Raises:
         LayoutError: if no division of the replicas into equal domains fits.
     """
-    if placement not in PLACEMENTS:
-        raise LayoutError(f"placement.policy={placement}: choose one of {', '.join(PLACEMENTS)}")
-    if (placement == "disaggregated") != (encoder_ranks > 0):
+    if placement.beside != (encoder_ranks > 0):
+        takes = "takes at least one rank" if placement.beside else "takes none"
         raise LayoutError(
-            f"placement.policy={placement} with placement.ranks={encoder_ranks}: encoders on ranks of their "
-            f"own take disaggregated and at least one rank, other placements none"
+            f"placement.policy={placement.name} with placement.ranks={encoder_ranks}: this placement {takes} "
+            "beside the LLM"
         )
     for name, tp in encoder_tp.items():
         if tp < 1:
             raise LayoutError(f"layout.encoders.{name}.tp={tp}: an axis has at least one rank")
-    sizes = [k for k in range(replicas, llm.dp + 1) if llm.dp % k == 0]
     slot = lcm(*encoder_tp.values())
-    for stages in (1, llm.pp) if placement == "colocated" else (1,):
-        for k in sizes:
-            stage = llm.tp * llm.cp * k
-            if placement == "disaggregated":
-                fits = encoder_ranks * k % llm.dp == 0 and encoder_ranks * k // llm.dp % slot == 0
-            else:
-                fits = stage * stages % slot == 0
-            if fits and stage % llm.ep == 0:
-                return Arrangement(llm, dict(encoder_tp), placement, encoder_ranks, k)
+    for inside_stages in (True, False):
+        for k in range(replicas, llm.dp + 1):
+            beside, rest = divmod(encoder_ranks * k, llm.dp)
+            sizes = DomainSizes(llm.pp, llm.tp * llm.cp * k, beside)
+            if llm.dp % k or rest or sizes.stage_size % llm.ep:
+                continue
+            home = placement(sizes)
+            if _holds_slots(home, slot, sizes, inside_stages):
+                return Arrangement(llm, dict(encoder_tp), placement.name, encoder_ranks, k, home)
     slots = ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items())
-    home = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
+    of = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
     raise LayoutError(
-        f"{slots or 'layout'}: {home} cannot be divided into equal groups of replicas (dp={llm.dp}) "
+        f"{slots or 'layout'}: {of} cannot be divided into equal groups of replicas (dp={llm.dp}) "
         f"that hold whole tensor-parallel groups of every encoder: choose sizes that divide them"
     )
+
+
+def _holds_slots(home: tuple[int, int], slot: int, sizes: DomainSizes, inside_stages: bool) -> bool:
+    """Whether slots of `slot` positions divide a home and each is on ranks of the LLM, or each beside them;
+    and inside one stage each, if asked.
+    """
+    bounds = sizes.boundaries() if inside_stages else (0, sizes.llm_size, sizes.size)
+    parts = (range(max(home[0], low), min(home[1], high)) for low, high in pairwise(bounds))
+    return all(len(part) % slot == 0 for part in parts)
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
@@ -284,19 +321,23 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def stage_layers(costs: Sequence[int], last: int, stages: int) -> tuple[int, ...]:
-    """Divide layers of given costs over stages, so that the costliest stage costs least.
+def stage_layers(costs: Sequence[int], last: int, pp: int, parts: int = 1) -> tuple[int, ...]:
+    """Divide layers of given costs over pp · `parts` parts, so that the costliest one costs least.
 
-    `last` is what the last stage does besides. Among equals, costs are as even as can be, and the first
-    stages, which wait least, take more.
+    `last` is what the last part does besides. Among equals, costs are as even as can be, and the first parts,
+    which wait least, take more.
 
     Raises:
-        LayoutError: if there are more stages than layers.
+        LayoutError: if there are more parts than layers.
     """
+    stages = pp * parts
     if len(costs) < stages:
+        layout, remedy = f"layout.llm.pp={pp}", f"pp at most {len(costs)}"
+        if parts > 1:
+            layout, remedy = f"{layout} with parts={parts}", f"pp·parts at most {len(costs)}"
         raise LayoutError(
-            f"layout.llm.pp={stages} leaves a stage without a layer: model.llm.layers={len(costs)}; "
-            f"choose pp at most {len(costs)}"
+            f"{layout} leaves a {'part' if parts > 1 else 'stage'} without a layer: "
+            f"model.llm.layers={len(costs)}; choose {remedy}"
         )
     before = [0, *accumulate(costs)]
 

@@ -30,6 +30,7 @@ from megatron.core.parallel_state import _set_global_memory_buffer, get_global_m
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "LinearWithGradAccumulationAndAsyncCommunication",
     "MLPSubmodules",
     "MegatronModule",
     "MoEAlltoAllTokenDispatcher",

@@ -1,6 +1,7 @@
 """What the engine asks of the models it runs. It knows them by name and attach point, never by class."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,16 +10,14 @@ import torch
 from parallel.boundary import Ends
 
 
-@dataclass(frozen=True)
-class Landing:
-    """Which of the rows that arrive belong to one attach point, and at which of its tokens they enter.
+class Pending(Protocol):
+    """Gradients of weights that a backward pass has put off."""
 
-    `select` [r] are places among the arriving rows, None for all of them; `tokens` [r] among this rank's.
-    """
-
-    name: str
-    select: torch.Tensor | None
-    tokens: torch.Tensor
+    def run(self) -> None:
+        """Compute them all and add them to what the step has summed so far. It may communicate among the
+        ranks that share the layers, which therefore run it together, as they do a pass.
+        """
+        ...
 
 
 class Anchor(Protocol):
@@ -28,36 +27,47 @@ class Anchor(Protocol):
         """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
         ...
 
-
-class Stage(Protocol):
-    """This rank's stage of the LLM."""
-
-    def enter(self, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` [R, D] to what enters at attach point `name`, other than the embedding, at `tokens` [R],
-        in the coming forward pass of a microbatch.
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put off the gradients of weights of the one backward pass inside the block, as far as they can
+        wait: the others are computed in the pass, and these may be all.
         """
         ...
 
+
+class Stage(Protocol):
+    """The parts of the LLM on this rank, by their number in the model."""
+
     def embed(self, inputs: Any) -> torch.Tensor:
-        """First stage: the embedding of this rank's tokens of a microbatch, [T, D]."""
+        """With the first part: the embedding of this rank's tokens of a microbatch, [T, D]."""
         ...
 
-    def forward(self, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, D] → [T, D], or on the last stage what `inputs` asks for."""
+    def enter(self, part: int, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+        """Add `rows` [R, D] to what enters at attach point `name` of a part, other than the embedding, at
+        `tokens` [R], in the coming forward pass of a microbatch.
+        """
+        ...
+
+    def forward(self, part: int, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, D] → [T, D], or with the last part what `inputs` asks for."""
         ...
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage: the summed loss to go backward from, and the sums to report, [2 · sources] in fp64."""
+        """With the last part: the summed loss to go backward from, and the sums to report, [2 · sources] in
+        fp64.
+        """
+        ...
+
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, the rank's
-    ends of each route, and where its rows land at each attach point of this rank's stage.
+    """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, and the
+    rank's ends of each route.
     """
 
     microbatches: tuple[Any, ...]
     chunks: Mapping[int, Any]
     ends: tuple[Ends | None, ...]
-    landings: tuple[tuple[Landing, ...], ...]

@@ -1,31 +1,51 @@
-"""Schedules: from a domain's work to the ordered ops of each of its ranks.
+"""Schedules: from a domain's work to an order of compute for each of its teams.
 
-A builder orders compute; `expand` then inserts every communication and every wait by fixed rules, so that
-a new schedule is only a new order of compute. Builders are pure and every rank runs them alike.
+A builder orders compute; `pipeline/expand.py` then inserts every communication and every wait by fixed rules,
+so that a new schedule is only a new order of compute. Builders are pure and every rank runs them alike. They
+are given the costs of ops, so that a schedule may be placed by them.
 
 Sources: 1F1B after PipeDream-Flush (Narayanan et al., 2021, section 2); encode-first is the schedule in which
 all ranks encode before the pipeline starts (LongCat-Flash-Omni report, section 5, among others).
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
+from parallel.policy import Policy
+from pipeline.costs import Costs
 from pipeline.plan import DomainPlan, Kind, Op
 
 Order = list[list[Op]]
-Builder = Callable[[DomainPlan], Order]
+Builder = Callable[[DomainPlan, Costs], Order]
+"""From a domain without ops and the costs of its ops to the compute ops of each team, in order."""
 
 
 def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
     """Order of forward and backward passes of one stage: at most `stages - stage` microbatches in flight."""
     warmup = min(stages - stage - 1, microbatches)
-    ops = [Op(Kind.FORWARD, m) for m in range(warmup)]
+    ops = [Op(Kind.FORWARD, m, part=stage) for m in range(warmup)]
     for m in range(microbatches - warmup):
-        ops += [Op(Kind.FORWARD, warmup + m), Op(Kind.BACKWARD, m)]
-    return ops + [Op(Kind.BACKWARD, m) for m in range(microbatches - warmup, microbatches)]
+        ops += [Op(Kind.FORWARD, warmup + m, part=stage), Op(Kind.BACKWARD, m, part=stage)]
+    return ops + [Op(Kind.BACKWARD, m, part=stage) for m in range(microbatches - warmup, microbatches)]
 
 
-def build_one_f_one_b(domain: DomainPlan) -> Order:
+def _stage(domain: DomainPlan, team: int) -> int | None:
+    """The only part of a team's, which is its stage, None beside the LLM.
+
+    Raises:
+        ValueError: if it holds several.
+    """
+    parts = domain.holds[team]
+    if len(parts) > 1:
+        raise ValueError(
+            f"layout.llm.parts={len(parts)}: this schedule runs one part of the LLM on each rank; set it to 1, "
+            "or choose a pipeline schedule that interleaves parts"
+        )
+    return parts[0] if parts else None
+
+
+def build_one_f_one_b(domain: DomainPlan, costs: Costs) -> Order:
     """1F1B with encoder work where the first stage needs it: just in time, at most a few microbatches ahead.
 
     Stage s runs s forwards behind the first stage, so it encodes microbatch m + s before its own forward of
@@ -39,73 +59,103 @@ def build_one_f_one_b(domain: DomainPlan) -> Order:
 
     def behind(chunk: int, backward: int) -> int:
         """The microbatch whose encoders go back after the backward pass of another."""
-        latest = domain.stage(domain.chunks[chunk].ranks[-1])
+        latest = _stage(domain, domain.chunks[chunk].ranks[-1] // domain.team)
         assert latest is not None, "a chunk is on ranks of the LLM, or beside it"
         return backward - latest
 
-    for rank, mine in enumerate(_chunks_by_rank(domain)):
-        stage = domain.stage(rank)
+    for team, mine in enumerate(chunks_by_team(domain)):
+        stage = _stage(domain, team)
         if stage is None:
             order.append(_all(mine))
             continue
         ops: list[Op] = []
-        for op in one_f_one_b(domain.num_stages, last + 1, stage):
+        for op in one_f_one_b(domain.num_parts, last + 1, stage):
             if op.kind is Kind.FORWARD:
                 ahead = op.index + stage
-                ops += [Op(Kind.ENCODE, c) for c, m in mine if m == ahead or (op.index == 0 and m < ahead)]
+                ops += [Op(Kind.ENCODE, c) for c, m, _ in mine if m == ahead or (op.index == 0 and m < ahead)]
             ops.append(op)
             if op.kind is Kind.BACKWARD:
                 ops += [
                     Op(Kind.ENCODE_BACKWARD, c)
-                    for c, m in mine
+                    for c, _, m in mine
                     if m == behind(c, op.index) or (op.index == last and m > behind(c, last))
                 ]
         order.append(ops)
     return order
 
 
-def build_encode_first(domain: DomainPlan) -> Order:
+def build_encode_first(domain: DomainPlan, costs: Costs) -> Order:
     """All encoder forwards, then 1F1B, then all encoder backwards."""
     order = []
-    for rank, mine in enumerate(_chunks_by_rank(domain)):
-        stage = domain.stage(rank)
-        between = [] if stage is None else one_f_one_b(domain.num_stages, len(domain.microbatches), stage)
-        order.append(_all(mine, between))
+    for team, mine in enumerate(chunks_by_team(domain)):
+        stage = _stage(domain, team)
+        passes = [] if stage is None else one_f_one_b(domain.num_parts, len(domain.microbatches), stage)
+        order.append(_all(mine, passes))
     return order
 
 
 def build_forward_only(domain: DomainPlan) -> Order:
-    """Evaluation: each microbatch's encoder work, then its forward; nothing goes back."""
+    """Evaluation: each microbatch's encoder work, then its forward through all parts; nothing goes back."""
     order = []
-    for rank, mine in enumerate(_chunks_by_rank(domain)):
+    for team, mine in enumerate(chunks_by_team(domain)):
         ops = []
         for m in range(len(domain.microbatches)):
-            ops += [Op(Kind.ENCODE, c) for c, of in mine if of == m]
-            ops += [] if domain.stage(rank) is None else [Op(Kind.FORWARD, m)]
+            ops += [Op(Kind.ENCODE, c) for c, first, _ in mine if first == m]
+            ops += [Op(Kind.FORWARD, m, part=part) for part in domain.holds[team]]
         order.append(ops)
     return order
 
 
-def _chunks_by_rank(domain: DomainPlan) -> Iterator[list[tuple[int, int]]]:
-    """Yield for each rank its chunks as (number, microbatch), earlier microbatches first: an order that ranks
-    which encode together share, wherever they stand.
+def chunks_by_team(domain: DomainPlan) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield for each team its chunks as (number, first microbatch, last one), earlier microbatches first: an
+    order that ranks which encode together share, wherever they stand.
     """
-    mine: list[list[tuple[int, int]]] = [[] for _ in range(domain.num_ranks)]
-    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatch):
-        for rank in chunk.ranks:
-            mine[rank].append((number, chunk.microbatch))
+    mine: list[list[tuple[int, int, int]]] = [[] for _ in domain.teams]
+    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches):
+        entry = (number, chunk.microbatches[0], chunk.microbatches[-1])
+        for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
+            mine[rank // domain.team].append(entry)
     yield from mine
 
 
-def _all(mine: list[tuple[int, int]], between: list[Op] | None = None) -> list[Op]:
-    backward = [Op(Kind.ENCODE_BACKWARD, c) for c, _ in mine]
-    return [Op(Kind.ENCODE, c) for c, _ in mine] + (between or []) + backward
+def _all(mine: list[tuple[int, int, int]], between: list[Op] | None = None) -> list[Op]:
+    backward = [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
+    return [Op(Kind.ENCODE, c) for c, *_ in mine] + (between or []) + backward
 
 
-BUILDERS: Mapping[str, Builder] = {
-    "one_f_one_b": build_one_f_one_b,
-    "encode_first": build_encode_first,
-}
+def stages_that_follow(num_parts: int, part: int) -> int:
+    """Microbatches that 1F1B has in flight at most on a part."""
+    return num_parts - part
+
+
+@dataclass(frozen=True)
+class SchedulePolicy(Policy):
+    """In which order the teams of a domain run its chunks and microbatches in training.
+
+    `decide` takes a DomainPlan without ops and the costs of its ops, and returns for each team its compute
+    ops in order; communication and waits are inserted afterwards, by rules that are the same for all
+    schedules, and the verifier refuses what could hang. `in_flight` says from the number of parts and the
+    number of one how many microbatches' activations that part holds at most: with their sizes, the bound that
+    the plan carries.
+    """
+
+    group: ClassVar[str] = "omni.schedule"
+
+    in_flight: Callable[[int, int], int] = stages_that_follow
+
+    def __call__(self, domain: DomainPlan, costs: Costs) -> Order:
+        """Order the compute of every team.
+
+        Raises:
+            PolicyError: if there is not one list for each team.
+        """
+        order = self.decide(domain, costs)
+        self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
+        return order
+
+
+ONE_F_ONE_B = SchedulePolicy("one_f_one_b", build_one_f_one_b)
+ENCODE_FIRST = SchedulePolicy("encode_first", build_encode_first)
 
 
 def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
@@ -114,108 +164,3 @@ def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset
     return [
         [op for op in ops if op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle] for ops in order
     ]
-
-
-def expand(order: Order, domain: DomainPlan) -> list[list[Op]]:
-    """Insert all communication into an order of compute, for every rank of a domain.
-
-    - A receive is issued before the compute that precedes its use, so that it overlaps with that compute.
-    - SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
-    - RETURN(m) is issued right after the rank's own backward of m, long before any rank waits for it: a
-      return issued only where it is needed would make every chunk a barrier. A rank beside the LLM has no
-      backward to wait for, so it issues all returns after its last ship.
-    - A send is waited for before the next one of its direction, and at the end.
-    """
-    returned = {
-        domain.chunks[op.index].microbatch for ops in order for op in ops if op.kind is Kind.ENCODE_BACKWARD
-    }
-    backward = [op.index for op in order[0] if op.kind is Kind.BACKWARD]
-    returns = [m for m in backward if m in returned]
-    return [_expand_rank(ops, rank, domain, returns) for rank, ops in enumerate(order)]
-
-
-def _expand_rank(order: list[Op], rank: int, domain: DomainPlan, returns: list[int]) -> list[Op]:
-    first, last = domain.is_first(rank), domain.is_last(rank)
-    beside, takes_rows = domain.stage(rank) is None, bool(domain.points(rank))
-    chunks = domain.chunks
-    forwards = [op.index for op in order if op.kind is Kind.FORWARD]
-    backwards = [op.index for op in order if op.kind is Kind.BACKWARD]
-    unencoded: dict[int, int] = {}
-    for op in order:
-        if op.kind is Kind.ENCODE:
-            microbatch = chunks[op.index].microbatch
-            unencoded[microbatch] = unencoded.get(microbatch, 0) + 1
-    ships = deque(m for m, route in enumerate(domain.routes) if route is not None)
-    forward_receives = deque([] if first else forwards)
-    backward_receives = deque([] if last else backwards)
-    waiting: dict[Kind, int | None] = {Kind.SEND_FORWARD: None, Kind.SEND_BACKWARD: None}
-    unwaited: set[tuple[Kind, int]] = set()
-    out: list[Op] = []
-
-    def issue(kind: Kind, index: int) -> None:
-        out.append(Op(kind, index))
-        unwaited.add((kind, index))
-
-    def wait(kind: Kind, index: int) -> None:
-        if (kind, index) in unwaited:
-            unwaited.remove((kind, index))
-            out.append(Op(Kind.WAIT, index, kind))
-
-    def receive(queue: deque[int], kind: Kind) -> None:
-        if queue:
-            issue(kind, queue.popleft())
-
-    def send(kind: Kind, index: int) -> None:
-        before = waiting[kind]
-        if before is not None:
-            wait(kind, before)
-        issue(kind, index)
-        waiting[kind] = index
-
-    def ship_ready() -> None:
-        while ships and not any(unencoded.get(m) for m in unencoded if m <= ships[0]):
-            issue(Kind.SHIP, ships.popleft())
-
-    def give_back(m: int) -> None:
-        wait(Kind.SHIP, m)
-        issue(Kind.RETURN, m)
-
-    receive(forward_receives, Kind.RECV_FORWARD)
-    receive(backward_receives, Kind.RECV_BACKWARD)
-    ship_ready()
-    early = deque(returns if beside else [])
-    for op in order:
-        m = chunks[op.index].microbatch if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else op.index
-        if op.kind is Kind.ENCODE:
-            out.append(op)
-            unencoded[m] -= 1
-            ship_ready()
-        elif op.kind is Kind.FORWARD:
-            if takes_rows:
-                wait(Kind.SHIP, m)
-            if not first:
-                wait(Kind.RECV_FORWARD, m)
-                receive(forward_receives, Kind.RECV_FORWARD)
-            out.append(op)
-            if not last:
-                send(Kind.SEND_FORWARD, m)
-        elif op.kind is Kind.BACKWARD:
-            if not last:
-                wait(Kind.RECV_BACKWARD, m)
-                receive(backward_receives, Kind.RECV_BACKWARD)
-            out.append(op)
-            if not first:
-                send(Kind.SEND_BACKWARD, m)
-            if m in returns:
-                give_back(m)
-        else:
-            assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
-            while early:
-                give_back(early.popleft())
-            wait(Kind.RETURN, m)
-            out.append(op)
-    while early:
-        give_back(early.popleft())
-    for kind, index in sorted(unwaited):
-        out.append(Op(Kind.WAIT, index, kind))
-    return out

@@ -22,8 +22,8 @@ from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
 from parallel.transports import Lane, Work
 from parallel.waiting import is_communication, stall
-from pipeline.anchor import Anchor, Stage, StepInputs
-from pipeline.plan import COLLECTIVE, EMBEDDING, DomainPlan, Kind, Op, StepPlan
+from pipeline.anchor import Anchor, Pending, Stage, StepInputs
+from pipeline.plan import BACKWARDS, COLLECTIVE, EMBEDDING, Grad, Kind, Op, StepPlan
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` are called for REDUCE ops, by number of the component. `on_op` hears of every op before it
+    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op before it
     runs, so that a watchdog can say where a rank stands.
     """
 
@@ -60,7 +60,7 @@ class Engine:
         anchors: Mapping[str, Anchor],
         groups: Groups,
         device: torch.device,
-        reducers: Mapping[int, Callable[[], None]],
+        reducers: Mapping[tuple[int, int], Callable[[], None]],
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
@@ -77,15 +77,15 @@ class Engine:
         self.lanes = {Kind.SHIP: Lane(device), Kind.RETURN: Lane(device)}
         self.on_op = on_op
 
-    def run(self, plan: StepPlan, domain: DomainPlan, inputs: StepInputs) -> StepResult:
-        """Run this rank's ops of `domain`. The plan must have been verified and agreed on.
+    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+        """Run this rank's ops of the plan's domain. The plan must have been verified and agreed on.
 
         Raises:
             StallError: if a peer does not answer within the timeout.
         """
-        step = _Step(self, plan, domain, inputs)
+        step = _Step(self, plan, inputs)
         with torch.set_grad_enabled(plan.train):
-            for op in domain.ops[self.position]:
+            for op in plan.domain.ops_of(self.position):
                 self.on_op(op)
                 start = time.perf_counter()
                 step.do(op)
@@ -97,84 +97,83 @@ class Engine:
 class _Step:
     """The tensors that live during one step, each from the op that makes it to the op that uses it last."""
 
-    def __init__(self, engine: Engine, plan: StepPlan, domain: DomainPlan, inputs: StepInputs) -> None:
+    def __init__(self, engine: Engine, plan: StepPlan, inputs: StepInputs) -> None:
         self.engine = engine
         self.plan = plan
-        self.domain = domain
+        self.domain = domain = plan.domain
         self.inputs = inputs
         self.position = engine.position
-        self.first = domain.is_first(engine.position)
-        self.last = domain.is_last(engine.position)
-        self.takes_rows = bool(domain.points(engine.position))
+        self.with_rows = domain.parts_with_rows(engine.position)
+        ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
-        self.returned = {op.index for op in domain.ops[engine.position] if op.kind is Kind.RETURN}
+        self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
         self.result = StepResult()
-        # By chunk: rows with their graph. By microbatch: the rest.
+        # By chunk: rows with their graph, their gradients, and the microbatches whose shipment is to come.
         self.encoded: dict[int, torch.Tensor] = {}
-        self.shipped: dict[int, torch.Tensor] = {}
         self.row_grads: dict[int, torch.Tensor] = {}
-        self.inbox: dict[tuple[Kind, int], torch.Tensor] = {}
-        self.outbox: dict[tuple[Kind, int], torch.Tensor] = {}
-        self.passes: dict[int, tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]] = {}
-        self.flights: dict[tuple[Kind, int], Any] = {}
-        self.handlers: Mapping[Kind, Callable[[int], None]] = {
+        self.unshipped: dict[int, int] = {}
+        # By microbatch: rows that arrived, with the number of parts that they have yet to pass.
+        self.shipped: dict[int, tuple[torch.Tensor, int]] = {}
+        # By kind, microbatch and part.
+        self.inbox: dict[tuple[Kind, int, int], torch.Tensor] = {}
+        self.outbox: dict[tuple[Kind, int, int], torch.Tensor] = {}
+        self.flights: dict[tuple[Kind, int, int], Any] = {}
+        self.passes: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.pending: dict[tuple[Kind, int, int], Pending] = {}
+        self.handlers: Mapping[Kind, Callable[[Op], None]] = {
             Kind.ENCODE: self.encode,
             Kind.ENCODE_BACKWARD: self.encode_backward,
             Kind.FORWARD: self.forward,
             Kind.BACKWARD: self.backward,
             Kind.SHIP: self.ship,
             Kind.RETURN: self.return_,
-            Kind.SEND_FORWARD: lambda m: self.send(Kind.SEND_FORWARD, m),
-            Kind.SEND_BACKWARD: lambda m: self.send(Kind.SEND_BACKWARD, m),
-            Kind.RECV_FORWARD: lambda m: self.receive(Kind.RECV_FORWARD, m),
-            Kind.RECV_BACKWARD: lambda m: self.receive(Kind.RECV_BACKWARD, m),
-            Kind.REDUCE: lambda component: engine.reducers[component](),
+            Kind.SEND_FORWARD: self.send,
+            Kind.SEND_BACKWARD: self.send,
+            Kind.RECV_FORWARD: self.receive,
+            Kind.RECV_BACKWARD: self.receive,
+            Kind.WAIT: self.wait,
+            Kind.REDUCE: lambda op: engine.reducers[op.index, op.part](),
         }
 
     def do(self, op: Op) -> None:
-        if op.kind is Kind.WAIT:
-            assert op.on is not None
-            self.wait(op.on, op.index)
+        if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
+            self.pending.pop((op.kind, op.index, op.part)).run()
         else:
-            self.handlers[op.kind](op.index)
+            self.handlers[op.kind](op)
 
     # Encoders.
 
-    def encode(self, chunk: int) -> None:
-        planned = self.domain.chunks[chunk]
+    def encode(self, op: Op) -> None:
+        planned = self.domain.chunks[op.index]
         component = planned.component
-        with torch.set_grad_enabled(self.trains(component)):
-            rows = self.engine.anchors[component].encode(self.inputs.chunks[chunk])
+        with torch.set_grad_enabled(self.plan.trains(component)):
+            rows = self.engine.anchors[component].encode(self.inputs.chunks[op.index])
         expected = (planned.rows_of(self.position), self.engine.width)
         assert rows.shape == expected, f"{component} put out {tuple(rows.shape)}, planned {expected}"
         # Ranks without rows take part in shipping with buffers of the LLM's type.
         dtype = self.engine.dtype
         assert rows.dtype == dtype, f"{component} put out {rows.dtype}, the LLM takes {dtype}"
-        self.encoded[chunk] = rows
+        self.encoded[op.index] = rows
+        self.unshipped[op.index] = len(planned.microbatches)
 
-    def encode_backward(self, chunk: int) -> None:
-        planned = self.domain.chunks[chunk]
-        rows = self.encoded.pop(chunk)
-        start = 0
-        for other in self.chunks_of(planned.microbatch):
-            if other == chunk:
-                break
-            start += self.domain.chunks[other].rows_of(self.position)
-        grads = self.row_grads[planned.microbatch]
-        torch.autograd.backward(rows, grads[start : start + planned.rows_of(self.position)])
-        if not any(c in self.encoded for c in self.chunks_of(planned.microbatch)):
-            del self.row_grads[planned.microbatch]
+    def encode_backward(self, op: Op) -> None:
+        rows, grads = self.encoded.pop(op.index), self.row_grads.pop(op.index)
+        anchor = self.engine.anchors[self.domain.chunks[op.index].component]
+        self.go_back(op, anchor, rows, grads)
 
-    def trains(self, component: str) -> bool:
-        return self.plan.train and component not in self.plan.frozen
-
-    def chunks_of(self, microbatch: int) -> list[int]:
-        """This rank's chunks of a microbatch, in the order in which their rows are counted."""
-        return [
-            c
-            for c, chunk in enumerate(self.domain.chunks)
-            if chunk.microbatch == microbatch and self.position in chunk.ranks
-        ]
+    def go_back(
+        self, op: Op, module: Anchor | Stage, output: torch.Tensor, grad: torch.Tensor | None
+    ) -> None:
+        """Run a backward, of which the gradients of weights may be put off."""
+        if not output.requires_grad:  # a frozen first part that took in nothing that trains
+            if op.grad is Grad.INPUT:
+                self.pending[op.kind, op.index, op.part] = _NOTHING
+        elif op.grad is Grad.BOTH:
+            torch.autograd.backward(output, grad)
+        else:
+            with module.weights_later() as pending:
+                torch.autograd.backward(output, grad)
+            self.pending[op.kind, op.index, op.part] = pending
 
     # The boundary.
 
@@ -187,110 +186,146 @@ class _Step:
         engine = self.engine
         return torch.empty(0, engine.width, dtype=engine.dtype, device=engine.device)
 
-    def ship(self, m: int) -> None:
-        chunks = self.chunks_of(m)
+    def ship(self, op: Op) -> None:
+        chunks = self.domain.joined(op.index, self.position)
         rows = [self.encoded[c].detach() for c in chunks]
         for c in chunks:
-            if not self.trains(self.domain.chunks[c].component):
-                del self.encoded[c]
+            self.unshipped[c] -= 1
+            if not self.unshipped[c]:
+                del self.unshipped[c]
+                if not self.plan.trains(self.domain.chunks[c].component):
+                    del self.encoded[c]
         values = torch.cat(rows) if rows else self.no_rows()
-        ends = self.ends(m)
+        ends = self.ends(op.index)
         outgoing = gather_rows(values, ends.send)
-        self.flights[Kind.SHIP, m] = ship(
-            ends, outgoing, self.engine.groups.ship, self.engine.lanes[Kind.SHIP]
-        )
+        lane = self.engine.lanes[Kind.SHIP]
+        self.flights[Kind.SHIP, op.index, 0] = ship(ends, outgoing, self.engine.groups.ship, lane)
 
-    def return_(self, m: int) -> None:
+    def return_(self, op: Op) -> None:
         # What a stage received, it sends back in the order of arrival.
-        grads = self.row_grads.pop(m) if self.takes_rows else self.no_rows()
-        ends, lane = self.ends(m).transpose(), self.engine.lanes[Kind.RETURN]
-        self.flights[Kind.RETURN, m] = ship(ends, grads, self.engine.groups.back, lane)
+        grads = self.no_rows()
+        if self.with_rows:
+            rows, left = self.shipped.pop(op.index)
+            assert not left, f"{left} parts have not taken the rows of microbatch {op.index}"
+            assert rows.grad is not None or not len(rows), "rows took no part in the loss"
+            grads = rows.detach() if rows.grad is None else rows.grad
+        ends, lane = self.ends(op.index).transpose(), self.engine.lanes[Kind.RETURN]
+        self.flights[Kind.RETURN, op.index, 0] = ship(ends, grads, self.engine.groups.back, lane)
+
+    def hand_back(self, microbatch: int, returned: torch.Tensor) -> None:
+        """Add the gradients of a microbatch's rows to those of the chunks that put them out."""
+        chunks = self.domain.joined(microbatch, self.position)
+        if not any(c in self.encoded for c in chunks):
+            return
+        sizes = [self.domain.chunks[c].rows_of(self.position) for c in chunks]
+        joined = returned.new_zeros(sum(sizes), returned.shape[1])
+        joined.index_copy_(0, self.ends(microbatch).send, returned)
+        for c, grads in zip(chunks, joined.split(sizes), strict=True):
+            if c in self.encoded:
+                before = self.row_grads.get(c)
+                self.row_grads[c] = grads if before is None else before + grads
 
     # The pipeline of the LLM.
 
-    def forward(self, m: int) -> None:
+    def forward(self, op: Op) -> None:
+        m, part = op.index, op.part
         stage, inputs = self.engine.stage, self.inputs.microbatches[m]
         assert stage is not None, "a rank beside the LLM runs no pass of it"
-        received = rows = None
-        if self.first:
+        received = None
+        if part == 0:
             hidden = stage.embed(inputs)
         else:
-            hidden = received = self.inbox.pop((Kind.RECV_FORWARD, m)).requires_grad_(self.plan.train)
-        if m in self.shipped:
-            rows = self.shipped.pop(m).requires_grad_(m in self.returned)
-            hidden = self.enter(m, hidden, rows)
-        output = stage.forward(inputs, hidden)
-        if not self.last:
-            self.outbox[Kind.SEND_FORWARD, m] = output.detach()
+            received = self.inbox.pop((Kind.RECV_FORWARD, m, part)).requires_grad_(self.plan.train)
+            hidden = received
+        if part in self.with_rows and m in self.shipped:
+            hidden = self.enter(m, part, hidden)
+        output = stage.forward(part, inputs, hidden)
+        if part < self.domain.num_parts - 1:
+            self.hand_on(Kind.SEND_FORWARD, Kind.RECV_FORWARD, m, part, part + 1, output.detach())
         elif not self.plan.train:
             self.result.outputs[m] = output
         else:
             output, sums = stage.loss(inputs, output)
             self.result.sums = sums if self.result.sums is None else self.result.sums + sums
         if self.plan.train:
-            self.passes[m] = (received, rows, output)
+            self.passes[m, part] = (received, output)
 
-    def enter(self, m: int, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def hand_on(self, send: Kind, receive: Kind, m: int, part: int, other: int, tensor: torch.Tensor) -> None:
+        """Leave what `part` made for `other`: at once if it is on this rank, else for the op that sends it."""
+        if other in self.domain.parts(self.position):
+            self.inbox[receive, m, other] = tensor
+        else:
+            self.outbox[send, m, part] = tensor
+
+    def enter(self, m: int, part: int, hidden: torch.Tensor) -> torch.Tensor:
         """Put rows in the place of embeddings, and give the stage those that enter further on."""
-        stage = self.engine.stage
+        stage, (rows, left) = self.engine.stage, self.shipped[m]
         assert stage is not None
-        for landing in self.inputs.landings[m]:
-            own = rows if landing.select is None else gather_rows(rows, landing.select)
-            if landing.name == EMBEDDING.name:
-                hidden = scatter_rows(hidden, landing.tokens, own)
+        rows.requires_grad_(m in self.returned)
+        for number, select, tokens in self.ends(m).landings:
+            point = self.domain.all_points[number]
+            if point.part != part:
+                continue
+            own = rows if select is None else gather_rows(rows, select)
+            if point == EMBEDDING:
+                hidden = scatter_rows(hidden, tokens, own)
             else:
-                stage.enter(self.inputs.microbatches[m], landing.name, landing.tokens, own)
+                stage.enter(part, self.inputs.microbatches[m], point.name, tokens, own)
+        if left > 1 or m in self.returned:
+            self.shipped[m] = rows, left - 1
+        else:
+            del self.shipped[m]
         return hidden
 
-    def backward(self, m: int) -> None:
-        received, rows, output = self.passes.pop(m)
-        grad = None if self.last else self.inbox.pop((Kind.RECV_BACKWARD, m))
-        if output.requires_grad:  # not so on a frozen first stage that took in nothing that trains
-            torch.autograd.backward(output, grad)
+    def backward(self, op: Op) -> None:
+        m, part, stage = op.index, op.part, self.engine.stage
+        assert stage is not None
+        received, output = self.passes.pop((m, part))
+        grad = None if part == self.domain.num_parts - 1 else self.inbox.pop((Kind.RECV_BACKWARD, m, part))
+        self.go_back(op, stage, output, grad)
         if received is not None:
             assert received.grad is not None
-            self.outbox[Kind.SEND_BACKWARD, m] = received.grad
-        if m in self.returned and self.takes_rows:
-            assert rows is not None
-            assert rows.grad is not None
-            self.row_grads[m] = rows.grad
+            self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)
 
     # Communication.
 
-    def neighbour(self, kind: Kind) -> int:
-        step = 1 if kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD) else -1
-        return self.engine.ranks[self.position + step * self.domain.stage_size]
+    def peer(self, op: Op) -> int:
+        """The rank at the other end of a message."""
+        source, destination = self.domain.sender(op, self.position)
+        return self.engine.ranks[destination if source == self.position else source]
 
     def group(self, kind: Kind) -> dist.ProcessGroup:
         groups = self.engine.groups
         return groups.forward if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else groups.backward
 
-    def send(self, kind: Kind, m: int) -> None:
-        work = dist.isend(self.outbox[kind, m], self.neighbour(kind), group=self.group(kind))
-        self.flights[kind, m] = work
+    def send(self, op: Op) -> None:
+        key = (op.kind, op.index, op.part)
+        self.flights[key] = dist.isend(self.outbox[key], self.peer(op), group=self.group(op.kind))
 
-    def receive(self, kind: Kind, m: int) -> None:
+    def receive(self, op: Op) -> None:
         engine, domain = self.engine, self.domain
-        layout = domain.microbatches[m].layout
+        layout = domain.microbatches[op.index].layout
         tokens = layout.padded_tokens(domain.member(self.position), domain.tp) // domain.tp
         buffer = torch.empty(tokens, engine.width, dtype=engine.dtype, device=engine.device)
-        self.inbox[kind, m] = buffer
-        self.flights[kind, m] = dist.irecv(buffer, self.neighbour(kind), group=self.group(kind))
+        key = (op.kind, op.index, op.part)
+        self.inbox[key] = buffer
+        self.flights[key] = dist.irecv(buffer, self.peer(op), group=self.group(op.kind))
 
-    def wait(self, kind: Kind, m: int) -> None:
-        flight = self.flights.pop((kind, m))
+    def wait(self, op: Op) -> None:
+        kind, m = op.on, op.index
+        assert kind is not None
+        flight = self.flights.pop((kind, m, op.part))
         work = flight.work if isinstance(flight, Shipment) else flight
         if work is not None:
-            self.wait_for(work, kind, m)
+            self.wait_for(work, Op(kind, m, part=op.part))
         if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            del self.outbox[kind, m]
-        elif kind is Kind.SHIP and self.takes_rows:
-            self.shipped[m] = flight.rows
-        elif kind is Kind.RETURN and any(c in self.encoded for c in self.chunks_of(m)):
-            grads = torch.empty_like(flight.rows)
-            self.row_grads[m] = grads.index_copy_(0, self.ends(m).send, flight.rows)
+            del self.outbox[kind, m, op.part]
+        elif kind is Kind.SHIP and self.with_rows:
+            self.shipped[m] = flight.rows, len(self.with_rows)
+        elif kind is Kind.RETURN:
+            self.hand_back(m, flight.rows)
 
-    def wait_for(self, work: Work, kind: Kind, m: int) -> None:
+    def wait_for(self, work: Work, op: Op) -> None:
         if self.engine.device.type == "cuda":
             work.wait()  # orders streams; the communicator's own timeout covers a missing peer
             return
@@ -299,12 +334,31 @@ class _Step:
         except RuntimeError as error:
             if not is_communication(error):
                 raise
-            peers = self.engine.ranks if kind in COLLECTIVE else (self.neighbour(kind),)
-            where = f"wait({kind} {m}) of step {self.plan.step}"
+            peers = self.engine.ranks if op.kind in COLLECTIVE else (self.peer(op),)
+            where = f"wait({op}) of step {self.plan.step}"
             raise stall(where, peers, self.engine.ranks[self.position], error) from error
 
     def assert_nothing_left(self) -> None:
         """Whatever is still here was made and never used: a plan that the verifier should have refused."""
-        for name in ("encoded", "shipped", "row_grads", "inbox", "outbox", "passes", "flights"):
+        names = (
+            "encoded",
+            "unshipped",
+            "shipped",
+            "row_grads",
+            "inbox",
+            "outbox",
+            "passes",
+            "flights",
+            "pending",
+        )
+        for name in names:
             left = getattr(self, name)
             assert not left, f"step {self.plan.step} ended with {name} of {sorted(map(str, left))}"
+
+
+class _Nothing:
+    def run(self) -> None:
+        """There were no gradients of weights to put off."""
+
+
+_NOTHING = _Nothing()

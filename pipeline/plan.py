@@ -1,20 +1,24 @@
-"""The plan of one step: everything that every rank will do, as plain integers.
+"""The plan of one step: everything that a rank and those it works with will do, as plain integers.
 
-A StepPlan is a pure function of sample metadata, layouts, policies and a numbered cost table. Every rank
-computes it alone; equal plans have equal digests, and a plan runs only after the digests were compared.
-It holds no tensor, no clock reading and no float, and it can be written, hashed, compared and printed.
+A plan is a pure function of sample metadata, layouts, policies and a numbered cost table. It has three
+levels, and a rank composes of each what it has a part in, so that planning costs a rank the same in a world
+of any size:
 
-    StepPlan
-      samples      what the step trains on, with the length each one has in the LLM
-      domains      one DomainPlan for each group of replicas that share work
+    StepPlan       the world's: which samples the step takes, what trains, in which order gradients are reduced
+      group        a group of domains: which of the group's samples go to which domain and replica
+      domain       one domain, that of the rank: everything its ranks do together
         microbatches   which samples are packed together, and which ranks hold their tokens
         items          images, clips, recordings: how large, where their rows belong
         chunks         which ranks of the domain encode which items, as one quantum of work
-        routes         for each microbatch, from which rank to which rank its rows travel
-        ops            for each rank of the domain, the ordered list of its actions
+        routes         for each microbatch, which rows travel from which rank to which
+        holds          which positions hold which parts of the LLM
+        ops            for each team of positions, the ordered list of its actions
+        bounds         bytes of activations that a position may hold, by part
+
+Every rank computes its plan alone; equal plans have equal digests, compared level by level before anything
+runs. A plan holds no tensor, no clock reading and no float, and it can be written, compared and printed.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -24,6 +28,8 @@ from typing import Any
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile
+from parallel.work import Grad
+from pipeline.digest import digest_of
 
 
 class Kind(StrEnum):
@@ -42,8 +48,11 @@ class Kind(StrEnum):
     WAIT = "wait"
     REDUCE = "reduce"
 
+    __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of kinds
+
 
 COMPUTE = frozenset({Kind.ENCODE, Kind.ENCODE_BACKWARD, Kind.FORWARD, Kind.BACKWARD})
+BACKWARDS = frozenset({Kind.ENCODE_BACKWARD, Kind.BACKWARD})
 COLLECTIVE = frozenset({Kind.SHIP, Kind.RETURN})
 POINT_TO_POINT = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 ISSUED = COLLECTIVE | POINT_TO_POINT
@@ -53,16 +62,33 @@ ISSUED = COLLECTIVE | POINT_TO_POINT
 class Op:
     """One action of one rank.
 
-    `index` is a chunk for encode ops, a component for REDUCE, else a microbatch. A WAIT is for the op of kind
-    `on` with the same index.
+    `index` is a chunk for encode ops, a component for REDUCE, else a microbatch. `part` is the part of the
+    LLM that the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its input,
+    SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE sums its
+    gradients. Encoders have one part, 0. `grad` tells what a backward makes. A WAIT is for the op of kind
+    `on` with the same index and part.
     """
 
     kind: Kind
     index: int
     on: Kind | None = None
+    part: int = 0
+    grad: Grad = Grad.BOTH
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index})"
+        part = f", part {self.part}" if self.part else ""
+        grad = f", {self.grad}" if self.grad is not Grad.BOTH else ""
+        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{part}{grad})"
+
+    @property
+    def makes_input(self) -> bool:
+        """Whether a backward makes the gradient that goes on to other parts or ranks."""
+        return self.grad is not Grad.WEIGHT
+
+    @property
+    def makes_weight(self) -> bool:
+        """Whether a backward makes the gradients of weights."""
+        return self.grad is not Grad.INPUT
 
 
 @dataclass(frozen=True)
@@ -89,10 +115,12 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class Point:
-    """An attach point of the LLM, where rows enter: `place` counts the points of its stage."""
+    """An attach point of the LLM, where rows enter: before a layer of `part`; `place` counts the points of
+    that part.
+    """
 
     name: str
-    stage: int
+    part: int
     place: int
 
 
@@ -105,7 +133,7 @@ Work = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one pass of the LLM pipeline consumes: samples (indices into the plan) packed in this order.
+    """What one pass of the LLM pipeline consumes: samples (by number in the domain) packed in this order.
 
     `layout` says which members of the domain's pool hold them. A pass of several replicas is one
     microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
@@ -120,25 +148,41 @@ class Microbatch:
 
     def work(self, member: int) -> Work:
         """Return the work of a member of the pool."""
-        return _work(self.layout, member, self.exchange_ns)
+        return self._works[member]
+
+    @cached_property
+    def _works(self) -> tuple[Work, ...]:
+        return _works(self.layout, self.exchange_ns)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [first, first + rows) of an item for one attach point, by its number among those of the item's
+    component.
+    """
+
+    item: int
+    point: int
+    first: int
+    rows: int
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A quantum of encoder work: items of one microbatch, encoded together.
+    """A quantum of encoder work: items of any microbatches, encoded together.
 
     `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
-    tokens of which item, `tiles` divide the attention of each shared item, `rows` count what each of `ranks`
-    puts out for all attach points of the component, and `exchange_ns` is as for a microbatch, by slot.
+    tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows that each
+    of `ranks` puts out, in their order, and `exchange_ns` is as for a microbatch, by slot.
     """
 
     component: str
-    microbatch: int
+    microbatches: tuple[int, ...]
     ranks: tuple[int, ...]
     items: tuple[int, ...]
     layout: SequenceLayout
     tiles: tuple[tuple[Tile, ...], ...]
-    rows: tuple[int, ...]
+    outputs: tuple[tuple[Block, ...], ...]
     exchange_ns: tuple[int, ...] = ()
 
     @property
@@ -150,82 +194,184 @@ class Chunk:
         """Return which slot of the chunk the position `rank` belongs to."""
         return self.ranks.index(rank) // self.tp
 
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that each of `ranks` puts out."""
+        return tuple(sum(block.rows for block in blocks) for blocks in self.outputs)
+
     def rows_of(self, rank: int) -> int:
         """Rows that the position `rank` puts out."""
         return self.rows[self.ranks.index(rank)]
 
     def work(self, rank: int) -> Work:
         """Return the work of the slot of `rank`."""
-        return _work(self.layout, self.slot(rank), self.exchange_ns)
+        return self._works[self.slot(rank)]
+
+    @cached_property
+    def _works(self) -> tuple[Work, ...]:
+        return _works(self.layout, self.exchange_ns)
 
 
-def _work(layout: SequenceLayout, rank: int, exchange_ns: tuple[int, ...]) -> Work:
-    squares = 0
+def _works(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Work, ...]:
+    squares = [0] * layout.num_ranks
     for pieces, length in zip(layout.shards, layout.lengths, strict=True):
-        squares += sum(piece.length * length for piece in pieces if piece.rank == rank)
-    return layout.local_tokens(rank), squares, exchange_ns[rank] if exchange_ns else 0
+        for piece in pieces:
+            squares[piece.rank] += piece.length * length
+    exchanges = exchange_ns or (0,) * layout.num_ranks
+    return tuple((layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
 
 
 @dataclass(frozen=True)
 class DomainPlan:
     """The work of one domain, over its ranks by position: those of the LLM, stage by stage, then encoders'.
 
-    A stage has `pool` members of `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers,
-    so they run the passes of a microbatch together. `beside` ranks hold encoders only. `homes` are, for each
-    component of the plan, the first position that holds it and the one after the last; `routes[m]` is
-    None for a microbatch without items: nobody ships anything for it. `feeds` name the attach points of
-    components whose rows enter elsewhere than at the embedding alone.
+    `team` neighbouring positions share one op list, because they share every layer that they run: the ops of
+    position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
+    () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
+    `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
+    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for each of them, the first position that holds it and
+    the one after the last. `routes[m]` is None for a microbatch without items: nobody ships anything for it.
+    Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of it.
+    `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
+    `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
     """
 
-    num_stages: int
+    team: int
+    holds: tuple[tuple[int, ...], ...]
     pool: int
     tp: int
     party: int
-    beside: int
+    llm: int
     homes: tuple[tuple[int, int], ...]
+    samples: tuple[PlannedSample, ...]
     microbatches: tuple[Microbatch, ...]
     items: tuple[PlannedItem, ...]
     chunks: tuple[Chunk, ...]
     routes: tuple[Route | None, ...]
     ops: tuple[tuple[Op, ...], ...]
+    reductions: tuple[tuple[int, int], ...] = ()
+    bounds: tuple[tuple[str, int], ...] = ()
     feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
-
-    @property
-    def stage_size(self) -> int:
-        """Positions of a stage: the distance between neighbours in the pipeline."""
-        return self.pool * self.tp
 
     @property
     def num_ranks(self) -> int:
         """Positions of the domain."""
-        return self.beside + self.num_stages * self.stage_size
+        return len(self.holds) * self.team
+
+    @cached_property
+    def teams(self) -> tuple[int, ...]:
+        """All teams, by number."""
+        return tuple(range(len(self.holds)))
+
+    @property
+    def stage_size(self) -> int:
+        """Positions of a stage."""
+        return self.pool * self.tp
+
+    @cached_property
+    def llm_size(self) -> int:
+        """Positions that hold a part of the LLM: those before the others."""
+        return sum(1 for parts in self.holds if parts) * self.team
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline: positions that one replica of one member and one tp rank has."""
+        return self.llm_size // self.stage_size
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Parts of the LLM."""
+        return 1 + max((part for parts in self.holds for part in parts), default=-1)
+
+    @cached_property
+    def _holders(self) -> tuple[tuple[int, ...], ...]:
+        """The first positions of the teams that hold each part, in order."""
+        return tuple(
+            tuple(t * self.team for t, parts in enumerate(self.holds) if part in parts)
+            for part in range(self.num_parts)
+        )
+
+    def ops_of(self, rank: int) -> tuple[Op, ...]:
+        """Return the op list of a position."""
+        return self.ops[rank // self.team]
+
+    def parts(self, rank: int) -> tuple[int, ...]:
+        """Return the parts of the LLM that a position holds, none beside it."""
+        return self.holds[rank // self.team]
+
+    def holder(self, part: int, rank: int) -> int:
+        """Return the position that holds `part` where `rank`, a position of the LLM, holds its own parts."""
+        place = self._holders[self.parts(rank)[0]].index(rank - rank % self.team)
+        return self._holders[part][place] + rank % self.team
+
+    def sender(self, op: Op, rank: int) -> tuple[int, int]:
+        """Return the positions that a message goes from and to; `rank` runs `op`, one end of it."""
+        other = {
+            Kind.SEND_FORWARD: op.part + 1,
+            Kind.RECV_FORWARD: op.part - 1,
+            Kind.SEND_BACKWARD: op.part - 1,
+            Kind.RECV_BACKWARD: op.part + 1,
+        }[op.kind]
+        peer = self.holder(other, rank)
+        return (rank, peer) if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else (peer, rank)
+
+    def hands_on(self, part: int, rank: int) -> bool:
+        """Whether the output of `part`, held by `rank`, goes to another position."""
+        return part + 1 < self.num_parts and part + 1 not in self.parts(rank)
 
     def stage(self, rank: int) -> int | None:
         """Return the stage of a position, None for one beside the LLM."""
-        stage = rank // self.stage_size
-        return stage if stage < self.num_stages else None
+        return rank // self.stage_size if rank < self.llm_size else None
 
     def member(self, rank: int) -> int:
         """Return the member of the pool that a position of the LLM belongs to."""
         return rank % self.stage_size // self.tp
 
     def is_first(self, rank: int) -> bool:
-        """Whether a position holds the first stage."""
-        return self.stage(rank) == 0
+        """Whether a position holds the first part."""
+        return 0 in self.parts(rank)
 
     def is_last(self, rank: int) -> bool:
-        """Whether a position holds the last stage."""
-        return self.stage(rank) == self.num_stages - 1
+        """Whether a position holds the last part."""
+        return self.num_parts - 1 in self.parts(rank)
 
     def fed_by(self, component: str) -> tuple[Point, ...]:
         """Return the attach points that a component puts out rows for, in the order of its rows."""
-        return dict(self.feeds).get(component, (EMBEDDING,))
+        return self._feeds.get(component, (EMBEDDING,))
+
+    @cached_property
+    def _feeds(self) -> dict[str, tuple[Point, ...]]:
+        return dict(self.feeds)
+
+    @cached_property
+    def all_points(self) -> tuple[Point, ...]:
+        """The attach points that rows may enter at, by part and place."""
+        fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
+        return tuple(sorted(fed, key=lambda point: (point.part, point.place)))
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks that hold items of each microbatch, in order."""
+        found: list[list[int]] = [[] for _ in self.microbatches]
+        for number, chunk in enumerate(self.chunks):
+            for m in chunk.microbatches:
+                found[m].append(number)
+        return tuple(map(tuple, found))
+
+    def joined(self, microbatch: int, rank: int) -> tuple[int, ...]:
+        """Return the chunks of a position that hold items of a microbatch, in the order in which their rows
+        are counted by its route.
+        """
+        return tuple(c for c in self.chunks_of[microbatch] if rank in self.chunks[c].ranks)
 
     def points(self, rank: int) -> tuple[Point, ...]:
-        """Return the attach points of the stage of a position, by place."""
-        fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
-        here = (point for point in fed if point.stage == self.stage(rank))
-        return tuple(sorted(here, key=lambda point: point.place))
+        """Return the attach points of the parts that a position holds, by part and place."""
+        return tuple(point for point in self.all_points if point.part in self.parts(rank))
+
+    def parts_with_rows(self, rank: int) -> tuple[int, ...]:
+        """Return those parts of a position that rows may enter."""
+        fed = {point.part for point in self.all_points}
+        return tuple(part for part in self.parts(rank) if part in fed)
 
     def reports(self, rank: int) -> bool:
         """Whether a position reports losses: the first of the tp ranks, which all compute the same ones."""
@@ -239,31 +385,131 @@ class DomainPlan:
         first = rank - rank % self.party
         return range(first, first + self.party)
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The plan of one step. `cursor` and `next_cursor` are positions of the global sample stream."""
-
-    step: int
-    train: bool
-    cursor: int
-    next_cursor: int
-    cost_table: int
-    components: tuple[str, ...]
-    frozen: tuple[str, ...]
-    samples: tuple[PlannedSample, ...]
-    skipped: tuple[tuple[str, int], ...]
-    domains: tuple[DomainPlan, ...]
+    def reducing(self, op: Op) -> tuple[int, ...]:
+        """Return the teams whose gradients a REDUCE sums: those of this domain that hold its part."""
+        if op.index == self.llm:
+            return tuple(rank // self.team for rank in self._holders[op.part])
+        first, stop = self.homes[op.index]
+        return self.teams[first // self.team : stop // self.team]
 
     @cached_property
     def digest(self) -> int:
-        """A 63-bit hash of the whole plan."""
-        code = hashlib.blake2b(repr(self).encode(), digest_size=8).digest()
-        return int.from_bytes(code, "big") >> 1
+        """A 63-bit hash of the domain's plan."""
+        return digest_of(self)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Which samples of the step go where in a group of neighbouring domains, by number in the step.
+
+    `replicas[d][r]` are those of replica r of domain `first + d`.
+    """
+
+    number: int
+    first: int
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit hash of the group's plan."""
+        return digest_of(self)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes of the stream, in its order: by sample the number of its source among `sources`, its
+    id there and its tokens in the LLM. `skipped` are those passed over, by source and id. The step begins
+    at `cursor` of the stream, the next one at `next_cursor`.
+    """
+
+    cursor: int
+    next_cursor: int
+    sources: tuple[str, ...]
+    source: tuple[int, ...]
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    skipped: tuple[tuple[str, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step in the LLM."""
+        return sum(self.lengths)
+
+    def sample(self, number: int) -> PlannedSample:
+        """Return one sample."""
+        return PlannedSample(self.sources[self.source[number]], self.ids[number], self.lengths[number])
+
+
+@dataclass(frozen=True)
+class World:
+    """The level of a plan that all ranks of the world share: see `StepPlan`."""
+
+    step: int
+    train: bool
+    cost_table: int
+    components: tuple[str, ...]
+    frozen: tuple[str, ...]
+    reductions: tuple[tuple[int, int], ...]
+    taken: Taken
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a rank knows of a step: the world's level, its group's and its domain's, of number `number`.
+
+    `components` are all of the run, of which the `frozen` do not learn in this step. The order of reductions
+    belongs to the world's level, though a domain holds it: ranks of all domains reduce together, and each of
+    them sees the op lists of its own domain alone.
+    """
+
+    step: int
+    train: bool
+    cost_table: int
+    components: tuple[str, ...]
+    frozen: tuple[str, ...]
+    taken: Taken
+    group: GroupPlan
+    number: int
+    domain: DomainPlan
+
+    @cached_property
+    def world(self) -> World:
+        """What all ranks of the world must agree on."""
+        return World(
+            self.step,
+            self.train,
+            self.cost_table,
+            self.components,
+            self.frozen,
+            self.domain.reductions,
+            self.taken,
+        )
+
+    @cached_property
+    def digests(self) -> tuple[int, int, int]:
+        """63-bit hashes of the three levels: world, group, domain."""
+        return digest_of(self.world), self.group.digest, self.domain.digest
+
+    @property
+    def levels(self) -> tuple[tuple[str, int, int, World | GroupPlan | DomainPlan], ...]:
+        """The levels, from the widest on: name, number, digest, and what its ranks agree on."""
+        world, group, domain = self.digests
+        return (
+            ("world", 0, world, self.world),
+            ("group", self.group.number, group, self.group),
+            ("domain", self.number, domain, self.domain),
+        )
+
+    def trains(self, component: str) -> bool:
+        """Whether a component learns in this step."""
+        return self.train and component not in self.frozen
 
 
 def diff(a: Any, b: Any, path: str = "plan") -> list[str]:
-    """Return where two plans differ, as lines like "plan.domains[0].chunks[2].microbatch: 1 != 0"."""
+    """Return where two plans differ, as lines like "plan.domain.chunks[2].component: image != audio"."""
     return list(_differences(a, b, path))
 
 

@@ -1,101 +1,95 @@
-"""Where the rows of a microbatch go: from the order of encoder work to a route."""
+"""Which rows encoders put out, and where those of each microbatch go: from items to blocks to a route."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator, Sequence
 
 from parallel.boundary import Route, Rows, make_route
 from parallel.layout import split_evenly
 from parallel.sequence import Interval, SequenceLayout
-from pipeline.plan import EMBEDDING, Chunk, PlannedItem, Point
+from pipeline.plan import Block, DomainPlan, PlannedItem, Point
 
 
-def row_counts(
-    items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
-) -> tuple[int, ...]:
+def outputs_of(
+    numbers: Sequence[int], items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
+) -> tuple[tuple[Block, ...], ...]:
     """Return the rows that each rank of a chunk puts out: those of its slot, evenly divided over `tp`.
 
-    `items` are the chunk's, in the order of the sequences of `layout`. They have rows for each of
-    `num_points` attach points, one point after the other.
+    `numbers` are the chunk's `items`, in the order of the sequences of `layout`. They have rows for each of
+    `num_points` attach points, one point after the other. A shard is cut at whole units of its encoder, so
+    its rows are whole too.
     """
-    slots = [0] * layout.num_ranks
-    for slot, _, _, rows in _rows_by_slot(items, layout):
-        slots[slot] += rows * num_points
-    return tuple(share for rows in slots for share in split_evenly(rows, tp))
+    slots: list[list[Block]] = [[] for _ in range(layout.num_ranks)]
+    for point in range(num_points):
+        for number, pieces in zip(numbers, layout.shards, strict=True):
+            item = items[number]
+            tokens = max(1, item.tokens)  # an item may be empty
+            for piece in pieces:
+                first = piece.start * item.rows // tokens
+                stop = (piece.start + piece.length) * item.rows // tokens
+                if stop > first:
+                    slots[piece.rank].append(Block(number, point, first, stop - first))
+    return tuple(part for blocks in slots for part in _divided(blocks, tp))
 
 
-def _rows_by_slot(
-    items: Sequence[PlannedItem], layout: SequenceLayout
-) -> Iterator[tuple[int, PlannedItem, int, int]]:
-    """Yield (slot, item, first row, rows) of every shard, in packed order.
+def _divided(blocks: list[Block], tp: int) -> Iterator[tuple[Block, ...]]:
+    """Cut the rows of a slot into those of its ranks."""
+    if tp == 1:
+        yield tuple(blocks)
+        return
+    at, taken = 0, 0  # the block that goes on, and its rows that earlier ranks have
+    for share in split_evenly(sum(block.rows for block in blocks), tp):
+        own = []
+        while share:
+            block = blocks[at]
+            rows = min(share, block.rows - taken)
+            own.append(Block(block.item, block.point, block.first + taken, rows))
+            share, taken = share - rows, taken + rows
+            if taken == block.rows:
+                at, taken = at + 1, 0
+        yield tuple(own)
 
-    A shard is cut at whole units of its encoder, so its rows are whole too.
+
+def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
+    """Return the route of every microbatch over the positions of the domain, None without items.
+
+    A rank's rows are counted chunk by chunk, in the order of `DomainPlan.joined`. At each attach point a row
+    goes to the position that holds the token where it stands.
+
+    Raises:
+        AssertionError: if rows have no place, or overlap.
     """
-    for item, pieces in zip(items, layout.shards, strict=True):
-        tokens = max(1, item.tokens)  # an item may be empty
-        for piece in pieces:
-            first = piece.start * item.rows // tokens
-            stop = (piece.start + piece.length) * item.rows // tokens
-            yield piece.rank, item, first, stop - first
-
-
-def _rows_of(
-    chunk: Chunk, items: Sequence[PlannedItem], points: Sequence[Point]
-) -> Iterator[tuple[int, PlannedItem, Point, int, int]]:
-    """Yield (position, item, point, first row, rows) of what each rank of a chunk puts out, in its order."""
-    parts = [list(chunk.rows[s * chunk.tp : (s + 1) * chunk.tp]) for s in range(chunk.layout.num_ranks)]
-    part = [0] * chunk.layout.num_ranks
-    own = [items[i] for i in chunk.items]
-    for point, (slot, item, first, rows) in product(points, list(_rows_by_slot(own, chunk.layout))):
-        while rows:
-            while not parts[slot][part[slot]]:
-                part[slot] += 1
-            length = min(rows, parts[slot][part[slot]])
-            yield chunk.ranks[slot * chunk.tp + part[slot]], item, point, first, length
-            parts[slot][part[slot]] -= length
-            first += length
-            rows -= length
-
-
-def plan_route(
-    microbatch: int,
-    layout: SequenceLayout,
-    tp: int,
-    num_ranks: int,
-    items: Sequence[PlannedItem],
-    chunks: Sequence[Chunk],
-    fed_by: Callable[[str], Sequence[Point]] = lambda component: (EMBEDDING,),
-) -> Route | None:
-    """Return the route of a microbatch over the `num_ranks` positions of its domain, None without items.
-
-    A rank's rows are counted chunk by chunk, then point by point and item by item: the order in which the
-    engine joins them. At each attach point of a stage the tokens have places of their own, those of its
-    first point first.
-    """
-    mine = [chunk for chunk in chunks if chunk.microbatch == microbatch]
-    if not mine:
-        return None
-    points = sorted({p for chunk in mine for p in fed_by(chunk.component)}, key=lambda p: (p.stage, p.place))
-    axis = sum(layout.lengths)  # every point has a packed axis of its own, one after the other
-    runs = []
-    filled: dict[int, int] = defaultdict(int)
-    for chunk in mine:
-        for rank, item, point, first, rows in _rows_of(chunk, items, fed_by(chunk.component)):
-            runs.append(Rows(rank, filled[rank], points.index(point) * axis + item.start + first, rows))
-            filled[rank] += rows
-    places = [
-        _at_point(interval, number * axis, point, layout, tp)
-        for number, point in enumerate(points)
-        for interval in layout.intervals(tp)
-    ]
-    return make_route(runs, places, num_ranks)
-
-
-def _at_point(interval: Interval, axis: int, point: Point, layout: SequenceLayout, tp: int) -> Interval:
-    share = layout.padded_tokens(interval.rank // tp, tp) // tp
-    return Interval(
-        interval.start + axis,
-        interval.length,
-        interval.rank + point.stage * layout.num_ranks * tp,
-        interval.local_start + point.place * share,
+    runs: dict[tuple[int, int], list[Rows]] = defaultdict(list)  # by microbatch and attach point
+    number = {point: n for n, point in enumerate(domain.all_points)}
+    for m, chunks in enumerate(domain.chunks_of):
+        filled: dict[int, int] = defaultdict(int)
+        for c in chunks:
+            chunk = domain.chunks[c]
+            points = [number[point] for point in domain.fed_by(chunk.component)]
+            for rank, blocks in zip(chunk.ranks, chunk.outputs, strict=True):
+                for block in blocks:
+                    item = domain.items[block.item]
+                    if item.microbatch == m:
+                        start = item.start + block.first
+                        run = Rows(rank, filled[rank], start, block.rows, block.item)
+                        runs[m, points[block.point]].append(run)
+                    filled[rank] += block.rows
+    return tuple(
+        _route(domain, m, [runs[m, n] for n in range(len(domain.all_points))]) if chunks else None
+        for m, chunks in enumerate(domain.chunks_of)
     )
+
+
+def _route(domain: DomainPlan, m: int, runs: Sequence[Sequence[Rows]]) -> Route:
+    layout = domain.microbatches[m].layout
+    segments = []
+    for number, point in enumerate(domain.all_points):
+        if runs[number]:
+            places = [_at_point(interval, point, domain) for interval in layout.intervals(domain.tp)]
+            segments += make_route(runs[number], places, domain.num_ranks, number).segments
+    return Route(domain.num_ranks, tuple(segments))
+
+
+def _at_point(interval: Interval, point: Point, domain: DomainPlan) -> Interval:
+    """Where tokens live that a member and tp rank of any stage holds: with the holder of the point's part."""
+    position = domain.holder(point.part, interval.rank)
+    return Interval(interval.start, interval.length, position, interval.local_start)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omni.config import Config
     from omni.models.registry import Encoder
+    from omni.training.choices import Chosen
     from parallel.layout import Arrangement, Mesh
+    from parallel.policies import SharingPolicy
 
 SHOWN_RANKS = 8  # of a group, before the rest is only counted
 SHOWN_NODES = 32
@@ -41,12 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError, require
-    from omni.models.llm import check_llm, llm_stages
+    from omni.models.llm import check_llm, llm_parts
     from omni.models.registry import make_encoder
+    from omni.training.choices import chosen_policies
     from omni.training.job import check_layout, planned_ranks, resolve_layout, tokenizer_of
 
     try:
         config = compose_config(arguments.overrides)
+        policies = chosen_policies(config)
         check_llm(config.model.llm)
         encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
         arrangement = resolve_layout(config, planned_ranks(config))
@@ -60,10 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     per_node = config.cluster.ranks_per_node
-    stages = llm_stages(config.model.llm, vocab_size, arrangement.llm.pp)
+    parts = llm_parts(config.model.llm, vocab_size, arrangement.llm)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
     print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
-    for line in explain(config, encoders, arrangement, stages, arguments.rank):
+    for line in explain(config, policies, encoders, arrangement, parts, arguments.rank):
         print(line)
     print(f"\nranks by {arguments.axis}, one line a node; . holds no part of {holder}")
     for line in picture(arrangement, mesh, axis, per_node, colour=sys.stdout.isatty()):
@@ -89,27 +93,30 @@ def _mesh_with(arrangement: "Arrangement", text: str) -> "tuple[str, Mesh, str]"
 
 def explain(
     config: "Config",
+    policies: "Chosen",
     encoders: "Mapping[str, Encoder]",
     arrangement: "Arrangement",
-    stages: Sequence[int],
+    parts: Sequence[int],
     rank: int,
 ) -> Iterator[str]:
     """Yield a line for each group of more than one rank that `rank` is in and that carries something.
 
-    `stages` are the layers of each stage of the LLM.
+    `parts` are the layers of each part of the LLM.
     """
     mesh, per_node = arrangement.mesh, config.cluster.ranks_per_node
     if rank in mesh:
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
+        if arrangement.llm.parts > 1:
+            where += f", parts {' '.join(map(str, arrangement.llm.holds(at['pp'])))}"
     else:
         where = "encoders only"
     yield f"rank {rank}: {where}; domain {arrangement.domain(rank)}"
     yield f"{'component':10} {'axes':12} {'ranks':36} {'node':8} carries"
-    groups = list(_llm_groups(config, arrangement, stages, rank)) if rank in mesh else []
+    groups = list(_llm_groups(config, policies.llm_sp, arrangement, parts, rank)) if rank in mesh else []
     for name, of in arrangement.encoder_meshes.items():
         if rank in of:
-            groups += _encoder_groups(name, encoders[name], of, config.encoder_sp.policy, rank)
+            groups += _encoder_groups(name, encoders[name], of, policies.encoder_sp, rank)
     domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
@@ -127,18 +134,15 @@ _Group = tuple[str, str, Sequence[int], str]  # component, axes, ranks, what it 
 
 
 def _llm_groups(
-    config: "Config", arrangement: "Arrangement", stages: Sequence[int], rank: int
+    config: "Config", policy: "SharingPolicy", arrangement: "Arrangement", parts: Sequence[int], rank: int
 ) -> Iterator[_Group]:
-    from omni.training.pools import UNIFORM
-
     mesh, experts, llm = arrangement.mesh, arrangement.expert_mesh, config.model.llm
 
     def along(*axes: str) -> tuple[str, Sequence[int]]:
         return "·".join(axes), mesh.group(rank, *axes)
 
     yield "llm", *along("tp"), "layers: all-gather and reduce-scatter of activations"
-    policy = config.llm_sp.policy
-    if arrangement.llm.cp > 1 if policy == UNIFORM else policy != "none":
+    if policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica):
         yield "llm", *along("cp", "replica"), "sequences shared in attention: all-to-all"
     yield "llm", *along("pp"), "activations and their gradients between stages"
     pipeline = mesh.group(rank, "pp")
@@ -146,16 +150,18 @@ def _llm_groups(
         ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
         yield "llm", "ends of pp", ends, "gradients of the embedding, tied to the output: all-reduce"
     yield "llm", *along("cp", "dp"), "gradients and weights: reduce-scatter and all-gather"
-    stage = mesh.coordinates(rank)["pp"]
-    if llm.mixture is not None and sum(stages[: stage + 1]) > llm.mixture.dense_layers:
+    deepest = arrangement.llm.holds(mesh.coordinates(rank)["pp"])[-1]
+    if llm.mixture is not None and sum(parts[: deepest + 1]) > llm.mixture.dense_layers:
         yield "experts", "ep", experts.group(rank, "ep"), "tokens to experts and back: all-to-all"
         yield "experts", "edp", experts.group(rank, "edp"), "gradients and weights of experts"
         yield "experts", *along("tp", "cp", "dp"), "tokens of each expert, once a step: all-reduce"
 
 
-def _encoder_groups(name: str, encoder: "Encoder", mesh: "Mesh", policy: str, rank: int) -> Iterator[_Group]:
+def _encoder_groups(
+    name: str, encoder: "Encoder", mesh: "Mesh", policy: "SharingPolicy", rank: int
+) -> Iterator[_Group]:
     yield name, "tp", mesh.group(rank, "tp"), "layers: all-reduce of activations"
-    if policy != "none" and encoder.unit is not None:
+    if policy.cuts and encoder.unit is not None:
         yield name, "slot", mesh.group(rank, "slot"), "items shared in attention: all-to-all"
     yield name, "dp", mesh.group(rank, "dp"), "gradients and weights: reduce-scatter and all-gather"
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni.training.job import Job
-    from pipeline.plan import Chunk, DomainPlan, Microbatch, StepPlan
+    from pipeline.plan import Chunk, Microbatch, StepPlan
     from pipeline.simulator import Timeline
 
 WIDTH = 72  # characters of a timeline
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.training.job import planned_ranks, prepare_job
     from omni.training.pools import without_effect
     from pipeline.costs import simulate
-    from pipeline.verifier import PlanRefusedError, verify
+    from pipeline.verifier import PlanRefusedError
 
     try:
         config = compose_config(arguments.overrides)
@@ -51,61 +51,68 @@ def run(arguments: argparse.Namespace) -> int:
                 f"--step {arguments.step} --domain {arguments.domain}: steps begin at 1, "
                 f"and there are domains 0 to {job.arrangement.num_domains - 1}"
             )
-        plan = plan_of_step(job, arguments.step)
-        domain = plan.domains[arguments.domain]
+        plan = plan_of_step(job, arguments.step, arguments.domain)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        verify(plan, max_in_flight=job.layout.pp, single_fifo=job.planner.single_queue)
+        job.planner.verify(plan)
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    for text in without_effect(config, job.planner.sharing):
+    for text in without_effect(job.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
-    timeline = simulate(domain, job.table)
+    timeline = simulate(plan.domain, job.table)
     if arguments.json:
-        print(json.dumps(figures(job, plan, domain, timeline), indent=2))
+        print(json.dumps(figures(job, plan, timeline), indent=2))
         return 0
-    for key, value in figures(job, plan, domain, timeline).items():
+    for key, value in figures(job, plan, timeline).items():
         print(f"{key:28} {value}")
     print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, . wait")
-    for rank in range(len(domain.ops)):
-        print(f"  rank {rank}  {draw(timeline, rank)}")
+    ranks, team = job.arrangement.domain_ranks(plan.number), plan.domain.team
+    names = [_ranks(ranks[first : first + team]) for first in range(0, len(ranks), team)]
+    for number, name in enumerate(names):
+        print(f"  {name:{max(map(len, names))}}  {draw(timeline, number)}")
     if arguments.ops:
-        for rank, ops in enumerate(domain.ops):
-            print(f"\nrank {rank}: {' '.join(map(str, ops))}")
+        for name, ops in zip(names, plan.domain.ops, strict=True):
+            print(f"\n{name}: {' '.join(map(str, ops))}")
     return 0
 
 
-def plan_of_step(job: "Job", step: int) -> "StepPlan":
-    """Plan steps 1 … `step`: where a step begins in the stream depends on those before it."""
-    plan = job.planner.next_step(1, 0)
+def _ranks(ranks: "Sequence[int]") -> str:
+    """Global ranks that share an op list, in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+
+
+def plan_of_step(job: "Job", step: int, domain: int = 0) -> "StepPlan":
+    """Plan steps 1 … `step` for a domain: where a step begins in the stream depends on those before it."""
+    plan = job.planner.next_step(1, 0, domain)
     for number in range(2, step + 1):
-        plan = job.planner.next_step(number, plan.next_cursor)
+        plan = job.planner.next_step(number, plan.taken.next_cursor, domain)
     return plan
 
 
-def figures(job: "Job", plan: "StepPlan", domain: "DomainPlan", timeline: "Timeline") -> dict[str, object]:
+def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, object]:
     """What a plan amounts to, as plain values."""
+    domain, taken = plan.domain, plan.taken
     rows = sum(item.rows for item in domain.items)
     moved = sum(route.moved_rows() for route in domain.routes if route is not None)
-    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(len(domain.ops)))
+    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(domain.num_ranks))
     return {
         "step": plan.step,
-        "digest": f"{plan.digest:016x}",
-        "stream positions": f"{plan.cursor} to {plan.next_cursor - 1}",
-        "samples": len(plan.samples),
-        "tokens": sum(sample.length for sample in plan.samples),
+        "digests": " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels),
+        "stream positions": f"{taken.cursor} to {taken.next_cursor - 1}",
+        "samples": len(taken),
+        "tokens": taken.tokens,
         "layout": job.arrangement.describe(),
-        "policies": ", ".join([job.arrangement.placement, *vars(job.planner.policies).values()]),
+        "policies": job.policies.describe(),
         "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
         "sequences, items shared": f"{_shared(domain.microbatches)}, {_shared(domain.chunks)}",
         "rows, of them shipped": f"{rows}, {moved}",
         "verifier": "accepted, rules R1 to R7",
         "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
-        "simulated busy share": round(busy / max(1, timeline.makespan_ns * len(domain.ops)), 3),
+        "simulated busy share": round(busy / max(1, timeline.makespan_ns * domain.num_ranks), 3),
         "simulated on": job.cluster.name,
     }
 
@@ -115,11 +122,11 @@ def _shared(parts: "Sequence[Microbatch | Chunk]") -> int:
     return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
 
 
-def draw(timeline: "Timeline", rank: int) -> str:
-    """One character for each slice of the simulated step: what the rank does for most of it."""
+def draw(timeline: "Timeline", team: int) -> str:
+    """One character for each slice of the simulated step: what the ranks of a team do for most of it."""
     total = max(1, timeline.makespan_ns)
     cells = [dict.fromkeys(_LETTERS, 0) for _ in range(WIDTH)]
-    for event in timeline.events[rank]:
+    for event in timeline.events[team]:
         if event.op.kind not in _LETTERS:
             continue
         first, last = event.start_ns * WIDTH // total, min(WIDTH - 1, event.end_ns * WIDTH // total)

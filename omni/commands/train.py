@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from infra.launch import launch_local
 from infra.run_folder import RunFolder, write_text
-from omni.compose import check_shadowed, to_config
+from omni.compose import advice, check_shadowed, offer_policies, to_config
 from omni.config import Config, ConfigError
 
 WORKER = "omni.training.worker"
@@ -19,7 +19,23 @@ WORKER = "omni.training.worker"
 def run(arguments: list[str]) -> int:
     """Hand the command line to Hydra. The exit code is that of the run, 2 for a user's mistake."""
     sys.argv = ["omni train", *arguments]
-    hydra.main(version_base="1.3", config_path="pkg://hydra_conf", config_name="config")(_job)()
+    offer_policies()
+    composed = False
+
+    def job(config: DictConfig) -> None:
+        nonlocal composed
+        composed = True
+        _job(config)
+
+    try:
+        hydra.main(version_base="1.3", config_path="pkg://hydra_conf", config_name="config")(job)()
+    except SystemExit as exit:
+        if composed or exit.code != 1:
+            raise
+        # Hydra could not compose the configuration, and has said why.
+        for line in advice(arguments):
+            print(line, file=sys.stderr)
+        return 2
     return 0
 
 

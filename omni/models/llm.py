@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from omni.config import ConfigError, LLMConfig, require
 from omni.models.layer_sizes import check_divisible, check_moe, check_transformer
-from omni.models.llm_parts import LLMPart, llm_part, single_layers
+from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
 from parallel.layout import Layout, stage_layers
 from parallel.work import even_load
@@ -42,22 +42,22 @@ def attach_layer(name: str) -> int:
     return int(match[1])
 
 
-def attach_points(names: Sequence[str], stages: Sequence[int]) -> dict[str, Point]:
-    """Place attach points in a model whose stages have so many layers each.
+def attach_points(names: Sequence[str], parts: Sequence[int]) -> dict[str, Point]:
+    """Place attach points in a model whose parts have so many layers each.
 
     Raises:
         ConfigError: if there is no such point.
     """
     layers = sorted({attach_layer(name) for name in names if name != EMBEDDING.name})
-    if layers and layers[-1] >= sum(stages):
-        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(stages)} layers")
+    if layers and layers[-1] >= sum(parts):
+        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(parts)} layers")
     points = {EMBEDDING.name: EMBEDDING}
-    filled = [1] + [0] * (len(stages) - 1)
+    filled = [1] + [0] * (len(parts) - 1)
     for layer in layers:
-        stage = next(s for s in range(len(stages)) if layer < sum(stages[: s + 1]))
+        part = next(p for p in range(len(parts)) if layer < sum(parts[: p + 1]))
         name = f"llm.layers.{layer}"
-        points[name] = Point(name, stage, filled[stage])
-        filled[stage] += 1
+        points[name] = Point(name, part, filled[part])
+        filled[part] += 1
     return points
 
 
@@ -75,7 +75,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"({vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
-    llm_stages(config, vocab_size, layout.pp)
+    llm_parts(config, vocab_size, layout)
     if config.mixture is not None:
         check_moe("model.llm.moe", config.mixture, layers=config.layers, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:
@@ -84,23 +84,23 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
         )
 
 
-def llm_stages(config: LLMConfig, vocab_size: int, stages: int) -> tuple[int, ...]:
-    """Divide the layers over stages by cost: layers with experts and dense ones differ, and the last stage
-    also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
+def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
+    """Divide the layers over the parts of a layout by cost: layers with experts and dense ones differ, and
+    the last part also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
 
     Raises:
-        LayoutError: if a stage would have no layer.
+        LayoutError: if a part would have no layer.
     """
     output = linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
     token = even_load(1, _REFERENCE_TOKENS)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
-    return stage_layers(costs, output, stages)
+    return stage_layers(costs, output, layout.pp, layout.parts)
 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:
-    """State the work of a rank of each part of the LLM."""
+    """State the work of a rank in each part of the LLM."""
     vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
-    layers = llm_stages(config, vocab_size, layout.pp)
+    layers = llm_parts(config, vocab_size, layout)
     return tuple(
         llm_part(config, vocabulary, layers, number, layout, element) for number in range(len(layers))
     )

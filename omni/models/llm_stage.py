@@ -1,9 +1,10 @@
-"""A stage of the LLM: megatron-core's GPTModel on packed tokens.
+"""A stage of the LLM: its parts, each megatron-core's GPTModel of some layers, on packed tokens.
 
 Shapes: T tokens, D width.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from omni.config import LLMConfig
 from omni.models.layers import layer_submodules, transformer_config
-from omni.models.llm import attach_layer, llm_stages, padded_vocabulary
+from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
 from omni.models.moe import (
     expert_biases,
     first_expert,
@@ -22,6 +23,8 @@ from omni.models.moe import (
     update_expert_bias,
 )
 from omni.models.regions import Numbering, mark_parallel
+from omni.models.weight_gradients import Deferral, Pending, put_off_in
+from parallel.layout import Layout
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
@@ -29,10 +32,10 @@ from parallel.packed import PackedTokens
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """Tensors of one microbatch on one rank of one stage, on its device. T tokens are those of its member of
-    the pool, of which this rank holds T / tp between attention layers.
+    """Tensors of one microbatch on one rank, for all parts of the LLM that it holds, on its device. T tokens
+    are those of its member of the pool, of which this rank holds T / tp between attention layers.
 
-    `ids` [1, T] on the first stage. On the last stage `wanted` [c] are positions among this rank's tokens
+    `ids` [1, T] for the first part. For the last part `wanted` [c] are positions among this rank's tokens
     whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
     have `labels` [n], `weights` [n] (0 for padding and tombstones), `sources` [n] (the index of each one's
     data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
@@ -51,16 +54,31 @@ class MicrobatchInputs:
     padding: torch.Tensor | None = None
 
 
-class LLMStage:
-    """This rank's stage of the LLM, as the engine drives it.
+@dataclass(frozen=True)
+class Part:
+    """A part of the LLM: neighbouring layers, after the embedding in the first one, before the output in the
+    last. `model` is bare; the wrapper that reduces its gradients shares its parameters.
+    """
 
-    `model` is the bare GPTModel; the wrapper that reduces its gradients shares its parameters. Rows may
-    enter before any of `attach_layers`, counted from the start of the model.
+    model: GPTModel
+    numbering: Numbering
+    is_first: bool
+    is_last: bool
+
+
+class LLMStage:
+    """This rank's parts of the LLM, by their numbers in it, as the engine drives them.
+
+    Rows may enter before any of `attach_layers`, counted from the start of the model.
+
+    Invariant: a rank that holds both ends of a model with a tied output has its embedding once: the output is
+    computed with the first part's parameter. Two ranks that hold one end each have a copy each.
     """
 
     def __init__(
         self,
         config: LLMConfig,
+        layout: Layout,
         *,
         vocab_size: int,
         num_sources: int,
@@ -69,15 +87,13 @@ class LLMStage:
         groups: ProcessGroupCollection,
         attach_layers: Sequence[int] = (),
     ) -> None:
-        stage, stages = groups.pp.rank(), groups.pp.size()
-        layers = llm_stages(config, vocab_size, stages)
+        layers = llm_parts(config, vocab_size, layout)
         self.tp_group = groups.tp
         self.config = config
         self.width = config.hidden
         self.dtype = dtype
         self.device = device
         self.num_sources = num_sources
-        self.first, self.last = stage == 0, stage == stages - 1
         self.transformer = transformer_config(
             layers=config.layers,
             hidden=config.hidden,
@@ -93,65 +109,102 @@ class LLMStage:
             dtype=dtype,
             tp=groups.tp.size(),
             sequence_parallel=True,
-            stages=stages,
+            stages=layout.pp,
             more=moe_settings(config.mixture, groups.ep.size(), dtype, device) if config.mixture else None,
         )
-        first = sum(layers[:stage])
-        specs = partial(
-            layer_specs, moe=config.mixture, layers=range(first, first + layers[stage]), device=device
-        )
         self.groups = groups
-        self.model = GPTModel(
+        self.deferral = Deferral()
+        self.vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+        self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
+        self.models = torch.nn.ModuleList(part.model for part in self.parts.values())
+        mark_parallel(self.models)
+        self.output_weight = self._tie()
+        for part in self.parts.values():
+            for number, layer in enumerate(part.model.decoder.layers, start=part.numbering.first_layer):
+                if number in attach_layers:
+                    # A lasting hook, because recomputation passes the layer again, long after this pass.
+                    layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
+
+    def _part(self, number: int, layers: Sequence[int]) -> Part:
+        """Build part `number` of a model whose parts have so many `layers` each."""
+        config, groups = self.config, self.groups
+        first = sum(layers[:number])
+        is_first, is_last = number == 0, number == len(layers) - 1
+        specs = partial(
+            layer_specs,
+            moe=config.mixture,
+            layers=range(first, first + layers[number]),
+            device=self.device,
+        )
+        # megatron numbers layers by pipeline stage. It uses the numbers in what we do not: names are ours.
+        model = GPTModel(
             self.transformer,
-            layer_submodules(layers[stage], config.norm, causal=True, specs=specs),
-            vocab_size=padded_vocabulary(vocab_size, config.vocab_multiple),
+            layer_submodules(layers[number], config.norm, causal=True, specs=specs),
+            vocab_size=self.vocabulary,
             max_sequence_length=0,
-            pre_process=self.first,
-            post_process=self.last,
+            pre_process=is_first,
+            post_process=is_last,
             position_embedding_type="none",
             share_embeddings_and_output_weights=config.tied,
             pg_collection=groups,
-        ).to(device)
-        for number, layer in enumerate(self.model.decoder.layers, start=first):
-            if number in attach_layers:
-                # A lasting hook, because recomputation passes the layer again, long after this pass.
-                layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
-        mark_parallel(self.model)
-        self.numbering = Numbering(
+        ).to(self.device)
+        put_off_in(model.decoder, self.deferral)
+        numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,
             tied=config.tied,
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
         )
+        return Part(model, numbering, is_first, is_last)
+
+    def _tie(self) -> torch.nn.Parameter | None:
+        """Return the weight of the output, None where the last part is not. If it is tied to an embedding
+        that this rank holds, drop megatron's copy.
+        """
+        parts = list(self.parts.values())
+        if not parts[-1].is_last:
+            return None
+        output = parts[-1].model.output_layer
+        if self.config.tied and parts[0].is_first:
+            output.weight = None
+            return parts[0].model.embedding.word_embeddings.weight
+        return output.weight
 
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
-        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch."""
-        return self.model.embedding(inputs.ids, None).squeeze(1)
+        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch, for the first part."""
+        return self.parts[0].model.embedding(inputs.ids, None).squeeze(1)
 
-    def enter(self, inputs: MicrobatchInputs, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
+    def enter(
+        self, part: int, inputs: MicrobatchInputs, name: str, tokens: torch.Tensor, rows: torch.Tensor
+    ) -> None:
         """Add `rows` [R, D] at `tokens` [R] to the input of the layer that attach point `name` stands for."""
-        inputs.packed.entering[attach_layer(name)] = (tokens, rows)
+        layer, own = attach_layer(name), self.parts[part]
+        first = own.numbering.first_layer
+        assert first <= layer < first + len(own.model.decoder.layers), f"{name} is not in part {part}"
+        inputs.packed.entering[layer] = (tokens, rows)
 
-    def forward(self, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden [T / tp, D] → the same; on the last stage losses [n], or the next token id of each sequence.
+    def forward(self, part: int, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [T / tp, D] → the same; of the last part losses [n], or the next token id of each sequence.
 
         The output layer runs on the wanted positions alone: rows of images have no next token.
         """
+        own = self.parts[part]
+        model = own.model
         hidden = hidden.unsqueeze(1)
-        if not self.first:
-            self.model.set_input_tensor(hidden)
+        if not own.is_first:
+            model.set_input_tensor(hidden)
         masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
-        out = self.model.decoder(hidden, None, packed_seq_params=inputs.packed, **masked)
-        self.model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
-        if not self.last:
+        out = model.decoder(hidden, None, packed_seq_params=inputs.packed, **masked)
+        model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
+        if not own.is_last:
             return out.squeeze(1)
         assert inputs.wanted is not None
         wanted = out.squeeze(1).index_select(0, inputs.wanted)
         if self.tp_group.size() > 1:
             wanted = gather_from_sequence_parallel_region(wanted, group=self.tp_group)
-        tied = self.config.tied
-        weight = self.model.shared_embedding_or_output_weight() if tied else self.model.output_layer.weight
+        weight = self.output_weight
+        assert weight is not None
         if inputs.labels is None:
             assert inputs.order is not None
             return linear_argmax(wanted, weight, self.tp_group)[inputs.order]
@@ -170,6 +223,10 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
+        return self.deferral.weights_later()
+
     def balance_experts(self, learns: bool) -> torch.Tensor:
         """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
 
@@ -179,18 +236,22 @@ class LLMStage:
         if self.config.mixture is None:
             return torch.zeros((), device=self.device)
         rate = self.config.mixture.bias_update_rate if learns else 0.0
-        loads = update_expert_bias(self.model, self.groups, rate)
+        loads = update_expert_bias(self.models, self.groups, rate)
         return loads.sum() / self.groups.tp_dp_cp.size()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """State beside the weights, by canonical name, on the one rank of a stage that saves it."""
         if self.config.mixture is None or self.groups.tp_dp_cp.rank() > 0:
             return {}
-        return expert_biases(self.model, self.numbering.first_layer)
+        biases: dict[str, torch.Tensor] = {}
+        for part in self.parts.values():
+            biases |= expert_biases(part.model, part.numbering.first_layer)
+        return biases
 
     def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Load this stage's state from that of all stages."""
-        load_expert_biases(self.model, self.numbering.first_layer, saved)
+        for part in self.parts.values():
+            load_expert_biases(part.model, part.numbering.first_layer, saved)
 
 
 def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

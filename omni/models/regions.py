@@ -7,7 +7,7 @@ parity are written in these terms alone, so none of them knows a layout.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -77,9 +77,9 @@ class Numbering:
 class Named:
     """A parameter by its canonical name, and which part of it this rank holds.
 
-    Ranks of a replica may hold the same: first and last stage a tied embedding, tensor-parallel ranks what is
-    not divided among them. `copy` is (0, 0) for the first of these, and tells the others apart. Experts are
-    no such copies: their ranks are those of data parallelism.
+    Ranks of a replica may hold the same: those of the first and the last part a tied embedding,
+    tensor-parallel ranks what is not divided among them. `copy` is (0, 0) for the first of these, and tells
+    the others apart. Experts are no such copies: their ranks are those of data parallelism.
     """
 
     name: str
@@ -132,9 +132,17 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
             full[dim] *= size
             runs = tuple((part * held * size + rank * held, held) for part in range(parts))
             region = Region(tuple(full), dim, runs)
-        of_stages = numbering.first_layer if canonical == TIED else 0
-        copy = (of_stages, rank if region.is_whole else 0)
+        of_parts = numbering.first_layer if canonical == TIED else 0
+        copy = (of_parts, rank if region.is_whole else 0)
         yield Named(canonical, parameter, region, copy, is_expert)
+
+
+def all_parameters(
+    modules: Mapping[int, torch.nn.Module], numberings: Mapping[int, Numbering]
+) -> Iterator[Named]:
+    """Yield the parameters of all parts of a component, which have a module and a numbering each."""
+    for part, module in modules.items():
+        yield from named_parameters(module, numberings[part])
 
 
 def canonical_name(name: str, numbering: Numbering) -> str:

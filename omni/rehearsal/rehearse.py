@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.regions import Named, named_parameters
+from omni.models.regions import Named, all_parameters
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.stand_in_data import stand_in
@@ -66,7 +66,7 @@ def for_gpus(job: Job) -> Job:
 
 
 def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
-    """Run rank `rank` of `job` through `plan`. No process group may exist, and none is left behind.
+    """Run rank `rank` of `job` through the plan of its domain. No process group may exist, and none is left.
 
     The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
     on plans, less than a kilobyte, is left out.
@@ -77,8 +77,8 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
     start = time.process_time()
     with _built(job, rank) as (own, mode, meter):
         inputs = _inputs(job, plan, own, mode)
-        domain, ranks = plan.domains[own.domain], job.arrangement.domain_ranks(own.domain)
-        routed_evenly = even_routing(domain, ranks, job.config.model.llm.moe, lambda: meter.where)
+        ranks = job.arrangement.domain_ranks(own.domain)
+        routed_evenly = even_routing(plan.domain, ranks, job.config.model.llm.moe, lambda: meter.where)
         with mode, meter, routed_evenly:
             own.optimizer.begin(plan.step)
             _update(own, plan, meter)
@@ -86,11 +86,11 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
             built = time.process_time()
             meter.start(group_labels(own.groups))
             own.optimizer.begin(plan.step)
-            own.engine.run(plan, domain, inputs)
+            own.engine.run(plan, inputs)
             _update(own, plan, meter)
         footprint = Footprint(
             parameters={
-                name: sum(parameter.numel() for parameter in component.module.parameters())
+                name: sum(parameter.numel() for parameter in component.parameters)
                 for name, component in own.components.items()
             },
             peak=meter.peak,
@@ -107,10 +107,9 @@ def owned_parameters(job: Job, rank: int) -> dict[str, int]:
     counts = {}
     with _built(job, rank) as (own, _, _):
         for name, component in own.components.items():
-            numbering = own.names[name]
             counts[name] = sum(
                 named.parameter.numel()
-                for named in named_parameters(component.module, numbering)
+                for named in all_parameters(component.modules, own.names[name])
                 if not _is_copy(named, component.groups)
             )
     return counts
@@ -151,14 +150,8 @@ def _world(rank: int, size: int) -> Iterator[None]:
 
 def _inputs(job: Job, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
     """The tensors of a step as training assembles them, of planned shapes and no content."""
-    domain = plan.domains[own.domain]
-    metas = {}
-    for i in {i for batch in domain.microbatches for i in batch.samples}:
-        meta = job.planner.meta(plan.samples[i].source, plan.samples[i].id)
-        assert meta is not None, "a dropped sample is in no plan"
-        metas[i] = meta
-    fetched = stand_in(own.assembler.fetch_of(domain, metas))
-    inputs = own.assembler.assemble(plan, domain, fetched, predict=False)
+    fetched = stand_in(own.assembler.fetch_of(plan.domain, job.planner.metas_of(plan.domain)))
+    inputs = own.assembler.assemble(plan.domain, fetched, predict=False)
     faked: StepInputs = _mapped(inputs, mode.from_tensor)
     return faked
 
@@ -183,9 +176,10 @@ def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
     """One update, of the experts' bias too, with totals made up: the host would learn them from all ranks."""
     with meter.making("workspace"):
         meter.where = "update"
+        own.optimizer.tie()
         own.optimizer.squares()
         ones = (1.0,) * len(plan.components)
-        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), 0.0, 0, False))
+        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), (), 0.0, 0, False))
         if own.stage is not None:
             own.stage.balance_experts(LLM not in own.optimizer.frozen)
 
@@ -212,9 +206,8 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
             meter.adopt((main.detach() for main in optimizer.get_parameters()), "optimizer")
             for state in optimizer.optimizer.state.values():
                 meter.adopt((x for x in state.values() if isinstance(x, torch.Tensor)), "optimizer")
-        parameters = list(component.module.parameters())
-        meter.adopt((vars(parameter)["main_grad"] for parameter in parameters), "gradients")
-        meter.adopt(parameters, "weights")
+        meter.adopt((vars(parameter)["main_grad"] for parameter in component.parameters), "gradients")
+        meter.adopt(component.parameters, "weights")
 
 
 def group_labels(groups: Groups) -> dict[str, str]:

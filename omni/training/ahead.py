@@ -6,15 +6,14 @@ them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dataloader.loader import Failure, Loader
 from omni.training.inputs import Assembler
 from omni.training.planner import Planner
 from pipeline.anchor import StepInputs
-from pipeline.plan import DomainPlan, StepPlan
+from pipeline.plan import StepPlan
 
 PLANS_AHEAD = 2
 
@@ -24,7 +23,6 @@ class Prepared:
     """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it."""
 
     plan: StepPlan
-    domain: DomainPlan
     inputs: StepInputs
     failures: tuple[Failure, ...]
     plan_s: float
@@ -37,7 +35,6 @@ class Ahead:
     def __init__(
         self,
         planner: Planner,
-        verify: Callable[[StepPlan], None],
         loader: Loader,
         assembler: Assembler,
         *,
@@ -48,7 +45,6 @@ class Ahead:
         timeout_s: float,
     ) -> None:
         self.planner = planner
-        self.verify = verify
         self.loader = loader
         self.assembler = assembler
         self.domain = domain
@@ -79,9 +75,7 @@ class Ahead:
         self._start_plan(step + PLANS_AHEAD)
         self._start_preparing(step + 1)
         wait_s = time.perf_counter() - start
-        return Prepared(
-            prepared.plan, prepared.domain, prepared.inputs, prepared.failures, prepared.plan_s, wait_s
-        )
+        return replace(prepared, wait_s=wait_s)
 
     def close(self) -> None:
         """Stop preparing; steps under way are dropped."""
@@ -99,22 +93,15 @@ class Ahead:
 
     def _plan(self, step: int) -> tuple[StepPlan, float]:
         start = time.perf_counter()
-        plan = self.planner.next_step(step, self.cursor)
-        self.verify(plan)
-        _ = plan.digest  # hash it here, not in the step
-        self.cursor = plan.next_cursor
-        metas = {}
-        for batch in plan.domains[self.domain].microbatches:
-            for i in batch.samples:
-                meta = self.planner.meta(plan.samples[i].source, plan.samples[i].id)
-                assert meta is not None, "a dropped sample is in no plan"
-                metas[i] = meta
-        self.loader.submit(step, self.assembler.fetch_of(plan.domains[self.domain], metas))
+        plan = self.planner.next_step(step, self.cursor, self.domain)
+        self.planner.verify(plan)
+        _ = plan.digests  # hash it here, not in the step
+        self.cursor = plan.taken.next_cursor
+        self.loader.submit(step, self.assembler.fetch_of(plan.domain, self.planner.metas_of(plan.domain)))
         return plan, time.perf_counter() - start
 
     def _prepare(self, step: int, planned: "Future[tuple[StepPlan, float]]") -> Prepared:
         plan, plan_s = planned.result()
         fetched = self.loader.get(step, self.timeout_s)
-        domain = plan.domains[self.domain]
-        inputs = self.assembler.assemble(plan, domain, fetched, predict=False)
-        return Prepared(plan, domain, inputs, fetched.failures, plan_s, fetched.wait_s)
+        inputs = self.assembler.assemble(plan.domain, fetched, predict=False)
+        return Prepared(plan, inputs, fetched.failures, plan_s, fetched.wait_s)

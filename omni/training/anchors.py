@@ -1,10 +1,12 @@
 """An encoder as the engine sees it: a module attached to the LLM by name."""
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from omni.models.weight_gradients import Deferral, Pending, put_off_in
 from omni.training.inputs import ChunkInputs
 from parallel.slots import own_rows
 
@@ -16,6 +18,10 @@ class EncoderAnchor:
     module: torch.nn.Module
     tp: dist.ProcessGroup
     num_points: int
+    deferral: Deferral = field(default_factory=Deferral)
+
+    def __post_init__(self) -> None:
+        put_off_in(self.module, self.deferral)
 
     def encode(self, inputs: ChunkInputs) -> torch.Tensor:
         """Packed items → this rank's share of their rows [r, D], point after point.
@@ -35,3 +41,7 @@ class EncoderAnchor:
                 "and forward() agree"
             )
         return own_rows(rows, inputs.row_counts, self.tp)
+
+    def weights_later(self) -> AbstractContextManager[Pending]:
+        """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""
+        return self.deferral.weights_later()

@@ -48,9 +48,9 @@ class Rank:
         return self.rank == 0
 
 
-def _reduce(component: ComponentOptimizer, groups: Groups) -> None:
+def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> None:
     with waiting(f"the gradients of {component.name}", groups.world):
-        component.reduce()
+        component.reduce(part)
 
 
 def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
@@ -60,21 +60,26 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
     groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
-    modules: dict[str, torch.nn.Module] = {}
-    names: dict[str, Numbering] = {}
+    # By component, and by number of the part: encoders are of one part.
+    modules: dict[str, dict[int, torch.nn.Module]] = {}
+    names: dict[str, dict[int, Numbering]] = {}
     stage = None
     if LLM in groups.components:
         stage = _build_stage(job, groups, dtype, device)
-        modules[LLM], names[LLM] = stage.model, stage.numbering
+        modules[LLM] = {number: part.model for number, part in stage.parts.items()}
+        names[LLM] = {number: part.numbering for number, part in stage.parts.items()}
     for name, encoder in job.encoders.items():
         if name in groups.components:
             own = groups.components[name]
-            modules[name] = encoder.build(config.model.llm.hidden, dtype, device, own)
-            mark_parallel(modules[name])
-            names[name] = Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())
-    for name, module in modules.items():
-        depth = config.model.llm.layers if name == LLM else getattr(module.config, "num_layers", 1)
-        initialise(module, seed=config.train.seed, component=name, num_layers=depth, numbering=names[name])
+            module = encoder.build(config.model.llm.hidden, dtype, device, own)
+            mark_parallel(module)
+            modules[name] = {0: module}
+            names[name] = {0: Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())}
+    for name, parts in modules.items():
+        for part, module in parts.items():
+            depth = config.model.llm.layers if name == LLM else getattr(module.config, "num_layers", 1)
+            numbering = names[name][part]
+            initialise(module, seed=config.train.seed, component=name, num_layers=depth, numbering=numbering)
 
     components = {}
     for name in job.components:
@@ -103,16 +108,17 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
             width=config.model.llm.hidden,
             dtype=dtype,
             anchors={
-                name: EncoderAnchor(modules[name], groups.components[name].tp, len(attach_of(encoder)))
+                name: EncoderAnchor(modules[name][0], groups.components[name].tp, len(attach_of(encoder)))
                 for name, encoder in job.encoders.items()
                 if name in modules
             },
             groups=groups,
             device=device,
             reducers={
-                number: partial(_reduce, components[name], groups)
+                (number, part): partial(_reduce, components[name], part, groups)
                 for number, name in enumerate(job.components)
                 if name in components
+                for part in modules[name]
             },
             timeout_s=config.train.timeout_s,
             on_op=on_op,
@@ -129,6 +135,7 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
 def _build_stage(job: Job, groups: Groups, dtype: torch.dtype, device: torch.device) -> LLMStage:
     return LLMStage(
         job.config.model.llm,
+        job.arrangement.llm,
         vocab_size=job.tokenizer.vocab_size,
         num_sources=len(job.sources),
         dtype=dtype,

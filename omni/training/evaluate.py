@@ -20,7 +20,6 @@ from omni.training.build import Rank
 from omni.training.inputs import TextArrays
 from omni.training.job import Job
 from pipeline.plan import Microbatch, StepPlan
-from pipeline.verifier import verify
 
 MAX_NEW_TOKENS = 128
 
@@ -53,10 +52,11 @@ class Evaluator:
         metas = self._metas(source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         for group in _grouped(metas, self._tokens_at_once()):
-            plan = self.job.planner.evaluation(step, group, self.job.arrangement.num_domains)
-            domain = plan.domains[self.rank.domain]
-            texts = {i: self._text(source, group[i]) for i in self.rank.assembler.texts(domain)}
-            for _, inputs, losses in self._run(plan, self.rank.domain, group, texts, predict=False):
+            domains = self.job.arrangement.num_domains
+            plan = self.job.planner.evaluation(step, group, domains, self.rank.domain)
+            domain, own = plan.domain, _own(plan, group)
+            texts = {i: self._text(source, own[i]) for i in self.rank.assembler.texts(domain)}
+            for _, inputs, losses in self._run(plan, own, texts, predict=False):
                 if domain.reports(self.rank.position):
                     assert inputs.weights is not None
                     weights = inputs.weights.double()
@@ -113,10 +113,10 @@ class Evaluator:
         if not metas:
             return []
         plan = self.job.planner.evaluation(step, metas, 1)
-        domain = plan.domains[0]
+        domain = plan.domain
         arrays = {i: (ids, ids, ids) for i, ids in enumerate(texts)}  # labels and mask are not looked at
         tokens = torch.full((len(metas),), -1, dtype=torch.int64)
-        for batch, _, predicted in self._run(plan, 0, metas, arrays, predict=True):
+        for batch, _, predicted in self._run(plan, metas, arrays, predict=True):
             pieces = self.rank.assembler.pieces(domain, batch)
             last = [p.sample for p in pieces if p.stop == batch.layout.lengths[p.sequence]]
             tokens[last] = predicted.cpu()
@@ -128,22 +128,21 @@ class Evaluator:
     def _run(
         self,
         plan: StepPlan,
-        number: int,
         metas: Sequence[SampleMeta],
         texts: Mapping[int, TextArrays],
         predict: bool,
     ) -> list[tuple[Microbatch, MicrobatchInputs, torch.Tensor]]:
-        """Run domain `number` of a forward-only plan; on the last stage return every microbatch, its inputs
-        and outputs.
+        """Run a forward-only plan of samples with `metas`; where the last part is, return every microbatch,
+        its inputs and outputs.
         """
-        verify(plan, self.job.layout.pp, self.job.planner.single_queue, number)
-        domain = plan.domains[number]
+        self.job.planner.verify(plan)
+        domain = plan.domain
         assembler = self.rank.assembler
-        fetch = assembler.fetch_of(domain, dict(enumerate(metas)))
+        fetch = assembler.fetch_of(domain, metas)
         items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]
         fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, (), 0.0)
-        inputs = assembler.assemble(plan, domain, fetched, predict)
-        result = self.rank.engine.run(plan, domain, inputs)
+        inputs = assembler.assemble(domain, fetched, predict)
+        result = self.rank.engine.run(plan, inputs)
         return [
             (domain.microbatches[m], inputs.microbatches[m], outputs)
             for m, outputs in sorted(result.outputs.items())
@@ -171,6 +170,12 @@ class Evaluator:
             return encoder.decode(item)
         except DataError as error:
             raise DataError(f"held-out source {source}, sample {sample}, item {index}: {error}") from error
+
+
+def _own(plan: StepPlan, metas: Sequence[SampleMeta]) -> list[SampleMeta]:
+    """The samples of a plan's domain, of all that were planned, in its order."""
+    replicas = plan.group.replicas[plan.number - plan.group.first]
+    return [metas[n] for n in sorted(n for replica in replicas for n in replica)]
 
 
 def _grown(prompt: SampleMeta, new: Sequence[int]) -> SampleMeta:

@@ -24,11 +24,11 @@ from omni.config import LLMConfig
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
-from parallel.boundary import Ends, make_ends
+from parallel.boundary import make_ends
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.sequence import Shard
-from pipeline.anchor import Landing, StepInputs
-from pipeline.plan import Chunk, DomainPlan, Microbatch, StepPlan
+from pipeline.anchor import StepInputs
+from pipeline.plan import Chunk, DomainPlan, Microbatch
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -90,14 +90,14 @@ class Assembler:
         ]
 
     def texts(self, domain: DomainPlan) -> list[int]:
-        """Return the samples whose texts this rank needs, by place in the plan, in the order of loading."""
+        """Return the samples whose texts this rank needs, in the order of loading."""
         if not self.reads_text(domain):
             return []
         batches = domain.microbatches
         return list(dict.fromkeys(p.sample for batch in batches for p in self.pieces(domain, batch)))
 
-    def fetch_of(self, domain: DomainPlan, metas: Mapping[int, SampleMeta]) -> Fetch:
-        """Say what this rank must load. `metas` are those of the domain's samples, by place in the plan."""
+    def fetch_of(self, domain: DomainPlan, metas: Sequence[SampleMeta]) -> Fetch:
+        """Say what this rank must load. `metas` are those of the domain's samples."""
         texts = tuple((metas[i].source, metas[i]) for i in self.texts(domain))
         items = tuple(
             (metas[domain.items[i].sample].source, metas[domain.items[i].sample].id, domain.items[i].index)
@@ -117,26 +117,26 @@ class Assembler:
         )
         return [(i, own) for i, own in found if own]
 
-    def assemble(self, plan: StepPlan, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
+    def assemble(self, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
         """Build the tensors of a step. With `predict`, the last stage gives each next token.
 
         It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
         """
         on_gpu = self.place.device.type == "cuda"
         with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
-            return self._assemble(plan, domain, fetched, predict)
+            return self._assemble(domain, fetched, predict)
 
-    def _assemble(self, plan: StepPlan, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
+    def _assemble(self, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
         position = self.place.position
         texts = dict(zip(self.texts(domain), fetched.texts, strict=True))
         in_llm = domain.stage(position) is not None
         microbatches = [
-            self._microbatch(plan, domain, batch, texts, predict)
+            self._microbatch(domain, batch, texts, predict)
             for batch in (domain.microbatches if in_llm else ())
         ]
         items = iter(fetched.items)
         chunks = {
-            number: self._chunk(plan, domain, number, items)
+            number: self._chunk(domain, number, items)
             for number, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         }
@@ -144,15 +144,10 @@ class Assembler:
             None if route is None else make_ends(route, position, self.place.device)
             for route in domain.routes
         )
-        landings = tuple(
-            () if of is None else _landings(domain, batch, position, of)
-            for batch, of in zip(domain.microbatches, ends, strict=True)
-        )
-        return StepInputs(tuple(microbatches), chunks, ends, landings)
+        return StepInputs(tuple(microbatches), chunks, ends)
 
     def _microbatch(
         self,
-        plan: StepPlan,
         domain: DomainPlan,
         batch: Microbatch,
         texts: Mapping[int, TextArrays],
@@ -184,14 +179,14 @@ class Assembler:
         if domain.is_last(place.position):
             numbers = {name: number for number, name in enumerate(self.sources)}
             # Held-out sources have no number: evaluation sums losses by itself.
-            sources = [numbers.get(plan.samples[p.sample].source, 0) for p in pieces]
+            sources = [numbers.get(domain.samples[p.sample].source, 0) for p in pieces]
             targets = _last_tokens(batch, pieces) if predict else _targets(pieces, texts, sources)
             wanted = _wanted(targets, tokens, tp, place.position % tp, predict)
             tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
     def _chunk(
-        self, plan: StepPlan, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]
+        self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]
     ) -> ChunkInputs:
         """Take this rank's items of a chunk from `arrays`, None for one that could not be decoded."""
         chunk = domain.chunks[number]
@@ -200,7 +195,7 @@ class Assembler:
         pieces = []
         names = []
         for i, shards in self.shards(chunk):
-            sample = plan.samples[domain.items[i].sample]
+            sample = domain.samples[domain.items[i].sample]
             names.append(f"{sample.source}, sample {sample.id}, item {domain.items[i].index}")
             array, length = next(arrays), domain.items[i].tokens
             item = _silence(encoder, length) if array is None else encoder.preprocess(array)
@@ -227,17 +222,6 @@ class Assembler:
         if self.place.device.type == "cuda":
             return tensor.pin_memory().to(self.place.device, non_blocking=True)
         return tensor
-
-
-def _landings(domain: DomainPlan, batch: Microbatch, position: int, ends: Ends) -> tuple[Landing, ...]:
-    """Divide the rows that arrive at this rank among the attach points of its stage."""
-    points = domain.points(position)
-    if len(points) == 1:
-        return (Landing(points[0].name, None, ends.receive),)
-    share = batch.layout.padded_tokens(domain.member(position), domain.tp) // domain.tp if points else 1
-    place = ends.receive // share
-    chosen = [(point, torch.nonzero(place == point.place).squeeze(1)) for point in points]
-    return tuple(Landing(point.name, own, ends.receive[own] - point.place * share) for point, own in chosen)
 
 
 def _targets(
@@ -297,20 +281,17 @@ def _silence(encoder: Encoder, length: int) -> ItemArrays:
 
 
 def share_tombstones(
-    plan: StepPlan, domain: DomainPlan, failures: Sequence[Failure], group: dist.ProcessGroup
+    domain: DomainPlan, failures: Sequence[Failure], group: dist.ProcessGroup
 ) -> tuple[int, ...]:
-    """Return the plan's samples of this domain that have a bad item on any of its ranks.
+    """Return the samples of this domain that have a bad item on any of its ranks.
 
     Every rank of the domain calls it, with the failures of its own items.
     """
-    members = sorted({i for batch in domain.microbatches for i in batch.samples})
     bad = {(f.source, f.sample) for f in failures}
-    flags = torch.tensor(
-        [(plan.samples[i].source, plan.samples[i].id) in bad for i in members], dtype=torch.uint8
-    )
+    flags = torch.tensor([(sample.source, sample.id) in bad for sample in domain.samples], dtype=torch.uint8)
     if group.size() > 1 and any(domain.routes):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return tuple(i for i, flag in zip(members, flags.tolist(), strict=True) if flag)
+    return tuple(i for i, flag in enumerate(flags.tolist()) if flag)
 
 
 def mask_tombstones(domain: DomainPlan, inputs: StepInputs, tombstones: Sequence[int]) -> None:

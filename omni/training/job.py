@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from dataloader.format import DataError
+from dataloader.global_batch import Budget
 from dataloader.index import Index
-from dataloader.policies import POLICIES as BALANCES
+from dataloader.item_counts import RememberedCounts
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
@@ -22,32 +23,31 @@ from omni.models.llm import (
     attach_points,
     check_llm,
     check_llm_layout,
-    llm_stages,
+    llm_parts,
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
-from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
-from omni.training.pools import UNIFORM, sharing_of
+from omni.training.choices import Chosen, chosen_placement, chosen_policies
+from omni.training.planner import Boundary, Planner, Policies
+from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
 from omni.training.work import cost_table, part_work
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable
-from parallel.layout import Arrangement, Layout, LayoutError, arrange
-from parallel.policies import POLICIES as SEQUENCE_POLICIES
-from parallel.transports import TRANSPOSED
+from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.work import Part
-from pipeline.builders import BUILDERS
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
+GROUP_REPLICAS = 32
 PRECISIONS = ("auto", "fp32", "bf16")
-TRANSPORTS = (AUTO, *(name for name in TRANSPOSED if name != "local"))
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run, resolved: who lives where, its components, data and planner."""
+    """A run, resolved: its policies, who lives where, its components, data and planner."""
 
     config: Config
+    policies: Chosen
     arrangement: Arrangement
     encoders: Mapping[str, Encoder]
     tokenizer: Tokenizer
@@ -82,7 +82,8 @@ def prepare_job(config: Config, world: int) -> Job:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
     Raises:
-        ConfigError, LayoutError, DataError: all ValueError, naming the key, the value and the remedy.
+        ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
+            remedy.
     """
     check_llm(config.model.llm)
     encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
@@ -91,6 +92,7 @@ def prepare_job(config: Config, world: int) -> Job:
     components = (LLM, *encoders)
     if LLM in encoders:
         raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
+    policies = chosen_policies(config)
     _check_choices(config)
     check_optim(config.optim, components, config.train.steps)
     tokenizer = tokenizer_of(config)
@@ -108,12 +110,14 @@ def prepare_job(config: Config, world: int) -> Job:
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
     table = cost_table(config, work, encoders, arrangement, cluster, element)
-    sharing = sharing_of(config, encoders, arrangement, table, element)
-    stages = llm_stages(config.model.llm, tokenizer.vocab_size, arrangement.llm.pp)
-    points = attach_points([name for e in encoders.values() for name in attach_of(e)], stages)
+    sharing = sharing_of(config, policies, encoders, arrangement, table, element)
+    parts = llm_parts(config.model.llm, tokenizer.vocab_size, arrangement.llm)
+    points = attach_points([name for e in encoders.values() for name in attach_of(e)], parts)
+    counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
-        metas=lambda source, sample: indexes[source].meta(sample, source, partial(_count, encoders)),
+        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
+        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         encoders=by_modality,
         components=components,
         arrangement=arrangement,
@@ -124,16 +128,18 @@ def prepare_job(config: Config, world: int) -> Job:
             for name, encoder in encoders.items()
             if attach_of(encoder) != (EMBEDDING.name,)
         ),
-        boundary=Boundary(config.boundary.transport, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        policies=Policies(config.balance.policy, config.pipeline.schedule),
+        boundary=Boundary(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
+        policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
         frozen=partial(frozen_components, config.optim.components),
+        group_size=_group_size(config, arrangement),
         # Until several GPUs have shown that separate communicators never block each other.
         single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
     )
     return Job(
         config=config,
+        policies=policies,
         arrangement=arrangement,
         encoders=encoders,
         tokenizer=tokenizer,
@@ -144,6 +150,12 @@ def prepare_job(config: Config, world: int) -> Job:
         table=table,
         cluster=cluster,
     )
+
+
+def _group_size(config: Config, arrangement: Arrangement) -> int:
+    """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas."""
+    require("balance", config.balance, "group")
+    return config.balance.group or max(1, GROUP_REPLICAS // arrangement.replicas)
 
 
 def count_ranks(config: Config) -> int:
@@ -175,19 +187,22 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
 
     Raises:
         LayoutError: for sizes that do not fit the world or each other, with the remedy.
+        PolicyError: for a placement that is not registered.
     """
-    sizes, beside = config.layout.llm, config.placement.ranks
+    placement = chosen_placement(config)
+    beside = config.placement.ranks
+    if beside is None:
+        beside = int(placement.beside)
+    sizes = config.layout.llm
     unknown = sorted(set(config.layout.encoders) - set(config.model.encoders))
     if unknown:
         raise LayoutError(
             f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
             f"{', '.join(config.model.encoders) or 'none'})"
         )
-    split = ((axis, size) for axis, size in vars(sizes).items() if axis not in ("dp", "ep") and size > 1)
-    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split) or "layout.llm"
-    for axis, size in vars(sizes).items():
-        if size is not None and size < 1:
-            raise LayoutError(f"layout.llm.{axis}={size}: an axis has at least one rank")
+    check_sizes(vars(sizes))
+    split = ((axis, getattr(sizes, axis)) for axis in ("tp", "cp", "pp"))
+    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split if size > 1) or "layout.llm"
     if beside < 0:
         raise LayoutError(f"placement.ranks={beside}: must be at least 0")
     copy = sizes.tp * sizes.cp * sizes.pp
@@ -200,7 +215,7 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
                 f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
             )
         dp = (world - beside) // copy
-    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep)
+    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep, parts=sizes.parts)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
@@ -212,7 +227,7 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
         raise LayoutError(
             f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
         )
-    return arrange(layout, tp, config.placement.policy, beside, domain)
+    return arrange(layout, tp, placement, beside, domain)
 
 
 def check_layout(
@@ -255,11 +270,6 @@ def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]
 
 def _check_choices(config: Config) -> None:
     for key, value, known in (
-        ("encoder_sp.policy", config.encoder_sp.policy, tuple(SEQUENCE_POLICIES)),
-        ("llm_sp.policy", config.llm_sp.policy, (UNIFORM, *SEQUENCE_POLICIES)),
-        ("boundary.transport", config.boundary.transport, TRANSPORTS),
-        ("balance.policy", config.balance.policy, tuple(BALANCES)),
-        ("pipeline.schedule", config.pipeline.schedule, tuple(BUILDERS)),
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
         ("train.precision", config.train.precision, PRECISIONS),

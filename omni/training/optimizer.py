@@ -8,6 +8,7 @@ step has one point where the host learns what happened.
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -30,8 +31,8 @@ from parallel.megatron import (
 @dataclass(frozen=True)
 class Totals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, seconds that ranks spent in named ways, the load of experts in the step before (tokens of the
-    busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
+    component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
+    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
     stop.
     """
 
@@ -39,6 +40,7 @@ class Totals:
     targets: tuple[float, ...]
     squares: tuple[float, ...]
     seconds: tuple[float, ...]
+    planned: tuple[float, ...]
     expert_load: float
     tombstones: int
     stop: bool
@@ -60,6 +62,7 @@ def reduce_totals(
     squares: torch.Tensor,
     seconds: Sequence[float],
     expert_load: torch.Tensor,
+    planned: Sequence[float],
     tombstones: int,
     stop: bool,
     group: dist.ProcessGroup,
@@ -67,7 +70,7 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, tombstones, stop], dtype=torch.float64, device=squares.device)
+    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64, device=squares.device)
     packed = torch.cat([sums, squares, expert_load.double().reshape(1), rest])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
@@ -76,7 +79,8 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        seconds=tuple(values[m + 1 : -2]),
+        seconds=tuple(values[m + 1 : m + 1 + len(seconds)]),
+        planned=tuple(values[m + 1 + len(seconds) : -2]),
         expert_load=values[m],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,
@@ -98,14 +102,27 @@ def attend_optimizer_setup() -> None:
 
 
 class ComponentOptimizer:
-    """One component's gradients and AdamW state, sharded over its data-parallel ranks."""
+    """One component's gradients and AdamW state, sharded over its data-parallel ranks.
+
+    `modules` are the parts of the component that this rank holds, by number. Gradients of each are reduced by
+    themselves, all weights are updated at once.
+    """
 
     def __init__(
-        self, name: str, module: torch.nn.Module, groups: ProcessGroupCollection, config: OptimConfig
+        self,
+        name: str,
+        modules: Mapping[int, torch.nn.Module],
+        groups: ProcessGroupCollection,
+        config: OptimConfig,
     ) -> None:
-        dtypes = {parameter.dtype for parameter in module.parameters()}
+        parameters = [parameter for module in modules.values() for parameter in module.parameters()]
+        dtypes = {parameter.dtype for parameter in parameters}
         self.name = name
+        self.modules = dict(modules)
         self.groups = groups
+        # Without the group that megatron would add up a tied embedding over: see `tie`.
+        self.groups_of_parts = copy(groups)
+        self.groups_of_parts.embd = None
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True,
             # A rank without items would not start its buckets, and its peers would wait: one explicit
@@ -113,13 +130,17 @@ class ComponentOptimizer:
             overlap_grad_reduce=False,
             grad_reduce_in_fp32=True,
         )
-        transformer_config: Any = module.config
-        if not transformer_config.calculate_per_token_loss:
-            raise ConfigError(
-                f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
-                "would average its gradients over ranks; set it, as omni.encoders.transformer_config does"
+        self.wrapped: dict[int, DistributedDataParallel] = {}
+        for part, module in modules.items():
+            transformer_config: Any = module.config
+            if not transformer_config.calculate_per_token_loss:
+                raise ConfigError(
+                    f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
+                    "would average its gradients over ranks; set it, as omni.encoders.transformer_config does"
+                )
+            self.wrapped[part] = DistributedDataParallel(
+                transformer_config, settings, module, pg_collection=groups
             )
-        self.ddp = DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
         chained = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -133,7 +154,7 @@ class ComponentOptimizer:
                 params_dtype=torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32,
                 use_distributed_optimizer=True,
             ),
-            [self.ddp],
+            list(self.wrapped.values()),
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
@@ -146,15 +167,21 @@ class ComponentOptimizer:
                 # megatron leaves both to its training script: without this, norms and biases would decay.
                 group["weight_decay"] = config.weight_decay * group["wd_mult"]
                 group["fused"] = True
-        has_experts = any(not getattr(p, "allreduce", True) for p in module.parameters())
+        has_experts = any(not getattr(p, "allreduce", True) for p in parameters)
         if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
-            self.ddp.finish_grad_sync = self.ddp.start_param_sync = _nothing_to_do
+            for ddp in self.wrapped.values():
+                ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
 
     @property
-    def module(self) -> torch.nn.Module:
-        """The bare module."""
-        return self.ddp.module
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of all parts on this rank."""
+        return [parameter for module in self.modules.values() for parameter in module.parameters()]
+
+    def clear(self) -> None:
+        """Set all gradients to zero."""
+        for ddp in self.wrapped.values():
+            ddp.zero_grad_buffer()
 
     def main_weights(self) -> dict[torch.nn.Parameter, tuple[Any, torch.nn.Parameter]]:
         """Return, for each parameter that this rank has a shard of, its optimizer and the shard's weights.
@@ -176,9 +203,32 @@ class ComponentOptimizer:
         """Return the optimizer that updates a shard of fp32 weights."""
         return next(o for o in self.optimizers if any(main is p for p in o.get_parameters()))
 
-    def reduce(self) -> None:
-        """Sum gradients over the component's ranks; afterwards each holds its own shard of the sum."""
-        finalize_model_grads([self.ddp], pg_collection=self.groups)
+    def reduce(self, part: int) -> None:
+        """Sum the gradients of a part over the ranks that hold it; afterwards each has its shard of the sum.
+
+        They are all in one stage, so this waits for no other stage, and parts may be reduced in any order
+        that these ranks agree on.
+        """
+        finalize_model_grads([self.wrapped[part]], pg_collection=self.groups_of_parts)
+
+    def tie(self) -> None:
+        """Sum the gradients of an embedding that the first and the last stage hold a copy of each.
+
+        Both call it after all reductions: in one of them, the last stage could wait for the first, and the
+        first for a pass that the last has yet to run. Ranks that meet here have the same shard, because
+        megatron gives such weights a bucket of their own.
+        """
+        group = self.groups.embd
+        if group is None or group.size() == 1:
+            return
+        for parameter in self.parameters:
+            if getattr(parameter, "shared_embedding", False):
+                dist.all_reduce(vars(parameter)["main_grad"], group=group)
+
+    def gather_weights(self) -> None:
+        """Gather the weights of all parts from the ranks that have updated or loaded a shard of them."""
+        for ddp in self.wrapped.values():
+            ddp.start_param_sync(force_sync=True)
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the summed gradients, each element on one rank only."""
@@ -203,7 +253,7 @@ class ComponentOptimizer:
 
     def set_trainable(self, trainable: bool) -> None:
         """Freeze or thaw all weights; a frozen component computes no weight gradients."""
-        for parameter in self.module.parameters():
+        for parameter in self.parameters:
             parameter.requires_grad_(trainable)
 
 
@@ -234,8 +284,14 @@ class JointOptimizer:
         for name, component in self.components.items():
             if (name in frozen) != (name in self.frozen):
                 component.set_trainable(name not in frozen)
-            component.ddp.zero_grad_buffer()
+            component.clear()
         self.frozen = frozen
+
+    def tie(self) -> None:
+        """Sum gradients of tied embeddings over the stages that share them, after a step's reductions."""
+        for name in self.names:
+            if name in self.components and name not in self.frozen:
+                self.components[name].tie()
 
     def squares(self) -> torch.Tensor:
         """Squared norm of this rank's shards of each component's summed gradient, [components] in fp64."""

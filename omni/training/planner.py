@@ -1,68 +1,72 @@
 """Compose the plan of a step from all policies: pure, from metadata to op lists.
 
-    stream      which samples, up to the step's budget
-    balance     samples → replicas, by cost
-    packing     samples → microbatches, without padding; replicas of a domain pass theirs together
-    sharding    sequences → the ranks that hold their tokens, and tiles of attention that ranks share
+    stream      which samples, up to the step's budget                          (the world's level)
+    dealing     samples → groups of domains, by length
+    balance     samples of a group → its domains, and those of each → its replicas, by cost      (a group's)
+    packing     samples of a replica → packs, without padding                                  (a domain's)
+    pairing     packs of a domain's replicas → microbatches, which they pass together
+    sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
                 items of a microbatch that all slots share are one chunk
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
-The planner knows every policy only as a function. It reads no clock and no rank: all ranks call it with the
-same arguments and get the same plan.
+A rank composes the world's level, its group's and its domain's, and nothing of other groups and domains. The
+planner knows no policy by name, only the facts that its kind states. It reads no clock and no rank: all
+ranks that share a level compose it from the same arguments and get the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import zip_longest
-from math import lcm
+from math import gcd, lcm
 
-from dataloader.format import DataError
-from dataloader.packing import pack
-from dataloader.policies import POLICIES as BALANCES
+from dataloader.dealing import deal
+from dataloader.global_batch import Budget, Lengths, take_global_batch
+from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
 from omni.training.sharing import Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
-from parallel.transports import choose_transport, node_map, transport_ns
-from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
-from pipeline.costs import plan_costs
-from pipeline.plan import DomainPlan, Kind, Microbatch, Op, PlannedItem, PlannedSample, Point, StepPlan
+from parallel.transport_policies import TransportPolicy
+from parallel.transports import node_map, transport_ns
+from pipeline.builders import SchedulePolicy, build_forward_only, without_encoder_backward
+from pipeline.costs import Costs, plan_costs, plan_memory
+from pipeline.expand import expand
+from pipeline.plan import (
+    DomainPlan,
+    GroupPlan,
+    Kind,
+    Microbatch,
+    Op,
+    PlannedItem,
+    Point,
+    StepPlan,
+    Taken,
+)
 from pipeline.policies import Slot
-from pipeline.routes import plan_route
+from pipeline.routes import plan_routes
 from pipeline.serial import serialise
+from pipeline.verifier import verify
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Names of the policies that shape the plan."""
+    """Who takes which samples, in which microbatches, and in which order they run."""
 
-    balance: str
-    schedule: str
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them)."""
-
-    microbatch_tokens: int
-    step_tokens: int | None
-    step_samples: int | None
-    on_long: str
-
-
-AUTO = "auto"
+    balance: BalancePolicy
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    schedule: SchedulePolicy
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """How rows travel: over one transport, or with `auto` the one of each route that takes the least time."""
+    """How rows travel: by the transport that a policy chooses for each route."""
 
-    transport: str
+    transport: TransportPolicy
     ranks_per_node: int
     row_bytes: int
     links: Links
@@ -72,9 +76,7 @@ class Boundary:
         if route.is_local:
             return route.over("local")
         nodes, rows = node_map(ranks, self.ranks_per_node), route.traffic()
-        transport = self.transport
-        if transport == AUTO:
-            transport = choose_transport(rows, nodes, self.row_bytes, self.links)
+        transport = self.transport(rows, nodes, self.row_bytes, self.links)
         return route.over(transport, nodes, transport_ns(transport, rows, nodes, self.row_bytes, self.links))
 
 
@@ -82,14 +84,15 @@ class Boundary:
 class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
-    `metas` reads a sample's metadata by source and id; `encoders` maps a modality to the component that takes
-    it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; `single_queue` asks for op lists that are safe where all communication of a
+    `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `encoders` maps a
+    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
+    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
     rank shares one queue.
     """
 
     stream: Stream
     metas: Callable[[str, int], SampleMeta]
+    lengths: Lengths
     encoders: Mapping[str, str]
     components: tuple[str, ...]
     arrangement: Arrangement
@@ -101,93 +104,149 @@ class Planner:
     budget: Budget
     table: CostTable
     frozen: Callable[[int], tuple[str, ...]]
+    group_size: int
     single_queue: bool = False
 
-    def next_step(self, step: int, cursor: int) -> StepPlan:
-        """Plan step `step` of training from stream position `cursor`; the plan says where the next begins."""
-        samples, skipped, next_cursor = self._take(cursor)
-        return self._compose(step, samples, self.arrangement.num_domains, True, cursor, next_cursor, skipped)
+    def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
+        """Plan step `step` of training, from stream position `cursor`, for domain `number`.
 
-    def evaluation(self, step: int, samples: Sequence[SampleMeta], num_domains: int) -> StepPlan:
-        """Plan one forward pass over given samples, which must fit a microbatch each."""
-        return self._compose(step, samples, num_domains, False, 0, 0, ())
+        The plan says where the next step begins.
+        """
+        taken = self._take(cursor)
+        first, stop = self._group_of(number)
+        groups = deal(taken.lengths, self.arrangement.num_domains, self.group_size)
+        mine = [n for n, group in enumerate(groups) if group == first // self.group_size]
+        metas = {n: self._meta_of(taken, n) for n in mine}
+        return self._compose(step, taken, metas, range(first, stop), number, self.frozen(step), train=True)
+
+    def evaluation(
+        self, step: int, samples: Sequence[SampleMeta], num_domains: int, number: int = 0
+    ) -> StepPlan:
+        """Plan one forward pass over given samples, which must fit a microbatch each, for domain `number` of
+        `num_domains`.
+        """
+        sources = tuple(dict.fromkeys(meta.source for meta in samples))
+        taken = Taken(
+            cursor=0,
+            next_cursor=0,
+            sources=sources,
+            source=tuple(sources.index(meta.source) for meta in samples),
+            ids=tuple(meta.id for meta in samples),
+            lengths=tuple(map(length, samples)),
+        )
+        metas = dict(enumerate(samples))
+        return self._compose(step, taken, metas, range(num_domains), number, (), train=False)
+
+    def verify(self, plan: StepPlan) -> None:
+        """Refuse a plan that could hang or hold too much.
+
+        Raises:
+            PlanRefusedError: with the rules that it breaks.
+        """
+        verify(plan, plan_memory(plan.domain, self.table), self.single_queue)
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:
         """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""
         return fit(self.metas(source, sample), self.budget.microbatch_tokens, self.budget.on_long)
 
-    def _take(self, cursor: int) -> tuple[list[SampleMeta], tuple[tuple[str, int], ...], int]:
-        """A prefix of the stream within the budget: at least one sample, whatever its length."""
-        samples: list[SampleMeta] = []
-        skipped: list[tuple[str, int]] = []
-        tokens = 0
-        # Within so many positions the stream shows every sample, so beyond them all would be dropped.
-        limit = cursor + 2 * self.stream.cycle
-        while cursor < limit:
-            source, sample, _ = self.stream.at(cursor)
-            meta = self.meta(source, sample)
-            if meta is None:
-                skipped.append((source, sample))
-                cursor += 1
-                continue
-            if samples and self._is_full(len(samples), tokens + length(meta)):
-                break
-            samples.append(meta)
-            tokens += length(meta)
-            cursor += 1
-        if not samples:
-            raise DataError(
-                f"data.microbatch_tokens={self.budget.microbatch_tokens} fits no sample: "
-                f"{len(skipped)} in a row were dropped, as too long or for an item that its encoder cannot "
-                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
-            )
-        return samples, tuple(skipped), cursor
+    def metas_of(self, domain: DomainPlan) -> list[SampleMeta]:
+        """Return the metadata of a domain's samples in training, in their order."""
+        return [self._kept(sample.source, sample.id) for sample in domain.samples]
 
-    def _is_full(self, num_samples: int, tokens_with_next: int) -> bool:
-        if self.budget.step_samples is not None:
-            return num_samples >= self.budget.step_samples
-        assert self.budget.step_tokens is not None
-        return tokens_with_next > self.budget.step_tokens
+    def _meta_of(self, taken: Taken, number: int) -> SampleMeta:
+        return self._kept(taken.sources[taken.source[number]], taken.ids[number])
+
+    def _kept(self, source: str, sample: int) -> SampleMeta:
+        meta = self.meta(source, sample)
+        assert meta is not None, "a dropped sample is in no plan"
+        return meta
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of domains."""
+        return -(-self.arrangement.num_domains // self.group_size)
+
+    def _group_of(self, domain: int) -> tuple[int, int]:
+        """The first domain of the group that a domain belongs to, and the one after its last."""
+        first = domain - domain % self.group_size
+        return first, min(first + self.group_size, self.arrangement.num_domains)
+
+    def _take(self, cursor: int) -> Taken:
+        batch = take_global_batch(self.stream, self.lengths, self.metas, cursor, self.budget)
+        return Taken(
+            cursor=cursor,
+            next_cursor=batch.next_cursor,
+            sources=self.stream.names,
+            source=tuple(batch.sources.tolist()),
+            ids=tuple(batch.ids.tolist()),
+            lengths=tuple(batch.lengths.tolist()),
+            skipped=batch.skipped,
+        )
 
     def _compose(
         self,
         step: int,
-        metas: Sequence[SampleMeta],
-        num_domains: int,
+        taken: Taken,
+        metas: Mapping[int, SampleMeta],
+        domains: range,
+        number: int,
+        frozen: tuple[str, ...],
         train: bool,
-        cursor: int,
-        next_cursor: int,
-        skipped: tuple[tuple[str, int], ...],
     ) -> StepPlan:
-        frozen = self.frozen(step) if train else ()
-        costs = [self._sample_cost(meta) for meta in metas]
-        shared = self.arrangement.replicas
-        homes = BALANCES[self.policies.balance](costs, num_domains * shared)
-        members: list[list[int]] = [[] for _ in range(num_domains * shared)]
-        for sample, home in enumerate(homes):
-            members[home].append(sample)
-        domains = tuple(
-            self._domain(domain, members[domain * shared : (domain + 1) * shared], metas, train, frozen)
-            for domain in range(num_domains)
+        """Plan domain `number` of the `domains` of its group, among which `metas`, by number in the step, are
+        divided.
+        """
+        costs = {n: self._sample_cost(meta) for n, meta in metas.items()}
+        of_domains = self._balance(list(metas), costs, len(domains))
+        group = GroupPlan(
+            number=number // self.group_size if train else 0,
+            first=domains[0],
+            replicas=tuple(
+                tuple(map(tuple, self._balance(own, costs, self.arrangement.replicas))) for own in of_domains
+            ),
         )
+        own = group.replicas[number - domains[0]]
+        mine = sorted(n for replica in own for n in replica)
+        local = {n: i for i, n in enumerate(mine)}
+        domain = self._domain(
+            number,
+            [[local[n] for n in replica] for replica in own],
+            taken,
+            [metas[n] for n in mine],
+            [costs[n] for n in mine],
+            frozen,
+            train,
+        )
+        domain = replace(domain, samples=tuple(map(taken.sample, mine)))
         return StepPlan(
             step=step,
             train=train,
-            cursor=cursor,
-            next_cursor=next_cursor,
             cost_table=self.table.number,
             components=self.components,
             frozen=frozen,
-            samples=tuple(PlannedSample(meta.source, meta.id, length(meta)) for meta in metas),
-            skipped=skipped,
-            domains=domains,
+            taken=taken,
+            group=group,
+            number=number,
+            domain=domain,
         )
+
+    def _balance(self, samples: Sequence[int], costs: Mapping[int, int], n: int) -> list[list[int]]:
+        """Divide samples, given by number, over `n` bins."""
+        bins: list[list[int]] = [[] for _ in range(n)]
+        for sample, number in zip(
+            samples, self.policies.balance([costs[i] for i in samples], n), strict=True
+        ):
+            bins[number].append(sample)
+        return bins
 
     def _sample_cost(self, meta: SampleMeta) -> int:
         """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
         tokens = length(meta)
-        stages = (self.table.parts[f"llm/{stage}"] for stage in range(self.arrangement.llm.pp))
-        llm = max(part.marginal_ns(tokens, tokens * tokens) for part in stages) // self.arrangement.llm.cp
+        stages = (
+            sum(self.table.parts[f"{self.llm}/{part}"].marginal_ns(tokens, tokens * tokens) for part in parts)
+            for parts in self.arrangement.stage_parts
+        )
+        llm = max(stages) // self.arrangement.llm.cp
         return llm + sum(
             self._item_cost(item.modality, item.tokens)
             * self.arrangement.replicas
@@ -209,48 +268,88 @@ class Planner:
         self,
         number: int,
         members: Sequence[Sequence[int]],
+        taken: Taken,
         metas: Sequence[SampleMeta],
-        train: bool,
+        costs: Sequence[int],
         frozen: tuple[str, ...],
+        train: bool,
     ) -> DomainPlan:
-        """Plan a domain; `members` are the samples of each of its replicas."""
+        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds."""
         world = self.arrangement
-        lengths = [length(meta) for meta in metas]
-        microbatches = self._microbatches(members, lengths)
+        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
-        chunks = make_chunks(items, self._slots, self.sharing, self._tokens_cost)
         domain = DomainPlan(
-            num_stages=world.llm.pp,
+            team=self._team,
+            holds=self._holds,
             pool=world.pool,
             tp=world.llm.tp,
             party=self._party,
-            beside=world.domain_size - world.llm_size,
+            llm=self.components.index(self.llm),
             homes=tuple(self._home(component) for component in self.components),
+            samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=chunks,
+            chunks=make_chunks(items, self._slots, self.sharing, self._tokens_cost),
             routes=(),
             ops=(),
+            reductions=self._reductions(frozen) if train else (),
             feeds=self.feeds,
         )
         domain = replace(domain, routes=self._routes(domain, world.domain_ranks(number)))
-        domain = replace(domain, ops=self._ops(domain, train, frozen))
+        domain = replace(domain, bounds=self._bounds(domain))
+        plan_ns = plan_costs(domain, self.table)
+        domain = replace(domain, ops=self._ops(domain, plan_ns, frozen, train))
         if not self.single_queue:
             return domain
-        lists = serialise(domain, *plan_costs(domain, self.table))
-        return replace(domain, ops=tuple(map(tuple, lists)))
+        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_ns))))
 
     def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""
-        routes = (
-            plan_route(
-                m, batch.layout, domain.tp, domain.num_ranks, domain.items, domain.chunks, domain.fed_by
-            )
-            for m, batch in enumerate(domain.microbatches)
+        return tuple(
+            None if route is None else self.boundary.send(route, ranks) for route in plan_routes(domain)
         )
-        return tuple(None if route is None else self.boundary.send(route, ranks) for route in routes)
+
+    def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The order in which gradients are reduced: components in theirs, the LLM's parts from the first."""
+        num_parts = sum(map(len, self.arrangement.stage_parts))
+        return tuple(
+            (number, part)
+            for number, component in enumerate(self.components)
+            if component not in frozen
+            for part in range(num_parts if component == self.llm else 1)
+        )
+
+    def _bounds(self, domain: DomainPlan) -> tuple[tuple[str, int], ...]:
+        """Bytes of each part's activations: of the most microbatches that the schedule has in flight."""
+        kept, bounds = plan_memory(domain, self.table), []
+        for part in range(domain.num_parts):
+            most = self.policies.schedule.in_flight(domain.num_parts, part)
+            first = domain.holder(part, 0)
+            sizes = (
+                sorted(
+                    (kept(rank, Op(Kind.FORWARD, m, part=part)) for m in range(len(domain.microbatches))),
+                    reverse=True,
+                )
+                for rank in range(first, first + domain.stage_size, domain.tp)
+            )
+            bounds.append((f"{self.llm}/{part}", max(sum(of[:most]) for of in sizes)))
+        return tuple(bounds)
+
+    @cached_property
+    def _team(self) -> int:
+        """Neighbouring positions that share every layer that they run."""
+        world = self.arrangement
+        return gcd(world.llm.tp, *world.encoder_tp.values(), world.domain_size - world.llm_size)
+
+    @cached_property
+    def _holds(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the LLM of each team, none beside it."""
+        world = self.arrangement
+        stage = world.stage_size // self._team
+        llm = [parts for parts in world.stage_parts for _ in range(stage)]
+        return (*llm, *((),) * ((world.domain_size - world.llm_size) // self._team))
 
     def _home(self, component: str) -> tuple[int, int]:
         """The first position that holds a component, and the one after the last."""
@@ -263,21 +362,28 @@ class Planner:
     def _party(self) -> int:
         """Neighbouring ranks of a stage whose layers communicate, for any reason."""
         world = self.arrangement
-        # Attention exchanges over the whole pool, all replicas of the domain, whoever shares a sequence.
-        if self.sharing[self.llm].policy is not None or world.llm.cp > 1:
+        # Attention exchanges over all members of the stage, whoever shares a sequence.
+        if self.sharing[self.llm].pool.num_ranks > 1:
             return world.stage_size
         return lcm(world.llm.tp, world.llm.ep)
 
     def _microbatches(
-        self, members: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, members: Sequence[Sequence[int]], lengths: Sequence[int], costs: Sequence[int]
     ) -> tuple[Microbatch, ...]:
-        """Pack the samples of each replica; one pass of the domain takes one pack of every replica."""
+        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica."""
         size = self.budget.microbatch_tokens
-        packs = [[[mine[i] for i in of] for of in pack([lengths[i] for i in mine], size)] for mine in members]
-        world, sharing = self.arrangement, self.sharing[self.llm]
+        packs = [
+            [[mine[i] for i in of] for of in self.policies.packing([lengths[i] for i in mine], size)]
+            for mine in members
+        ]
+        together = self.policies.pairing([[sum(costs[i] for i in pack) for pack in own] for own in packs])
         return tuple(
-            lay_out([of or [] for of in together], lengths, sharing, world.llm.cp)
-            for together in zip_longest(*packs)
+            lay_out(
+                [[] if pack is None else own[pack] for own, pack in zip(packs, chosen, strict=True)],
+                lengths,
+                self.sharing[self.llm],
+            )
+            for chosen in together
         )
 
     def _items(
@@ -295,12 +401,14 @@ class Planner:
             start += length(meta)
         return items
 
-    def _ops(self, domain: DomainPlan, train: bool, frozen: tuple[str, ...]) -> tuple[tuple[Op, ...], ...]:
-        build = BUILDERS[self.policies.schedule] if train else build_forward_only
-        order = without_encoder_backward(build(domain), domain, frozenset(frozen))
-        lists = expand(order, domain)
-        for number, component in enumerate(self.components):
-            if train and component not in frozen:
-                for rank in range(*domain.homes[number]):
-                    lists[rank].append(Op(Kind.REDUCE, number))
+    def _ops(
+        self, domain: DomainPlan, costs: Costs, frozen: tuple[str, ...], train: bool
+    ) -> tuple[tuple[Op, ...], ...]:
+        order = self.policies.schedule(domain, costs) if train else build_forward_only(domain)
+        lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
+        reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
+        for number, part in domain.reductions:
+            op = Op(Kind.REDUCE, number, part=part)
+            for team in domain.reducing(op) if op not in reduced else ():
+                lists[team].append(op)
         return tuple(map(tuple, lists))

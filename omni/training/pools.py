@@ -5,19 +5,19 @@ from collections.abc import Mapping, Sequence
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder, attach_of
+from omni.training.choices import Chosen
 from omni.training.sharing import Sharing
 from parallel.costs import Cluster, CostTable, Link
 from parallel.layout import Arrangement
-from parallel.policies import POLICIES, make_pool
+from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import SequenceCost, sequence_cost
 from parallel.tiles import AttentionShape
 from parallel.transports import node_map
 
-UNIFORM = "uniform"
-
 
 def sharing_of(
     config: Config,
+    policies: Chosen,
     encoders: Mapping[str, Encoder],
     arrangement: Arrangement,
     table: CostTable,
@@ -26,7 +26,8 @@ def sharing_of(
     """Say for the LLM and each encoder how it shares sequences, with `element` bytes a number.
 
     Raises:
-        ConfigError: for heads that a tensor-parallel size does not divide.
+        ConfigError: for heads that a tensor-parallel size does not divide, and for a policy that items cannot
+            be shared by.
     """
     cluster = Cluster(**vars(config.cluster))
 
@@ -44,27 +45,30 @@ def sharing_of(
     attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     # The first stage speaks for all: stages take about equally long.
     of_llm = cost(LLM, f"{LLM}/0", attention, arrangement.llm.tp, range(arrangement.stage_size))
-    out = {LLM: _llm_sharing(config, arrangement.pool, of_llm)}
+    out = {LLM: _llm_sharing(policies.llm_sp, arrangement, config.data.microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)
         everyone = [position for slot in slots for position in slot]
         own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], everyone)
-        out[name] = _encoder_sharing(config.encoder_sp.policy, encoder, len(slots), own)
+        out[name] = _encoder_sharing(policies.encoder_sp, encoder, len(slots), own)
     return out
 
 
-def without_effect(config: Config, sharing: Mapping[str, Sharing]) -> list[str]:
+def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
     """Say which policies were chosen that have nobody to share sequences with."""
     notes = []
-    if config.llm_sp.policy not in (UNIFORM, "none") and sharing[LLM].num_ranks == 1:
-        notes.append(
-            f"llm_sp={config.llm_sp.policy} has no effect: nobody to share with; raise layout.domain or "
-            "layout.llm.cp"
-        )
     for name, of in sharing.items():
-        if name != LLM and config.encoder_sp.policy != "none" and of.policy is None:
+        policy = of.policy
+        if not policy.cuts:
+            continue
+        if name == LLM and of.num_ranks == 1 and not policy.within_replica:
+            notes.append(
+                f"llm_sp={policy.name} has no effect: nobody to share with; raise layout.domain or "
+                "layout.llm.cp"
+            )
+        if name != LLM and of.whole:
             why = "its items stay whole" if of.num_ranks > 1 else "a domain has one slot; raise layout.domain"
-            notes.append(f"encoder_sp={config.encoder_sp.policy} has no effect on {name}: {why}")
+            notes.append(f"encoder_sp={policy.name} has no effect on {name}: {why}")
     return notes
 
 
@@ -77,20 +81,23 @@ def _link(arrangement: Arrangement, positions: Sequence[int], cluster: Cluster) 
     return cluster.links.inside
 
 
-def _llm_sharing(config: Config, members: int, cost: SequenceCost) -> Sharing:
-    name = config.llm_sp.policy
-    if name == UNIFORM:
-        return Sharing(members, cost)
-    # Only `dynamic` finds a place for every token of a full pool; the others would have to refuse some steps.
-    limit = config.data.microbatch_tokens if name in ("dynamic", "dynamic_pow2") else None
-    share, pool = POLICIES[name], make_pool(cost, members, tokens_per_rank=limit)
-    return Sharing(members, cost, lambda lengths: share(lengths, pool))
+def _llm_sharing(policy: SharingPolicy, arrangement: Arrangement, budget: int, cost: SequenceCost) -> Sharing:
+    over = arrangement.llm.cp if policy.within_replica else arrangement.pool
+    pool = make_pool(cost, over, tokens_per_rank=budget if policy.finds_room else None)
+    return Sharing(policy, pool, arrangement.pool)
 
 
-def _encoder_sharing(name: str, encoder: Encoder, slots: int, cost: SequenceCost) -> Sharing:
-    points = len(attach_of(encoder))
-    # Whole items are best spread together with those of other encoders on the same ranks.
-    if name == "none" or slots == 1 or encoder.unit is None:
-        return Sharing(slots, cost, num_points=points)
-    share, pool = POLICIES[name], make_pool(cost, slots, encoder.unit)
-    return Sharing(slots, cost, lambda lengths: share(lengths, pool), points, forced=name == "all")
+def _encoder_sharing(policy: SharingPolicy, encoder: Encoder, slots: int, cost: SequenceCost) -> Sharing:
+    if policy.within_replica:
+        raise ConfigError(
+            f"encoder_sp.policy={policy.name}: this policy shares a replica's sequences over the replica's "
+            "ranks, and items belong to no replica: choose one that shares over all slots of a domain"
+        )
+    return Sharing(
+        policy,
+        make_pool(cost, slots, encoder.unit or 1),
+        slots,
+        num_points=len(attach_of(encoder)),
+        # Whole items are best spread together with those of other encoders on the same ranks.
+        whole=not policy.cuts or slots == 1 or encoder.unit is None,
+    )

@@ -1,7 +1,7 @@
 """The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from omni.models.llm import NAME as LLM
@@ -47,46 +47,84 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
     return tuple(idle[cause] for cause in CAUSES)
 
 
-def step_flops(job: Job, plan: StepPlan, num_targets: float) -> dict[str, float]:
-    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all, the output
-    layer only for the targets it ran on.
-    """
-    flops = dict.fromkeys(plan.components, 0.0)
-    for domain in plan.domains:
-        for batch in domain.microbatches:
-            load = _whole(batch.layout)
-            stages = (job.work[f"{LLM}/{stage}"] for stage in range(domain.num_stages))
-            flops[LLM] += sum(part.forward(load).flops for part in stages) * domain.tp
-        for chunk in domain.chunks:
-            forward = job.work[chunk.component].forward(_whole(chunk.layout))
-            flops[chunk.component] += forward.flops * chunk.tp
-    last = job.work[f"{LLM}/{plan.domains[0].num_stages - 1}"]
-    flops[LLM] += last.forward(even_load(0, targets=round(num_targets))).flops * last.tp
-    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+def step_flops(job: Job, plan: StepPlan) -> dict[str, float]:
+    """FLOPs of a domain's forward passes by component, without those of the output layer."""
+    domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
+    for batch in domain.microbatches:
+        load = _whole(batch.layout)
+        parts = (job.work[f"{LLM}/{number}"] for number in range(domain.num_parts))
+        flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
+    for chunk in domain.chunks:
+        forward = job.work[chunk.component].forward(_whole(chunk.layout))
+        flops[chunk.component] += forward.flops * chunk.tp
+    return flops
 
 
 def _whole(layout: SequenceLayout) -> Load:
-    """All of a pack, as one rank would see it."""
+    """All of a pack, as one rank would see it, of no targets."""
     return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
 
 
-def imbalance(job: Job, plan: StepPlan) -> dict[str, float]:
-    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
-    even.
+def loads(job: Job, plan: StepPlan) -> dict[str, list[int]]:
+    """Planned nanoseconds of forward passes in a domain: of each member of the pool for the LLM, with the
+    first part to speak for all, and of each rank for an encoder.
     """
-    loads: dict[str, list[int]] = {name: [] for name in job.components}
-    for domain in plan.domains:
-        part = job.table.parts[f"{LLM}/0"]
-        for member in range(domain.pool):
-            loads[LLM].append(sum(part.forward_ns(*batch.work(member)) for batch in domain.microbatches))
-        for number, name in enumerate(plan.components):
-            if name != LLM:
-                own = dict.fromkeys(range(*domain.homes[number]), 0)
-                for chunk in domain.chunks:
-                    for rank in chunk.ranks if chunk.component == name else ():
-                        own[rank] += job.table.parts[name].forward_ns(*chunk.work(rank))
-                loads[name] += own.values()
-    return {name: max(load) * len(load) / sum(load) for name, load in loads.items() if sum(load)}
+    domain, first = plan.domain, job.table.parts[f"{LLM}/0"]
+    found = {
+        LLM: [
+            sum(first.forward_ns(*batch.work(member)) for batch in domain.microbatches)
+            for member in range(domain.pool)
+        ]
+    }
+    for number, name in enumerate(plan.components):
+        if name != LLM:
+            own = dict.fromkeys(range(*domain.homes[number]), 0)
+            for chunk in domain.chunks:
+                for rank in chunk.ranks if chunk.component == name else ():
+                    own[rank] += job.table.parts[name].forward_ns(*chunk.work(rank))
+            found[name] = list(own.values())
+    return found
+
+
+def busiest(job: Job, plan: StepPlan) -> tuple[int, ...]:
+    """The largest load of the domain, by component: what ranks compare to find the world's."""
+    found = loads(job, plan)
+    return tuple(max(found[name], default=0) for name in plan.components)
+
+
+def planned_sums(job: Job, plan: StepPlan, counts: bool) -> tuple[float, ...]:
+    """What the plans of all domains add up to: FLOPs and loads by component, microbatches. Only one rank of
+    a domain `counts`.
+    """
+    if not counts:
+        return (0.0,) * (2 * len(plan.components) + 1)
+    flops, found = step_flops(job, plan), loads(job, plan)
+    sums = [sum(found[name]) for name in plan.components]
+    return (*(flops[name] for name in plan.components), *sums, len(plan.domain.microbatches))
+
+
+def trained_flops(job: Job, plan: StepPlan, totals: Totals) -> dict[str, float]:
+    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all, the output
+    layer only for the targets it ran on.
+    """
+    flops = dict(zip(plan.components, totals.planned, strict=False))
+    last = job.work[f"{LLM}/{plan.domain.num_parts - 1}"]
+    flops[LLM] += last.forward(even_load(0, targets=round(totals.num_targets))).flops * last.tp
+    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+
+
+def imbalance(job: Job, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
+    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
+    even. `most` and `sums` are those of the world, by component.
+    """
+    domains = job.arrangement.num_domains
+    ranks = [plan.domain.pool if name == LLM else stop - first for name, (first, stop) in zip(
+        plan.components, plan.domain.homes, strict=True)]  # fmt: skip
+    return {
+        name: largest * count * domains / total
+        for name, largest, count, total in zip(plan.components, most, ranks, sums, strict=True)
+        if total
+    }
 
 
 def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float | None:
@@ -97,7 +135,7 @@ def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float |
     ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    simulated = simulate(prepared.domain, job.table).makespan_ns / 1e9
+    simulated = simulate(prepared.plan.domain, job.table).makespan_ns / 1e9
     return simulated / (ran[-1][1] - ran[0][0]) - 1
 
 
@@ -108,15 +146,16 @@ def metrics_of(
     totals: Totals,
     norms: Mapping[str, float],
     rates: Mapping[str, float],
+    loads: Sequence[int],
     progression: Progression,
     step_s: float,
 ) -> dict[str, float]:
     """All metrics of one training step."""
     plan = prepared.plan
-    tokens = sum(sample.length for sample in plan.samples)
-    flops = step_flops(job, plan, totals.num_targets)
+    tokens, count = plan.taken.tokens, len(plan.components)
+    flops = trained_flops(job, plan, totals)
     peak = job.cluster.flops * job.arrangement.world * step_s
-    packs = sum(len(domain.microbatches) for domain in plan.domains) * job.arrangement.replicas
+    packs = totals.planned[-1] * job.arrangement.replicas
     capacity = packs * job.config.data.microbatch_tokens
     metrics = {
         "progress/step": plan.step,
@@ -139,7 +178,8 @@ def metrics_of(
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    metrics |= {f"balance/max_over_mean/{name}": value for name, value in imbalance(job, plan).items()}
+    uneven = imbalance(job, plan, loads, totals.planned[count:-1])
+    metrics |= {f"balance/max_over_mean/{name}": value for name, value in uneven.items()}
     if totals.expert_load and (moe := job.config.model.llm.mixture) is not None:
         layers = job.config.model.llm.layers - moe.dense_layers
         metrics["balance/max_over_mean/experts"] = totals.expert_load / layers

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -63,6 +64,7 @@ class Reporter:
         result: StepResult,
         totals: Totals,
         optimizer: JointOptimizer,
+        loads: Sequence[int],
         step_s: float,
         heldout: dict[str, float],
     ) -> None:
@@ -72,7 +74,7 @@ class Reporter:
         step = prepared.plan.step
         norms = optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(self.job, prepared, result, totals, norms, rates, self.progression, step_s)
+        metrics = metrics_of(self.job, prepared, result, totals, norms, rates, loads, self.progression, step_s)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss = totals.loss
@@ -148,8 +150,8 @@ def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
     lines = (
         f"run folder {folder.path}",
         f"{model}; encoders: {encoders}; {job.arrangement.world} ranks, {job.arrangement.describe()}; "
-        f"{config.placement.policy}, {config.pipeline.schedule}; {start}",
-        *(f"note: {text}" for text in without_effect(config, job.planner.sharing)),
+        f"{job.policies.placement.name}, {job.policies.pipeline.name}; {start}",
+        *(f"note: {text}" for text in without_effect(job.planner.sharing)),
     )
     return "\n".join(lines)
 
@@ -163,4 +165,6 @@ def _open_records(path: Path, resumed: int | None) -> TextIO:
 
 
 def _record(plan: StepPlan) -> dict[str, Any]:
-    return {"step": plan.step, "samples": [[sample.source, sample.id] for sample in plan.samples]}
+    taken = plan.taken
+    samples = [[taken.sources[n], sample] for n, sample in zip(taken.source, taken.ids, strict=True)]
+    return {"step": plan.step, "samples": samples}

@@ -1,39 +1,54 @@
 """Sequences → the ranks that hold their tokens: how a plan shares microbatches and items among ranks.
 
-A policy of sequence sharding decides for one microbatch of a component at a time, because ranks that share
-sequences run them together and wait for the slowest. Without one, sequences of the LLM are cut evenly over
-the cp ranks of their replica, and items stay whole, spread over the slots by cost: over several microbatches
-at once, since nobody waits for anybody. Pure, like all planning.
+A policy of sharing decides for one microbatch of a component at a time, because ranks that share sequences
+run them together and wait for the slowest. Items that stay whole are spread over the slots by cost: over
+several microbatches at once, since nobody waits for anybody. Pure, like all planning.
 """
 
 import heapq
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
-from parallel.layout import split_evenly
+from parallel.policies import Pool, SharingPolicy
 from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
-from parallel.sequence import SequenceLayout, Shard
+from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
 from pipeline.plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
-from pipeline.routes import row_counts
+from pipeline.routes import outputs_of
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the `num_ranks` members of a component's pool may share sequences: by which policy, from lengths to
-    a layout (None where the component's layout says it all), and at which cost attention is divided. Items
-    have rows for each of `num_points` attach points, and are shared even where that is slower if `forced`.
+    """How the `num_ranks` members of a component share sequences: by which policy, and over which pool it
+    decides, a replica's members or all. Items have rows for each of `num_points` attach points; if they stay
+    `whole`, the policy has no say.
     """
 
+    policy: SharingPolicy
+    pool: Pool
     num_ranks: int
-    cost: SequenceCost
-    policy: Callable[[Sequence[int]], SequenceLayout] | None = None
     num_points: int = 1
-    forced: bool = False
+    whole: bool = False
+
+    @property
+    def cost(self) -> SequenceCost:
+        """What sequences of the component cost."""
+        return self.pool.cost
+
+    def layout(self, packs: Sequence[Sequence[int]]) -> SequenceLayout:
+        """Lay out sequences, given by the lengths of those of each replica, over all members."""
+        if not self.policy.within_replica:
+            return self.policy([length for pack in packs for length in pack], self.pool)
+        shards = [
+            tuple(replace(shard, rank=shard.rank + replica * self.pool.num_ranks) for shard in of)
+            for replica, pack in enumerate(packs)
+            if pack
+            for of in self.policy(pack, self.pool).shards
+        ]
+        return SequenceLayout(self.num_ranks, tuple(shards))
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""
@@ -49,22 +64,11 @@ class Sharing:
         return max(times.total_ns for times in rank_times(layout, self.cost))
 
 
-def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sharing, cp: int) -> Microbatch:
+def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sharing) -> Microbatch:
     """Lay the packs of all replicas of a domain, samples by number, over its pool."""
+    layout = sharing.layout([[lengths[i] for i in pack] for pack in packs])
     samples = tuple(sample for pack in packs for sample in pack)
-    if sharing.policy is not None:
-        layout = sharing.policy([lengths[i] for i in samples])
-    else:
-        shards = [_cut(lengths[i], cp, replica * cp) for replica, pack in enumerate(packs) for i in pack]
-        layout = SequenceLayout(sharing.num_ranks, tuple(shards))
     return Microbatch(samples, layout, sharing.tiles(layout), layer_exchange_ns(layout, sharing.cost))
-
-
-def _cut(length: int, parts: int, first: int) -> tuple[Shard, ...]:
-    """Cut a sequence evenly over `parts` ranks from `first` on."""
-    sizes = split_evenly(length, parts)
-    starts = [0, *accumulate(sizes)]
-    return tuple(Shard(first + i, starts[i], size) for i, size in enumerate(sizes) if size)
 
 
 def make_chunks(
@@ -81,11 +85,11 @@ def make_chunks(
     chunks = [
         chunk
         for name in sorted(slots)
-        if sharing[name].policy is not None
+        if not sharing[name].whole
         for chunk in _shared_chunks(name, items, slots[name], sharing[name])
     ]
     shared = {number for chunk in chunks for number in chunk.items}
-    barriers = sorted((chunk.microbatch, chunk.component) for chunk in chunks)
+    barriers = sorted((chunk.microbatches[0], chunk.component) for chunk in chunks)
     # Between two shared chunks, whole items find a balance of their own.
     stretches: list[list[int]] = [[] for _ in range(len(barriers) + 1)]
     for number, item in enumerate(items):
@@ -101,20 +105,19 @@ def make_chunks(
     for (_, name, slot), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
         chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
-    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatch, chunk.component, chunk.ranks)))
+    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
 
 
 def _shared_chunks(
     component: str, items: Sequence[PlannedItem], slots: Sequence[Slot], sharing: Sharing
 ) -> Iterator[Chunk]:
     """The microbatches of which items are shared."""
-    assert sharing.policy is not None
     batches: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
         if item.component == component:
             batches[item.microbatch].append(number)
     lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
-    layouts = {m: sharing.policy(tokens) for m, tokens in lengths.items()}
+    layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     everyone = tuple(rank for slot in slots for rank in slot)
     for microbatch in worth_sharing(lengths, layouts, sharing):
         yield _chunk(items, batches[microbatch], everyone, layouts[microbatch], sharing)
@@ -130,7 +133,7 @@ def worth_sharing(
     step take the least time.
     """
     candidates = [m for m, layout in layouts.items() if any(len(shards) > 1 for shards in layout.shards)]
-    if sharing.forced:
+    if sharing.policy.forced:
         return candidates
     candidates.sort(key=lambda m: -max(lengths[m]))
     whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
@@ -177,11 +180,11 @@ def _chunk(
     first, tp = items[numbers[0]], len(ranks) // layout.num_ranks
     return Chunk(
         component=first.component,
-        microbatch=first.microbatch,
+        microbatches=(first.microbatch,),
         ranks=ranks,
         items=tuple(numbers),
         layout=layout,
         tiles=sharing.tiles(layout),
-        rows=row_counts([items[i] for i in numbers], layout, tp, sharing.num_points),
+        outputs=outputs_of(numbers, items, layout, tp, sharing.num_points),
         exchange_ns=layer_exchange_ns(layout, sharing.cost),
     )

@@ -1,10 +1,10 @@
 """The state of a run, saved by name and place rather than by rank.
 
 Each rank saves the shards it owns: for every parameter, by its canonical name, the fp32 weights and AdamW's
-moments of an interval of the elements of its region. Copies that tensor-parallel ranks or the first and last
-stages hold alike are saved once, so together the ranks' files hold each element of each parameter once.
-Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under any
-layout; under its own layout it is exact to the bit.
+moments of an interval of the elements of its region. Copies that tensor-parallel ranks or those of the first
+and last part hold alike are saved once, so together the ranks' files hold each element of each parameter
+once. Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under
+any layout; under its own layout it is exact to the bit.
 """
 
 from collections import defaultdict
@@ -18,12 +18,12 @@ import torch
 
 from infra.checkpoint import CheckpointError
 from omni.models.llm_stage import LLMStage
-from omni.models.regions import Numbering, Region, named_parameters
+from omni.models.regions import Numbering, Region, all_parameters
 from omni.training.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Names = Mapping[str, Numbering]
-"""For each component, what its canonical names need."""
+Names = Mapping[str, Mapping[int, Numbering]]
+"""For each component and each of its parts on this rank, what its canonical names need."""
 
 
 def write_state(
@@ -86,7 +86,7 @@ def read_state(
             _fill(optimizer, shard, pieces, what)
         for inner in optimizer.optimizers:
             inner._copy_main_params_to_model_params()
-        optimizer.ddp.start_param_sync(force_sync=True)
+        optimizer.gather_weights()
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Shard:
         return self.region.elements(self.start, self.start + self.main.numel())
 
 
-def shards(optimizer: ComponentOptimizer, numbering: Numbering) -> Iterator[Shard]:
+def shards(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) -> Iterator[Shard]:
     """Yield this rank's shards of a component's parameters, by canonical name."""
     owned = optimizer.main_weights()
-    for named in named_parameters(optimizer.module, numbering):
+    for named in all_parameters(optimizer.modules, numberings):
         if named.parameter not in owned:
             continue
         inner, main = owned[named.parameter]

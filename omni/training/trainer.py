@@ -30,14 +30,13 @@ from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.inputs import mask_tombstones, share_tombstones
 from omni.training.job import Job
 from omni.training.optimizer import Totals, reduce_totals
-from omni.training.report import Progression, idle_seconds
+from omni.training.report import Progression, busiest, idle_seconds, planned_sums
 from omni.training.reporter import Reporter
 from omni.training.state import read_state, write_state
 from parallel.consensus import Consensus, DivergenceError, explain
 from parallel.waiting import waiting
 from pipeline.engine import StepResult
 from pipeline.plan import Op, StepPlan, diff
-from pipeline.verifier import verify
 
 
 class BadDataError(RuntimeError):
@@ -58,7 +57,10 @@ class Trainer:
         self.where = "start-up"
         self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
         self.rank: Rank = build_rank(job, rank, device, self.on_op)
-        self.consensus = Consensus(self.rank.groups.control)
+        planner = job.planner
+        self.consensus = Consensus(
+            self.rank.groups.control, (1, planner.num_groups, job.arrangement.num_domains)
+        )
         self.readers = {name: Reader(index.path) for name, index in job.indexes.items()}
         heldout = {name: Reader(index.path) for name, index in job.heldout.items()}
         self.evaluator = Evaluator(job, self.rank, heldout)
@@ -79,7 +81,7 @@ class Trainer:
             for step in range(self.step + 1, self.config.train.steps + 1):
                 start = time.perf_counter()
                 prepared = ahead.take(step)
-                self.agree_on(prepared.plan)
+                loads = self.agree_on(prepared.plan)
                 result, tombstones = self.execute(prepared)
                 totals = self.totals(prepared, result, tombstones, stop.requested)
                 updated = self.update(step, totals)
@@ -88,7 +90,7 @@ class Trainer:
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if totals.stop else self.evaluate(step)
-                report.step(prepared, result, totals, self.rank.optimizer, step_s, heldout)
+                report.step(prepared, result, totals, self.rank.optimizer, loads, step_s, heldout)
                 self.check_updates(totals)
                 if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
@@ -108,7 +110,6 @@ class Trainer:
         decoders = {encoder.modality: encoder.decode for encoder in self.job.encoders.values()}
         ahead = Ahead(
             self.job.planner,
-            self.verify,
             Loader(self.readers, self.job.tokenizer, decoders, self.config.data.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,
@@ -124,22 +125,24 @@ class Trainer:
         finally:
             ahead.close()
 
-    def verify(self, plan: StepPlan) -> None:
-        """Refuse a plan that could hang or hold too much."""
-        verify(plan, self.job.layout.pp, self.job.planner.single_queue, self.rank.domain)
-
     def offer(self, ahead: Ahead, step: int) -> None:
         """Start comparing the plan of a coming step with the other ranks'."""
         if step <= ahead.last:
-            self.consensus.offer(step, ahead.plan(step).digest)
+            plan = ahead.plan(step)
+            numbers = (0, plan.group.number, plan.number)
+            self.consensus.offer(step, plan.digests, numbers, busiest(self.job, plan))
 
-    def agree_on(self, plan: StepPlan) -> None:
-        """Settle that every rank holds this plan, before any of it runs."""
+    def agree_on(self, plan: StepPlan) -> tuple[int, ...]:
+        """Settle that all ranks hold the same plans, level by level, before any of them runs.
+
+        Returns the load of the busiest rank of the world by component.
+        """
         self.where = f"step {plan.step}: comparing plans"
         with waiting(self.where, self.rank.groups.control):
-            agreed = self.consensus.settle(plan.step)
-        if not agreed:
-            raise DivergenceError(explain(plan, diff, self.rank.groups.control, plan.step))
+            agreement = self.consensus.settle(plan.step)
+        if agreement.divergence is not None:
+            raise DivergenceError(explain(plan, agreement.divergence, diff, self.rank.groups.control))
+        return agreement.figures
 
     def execute(self, prepared: Prepared) -> tuple[StepResult, int]:
         """Run this rank's ops. Returns the result and the number of samples lost to bad data here."""
@@ -147,10 +150,13 @@ class Trainer:
         self.where = f"step {prepared.plan.step}: sharing which items are bad"
         group = self.rank.groups.domain_control
         with waiting(self.where, group):
-            tombstones = share_tombstones(prepared.plan, prepared.domain, prepared.failures, group)
-        mask_tombstones(prepared.domain, prepared.inputs, tombstones)
+            tombstones = share_tombstones(prepared.plan.domain, prepared.failures, group)
+        mask_tombstones(prepared.plan.domain, prepared.inputs, tombstones)
         self.rank.optimizer.begin(prepared.plan.step)
-        result = self.rank.engine.run(prepared.plan, prepared.domain, prepared.inputs)
+        result = self.rank.engine.run(prepared.plan, prepared.inputs)
+        self.where = f"step {prepared.plan.step}: gradients of tied embeddings"
+        with waiting(self.where, self.rank.groups.world):
+            self.rank.optimizer.tie()
         return result, len(tombstones) if self.rank.engine.position == 0 else 0
 
     def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:
@@ -164,6 +170,7 @@ class Trainer:
                 squares,
                 idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
                 self.expert_load,
+                planned_sums(self.job, prepared.plan, counts=self.rank.engine.position == 0),
                 tombstones,
                 stop,
                 self.rank.groups.world,
@@ -182,11 +189,11 @@ class Trainer:
     def advance(self, prepared: Prepared, totals: Totals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""
         plan = prepared.plan
-        self.step, self.cursor = plan.step, plan.next_cursor
-        self.progression.tokens += sum(sample.length for sample in plan.samples)
+        self.step, self.cursor = plan.step, plan.taken.next_cursor
+        self.progression.tokens += plan.taken.tokens
         self.progression.skipped_steps += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
-        self.progression.dropped += len(plan.skipped)
+        self.progression.dropped += len(plan.taken.skipped)
         self.progression.tombstones += totals.tombstones
         seen = self.cursor
         if self.progression.tombstones > self.config.data.max_error_share * max(seen, 100):

@@ -4,8 +4,9 @@ Times of even cuts come from a table that is made once for a pool, so that plann
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,26 +24,28 @@ _REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding 
 
 @dataclass(frozen=True)
 class Pool:
-    """Ranks that may share sequences, and what sequences cost there.
+    """Ranks that may share sequences, and what sequences cost there. Make it with `make_pool`, once for a
+    cost table and not for each plan.
 
     `unit` tokens of a sequence stay together (a merge window); a rank holds at most `tokens_per_rank`.
-    `shares[k - 1]` lists, for even cuts over k ranks, each scheme that no other beats in both: the slowest
-    rank's part of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the sequence.
     """
 
     cost: SequenceCost
     num_ranks: int
     unit: int
     tokens_per_rank: int | None
-    shares: tuple[tuple[tuple[int, int], ...], ...]
 
-
-SequencePolicy = Callable[[Sequence[int], Pool], SequenceLayout]
-"""From the lengths of sequences to the shards of each. ValueError if they find no room in the pool."""
+    @cached_property
+    def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For even cuts over k ranks, `shares[k - 1]` lists each scheme that no other beats in both: the
+        slowest rank's part of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the
+        sequence.
+        """
+        return tuple(_scheme_shares(self.cost, degree) for degree in range(1, self.num_ranks + 1))
 
 
 def make_pool(cost: SequenceCost, num_ranks: int, unit: int = 1, tokens_per_rank: int | None = None) -> Pool:
-    """Work out the schemes' shares for every degree: once for a cost table, not for each plan."""
+    """Return a pool of `num_ranks`. ValueError for sizes that cannot be."""
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a pool has at least one rank")
     if unit < 1:
@@ -50,8 +53,7 @@ def make_pool(cost: SequenceCost, num_ranks: int, unit: int = 1, tokens_per_rank
     if tokens_per_rank is not None and tokens_per_rank < unit:
         raise ValueError(f"tokens_per_rank={tokens_per_rank}: a rank must hold a unit of {unit} tokens")
     assert cost.shape.window is None, "windowed layers belong to the cost of a token"
-    shares = tuple(_scheme_shares(cost, degree) for degree in range(1, num_ranks + 1))
-    return Pool(cost, num_ranks, unit, tokens_per_rank, shares)
+    return Pool(cost, num_ranks, unit, tokens_per_rank)
 
 
 def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ...]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 
+from parallel.layout import split_evenly
 from parallel.policies.degrees import best_build, power_degrees
 from parallel.policies.pool import Build, Degrees, Pool, costliest_first, degree_times, most_ranks, no_room
-from parallel.sequence import SequenceLayout
+from parallel.sequence import SequenceLayout, Shard
 
 
 def shard_none(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
@@ -15,6 +17,27 @@ def shard_none(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     if not build.place(costliest_first(rows)):
         raise no_room(lengths, pool)
     return build.layout()
+
+
+def shard_uniform(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Every sequence over all ranks in parts that differ by at most one unit, larger parts first: what
+    context parallelism is elsewhere.
+    """
+    layout = SequenceLayout(pool.num_ranks, tuple(_equal_parts(length, pool) for length in lengths))
+    limit = pool.tokens_per_rank
+    if limit is not None and max(map(layout.local_tokens, range(pool.num_ranks))) > limit:
+        raise no_room(lengths, pool)
+    return layout
+
+
+def _equal_parts(length: int, pool: Pool) -> tuple[Shard, ...]:
+    units = split_evenly(-(-length // pool.unit), pool.num_ranks)
+    stops = [min(length, stop * pool.unit) for stop in accumulate(units)]
+    starts = [0, *stops]
+    cuts = zip(range(pool.num_ranks), starts, stops, strict=False)
+    return tuple(Shard(rank, start, stop - start) for rank, start, stop in cuts if stop > start) or (
+        Shard(0, 0, 0),
+    )
 
 
 def shard_all(lengths: Sequence[int], pool: Pool) -> SequenceLayout:

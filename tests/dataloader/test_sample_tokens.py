@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
 from dataloader.tokenizer import ByteTokenizer, get_tokenizer
-from dataloader.tokens import ItemMeta, SampleMeta, count_text, fit, item_row_offsets, length, tokenize
+from dataloader.tokens import (
+    ItemMeta,
+    SampleMeta,
+    count_text,
+    fit,
+    fit_lengths,
+    item_row_offsets,
+    length,
+    tokenize,
+)
 from dataloader.writer import DatasetWriter
 
 BYTES = ByteTokenizer()
@@ -124,6 +133,36 @@ def test_truncation_keeps_the_longest_prefix_without_a_cut_item(drawn, budget):
     assert mask.tolist() == [*full_mask[: best - 1].tolist(), False]
 
 
+@st.composite
+def metas(draw):
+    text = draw(st.integers(0, 12))
+    ats = sorted(draw(st.lists(st.integers(0, text), max_size=4)))
+    item = st.tuples(st.integers(1, 5), st.sampled_from([False, False, False, True]))
+    items = [
+        ItemMeta("image", 0, 0, at, (), "too wide") if refused else ItemMeta("image", 4 * rows, rows, at, ())
+        for at, (rows, refused) in ((at, draw(item)) for at in ats)
+    ]
+    return SampleMeta(0, "s", text, tuple(items), 0)
+
+
+@settings(deadline=None)
+@given(st.lists(metas(), max_size=8), st.integers(1, 30), st.sampled_from(["drop", "truncate", "error"]))
+def test_lengths_of_many_samples_are_those_of_what_is_kept_of_each(drawn, budget, policy):
+    items = [item for meta in drawn for item in meta.items]
+    lengths = fit_lengths(
+        np.array([meta.text_tokens for meta in drawn], dtype=np.int64),
+        np.array([len(meta.items) for meta in drawn], dtype=np.int64),
+        np.array([item.at for item in items], dtype=np.int64),
+        np.array([item.rows for item in items], dtype=np.int64),
+        np.array([item.refused != "" for item in items], dtype=np.bool_),
+        budget,
+        policy,
+    )
+    assert lengths.dtype == np.int64
+    kept = [fit(meta, budget, "drop" if policy == "error" else policy) for meta in drawn]
+    assert lengths.tolist() == [length(meta) if meta else 0 for meta in kept]
+
+
 def test_long_samples_by_policy():
     meta = SampleMeta(3, "docs", 20, (), 20)
     assert fit(meta, 21, "error") is meta
@@ -134,6 +173,9 @@ def test_long_samples_by_policy():
         fit(meta, 20, "split")
     with pytest.raises(ValueError, match="budget is 0"):
         fit(meta, 0, "drop")
+    none = np.empty(0, dtype=np.int64)
+    with pytest.raises(ValueError, match=r"unknown policy 'split'.*truncate"):
+        fit_lengths(none, none, none, none, none.astype(bool), 20, "split")
 
 
 def test_truncation_drops_the_cut_item_and_all_after_it():

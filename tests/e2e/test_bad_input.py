@@ -102,6 +102,15 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["model.llm.recompute=some"], ["model.llm.recompute=some", "none", "full"]),
         (["optim.max_skipped=0"], ["optim.max_skipped=0", "at least 1"]),
         (["train.timeout_s=0"], ["timeout_s=0"]),
+        (["balance=foo"], ["balance/foo", "lpt", "none", "entry point omni.balance"]),
+        (["balance.policy=foo"], ["balance.policy=foo", "lpt, none", "entry point omni.balance"]),
+        (["packing.policy=foo"], ["packing.policy=foo", "first_fit_decreasing", "omni.packing"]),
+        (["pairing.policy=foo"], ["pairing.policy=foo", "in_order", "omni.pairing"]),
+        (["encoder_sp.policy=foo"], ["encoder_sp.policy=foo", "dynamic", "omni.sharing"]),
+        (["llm_sp.policy=foo"], ["llm_sp.policy=foo", "uniform", "omni.sharing"]),
+        (["encoder_sp=uniform"], ["encoder_sp.policy=uniform", "items", "choose"]),
+        (["boundary.transport=foo"], ["boundary.transport=foo", "two_level_back", "omni.transport"]),
+        (["pipeline.schedule=foo"], ["pipeline.schedule=foo", "one_f_one_b", "omni.schedule"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
 )
@@ -156,7 +165,11 @@ BESIDE = ["placement=disaggregated", "placement.ranks=2"]
         (3, [*BESIDE, "layout.llm.dp=2"], ["placement.ranks=2 take 4 ranks", "launch.ranks=4", "dp=null"]),
         (3, ["placement=disaggregated", "placement.ranks=-1"], ["placement.ranks=-1", "at least 0"]),
         (3, ["system=stage0", "placement.ranks=1"], ["placement.policy=stage0", "placement.ranks=1", "none"]),
-        (2, ["placement.policy=beside"], ["placement.policy=beside", "stage0, disaggregated"]),
+        (
+            2,
+            ["placement.policy=beside"],
+            ["placement.policy=beside", "disaggregated, stage0", "omni.placement"],
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
 )
@@ -273,8 +286,7 @@ def test_a_source_is_checked_though_a_heldout_dataset_has_its_name(data):
 
 
 def refused_by_omni(result: Finished, *words: str) -> None:
-    assert result.code not in (0, None)
-    assert result.code > 0
+    assert result.code == 2
     assert [word for word in words if word not in result.err] == [], result.err
     assert "Traceback" not in result.err
     assert result.out == ""
@@ -285,6 +297,8 @@ def refused_by_omni(result: Finished, *words: str) -> None:
     [
         ("train.stepz=3", ["train.stepz"]),  # by Hydra while it composes
         ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
+        ("balance=foo", ["balance/foo", "lpt", "none", "entry point omni.balance"]),
+        ("balance.policy=foo", ["error: balance.policy=foo", "lpt, none", "entry point omni.balance"]),
         ("layout.llm.pp=3", ["error: layout.llm.pp=3", "launch.ranks"]),  # against the ranks
         ("+layout.encoders.sound.tp=2", ["error: layout.encoders.sound: there is no such encoder"]),
         ("data.sources.docs.path=nowhere", ["error: data.sources.docs.path=nowhere", "omni data build"]),

@@ -1,6 +1,7 @@
 """The example of an encoder in a package of its own: installed into a folder, and trained on real ranks."""
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_timeseries.encoder import TimeSeriesConfig, TimeSeriesEncoder
 from omni_timeseries.make_data import describe, make_sample, make_series, to_item
+from omni_timeseries.policies import SNAKE
 from ranks import RankPool
 from runs import Finished, Running, read_lines
 
@@ -120,6 +122,40 @@ def test_without_the_package_the_refusal_names_the_encoder_and_the_remedy(data: 
     assert done.code == 2
     assert done.lines_with("model.encoders.series.name=timeseries", "Install the package", "omni.encoders")
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_an_installed_policy_is_chosen_on_the_command_line(site: Path, data: Path, tmp_path: Path) -> None:
+    """`balance=snake` needs no file: it is planned, and two ranks equal one."""
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    keys = [
+        f"hydra.searchpath=[file://{EXAMPLE / 'conf'}]",
+        "experiment=timeseries",
+        f"data.sources.series.path={data / 'train'}",
+        f"data.heldout.series.path={data / 'heldout'}",
+        "data.step_tokens=1024",
+        *SMALL,
+    ]
+
+    def omni(*arguments: str) -> Finished:
+        done = Running(["-m", "omni", *arguments], tmp_path, {"PYTHONPATH": paths}).finish()
+        assert done.code == 0, done.err + done.out
+        return done
+
+    plans = {
+        name: json.loads(omni("plan", "--json", *keys, "launch.ranks=2", f"balance={name}").out)
+        for name in ("snake", "none")
+    }
+    assert "balance=snake" in plans["snake"]["policies"]
+    assert plans["snake"]["digest"] != plans["none"]["digest"]
+    assert (
+        "parity holds" in omni("parity", *keys, "launch.ranks=1", "--", "launch.ranks=2", "balance=snake").out
+    )
+
+
+def test_samples_are_dealt_back_and_forth() -> None:
+    assert SNAKE([9, 7, 5, 3, 1, 0, 8], 3) == (0, 2, 2, 1, 0, 0, 1)
+    assert SNAKE([], 2) == ()
+    assert SNAKE([4, 4, 4], 1) == (0, 0, 0)
 
 
 def encoder(**keys: int) -> TimeSeriesEncoder:

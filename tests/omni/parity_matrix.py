@@ -15,8 +15,10 @@ from itertools import combinations, product
 from typing import Any
 
 import numpy as np
+from own_policies import own
 
 from parallel.layout import Arrangement, Layout, LayoutError, arrange
+from parallel.placements import PlacementPolicy
 
 MOST_RANKS = 8
 EXPERTS = {"experts": 4, "topk": 2, "ffn": 48, "shared_ffn": 32, "dense_layers": 1}
@@ -67,7 +69,8 @@ class Case:
 
     def arrangement(self) -> Arrangement:
         """Return where everything lives; LayoutError if the platform refuses it."""
-        return arrange(self.layout, {"image": self.encoder_tp}, self.placement, self.beside, self.replicas)
+        placement = own(PlacementPolicy)[self.placement]
+        return arrange(self.layout, {"image": self.encoder_tp}, placement, self.beside, self.replicas)
 
     @property
     def reference(self) -> "Case":

@@ -151,7 +151,7 @@ def _narrowest_choices(config: Config) -> Iterator[float]:
         for step in range(1, config.train.steps + 1):
             prepared = ahead.take(step)
             trainer.agree_on(prepared.plan)
-            with routing_margins(trainer.rank.stage.model) as margins:
+            with routing_margins(trainer.rank.stage.models) as margins:
                 result, tombstones = trainer.execute(prepared)
             trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
             trainer.offer(ahead, step + PLANS_AHEAD)

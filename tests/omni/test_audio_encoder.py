@@ -208,7 +208,7 @@ def _rows(rank: int, line: list[str]) -> dict[str, torch.Tensor]:
 
     job = prepare_job(compose_config(line), 1)
     built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
-    encoder, module = job.encoders["audio"], built.components["audio"].module
+    encoder, module = job.encoders["audio"], built.components["audio"].modules[0]
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():  # biases begin at zero, and would hide what they leak
@@ -250,7 +250,7 @@ def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
 
     job = prepare_job(compose_config(line), 1)
     built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
-    encoder, module = job.encoders["audio"], built.components["audio"].module
+    encoder, module = job.encoders["audio"], built.components["audio"].modules[0]
     torch.manual_seed(0)
     lengths = [4, 2, 10]
     values = torch.randn(sum(lengths), 32)

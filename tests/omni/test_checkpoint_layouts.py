@@ -18,7 +18,7 @@ from infra.checkpoint import latest_checkpoint
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.moe import expert_biases
-from omni.models.regions import named_parameters
+from omni.models.regions import all_parameters
 from omni.training.job import prepare_job
 from omni.training.parity import collect
 from omni.training.state import MOMENTS, Shard
@@ -126,10 +126,11 @@ def _load_and_save(rank: int, keys: list[str], world: int, expected: Path) -> li
     full, biases = torch.load(expected, weights_only=True)
     wrong = []
     if (stage := trainer.rank.stage) is not None:
-        own = expert_biases(stage.model, stage.numbering.first_layer)
-        wrong += [name for name, bias in own.items() if not torch.equal(bias, biases[name])]
+        for part in stage.parts.values():
+            own = expert_biases(part.model, part.numbering.first_layer)
+            wrong += [name for name, bias in own.items() if not torch.equal(bias, biases[name])]
     for component, optimizer in trainer.rank.components.items():
-        for named in named_parameters(optimizer.module, trainer.rank.names[component]):
+        for named in all_parameters(optimizer.modules, trainer.rank.names[component]):
             value = full[f"{component}/{named.name}"]["main"].reshape(named.region.shape)
             if not torch.equal(named.parameter, named.region.cut(value).to(named.parameter.dtype)):
                 wrong.append(f"{component}/{named.name}")

@@ -14,6 +14,7 @@ from omni.training.optimizer import ComponentOptimizer
 from omni.training.state import read_state, shards, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange
+from parallel.placements import COLOCATED
 
 VALUES = {"first.weight": 1.0, "fine.weight": 5.0, "last.weight": 2.0}
 
@@ -33,7 +34,7 @@ class Mixed(nn.Module):
 
 def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]]:
     """Save known weights, load them into others, and step: main weights and step sizes by name."""
-    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, "colocated", 0), "llm", timedelta(seconds=60))
+    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, COLOCATED, 0), "llm", timedelta(seconds=60))
 
     def made(fill: dict[str, float]) -> ComponentOptimizer:
         module = Mixed()
@@ -41,27 +42,28 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.fill_(fill.get(name, 0.0))
-        return ComponentOptimizer("x", module, groups.components["x"], OptimConfig(lr=0.5, weight_decay=0.0))
+        own = OptimConfig(lr=0.5, weight_decay=0.0)
+        return ComponentOptimizer("x", {0: module}, groups.components["x"], own)
 
-    names = {"x": Numbering()}
+    names = {"x": {0: Numbering()}}
     path = Path(folder) / f"rank_{rank:05d}.pt"
     write_state(path, {"x": made(VALUES)}, names, None)
     torch.distributed.barrier()
     loaded = made({})
     files = [f"rank_{other:05d}.pt" for other in range(world)]
     read_state(Path(folder), files, {"x": loaded}, names, None, rank)
-    weights = {name: float(p.detach().float().mean()) for name, p in loaded.module.named_parameters()}
+    weights = {name: float(p.detach().float().mean()) for name, p in loaded.modules[0].named_parameters()}
     for shard in shards(loaded, names["x"]):
         assert shard.main.dtype == torch.float32
         assert torch.equal(shard.main, torch.full_like(shard.main, VALUES[shard.name]))
-    for name, parameter in loaded.module.named_parameters():
+    for name, parameter in loaded.modules[0].named_parameters():
         vars(parameter)["main_grad"].fill_(1.0 if name == "fine.weight" else 0.0)
-    loaded.reduce()
+    loaded.reduce(0)
     loaded.gradients()
     loaded.update(0.5)
     return {
         name: (weights[name], float(p.detach().float().mean()))
-        for name, p in loaded.module.named_parameters()
+        for name, p in loaded.modules[0].named_parameters()
     }
 
 

@@ -201,7 +201,7 @@ def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
     job = prepare_job(compose_config(line), 1)
     built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
     encoder = job.encoders["image"]
-    module = built.components["image"].module
+    module = built.components["image"].modules[0]
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (8, width, 1), dtype=np.uint8) for width in (8, 24, 16)]
     ready = [encoder.preprocess(image) for image in images]

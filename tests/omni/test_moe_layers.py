@@ -43,6 +43,7 @@ from parallel.megatron import (
     model_parallel_cuda_manual_seed,
 )
 from parallel.packed import PackedTokens, Sharding, pack_tokens
+from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
 
 CPU = torch.device("cpu")
@@ -82,7 +83,7 @@ CASES = {
 
 def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numbering]:
     """This rank's layers, as LLMStage makes them, with biases that are not 0."""
-    made = make_groups(arrange(case.layout, {}, "colocated", 0), "llm", timedelta(seconds=60))
+    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
     groups = made.components["llm"]
     groups.embd = None  # a block has no embedding
     tp, ep, stage = groups.tp, groups.ep, groups.pp.rank()
@@ -168,8 +169,8 @@ def forward(block: TransformerBlock, pack: Pack) -> torch.Tensor:
 def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     """One step: forwards up to two ahead of backwards, then what training does with gradients."""
     block, groups, numbering = build(case)
-    component = ComponentOptimizer("llm", block, groups, OptimConfig(lr=0.01, eps=1e-4))
-    component.ddp.zero_grad_buffer()
+    component = ComponentOptimizer("llm", {0: block}, groups, OptimConfig(lr=0.01, eps=1e-4))
+    component.clear()
     received: list[int] = []
     for layer in block.layers:
         if isinstance(layer.mlp, MoELayer):
@@ -194,12 +195,12 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         forward(block, packs[0])  # an evaluation, which must not count
     counts = [router.tokens_per_expert.clone() for router in routers(block).values()]
-    component.reduce()
+    component.reduce(0)
     busiest = update_expert_bias(block, groups, case.moe.bias_update_rate)
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
-    gradients = [placed(shard, shard.main.grad) for shard in shards(component, numbering)]
+    gradients = [placed(shard, shard.main.grad) for shard in shards(component, {0: numbering})]
     component.update(0.01)
-    weights = [placed(shard, shard.main) for shard in shards(component, numbering)]
+    weights = [placed(shard, shard.main) for shard in shards(component, {0: numbering})]
     return {
         "at": (groups.dp.rank(), groups.tp.rank()),
         "outputs": outputs,
@@ -315,12 +316,12 @@ def test_some_ranks_compute_for_no_token(ranks: RankPool) -> None:
 def two_stages(rank: int) -> dict[str, Any]:
     """Two stages, of which the first has no layer with experts."""
     block, groups, numbering = build(Case(Layout(pp=2), replace(MOE, dense_layers=LAYERS + 1)))
-    component = ComponentOptimizer("llm", block, groups, OptimConfig(lr=0.1))
+    component = ComponentOptimizer("llm", {0: block}, groups, OptimConfig(lr=0.1))
     before = {name: parameter.detach().clone() for name, parameter in block.named_parameters()}
     pack = make_pack(0, groups)
-    component.ddp.zero_grad_buffer()
+    component.clear()
     (forward(block, pack) * pack.weights).sum().backward()
-    component.reduce()
+    component.reduce(0)
     busiest = update_expert_bias(block, groups, 1.0)
     component.gradients()
     component.update(0.1)

@@ -1,27 +1,43 @@
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_policies import own
 
 from dataloader.format import DataError
+from dataloader.global_batch import Budget, Lengths
+from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
 from dataloader.stream import SourceSpec, Stream
-from dataloader.tokens import ItemMeta, SampleMeta, length
-from omni.training.planner import AUTO, Boundary, Budget, Planner, Policies
+from dataloader.tokens import ItemMeta, SampleMeta, fit, length
+from omni.training.planner import Boundary, Planner, Policies
 from omni.training.sharing import Sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
-from parallel.layout import PLACEMENTS, Arrangement, Layout, arrange
-from parallel.policies import POLICIES as SEQUENCE_POLICIES
-from parallel.policies import make_pool
+from parallel.layout import Arrangement, Layout, arrange
+from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
+from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
-from pipeline.builders import BUILDERS
+from parallel.transport_policies import AUTO
+from pipeline.builders import ENCODE_FIRST, SchedulePolicy
 from pipeline.plan import Chunk, DomainPlan, Kind, StepPlan
 from pipeline.verifier import verify
 
-POLICIES = [Policies(balance, schedule) for balance in ("none", "lpt") for schedule in sorted(BUILDERS)]
+SHARING = own(SharingPolicy)
+BEYOND_REPLICAS = [name for name, policy in SHARING.items() if not policy.within_replica]
+SCHEDULES = list(own(SchedulePolicy).values())
+PLACEMENTS = list(own(PlacementPolicy).values())
+
+
+def policies_of(balance: BalancePolicy, schedule: SchedulePolicy) -> Policies:
+    return Policies(balance, FIRST_FIT_DECREASING, IN_ORDER, schedule)
+
+
+POLICIES = [policies_of(balance, schedule) for balance in (NONE, LPT) for schedule in SCHEDULES]
 SOURCES = {"pairs": SourceSpec(40, 8, 2), "text": SourceSpec(25, 8, 1)}
 COMPONENTS = ("ear", "eye", "llm")
 BUDGET = Budget(microbatch_tokens=40, step_tokens=150, step_samples=None, on_long="error")
@@ -40,6 +56,15 @@ def meta_of(source: str, sample: int) -> SampleMeta:
     return SampleMeta(sample, source, text, tuple(items), 100)
 
 
+def lengths_of(metas: Callable[[str, int], SampleMeta]) -> Lengths:
+    def lengths(source: str, ids: np.ndarray, budget: int, policy: str) -> np.ndarray:
+        dropped = "drop" if policy == "error" else policy
+        kept = [fit(metas(source, i), budget, dropped) for i in ids.tolist()]
+        return np.array([length(meta) if meta else 0 for meta in kept])
+
+    return lengths
+
+
 def table(stages: int) -> CostTable:
     parts = {f"llm/{stage}": WorkCost(2_000_000, 1_000, 10, exchanges=2) for stage in range(stages)}
     parts |= {
@@ -49,27 +74,27 @@ def table(stages: int) -> CostTable:
     return CostTable(4, parts, Links(LINK, LINK), 64)
 
 
-def sharing_of(world: Arrangement, llm_sp: str | None, encoder_sp: str | None, budget: Budget) -> dict:
+def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget) -> dict:
     """How each component shares sequences, as a run's configuration would have it."""
     costs = table(world.llm.pp)
     out = {}
     for name in COMPONENTS:
         shape = AttentionShape(4, 2 if name == "llm" else 4, causal=name == "llm")
         cost = sequence_cost(costs, "llm/0" if name == "llm" else name, shape, 16, LINK)
-        policy = llm_sp if name == "llm" else encoder_sp
-        members = world.pool if name == "llm" else len(world.slots(name))
-        if policy is None or (name != "llm" and members == 1):
-            out[name] = Sharing(members, cost)
-            continue
-        # Room for sequences that a policy leaves whole, or cuts unevenly.
-        unit, most = (1, 2 * budget.microbatch_tokens) if name == "llm" else (UNIT, None)
-        pool, share = make_pool(cost, members, unit, most), SEQUENCE_POLICIES[policy]
-        out[name] = Sharing(members, cost, lambda lengths, share=share, pool=pool: share(lengths, pool))
+        policy = SHARING[llm_sp if name == "llm" else encoder_sp]
+        if name == "llm":
+            over = world.llm.cp if policy.within_replica else world.pool
+            # Room for sequences that a policy leaves whole, or cuts unevenly.
+            out[name] = Sharing(policy, make_pool(cost, over, 1, 2 * budget.microbatch_tokens), world.pool)
+        else:
+            slots = len(world.slots(name))
+            whole = slots == 1 or not policy.cuts
+            out[name] = Sharing(policy, make_pool(cost, slots, UNIT), slots, whole=whole)
     return out
 
 
 def colocated(dp: int = 1, pp: int = 1) -> Arrangement:
-    return arrange(Layout(dp=dp, pp=pp), {"eye": 1, "ear": 1}, "colocated", 0)
+    return arrange(Layout(dp=dp, pp=pp), {"eye": 1, "ear": 1}, COLOCATED, 0)
 
 
 def planner(
@@ -77,8 +102,8 @@ def planner(
     pp: int = 1,
     *,
     world: Arrangement | None = None,
-    llm_sp: str | None = None,
-    encoder_sp: str | None = None,
+    llm_sp: str = "uniform",
+    encoder_sp: str = "none",
     **changes: object,
 ) -> Planner:
     world = world or colocated(dp, pp)
@@ -86,6 +111,7 @@ def planner(
         Planner(
             stream=Stream(SOURCES, seed=3),
             metas=meta_of,
+            lengths=lengths_of(changes.get("metas", meta_of)),
             encoders={"image": "eye", "audio": "ear"},
             components=COMPONENTS,
             arrangement=world,
@@ -93,7 +119,7 @@ def planner(
             sharing=sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
             boundary=Boundary(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
             feeds=(),
-            policies=Policies("lpt", "encode_first"),
+            policies=policies_of(LPT, ENCODE_FIRST),
             budget=BUDGET,
             table=table(world.llm.pp),
             frozen=lambda step: (),
@@ -143,17 +169,17 @@ def settings_of_planners(draw) -> dict:
     """Any layout of the LLM, encoders and domains that fit each other, under any policies."""
     tp, cp, dp, pp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2), (1, 1, 2), (1, 2, 3, 4), (1, 2, 3)))
     placement = draw(st.sampled_from(PLACEMENTS))
-    beside = draw(st.sampled_from([dp, 2 * dp, 3])) if placement == "disaggregated" else 0
+    beside = draw(st.sampled_from([dp, 2 * dp, 3])) if placement is DISAGGREGATED else 0
     shared = draw(st.sampled_from([k for k in range(1, dp + 1) if dp % k == 0]))
-    size = tp * cp * (pp if placement == "colocated" else 1) * shared
+    size = tp * cp * (pp if placement is COLOCATED else 1) * shared
     if beside:
         size = beside if beside % (dp // shared) else beside // (dp // shared)
     slots = [k for k in (1, 2, 3) if size % k == 0]
     encoder_tp = {name: draw(st.sampled_from(slots)) for name in ("eye", "ear")}
     return {
         "world": arrange(Layout(tp, cp, dp, pp), encoder_tp, placement, beside, shared),
-        "llm_sp": draw(st.sampled_from([None, None, *SEQUENCE_POLICIES])),
-        "encoder_sp": draw(st.sampled_from([None, None, *SEQUENCE_POLICIES])),
+        "llm_sp": draw(st.sampled_from(["uniform", "uniform", *SHARING])),
+        "encoder_sp": draw(st.sampled_from(["none", "none", *BEYOND_REPLICAS])),
         "policies": draw(st.sampled_from(POLICIES)),
         "single_queue": draw(st.booleans()),
         "budget": draw(budgets(least=0)),
@@ -180,11 +206,11 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
             assert batch.layout.lengths == tuple(plan.samples[i].length for i in batch.samples)
             assert 0 < sum(batch.layout.lengths) <= most * world.replicas
             held = [batch.layout.local_tokens(member) for member in range(world.pool)]
-            assert max(held) <= (most if chosen["llm_sp"] is None else 2 * most)
+            assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
             work = [batch.work(member) for member in range(world.pool)]
             assert [tokens for tokens, *_ in work] == held
             assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)
-            if chosen["llm_sp"] is None:
+            if chosen["llm_sp"] == "uniform":
                 # Each replica has its own pack, cut evenly over its members.
                 for first in range(0, world.pool, world.llm.cp):
                     assert sum(held[first : first + world.llm.cp]) <= most
@@ -229,7 +255,7 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
             assert chunk.ranks in (*slots, everyone)
             is_shared = any(len(shards) > 1 for shards in chunk.layout.shards)
             assert is_shared == (chunk.layout.num_ranks > 1)
-            assert not (is_shared and chosen["encoder_sp"] in (None, "none"))
+            assert not (is_shared and chosen["encoder_sp"] == "none")
             for shards, tiles in zip(chunk.layout.shards, chunk.tiles, strict=True):
                 assert all(shard.start % UNIT == 0 for shard in shards), "cut between rows"
                 assert bool(tiles) == (len(shards) > 1)
@@ -301,7 +327,7 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
 
 
 def test_replicas_of_a_domain_pass_their_packs_together():
-    world = arrange(Layout(tp=2, dp=4), {"eye": 1, "ear": 1}, "colocated", 0, replicas=2)
+    world = arrange(Layout(tp=2, dp=4), {"eye": 1, "ear": 1}, COLOCATED, 0, replicas=2)
     budget = replace(BUDGET, step_tokens=None, step_samples=9)
     plan = planner(world=world, budget=budget).next_step(1, 0)
     assert len(plan.domains) == 2
@@ -313,8 +339,8 @@ def test_replicas_of_a_domain_pass_their_packs_together():
 
 
 def test_ranks_that_share_sequences_or_experts_are_one_party():
-    def party(layout: Layout, llm_sp: str | None = None, replicas: int = 1) -> int:
-        world = arrange(layout, {"eye": 1, "ear": 1}, "colocated", 0, replicas)
+    def party(layout: Layout, llm_sp: str = "uniform", replicas: int = 1) -> int:
+        world = arrange(layout, {"eye": 1, "ear": 1}, COLOCATED, 0, replicas)
         return planner(world=world, llm_sp=llm_sp).next_step(1, 0).domains[0].party
 
     assert party(Layout(dp=2, pp=2)) == 1
@@ -325,13 +351,13 @@ def test_ranks_that_share_sequences_or_experts_are_one_party():
 
 
 def test_components_live_where_their_placement_says():
-    def homes(placement: str, beside: int = 0) -> tuple:
+    def homes(placement: PlacementPolicy, beside: int = 0) -> tuple:
         world = arrange(Layout(tp=2, pp=2, dp=2), {"eye": 2, "ear": 1}, placement, beside)
         return planner(world=world).next_step(1, 0).domains[0].homes
 
-    assert homes("colocated") == ((0, 4), (0, 4), (0, 4))
-    assert homes("stage0") == ((0, 2), (0, 2), (0, 4))
-    assert homes("disaggregated", 4) == ((4, 6), (4, 6), (0, 4))
+    assert homes(COLOCATED) == ((0, 4), (0, 4), (0, 4))
+    assert homes(STAGE0) == ((0, 2), (0, 2), (0, 4))
+    assert homes(DISAGGREGATED, 4) == ((4, 6), (4, 6), (0, 4))
 
 
 def test_long_items_are_shared_where_the_policy_says_so():
@@ -339,15 +365,15 @@ def test_long_items_are_shared_where_the_policy_says_so():
         return SampleMeta(sample, source, 1, (ItemMeta("image", 4000, 1000, 0, ()),), 0)
 
     budget = Budget(2000, None, 1, "error")
-    world = arrange(Layout(pp=2), {"eye": 1, "ear": 1}, "colocated", 0)
-    for schedule in sorted(BUILDERS):
-        policies = Policies("lpt", schedule)
+    world = arrange(Layout(pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    for schedule in SCHEDULES:
+        policies = policies_of(LPT, schedule)
         own, shared = (
             planner(world=world, metas=meta, budget=budget, encoder_sp=policy, policies=policies)
             .next_step(1, 0)
             .domains[0]
             .chunks
-            for policy in (None, "all")
+            for policy in ("none", "all")
         )
         assert [chunk.ranks for chunk in own] == [(0,)]
         assert [(chunk.ranks, chunk.layout.num_ranks, chunk.rows) for chunk in shared] == [
@@ -361,9 +387,9 @@ WORLDS = [
     colocated(1, 1),
     colocated(2, 1),
     colocated(3, 2),
-    arrange(Layout(tp=2, cp=2, dp=2, pp=2), {"eye": 2, "ear": 4}, "colocated", 0, replicas=2),
-    arrange(Layout(dp=2), {"eye": 1, "ear": 3}, "disaggregated", 3),
-    arrange(Layout(dp=2, pp=3), {"eye": 1, "ear": 2}, "stage0", 0),
+    arrange(Layout(tp=2, cp=2, dp=2, pp=2), {"eye": 2, "ear": 4}, COLOCATED, 0, replicas=2),
+    arrange(Layout(dp=2), {"eye": 1, "ear": 3}, DISAGGREGATED, 3),
+    arrange(Layout(dp=2, pp=3), {"eye": 1, "ear": 2}, STAGE0, 0),
 ]
 
 
@@ -374,10 +400,15 @@ def test_samples_of_a_step_do_not_depend_on_layout_or_policies(on_long):
     for step in range(1, 6):
         plans = [
             planner(
-                world=world, llm_sp=sp, encoder_sp=sp, policies=policies, budget=budget, single_queue=single
+                world=world,
+                llm_sp=llm_sp,
+                encoder_sp=encoder_sp,
+                policies=policies,
+                budget=budget,
+                single_queue=single,
             ).next_step(step, cursor)
             for world in WORLDS
-            for sp in (None, "dynamic")
+            for llm_sp, encoder_sp in (("uniform", "none"), ("dynamic", "dynamic"))
             for policies in POLICIES
             for single in (False, True)
         ]
@@ -477,10 +508,10 @@ def test_a_frozen_component_runs_no_backward_and_reduces_nothing():
         verify(plan, max_in_flight=2)
 
 
-@pytest.mark.parametrize("balance", ["none", "lpt"])
+@pytest.mark.parametrize("balance", [NONE, LPT], ids=lambda policy: policy.name)
 def test_replicas_without_samples_still_reduce(balance):
     budget = Budget(microbatch_tokens=40, step_tokens=None, step_samples=2, on_long="error")
-    plan = planner(5, 2, budget=budget, policies=Policies(balance, "encode_first")).next_step(1, 0)
+    plan = planner(5, 2, budget=budget, policies=policies_of(balance, ENCODE_FIRST)).next_step(1, 0)
     assert len(plan.samples) == 2
     empty = [domain for domain in plan.domains if not domain.microbatches]
     assert len(empty) == 3
@@ -540,8 +571,8 @@ def test_costly_samples_are_spread_over_replicas():
 
     budget = Budget(microbatch_tokens=40, step_tokens=None, step_samples=16, on_long="error")
     spread = []
-    for balance in ("none", "lpt"):
-        policies = Policies(balance, "encode_first")
+    for balance in (NONE, LPT):
+        policies = policies_of(balance, ENCODE_FIRST)
         stream = Stream({"text": SourceSpec(16, 4, 1)}, seed=0)
         plan = planner(2, metas=meta, budget=budget, policies=policies, stream=stream).next_step(1, 0)
         loads = [sum(sum(batch.layout.lengths) for batch in domain.microbatches) for domain in plan.domains]

@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from own_policies import own
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
@@ -10,7 +11,7 @@ from omni.training.job import prepare_job
 from omni.training.pools import without_effect
 from omni.training.sharing import Sharing, make_chunks, worth_sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
-from parallel.policies import POLICIES, make_pool
+from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
 from pipeline.plan import Chunk, PlannedItem
@@ -23,20 +24,19 @@ SLOTS = {"eye": [(rank,) for rank in range(RANKS)]}
 
 
 def sharing_by(policy: str) -> Sharing:
-    pool, share = make_pool(COST, RANKS, UNIT), POLICIES[policy]
-    return Sharing(RANKS, COST, lambda lengths: share(lengths, pool), forced=policy == "all")
+    chosen = own(SharingPolicy)[policy]
+    return Sharing(chosen, make_pool(COST, RANKS, UNIT), RANKS, whole=not chosen.cuts)
 
 
-def planned(policy: str | None, batches: list[list[int]]) -> tuple[Chunk, ...]:
+def planned(policy: str, batches: list[list[int]]) -> tuple[Chunk, ...]:
     """The chunks of a step whose microbatches have items of so many tokens."""
     items = [
         PlannedItem("eye", 0, 0, number, tokens, tokens // UNIT, 0)
         for number, lengths in enumerate(batches)
         for tokens in lengths
     ]
-    sharing = Sharing(RANKS, COST) if policy is None else sharing_by(policy)
     return make_chunks(
-        items, SLOTS, {"eye": sharing}, lambda name, n: TABLE.parts[name].marginal_ns(n, n * n)
+        items, SLOTS, {"eye": sharing_by(policy)}, lambda name, n: TABLE.parts[name].marginal_ns(n, n * n)
     )
 
 
@@ -69,7 +69,7 @@ def test_a_step_takes_no_longer_than_with_whole_items(policy, num_batches):
     gains = []
     for seed in range(12):
         batches = heavy_tailed(num_batches, 40, seed)
-        whole, chosen = encode_ns(planned(None, batches)), encode_ns(planned(policy, batches))
+        whole, chosen = encode_ns(planned("none", batches)), encode_ns(planned(policy, batches))
         assert chosen <= whole, seed
         gains.append(whole / chosen)
     assert sum(gains) / 12 > 1.02, gains
@@ -114,7 +114,7 @@ def test_the_choice_is_the_best_number_of_microbatches_from_the_longest_item_on(
     numbers = set()
     for seed in range(30):
         lengths = dict(enumerate(heavy_tailed(5, 10 + seed, seed, 1.0)))
-        layouts = {m: sharing.policy(of) for m, of in lengths.items()}
+        layouts = {m: sharing.layout([of]) for m, of in lengths.items()}
         chosen = worth_sharing(lengths, layouts, sharing)
         numbers.add(len(chosen))
         able = [m for m in lengths if any(len(shards) > 1 for shards in layouts[m].shards)]
@@ -130,7 +130,7 @@ def test_a_policy_without_anybody_to_share_with_is_said(tmp_path):
 
     def notes(world, *more):
         config = compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more))
-        return without_effect(config, prepare_job(config, world).planner.sharing)
+        return without_effect(prepare_job(config, world).planner.sharing)
 
     shared = ("layout.domain=2", "llm_sp=dynamic", "encoder_sp=all")
     assert notes(2, *shared) == notes(2) == notes(2, "layout.llm.cp=2", "llm_sp=all") == []

@@ -12,6 +12,7 @@ from ranks import RankPool
 from small import overrides, write_mixed
 
 from dataloader.format import Sample
+from dataloader.policies import NONE
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
@@ -19,7 +20,6 @@ from omni.compose import compose_config
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.job import prepare_job
-from omni.training.planner import Policies
 from omni.training.trainer import NoUpdateError, Trainer
 from parallel.consensus import DivergenceError
 from parallel.waiting import StallError
@@ -74,7 +74,7 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
 def _diverge(rank: int, line: list[str]) -> str:
     trainer = make_trainer(rank, line, 2)
     if rank == 1:
-        other = replace(trainer.job.planner, policies=Policies("none", "encode_first"))
+        other = replace(trainer.job.planner, policies=replace(trainer.job.planner.policies, balance=NONE))
         trainer.job = replace(trainer.job, planner=other)
     with trainer.ahead() as ahead:
         try:
@@ -198,7 +198,7 @@ def _train_until_no_update(rank: int, line: list[str], world: int, spoiled: str)
     """Train with weights of one component that are not finite on any rank."""
     trainer = make_trainer(rank, line, world)
     if spoiled in trainer.rank.components:
-        for parameter in trainer.rank.components[spoiled].module.parameters():
+        for parameter in trainer.rank.components[spoiled].parameters:
             parameter.data.fill_(math.nan)
     try:
         trainer.run()

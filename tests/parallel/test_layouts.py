@@ -6,9 +6,9 @@ from math import lcm, prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_policies import own
 
 from parallel.layout import (
-    PLACEMENTS,
     Arrangement,
     Layout,
     LayoutError,
@@ -17,7 +17,9 @@ from parallel.layout import (
     split_evenly,
     stage_layers,
 )
+from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 
+PLACEMENTS = list(own(PlacementPolicy).values())
 AXES = ("tp", "cp", "dp", "pp")
 sizes = st.integers(1, 4)
 layouts = st.builds(Layout, tp=sizes, cp=sizes, dp=sizes, pp=sizes)
@@ -118,7 +120,7 @@ def test_what_is_not_in_the_mesh_is_refused():
 
 
 def test_tp_lies_closest_together_then_cp_dp_and_pp():
-    mesh = arrange(Layout(tp=2, cp=3, dp=5, pp=7), {}, "colocated", 0).mesh
+    mesh = arrange(Layout(tp=2, cp=3, dp=5, pp=7), {}, COLOCATED, 0).mesh
     assert [mesh.rank(tp=1), mesh.rank(cp=1), mesh.rank(domain=1), mesh.rank(pp=1)] == [1, 2, 6, 30]
     assert mesh.rank() == 0
 
@@ -158,10 +160,10 @@ def arrangements(draw) -> Arrangement:
     llm = Layout(llm.tp, llm.cp, llm.dp, llm.pp, draw(st.sampled_from(divisors)))
     placement = draw(st.sampled_from(PLACEMENTS))
     encoders = {name: draw(st.sampled_from([1, 1, 2, 3, 4])) for name in draw(st.sets(st.sampled_from("xy")))}
-    ranks = draw(st.integers(1, 12)) if placement == "disaggregated" else 0
+    ranks = draw(st.integers(1, 12)) if placement.beside else 0
     divisors = [k for k in range(1, llm.dp + 1) if llm.dp % k == 0]
     made = try_arrange(llm, encoders, placement, ranks, draw(st.sampled_from(divisors)))
-    return made or arrange(llm, {"x": 1}, "colocated", 0)
+    return made or arrange(llm, {"x": 1}, COLOCATED, 0)
 
 
 @settings(deadline=None, max_examples=200)
@@ -248,11 +250,11 @@ def brute_force_replicas(llm, encoder_tp, placement, encoder_ranks, least) -> tu
         if llm.dp % k or stage % llm.ep:
             continue
         domains = llm.dp // k
-        if placement == "disaggregated":
+        if placement is DISAGGREGATED:
             if encoder_ranks % domains or not inside:
                 continue
             homes = [encoder_ranks // domains]
-        elif placement == "stage0":
+        elif placement is STAGE0:
             homes = [stage]
         else:
             homes = [stage] * llm.pp if inside else [stage * llm.pp]
@@ -268,7 +270,7 @@ def brute_force_replicas(llm, encoder_tp, placement, encoder_ranks, least) -> tu
 @given(st.data(), layouts, st.sampled_from(PLACEMENTS))
 def test_domains_are_the_smallest_that_hold_every_group(data, llm, placement):
     encoder_tp = {name: data.draw(st.integers(1, 6)) for name in data.draw(st.sets(st.sampled_from("xy")))}
-    ranks = data.draw(st.integers(1, 12)) if placement == "disaggregated" else 0
+    ranks = data.draw(st.integers(1, 12)) if placement.beside else 0
     least = data.draw(st.sampled_from([k for k in range(1, llm.dp + 1) if llm.dp % k == 0]))
     made = try_arrange(llm, encoder_tp, placement, ranks, least)
     expected = brute_force_replicas(llm, encoder_tp, placement, ranks, least)
@@ -276,33 +278,33 @@ def test_domains_are_the_smallest_that_hold_every_group(data, llm, placement):
     if made is not None:
         inside, replicas = expected
         assert made.replicas == replicas
-        if placement == "colocated" and inside:
+        if placement is COLOCATED and inside:
             for name in encoder_tp:
                 for slot in made.slots(name):
                     assert len({position // made.stage_size for position in slot}) == 1
 
 
 def test_data_parallel_replicas_plan_alone_unless_they_share():
-    assert arrange(Layout(dp=4), {"x": 1}, "colocated", 0).num_domains == 4
-    assert arrange(Layout(dp=4), {"x": 2}, "colocated", 0).num_domains == 2
-    assert arrange(Layout(dp=4, tp=2), {"x": 2}, "colocated", 0).num_domains == 4
-    assert arrange(Layout(dp=4, ep=4), {}, "colocated", 0).num_domains == 1
-    assert arrange(Layout(dp=4), {"x": 1}, "colocated", 0, replicas=2).num_domains == 2
+    assert arrange(Layout(dp=4), {"x": 1}, COLOCATED, 0).num_domains == 4
+    assert arrange(Layout(dp=4), {"x": 2}, COLOCATED, 0).num_domains == 2
+    assert arrange(Layout(dp=4, tp=2), {"x": 2}, COLOCATED, 0).num_domains == 4
+    assert arrange(Layout(dp=4, ep=4), {}, COLOCATED, 0).num_domains == 1
+    assert arrange(Layout(dp=4), {"x": 1}, COLOCATED, 0, replicas=2).num_domains == 2
     # Across the stages only where no stage holds a slot.
-    assert arrange(Layout(dp=1, pp=2), {"x": 2}, "colocated", 0).slots("x") == ((0, 1),)
-    assert arrange(Layout(dp=2, pp=2), {"x": 2}, "colocated", 0).slots("x") == ((0, 1), (2, 3))
+    assert arrange(Layout(dp=1, pp=2), {"x": 2}, COLOCATED, 0).slots("x") == ((0, 1),)
+    assert arrange(Layout(dp=2, pp=2), {"x": 2}, COLOCATED, 0).slots("x") == ((0, 1), (2, 3))
 
 
 def test_encoders_beside_the_llm_stand_in_any_ratio():
-    three = arrange(Layout(dp=2), {"x": 1}, "disaggregated", 3)
+    three = arrange(Layout(dp=2), {"x": 1}, DISAGGREGATED, 3)
     assert (three.world, three.num_domains) == (5, 1)
     assert three.domain_ranks(0) == (0, 1, 2, 3, 4)
     assert three.slots("x") == ((2,), (3,), (4,))
-    four = arrange(Layout(dp=2, tp=2), {"x": 2}, "disaggregated", 4)
+    four = arrange(Layout(dp=2, tp=2), {"x": 2}, DISAGGREGATED, 4)
     assert (four.world, four.num_domains) == (8, 2)
     assert four.domain_ranks(1) == (2, 3, 6, 7)
     assert four.encoder_meshes["x"].groups("tp") == ((4, 5), (6, 7))
-    one = arrange(Layout(dp=3), {"x": 1}, "disaggregated", 1)
+    one = arrange(Layout(dp=3), {"x": 1}, DISAGGREGATED, 1)
     assert one.num_domains == 1
     assert one.encoder_meshes["x"].ranks == (3,)
 
@@ -310,14 +312,13 @@ def test_encoders_beside_the_llm_stand_in_any_ratio():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((Layout(), {}, "beside", 0), ["placement.policy=beside", "colocated, stage0, disaggregated"]),
-        ((Layout(), {}, "disaggregated", 0), ["placement.policy=disaggregated", "placement.ranks=0"]),
-        ((Layout(), {}, "stage0", 2), ["placement.policy=stage0", "placement.ranks=2"]),
-        ((Layout(), {"x": 0}, "colocated", 0), ["layout.encoders.x.tp=0", "at least one"]),
-        ((Layout(dp=3), {"x": 2}, "colocated", 0), ["layout.encoders.x.tp=2", "dp=3", "choose sizes"]),
-        ((Layout(dp=3, pp=2), {"x": 2}, "stage0", 0), ["layout.encoders.x.tp=2", "dp=3", "choose sizes"]),
+        ((Layout(), {}, DISAGGREGATED, 0), ["placement.policy=disaggregated", "placement.ranks=0"]),
+        ((Layout(), {}, STAGE0, 2), ["placement.policy=stage0", "placement.ranks=2"]),
+        ((Layout(), {"x": 0}, COLOCATED, 0), ["layout.encoders.x.tp=0", "at least one"]),
+        ((Layout(dp=3), {"x": 2}, COLOCATED, 0), ["layout.encoders.x.tp=2", "dp=3", "choose sizes"]),
+        ((Layout(dp=3, pp=2), {"x": 2}, STAGE0, 0), ["layout.encoders.x.tp=2", "dp=3", "choose sizes"]),
         (
-            (Layout(), {"x": 2}, "disaggregated", 3),
+            (Layout(), {"x": 2}, DISAGGREGATED, 3),
             ["layout.encoders.x.tp=2", "3 ranks of encoders", "choose"],
         ),
     ],
@@ -329,15 +330,15 @@ def test_an_arrangement_that_cannot_be_is_refused_with_the_remedy(arguments, wor
 
 
 def test_an_arrangement_is_described_in_one_line():
-    assert arrange(Layout(dp=2, pp=2), {"x": 1}, "colocated", 0).describe() == "dp2·pp2"
-    described = arrange(Layout(dp=2), {"x": 2, "y": 1}, "disaggregated", 4).describe()
+    assert arrange(Layout(dp=2, pp=2), {"x": 1}, COLOCATED, 0).describe() == "dp2·pp2"
+    described = arrange(Layout(dp=2), {"x": 2, "y": 1}, DISAGGREGATED, 4).describe()
     assert described == "dp2, x tp2, 4 ranks for encoders"
 
 
 def test_sixteen_thousand_ranks():
     start = time.process_time()  # no wall-clock: what else runs on the machine must not decide
     llm = Layout(tp=8, cp=2, dp=128, pp=8, ep=64)
-    world = arrange(llm, {"x": 8, "y": 2}, "colocated", 0)
+    world = arrange(llm, {"x": 8, "y": 2}, COLOCATED, 0)
     assert world.world == 16_384
     assert world.replicas == 4
     meshes = [world.mesh, world.expert_mesh, *world.encoder_meshes.values()]
@@ -353,7 +354,7 @@ def test_sixteen_thousand_ranks():
             assert Counter(map(len, groups)) == {len(groups[0]): world.world // len(groups[0])}
             assert len({rank for group in groups for rank in group}) == world.world
     assert world.domain_ranks(world.domain(rank)).index(rank) < world.domain_size
-    beside = arrange(llm, {"x": 8}, "disaggregated", 1024)
+    beside = arrange(llm, {"x": 8}, DISAGGREGATED, 1024)
     assert beside.domain_ranks(beside.num_domains - 1)[-1] == beside.world - 1 == 17_407
     assert time.process_time() - start < 1
 
@@ -406,6 +407,6 @@ def test_a_stage_without_a_layer_is_refused_with_the_remedy():
 
 def test_least_common_slots_hold_every_encoder():
     """Slots of 4 and 6 ranks side by side in domains of 12."""
-    world = arrange(Layout(dp=24), {"x": 4, "y": 6}, "colocated", 0)
+    world = arrange(Layout(dp=24), {"x": 4, "y": 6}, COLOCATED, 0)
     assert world.domain_size == lcm(4, 6)
     assert [len(world.slots(name)) for name in ("x", "y")] == [3, 2]

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_policies import own
 
 from parallel.costs import Link
-from parallel.policies import POLICIES, make_pool
+from parallel.policies import SharingPolicy, make_pool
 from parallel.policies.degrees import best_build, power_degrees
 from parallel.policies.dynamic import Case, evenly, fill, level, shard_dynamic, target_degrees
 from parallel.policies.pool import (
@@ -28,6 +29,8 @@ from parallel.schemes import SequenceCost, choose_tiles, rank_times
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tile_plan import moved_elements, plan_tiles
 from parallel.tiles import AttentionShape, Volume, attention_work, exchange_volume
+
+POLICIES = own(SharingPolicy)
 
 # so400m and llama3_1b by `cluster=h100_8x8`, in bf16.
 LINK = Link(15_000, 50 * 10**9)

@@ -6,11 +6,19 @@ from random import Random
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.builders import BUILDERS, build_forward_only, expand, without_encoder_backward
+from pipeline.builders import (
+    Builder,
+    build_encode_first,
+    build_forward_only,
+    build_one_f_one_b,
+    without_encoder_backward,
+)
+from pipeline.expand import expand
 from pipeline.plan import (
     EMBEDDING,
     Chunk,
     DomainPlan,
+    GroupPlan,
     Kind,
     Microbatch,
     Op,
@@ -18,10 +26,13 @@ from pipeline.plan import (
     PlannedSample,
     Point,
     StepPlan,
+    Taken,
 )
-from pipeline.routes import plan_route, row_counts
+from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
+LLM = COMPONENTS.index("llm")
+BUILDERS = {"one_f_one_b": build_one_f_one_b, "encode_first": build_encode_first}
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 
@@ -39,6 +50,15 @@ class Shape:
     beside: int = 0
     homes: tuple[tuple[int, int], ...] = ()
     taps: tuple[Point, ...] = ()
+    parts: int = 1
+    team: int = 1
+
+    @property
+    def holds(self) -> tuple[tuple[int, ...], ...]:
+        """Parts by team, dealt to the stages in turn."""
+        of_stage = [tuple(range(s, self.stages * self.parts, self.stages)) for s in range(self.stages)]
+        llm = [parts for parts in of_stage for _ in range(self.stage_size // self.team)]
+        return (*llm, *((),) * (self.beside // self.team))
 
     @property
     def stage_size(self) -> int:
@@ -47,6 +67,10 @@ class Shape:
     @property
     def llm(self) -> int:
         return self.stages * self.stage_size
+
+    @property
+    def num_parts(self) -> int:
+        return self.stages * self.parts
 
     @property
     def feeds(self) -> tuple[tuple[str, tuple[Point, ...]], ...]:
@@ -59,17 +83,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """One chunk of encoder work: its neighbouring ranks, for which microbatch, and the rows of its items.
+    """One chunk of encoder work: its neighbouring ranks, for which microbatch, and the rows of its items;
+    for several microbatches, the items go to them in turn.
 
     The ranks are `slots` slots of equal size. Every other item is cut over all slots, the rest lie whole on
     one of them.
     """
 
     component: str
-    microbatch: int
+    microbatch: int | tuple[int, ...]
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
     slots: int = 1
+
+    def microbatch_of(self, item: int) -> int:
+        many = self.microbatch if isinstance(self.microbatch, tuple) else (self.microbatch,)
+        return many[item % len(many)]
 
 
 def random_shape(random: Random, max_stages: int) -> Shape:
@@ -102,7 +131,10 @@ def random_work(random: Random, shape: Shape, microbatches: int) -> list[Work]:
             slots = size = 1
         rows = tuple(random.randint(0, 4) for _ in range(random.randint(1, 3)))
         ranks = tuple(range(start, start + slots * size))
-        work.append(Work(component, random.choice(with_items), ranks, rows, slots))
+        of = random.choice(with_items)
+        if random.random() < 0.2:  # a quantum of several microbatches
+            of = tuple(random.sample(with_items, random.randint(1, min(3, len(with_items)))))
+        work.append(Work(component, of, ranks, rows, slots))
     return work
 
 
@@ -110,12 +142,11 @@ def make_plan(
     shape: Shape | int,
     microbatches: int,
     work: list[Work],
-    schedule: str,
+    schedule: str | Builder,
     frozen: tuple[str, ...] = (),
-    domains: int = 1,
     cuts: Random | None = None,
 ) -> StepPlan:
-    """A step of equal domains, made of the parts that the planner is made of, but for its policies.
+    """A step of one domain, made of the parts that the planner is made of, but for its policies.
 
     A microbatch has a sequence for each member of the pool: on this member, or cut over any of them at
     random. A number in place of a shape is that of stages with one rank each.
@@ -125,35 +156,63 @@ def make_plan(
     texts = [[2] * shape.pool for _ in range(microbatches)]
     items, chunks, lengths = _pack(shape, work, texts)
     batches = tuple(_microbatch(shape, m, lengths[m], cuts) for m in range(microbatches))
-    size = shape.llm + shape.beside
+    samples = tuple(PlannedSample("text", i, n) for i, n in enumerate(n for of in lengths for n in of))
+    trained = [number for number, name in enumerate(COMPONENTS) if train and name not in frozen]
     domain = DomainPlan(
-        num_stages=shape.stages,
+        team=shape.team,
+        holds=shape.holds,
         pool=shape.pool,
         tp=shape.tp,
         party=shape.party,
-        beside=shape.beside,
+        llm=LLM,
         homes=tuple(map(shape.home, COMPONENTS)),
+        samples=samples,
         microbatches=batches,
         items=tuple(items),
         chunks=tuple(chunks),
         routes=(),
         ops=(),
+        reductions=tuple((n, p) for n in trained for p in range(shape.num_parts if n == LLM else 1)),
+        bounds=(*((f"llm/{p}", shape.num_parts - p) for p in range(shape.num_parts)),),
         feeds=shape.feeds,
     )
-    routes = tuple(
-        plan_route(m, batch.layout, shape.tp, size, items, chunks, domain.fed_by)
-        for m, batch in enumerate(batches)
-    )
-    domain = replace(domain, routes=routes)
-    order = (BUILDERS[schedule] if train else build_forward_only)(domain)
+    domain = replace(domain, routes=plan_routes(domain))
+    if isinstance(schedule, str):
+        order = BUILDERS[schedule](domain, FREE) if train else build_forward_only(domain)
+    else:
+        order = schedule(domain, FREE)
     lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
-    for number, component in enumerate(COMPONENTS):
-        if train and component not in frozen:
-            for rank in range(*shape.home(component)):
-                lists[rank].append(Op(Kind.REDUCE, number))
+    for pair in domain.reductions:
+        op = Op(Kind.REDUCE, pair[0], part=pair[1])
+        for team in domain.reducing(op):
+            lists[team].append(op)
     domain = replace(domain, ops=tuple(map(tuple, lists)))
-    samples = tuple(PlannedSample("text", i, n) for i, n in enumerate(n for of in lengths for n in of))
-    return StepPlan(1, train, 0, len(samples), 0, COMPONENTS, frozen, samples, (), tuple([domain] * domains))
+    taken = Taken(
+        0,
+        len(samples),
+        ("text",),
+        (0,) * len(samples),
+        tuple(s.id for s in samples),
+        tuple(s.length for s in samples),
+    )
+    group = GroupPlan(0, 0, ((tuple(range(len(samples))),),))
+    return StepPlan(1, train, 0, COMPONENTS, frozen, taken, group, 0, domain)
+
+
+def one(rank: int, op: Op) -> int:
+    """What each forward keeps: microbatches in flight are counted, not their bytes."""
+    return 1
+
+
+def _unit(rank: int, op: Op) -> int:
+    return 1
+
+
+def _nothing(op: Op) -> int:
+    return 0
+
+
+FREE = _unit, _nothing
 
 
 def _pack(
@@ -162,8 +221,8 @@ def _pack(
     """Put the items of each microbatch into its sequences in turn, with text between them."""
     planned: list[PlannedItem] = []
     for piece in work:
-        for rows in piece.rows:
-            m, number = piece.microbatch, len(planned)
+        for place, rows in enumerate(piece.rows):
+            m, number = piece.microbatch_of(place), len(planned)
             q = number % shape.pool
             item = PlannedItem(
                 piece.component, m * shape.pool + q, number, m, UNIT * rows, rows, lengths[m][q]
@@ -178,9 +237,10 @@ def _pack(
         filled += len(piece.rows)
         layout = SequenceLayout(piece.slots, tuple(_shards(i, items[i].rows, piece.slots) for i in numbers))
         points = 1 + len(shape.taps) if piece.component == "image" else 1
-        rows_of = row_counts([items[i] for i in numbers], layout, len(piece.ranks) // piece.slots, points)
+        outputs = outputs_of(numbers, items, layout, len(piece.ranks) // piece.slots, points)
         tiles = ((),) * len(numbers)
-        chunks.append(Chunk(piece.component, piece.microbatch, piece.ranks, numbers, layout, tiles, rows_of))
+        batches = tuple(sorted({items[i].microbatch for i in numbers}))
+        chunks.append(Chunk(piece.component, batches, piece.ranks, numbers, layout, tiles, outputs))
     return items, chunks, lengths
 
 

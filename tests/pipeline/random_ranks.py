@@ -9,10 +9,11 @@ before it is left. Ops take out what they use, so whatever is used twice, too ea
 from random import Random
 
 from parallel.boundary import Route
-from pipeline.plan import DomainPlan, Kind, Op, StepPlan
+from pipeline.plan import Grad, Kind, Op, StepPlan
 
 ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 PASS = (Kind.FORWARD, Kind.BACKWARD)
+SHIFT = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}  # a message is called by the part that sends it
 
 
 class DeadlockError(Exception):
@@ -47,21 +48,23 @@ class RandomRanks:
     With `single_queue` whatever a rank issues, on any communicator, completes in the order of issue.
     """
 
-    def __init__(self, domain: DomainPlan, plan: StepPlan, seed: int, single_queue: bool = False) -> None:
-        self.domain = domain
+    def __init__(self, plan: StepPlan, seed: int, single_queue: bool = False) -> None:
+        self.domain = domain = plan.domain
         self.plan = plan
+        self.lists = [domain.ops[rank // domain.team] for rank in range(len(domain.holds) * domain.team)]
         self.random = Random(seed)
         self.single_queue = single_queue
-        self.width = domain.pool * domain.tp
-        self.llm = domain.num_stages * self.width
-        taken = {0} | {point.stage for _, points in domain.feeds for point in points}
-        self.takes_rows = [rank // self.width in taken and rank < self.llm for rank in range(len(domain.ops))]
-        self.ranks = [_Rank() for _ in domain.ops]
+        self.holds = [domain.holds[rank // domain.team] for rank in range(len(self.lists))]
+        self.last = max(part for parts in self.holds for part in parts)
+        taken = {0} | {point.part for _, points in domain.feeds for point in points}
+        self.with_rows = [[part for part in parts if part in taken] for parts in self.holds]
+        self.ranks = [_Rank() for _ in self.lists]
         # Per communicator and end, what was issued there in order; and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
         self.complete: dict[tuple, int] = {}
-        self.queues: list[list[tuple]] = [[] for _ in domain.ops]
-        self.returned = [{op.index for op in ops if op.kind is Kind.RETURN} for ops in domain.ops]
+        self.queues: list[list[tuple]] = [[] for _ in self.lists]
+        self.returned = [{op.index for op in ops if op.kind is Kind.RETURN} for ops in self.lists]
+        self.reduced: list[tuple[int, int]] = []
 
     def run(self) -> list[tuple[int, Op]]:
         """Return (rank, op) in the order in which they ran."""
@@ -84,14 +87,13 @@ class RandomRanks:
         return done
 
     def next(self, rank: int) -> Op | None:
-        ops, at = self.domain.ops[rank], self.ranks[rank].at
+        ops, at = self.lists[rank], self.ranks[rank].at
         return ops[at] if at < len(ops) else None
 
-    def is_first(self, rank: int) -> bool:
-        return rank < self.width
-
-    def is_last(self, rank: int) -> bool:
-        return self.llm - self.width <= rank < self.llm
+    def holder(self, part: int, rank: int) -> int:
+        """The position that holds a part, at the same place among its holders."""
+        own = [r for r, parts in enumerate(self.holds) if parts == self.holds[rank]]
+        return [r for r, parts in enumerate(self.holds) if part in parts][own.index(rank)]
 
     # Communication.
 
@@ -106,15 +108,21 @@ class RandomRanks:
             low = rank // self.domain.party * self.domain.party
             return ("together", *range(low, low + self.domain.party))
         if kind is Kind.REDUCE:
-            return ("reduce", *range(*self.domain.homes[op.index]))
-        up = {Kind.SEND_FORWARD: rank, Kind.RECV_FORWARD: rank - self.width}
-        down = {Kind.SEND_BACKWARD: rank - self.width, Kind.RECV_BACKWARD: rank}
-        low = {**up, **down}[kind]
-        return ("forward" if kind in up else "backward", low, low + self.width)
+            home = range(*self.domain.homes[op.index])
+            llm = op.index == self.domain.llm
+            return ("reduce", *(r for r in home if not llm or op.part in self.holds[r]))
+        if kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD):
+            other = self.holder(op.part + 1, rank)
+        else:
+            other = self.holder(op.part - 1, rank)
+        sends = kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+        ends = (rank, other) if sends else (other, rank)
+        forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        return ("forward" if forward else "backward", *ends)
 
     def meets(self, op: Op, rank: int) -> bool:
         """Whether other ranks take part in this op while it runs."""
-        return op.kind in (*ENCODER, *PASS, Kind.REDUCE) and len(self.line(op, rank)) > 2
+        return op.kind is Kind.REDUCE or (op.kind in (*ENCODER, *PASS) and len(self.line(op, rank)) > 2)
 
     def is_local(self, op: Op) -> bool:
         if op.kind not in (Kind.SHIP, Kind.RETURN):
@@ -130,16 +138,28 @@ class RandomRanks:
             return False
         if self.single_queue and any(self.queues[rank][:1] != [line] for rank in line[1:]):
             return False
-        return all(len(self.issued[line].get(rank, [])) > number for rank in line[1:])
+        if not all(len(self.issued[line].get(rank, [])) > number for rank in line[1:]):
+            return False
+        if line[0] != "reduce":
+            return True
+        # Another domain may reduce everything that the plan has before this only first.
+        op = self.issued[line][line[1]][number]
+        order = self.domain.reductions
+        return (op.index, op.part) in order and all(
+            pair in self.reduced for pair in order[: order.index((op.index, op.part))]
+        )
 
     def deliver(self, line: tuple) -> None:
         ends = [self.issued[line][rank][self.complete.get(line, 0)] for rank in line[1:]]
-        if len({op.index for op in ends}) != 1 or (line[0] == "together" and len(set(ends)) != 1):
+        if line[0] == "reduce":
+            self.reduced.append((ends[0].index, ends[0].part))
+        named = {(op.index, op.part + SHIFT.get(op.kind, 0)) for op in ends}
+        if len(named) != 1 or (line[0] == "together" and len(set(ends)) != 1):
             raise DataError(f"{line} mixes {[str(op) for op in ends]}")
         self.complete[line] = self.complete.get(line, 0) + 1
         for rank, op in zip(line[1:], ends, strict=True):
             self.queues[rank].remove(line)
-            self.ranks[rank].waited.add((op.kind, op.index))
+            self.ranks[rank].waited.add((op.kind, op.index, op.part))
 
     # Ops.
 
@@ -147,9 +167,10 @@ class RandomRanks:
         op = self.next(rank)
         if op is None:
             return False
+        waited = self.ranks[rank].waited
         if op.kind is Kind.WAIT:
-            return (op.on, op.index) in self.ranks[rank].waited
-        return not self.ranks[rank].came or (op.kind, op.index) in self.ranks[rank].waited
+            return (op.on, op.index, op.part) in waited
+        return not self.ranks[rank].came or (op.kind, op.index, op.part) in waited
 
     def step(self, rank: int) -> bool:
         """Run a rank's next op; False if the rank has only come to where others must come too."""
@@ -162,51 +183,62 @@ class RandomRanks:
                 self.issue(rank, op)
                 return False
             me.came = False
-            me.waited.remove((op.kind, op.index))
+            me.waited.remove((op.kind, op.index, op.part))
         self.do(op, rank)
         me.at += 1
-        if me.at == len(self.domain.ops[rank]):
+        if me.at == len(self.lists[rank]):
             self.forget_returns(me)
         return True
 
     def do(self, op: Op, rank: int) -> None:
-        me, chunks, m = self.ranks[rank], self.domain.chunks, op.index
+        me, chunks, m, part = self.ranks[rank], self.domain.chunks, op.index, op.part
+        own = self.holds[rank]
         if op.kind is Kind.ENCODE:
-            me.put("encoded", m)
+            for batch in chunks[m].microbatches:
+                me.put("encoded", m, batch)
+            if self.plan.train and chunks[m].component not in self.plan.frozen:
+                me.put("graph", m)
         elif op.kind is Kind.SHIP:
             for c, chunk in enumerate(chunks):
-                if chunk.microbatch == m and rank in chunk.ranks:
-                    me.take(op, "encoded", c)
-                    if self.plan.train and chunk.component not in self.plan.frozen:
-                        me.put("graph", c)
+                if m in chunk.microbatches and rank in chunk.ranks:
+                    me.take(op, "encoded", c, m)
             self.issue(rank, op)
         elif op.kind is Kind.FORWARD:
-            if not self.is_first(rank):
-                me.take(op, Kind.RECV_FORWARD, m)
-            if self.takes_rows[rank] and self.domain.routes[m] is not None:
-                me.take(op, Kind.SHIP, m)
-            if not self.is_last(rank):
-                me.put("output", m)
+            if part:
+                me.take(op, Kind.RECV_FORWARD, m, part)
+            if part in self.with_rows[rank] and self.domain.routes[m] is not None:
+                me.take(op, Kind.SHIP, m, part)
+            if part < self.last:
+                me.put(*((Kind.RECV_FORWARD, m, part + 1) if part + 1 in own else ("output", m, part)))
             if self.plan.train:
-                me.put("pass", m)
+                me.put("pass", m, part)
+        elif op.kind is Kind.BACKWARD and op.grad is Grad.WEIGHT:
+            me.take(op, "weights", m, part)
         elif op.kind is Kind.BACKWARD:
-            me.take(op, "pass", m)
-            if not self.is_last(rank):
-                me.take(op, Kind.RECV_BACKWARD, m)
-            if not self.is_first(rank):
-                me.put("gradient", m)
-            if self.takes_rows[rank] and m in self.returned[rank]:
-                me.put("row gradients", m)
+            me.take(op, "pass", m, part)
+            if op.grad is Grad.INPUT:
+                me.put("weights", m, part)
+            if part < self.last:
+                me.take(op, Kind.RECV_BACKWARD, m, part)
+            if part:
+                me.put(*((Kind.RECV_BACKWARD, m, part - 1) if part - 1 in own else ("gradient", m, part)))
+            if part in self.with_rows[rank] and m in self.returned[rank]:
+                me.put("row gradients", m, part)
         elif op.kind is Kind.RETURN:
-            if self.takes_rows[rank]:
-                me.take(op, "row gradients", m)
+            for with_rows in self.with_rows[rank]:
+                me.take(op, "row gradients", m, with_rows)
             self.issue(rank, op)
+        elif op.kind is Kind.ENCODE_BACKWARD and op.grad is Grad.WEIGHT:
+            me.take(op, "encoder weights", m)
         elif op.kind is Kind.ENCODE_BACKWARD:
-            if (Kind.RETURN, chunks[m].microbatch) not in me.values:
-                raise DataError(f"{op} runs before its gradients are there")
+            for batch in chunks[m].microbatches:
+                if (Kind.RETURN, batch, 0) not in me.values:
+                    raise DataError(f"{op} runs before its gradients are there")
             me.take(op, "graph", m)
+            if op.grad is Grad.INPUT:
+                me.put("encoder weights", m)
         elif op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            me.take(op, "output" if op.kind is Kind.SEND_FORWARD else "gradient", m)
+            me.take(op, "output" if op.kind is Kind.SEND_FORWARD else "gradient", m, part)
             self.issue(rank, op)
         elif op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
             self.issue(rank, op)
@@ -215,13 +247,20 @@ class RandomRanks:
         else:
             assert op.kind is Kind.REDUCE
             for value in me.values:
-                if value[0] in ("pass", "graph"):
+                if self.is_of(value, op):
                     raise DataError(f"{op} runs before the backward of {value}")
-            self.forget_returns(me)
+
+    def is_of(self, value: tuple, reduction: Op) -> bool:
+        """Whether a value has yet to make gradients that a reduction sums."""
+        if value[0] in ("pass", "weights"):
+            return reduction.index == self.domain.llm and value[2] == reduction.part
+        if value[0] in ("graph", "encoder weights"):
+            return self.domain.chunks[value[1]].component == self.plan.components[reduction.index]
+        return False
 
     def issue(self, rank: int, op: Op) -> None:
         if self.is_local(op):
-            self.ranks[rank].waited.add((op.kind, op.index))
+            self.ranks[rank].waited.add((op.kind, op.index, op.part))
         else:
             line = self.line(op, rank)
             self.issued.setdefault(line, {}).setdefault(rank, []).append(op)
@@ -229,10 +268,12 @@ class RandomRanks:
 
     def wait(self, rank: int, op: Op) -> None:
         me = self.ranks[rank]
-        me.waited.remove((op.on, op.index))
-        brings = op.on in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.RETURN)
-        if brings or (op.on is Kind.SHIP and self.takes_rows[rank]):
-            me.put(op.on, op.index)
+        me.waited.remove((op.on, op.index, op.part))
+        if op.on is Kind.SHIP:
+            for part in self.with_rows[rank]:
+                me.put(op.on, op.index, part)
+        elif op.on in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.RETURN):
+            me.put(op.on, op.index, op.part)
 
     @staticmethod
     def forget_returns(me: _Rank) -> None:

@@ -24,9 +24,9 @@ def a_plan() -> StepPlan:
     ]
     shape = Shape(stages=2, pool=2, tp=2, party=2, beside=1, homes=((8, 9), (0, 4)))
     plan = make_plan(shape, 3, work, "encode_first", frozen=("audio",), domains=2, cuts=Random(1))
-    batch = plan.domains[0].microbatches[0]
+    batch = plan.domain.microbatches[0]
     tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()))
-    first = set_at(plan.domains[0], ["microbatches", 0], tiled)
+    first = set_at(plan.domain, ["microbatches", 0], tiled)
     first = set_at(first, ["chunks", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
     return replace(plan, skipped=(("text", 9),), cursor=5, next_cursor=9, domains=(first, plan.domains[1]))
 
@@ -123,23 +123,23 @@ def test_plans_without_differences_have_none():
 def test_a_difference_tells_both_values():
     plan = a_plan()
     other = set_at(plan, ["domains", 0, "chunks", 2, "ranks", 1], 5)
-    assert diff(plan, other) == ["plan.domains[0].chunks[2].ranks[1]: 1 != 5"]
+    assert diff(plan, other) == ["plan.domain.chunks[2].ranks[1]: 1 != 5"]
 
 
 def test_a_longer_list_is_named_with_its_first_change():
     plan = a_plan()
-    ops = plan.domains[0].ops
+    ops = plan.domain.ops
     longer = set_at(plan, ["domains", 0, "ops", 1], (Op(Kind.ENCODE, 7), *ops[1]))
     found = diff(plan, longer)
-    assert found[0] == f"plan.domains[0].ops[1]: {len(ops[1])} entries != {len(ops[1]) + 1}"
-    assert found[1].startswith("plan.domains[0].ops[1][0].kind: ")
+    assert found[0] == f"plan.domain.ops[1]: {len(ops[1])} entries != {len(ops[1]) + 1}"
+    assert found[1].startswith("plan.domain.ops[1][0].kind: ")
 
 
 def test_values_of_another_type_and_long_values_are_told_in_short():
     plan = a_plan()
     found = diff(plan, set_at(plan, ["domains", 0, "routes", 0], None))
     assert len(found) == 1
-    assert found[0].startswith("plan.domains[0].routes[0]: Route(")
+    assert found[0].startswith("plan.domain.routes[0]: Route(")
     assert found[0].endswith("... != None")
     assert len(found[0]) < 200
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.plan import Chunk, PlannedItem, Point
-from pipeline.routes import plan_route, row_counts
+from pipeline.plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.routes import outputs_of, plan_routes
 
 STAGES = 3
 
@@ -29,8 +29,8 @@ def random_work(random):
     lengths = [random.randint(1, 12) for _ in range(random.randint(1, 4))]
     layout = SequenceLayout(members, tuple(cut(random, length, members, 1) for length in lengths))
     points = [Point(f"llm.{number}", stage, place) for number, (stage, place) in enumerate(
-        sorted(random.sample([(s, p) for s in range(STAGES) for p in range(2)], 3)))]  # fmt: skip
-    feeds = {"eye": tuple(points[: random.randint(1, 3)]), "ear": (points[0],)}
+        sorted(random.sample([(s, p) for s in range(STAGES) for p in range(1, 3)], 3)))]  # fmt: skip
+    feeds = {"eye": (EMBEDDING, *points)[: random.randint(1, 3)], "ear": (EMBEDDING,)}
     items, chunks, start = [], [], 0
     for sample, length in enumerate(lengths):
         first = start + random.randint(0, length)
@@ -51,8 +51,29 @@ def random_chunk(random, component, part, items, size, num_points):
     slots = random.randint(1, size // tp)
     ranks = tuple(random.sample(range(size), slots * tp))
     layout = SequenceLayout(slots, tuple(cut(random, items[i].rows, slots, 4) for i in part))
-    rows = row_counts([items[i] for i in part], layout, tp, num_points)
-    return Chunk(component, 0, ranks, tuple(part), layout, ((),) * len(part), rows)
+    outputs = outputs_of(part, items, layout, tp, num_points)
+    return Chunk(component, (0,), ranks, tuple(part), layout, ((),) * len(part), outputs)
+
+
+def domain_of(layout, tp, size, items, chunks, feeds):
+    """A domain of one microbatch over `size` positions, of which STAGES stages hold a part each."""
+    held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_ranks * tp)]
+    return DomainPlan(
+        team=1,
+        holds=(*held, *((),) * (size - len(held))),
+        pool=layout.num_ranks,
+        tp=tp,
+        party=1,
+        llm=0,
+        homes=(),
+        samples=(),
+        microbatches=(Microbatch((), layout, ()),),
+        items=tuple(items),
+        chunks=tuple(chunks),
+        routes=(),
+        ops=(),
+        feeds=tuple(feeds.items()),
+    )
 
 
 def sent_rows(chunks, items, feeds):
@@ -80,7 +101,7 @@ def sent_rows(chunks, items, feeds):
 
 
 def places(layout, tp):
-    """Rank of the stage, local token and tokens a rank of every packed token."""
+    """Rank of the stage and local token of every packed token."""
     held, order = [0] * layout.num_ranks, []
     for shards in layout.shards:
         for shard in shards:
@@ -88,23 +109,25 @@ def places(layout, tp):
                 order.append((shard.rank, held[shard.rank]))
                 held[shard.rank] += 1
     share = [max(1, -(-tokens // tp)) for tokens in held]
-    return [(member * tp + at // share[member], at % share[member], share[member]) for member, at in order]
+    return [(member * tp + at // share[member], at % share[member]) for member, at in order]
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.randoms(use_true_random=False))
 def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     layout, tp, size, items, chunks, feeds = random_work(random)
-    route = plan_route(0, layout, tp, size, items, chunks, feeds.__getitem__)
+    domain = domain_of(layout, tp, size, items, chunks, feeds)
+    (route,) = plan_routes(domain)
     place, stage_size = places(layout, tp), layout.num_ranks * tp
     wanted = []
     for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
-        rank, token, share = place[items[i].start + row]
-        wanted.append((position, at, point.stage * stage_size + rank, point.place * share + token))
+        rank, token = place[items[i].start + row]
+        destination = point.part * stage_size + rank
+        wanted.append((position, at, destination, token, i, domain.all_points.index(point)))
     planned = sum(items[i].rows * len(feeds[c.component]) for c in chunks for i in c.items)
     assert len(wanted) == planned
     carried = [
-        (s.source, s.source_start + n, s.destination, s.destination_start + n)
+        (s.source, s.source_start + n, s.destination, s.destination_start + n, s.item, s.point)
         for s in route.segments
         for n in range(s.length)
     ]
@@ -113,4 +136,4 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
 
 def test_a_microbatch_without_items_has_no_route():
     layout = SequenceLayout.whole([3], [0], 1)
-    assert plan_route(0, layout, 1, 3, [], []) is None
+    assert plan_routes(domain_of(layout, 1, 3, [], [], {})) == (None,)

@@ -2,7 +2,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from domain_plans import SCHEDULES, Shape, Work, make_plan, random_shape, random_work
+from domain_plans import SCHEDULES, Shape, Work, make_plan, one, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
@@ -42,7 +42,7 @@ def test_every_schedule_keeps_all_rules(stages, schedule):
             shape = Shape(stages) if seed % 4 == 0 else random_shape(random, stages)
             work = random_work(random, shape, microbatches)
             plan = make_plan(shape, microbatches, work, schedule, cuts=random)
-            found = list(violations(plan.domains[0], plan, max_in_flight=shape.stages))
+            found = list(violations(plan, one))
             assert not found, (shape, microbatches, seed, found)
 
 
@@ -52,7 +52,7 @@ def test_random_plans_hold_every_kind_of_domain():
         random = Random(seed)
         shape = random_shape(random, 4)
         plan = make_plan(shape, 4, random_work(random, shape, 4), "encode_first", cuts=random)
-        domain = plan.domains[0]
+        domain = plan.domain
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
         for chunk in domain.chunks:
@@ -69,25 +69,25 @@ def test_random_plans_hold_every_kind_of_domain():
 @settings(deadline=None, max_examples=80)
 @given(plans(), st.integers(0, 1000))
 def test_every_schedule_runs_on_ranks_that_interleave_at_random(plan, seed):
-    ran = RandomRanks(plan.domains[0], plan, seed).run()
-    for rank, ops in enumerate(plan.domains[0].ops):
+    ran = RandomRanks(plan, seed).run()
+    for rank, ops in enumerate(plan.domain.ops):
         assert tuple(op for where, op in ran if where == rank) == ops
 
 
 @settings(deadline=None, max_examples=80)
 @given(plans(), st.integers(0, 1000))
 def test_serialised_lists_run_on_random_ranks_with_a_single_queue(plan, seed):
-    domain = plan.domains[0]
+    domain = plan.domain
     costs = Random(seed)
     lists = serialise(domain, lambda rank, op: costs.randint(0, 50), lambda op: costs.randint(0, 20))
     serial = replace(domain, ops=tuple(map(tuple, lists)))
-    RandomRanks(serial, plan, seed, single_queue=True).run()
+    RandomRanks(replace(plan, domain=serial), seed, single_queue=True).run()
 
 
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_the_simulated_order_is_the_order_of_the_lists(plan):
-    domain = plan.domains[0]
+    domain = plan.domain
     timeline = run(domain, lambda rank, op: 5 + op.index, lambda op: 3)
     for events, ops in zip(timeline.events, domain.ops, strict=True):
         assert tuple(event.op for event in events) == ops
@@ -101,7 +101,7 @@ def test_the_simulated_order_is_the_order_of_the_lists(plan):
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_every_chunk_and_every_microbatch_runs_once_where_it_belongs(plan):
-    domain = plan.domains[0]
+    domain = plan.domain
     chunks, microbatches = range(len(domain.chunks)), range(len(domain.microbatches))
     for rank in range(domain.num_ranks):
         mine = [c for c in chunks if rank in domain.chunks[c].ranks]
@@ -115,8 +115,8 @@ def test_every_chunk_and_every_microbatch_runs_once_where_it_belongs(plan):
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_microbatches_without_items_ship_and_return_nothing(plan):
-    domain = plan.domains[0]
-    with_items = sorted({chunk.microbatch for chunk in domain.chunks})
+    domain = plan.domain
+    with_items = sorted({m for chunk in domain.chunks for m in chunk.microbatches})
     for rank in range(domain.num_ranks):
         assert of_kind(domain, rank, Kind.SHIP) == with_items
         assert of_kind(domain, rank, Kind.RETURN) == (with_items if plan.train else [])
@@ -125,7 +125,7 @@ def test_microbatches_without_items_ship_and_return_nothing(plan):
 @settings(deadline=None, max_examples=60)
 @given(plans())
 def test_positions_know_where_they_stand(plan):
-    domain = plan.domains[0]
+    domain = plan.domain
     places = [(domain.stage(rank), domain.member(rank)) for rank in range(domain.num_ranks)]
     expected = [
         (stage, member)
@@ -146,7 +146,7 @@ def test_positions_know_where_they_stand(plan):
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_each_stage_holds_at_most_as_many_microbatches_as_stages_follow_it(stages, schedule):
     for microbatches in range(10):
-        domain = make_plan(stages, microbatches, [], schedule).domains[0]
+        domain = make_plan(stages, microbatches, [], schedule).domain
         for stage, ops in enumerate(domain.ops):
             live, most = 0, 0
             for op in ops:
@@ -158,32 +158,32 @@ def test_each_stage_holds_at_most_as_many_microbatches_as_stages_follow_it(stage
 
 def test_encode_first_encodes_before_the_pipeline_and_goes_back_after_it():
     work = [Work("image", m, (rank,), (2,)) for m in range(4) for rank in range(2)]
-    for ops in make_plan(2, 4, work, "encode_first").domains[0].ops:
+    for stage, ops in enumerate(make_plan(2, 4, work, "encode_first").domain.ops):
         kinds = [op.kind for op in ops if op.kind in (Kind.ENCODE, Kind.FORWARD, Kind.BACKWARD)]
         assert Kind.ENCODE not in kinds[kinds.index(Kind.FORWARD) :]
-        after = ops[ops.index(Op(Kind.BACKWARD, 3)) :]
+        after = ops[ops.index(Op(Kind.BACKWARD, 3, part=stage)) :]
         assert sum(op.kind is Kind.ENCODE_BACKWARD for op in after) == 4
 
 
 def test_one_f_one_b_encodes_when_the_first_stage_needs_it_and_goes_back_when_it_is_done():
     stages, microbatches = 3, 7
     work = [Work("image", m, (rank,), (2,)) for m in range(microbatches) for rank in range(stages)]
-    domain = make_plan(stages, microbatches, work, "one_f_one_b").domains[0]
+    domain = make_plan(stages, microbatches, work, "one_f_one_b").domain
     for stage, ops in enumerate(domain.ops):
         forwards = backwards = 0
         for op in ops:
             forwards += op.kind is Kind.FORWARD
             backwards += op.kind is Kind.BACKWARD
             if op.kind is Kind.ENCODE:
-                assert forwards == max(0, domain.chunks[op.index].microbatch - stage)
+                assert forwards == max(0, domain.chunks[op.index].microbatches[0] - stage)
             if op.kind is Kind.ENCODE_BACKWARD:
-                behind = domain.chunks[op.index].microbatch + stage
+                behind = domain.chunks[op.index].microbatches[0] + stage
                 assert backwards == min(microbatches, behind + 1)
 
 
 def test_returns_are_issued_before_anything_waits_for_one():
     work = [Work("image", m, (rank,), (2,)) for m in range(4) for rank in range(2)]
-    for ops in make_plan(2, 4, work, "encode_first").domains[0].ops:
+    for ops in make_plan(2, 4, work, "encode_first").domain.ops:
         first_wait = ops.index(Op(Kind.WAIT, 0, Kind.RETURN))
         assert all(ops.index(Op(Kind.RETURN, m)) < first_wait for m in range(4))
 
@@ -194,8 +194,8 @@ def test_returns_are_issued_before_anything_waits_for_one():
 @settings(deadline=None, max_examples=60)
 @given(plans(schedules=TRAINING, frozen=("audio", "image")))
 def test_frozen_encoders_run_no_backward_and_return_nothing(plan):
-    verify(plan, max_in_flight=5)
-    domain = plan.domains[0]
+    verify(plan, one)
+    domain = plan.domain
     for rank, ops in enumerate(domain.ops):
         kinds = {op.kind for op in ops} | {op.on for op in ops}
         assert not kinds & {Kind.ENCODE_BACKWARD, Kind.RETURN}
@@ -205,8 +205,8 @@ def test_frozen_encoders_run_no_backward_and_return_nothing(plan):
 @settings(deadline=None, max_examples=60)
 @given(plans(schedules=TRAINING, frozen=("image",)), st.integers(0, 1000))
 def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
-    verify(plan, max_in_flight=5)
-    domain = plan.domains[0]
+    verify(plan, one)
+    domain = plan.domain
     ranks = range(domain.num_ranks)
     trained = [c for c, chunk in enumerate(domain.chunks) if chunk.component == "audio"]
     for rank in ranks:
@@ -214,8 +214,8 @@ def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
         assert ran == [c for c in trained if rank in domain.chunks[c].ranks]
     for rank in ranks:
         returned = of_kind(domain, rank, Kind.RETURN)
-        assert returned == sorted({domain.chunks[c].microbatch for c in trained})
-    RandomRanks(domain, plan, seed).run()
+        assert returned == sorted({m for c in trained for m in domain.chunks[c].microbatches})
+    RandomRanks(plan, seed).run()
 
 
 # Simulated times.
@@ -230,14 +230,14 @@ def table(stages: int, forward_ns: int, encode_ns: int, message_ns: int = 0) -> 
 @pytest.mark.parametrize("stages", range(1, 6))
 @pytest.mark.parametrize("microbatches", [1, 4, 9])
 def test_one_f_one_b_takes_the_time_of_the_closed_form(stages, microbatches):
-    domain = make_plan(stages, microbatches, [], "one_f_one_b").domains[0]
+    domain = make_plan(stages, microbatches, [], "one_f_one_b").domain
     timeline = simulate(domain, table(stages, forward_ns=10, encode_ns=0))
     assert timeline.makespan_ns == (microbatches + stages - 1) * (10 + 20)
     assert timeline.waited_ns(0) == (stages - 1) * (10 + 20)
 
 
 def test_forward_only_takes_the_time_of_the_closed_form():
-    domain = make_plan(3, 5, [], "forward_only").domains[0]
+    domain = make_plan(3, 5, [], "forward_only").domain
     timeline = simulate(domain, table(3, forward_ns=10, encode_ns=0, message_ns=1))
     assert timeline.makespan_ns == (5 + 3 - 1) * 10 + 2 * 1
 
@@ -246,7 +246,7 @@ def test_encoding_on_all_ranks_hides_half_of_the_work_on_two():
     spread = [Work("image", m, (m % 2,), (2,)) for m in range(4)]
     stage0 = [Work("image", m, (0,), (2,)) for m in range(4)]
     spread_ns, stage0_ns = (
-        simulate(make_plan(2, 4, work, "encode_first").domains[0], table(2, 10, 100)).makespan_ns
+        simulate(make_plan(2, 4, work, "encode_first").domain, table(2, 10, 100)).makespan_ns
         for work in (spread, stage0)
     )
     assert (spread_ns, stage0_ns) == (2 * 300 + 5 * 30, 4 * 300 + 5 * 30)
@@ -254,7 +254,7 @@ def test_encoding_on_all_ranks_hides_half_of_the_work_on_two():
 
 def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
     work = [Work("image", m, (0,), (2,)) for m in range(2)]
-    domain = make_plan(2, 2, work, "encode_first").domains[0]
+    domain = make_plan(2, 2, work, "encode_first").domain
     assert all(route.is_local for route in domain.routes)
     uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
     timeline = simulate(domain, CostTable(0, uneven, Links(FREE, FREE), 0))
@@ -272,7 +272,7 @@ def ends_of(timeline: Timeline, rank: int, kind: Kind) -> list[int]:
 
 @pytest.mark.parametrize("party, fast", [(1, 1), (2, 10)])
 def test_a_party_begins_together_and_takes_the_time_of_its_slowest_rank(party, fast):
-    domain = make_plan(Shape(stages=1, pool=2, party=party), 4, [], "forward_only").domains[0]
+    domain = make_plan(Shape(stages=1, pool=2, party=party), 4, [], "forward_only").domain
     timeline = run(domain, lambda rank, op: 10 if rank == op.index % 2 else 1, lambda op: 0)
     # Each rank is slow in every other microbatch: alone they take turns to be late, together they never gain.
     assert timeline.makespan_ns == (4 * 10 if party == 2 else 2 * 10 + 2 * 1)
@@ -281,7 +281,7 @@ def test_a_party_begins_together_and_takes_the_time_of_its_slowest_rank(party, f
 
 def test_ranks_that_encode_together_wait_for_each_other():
     work = [Work("image", 0, (0,), (2,)), Work("image", 0, (0, 1), (2,)), Work("image", 0, (1, 2), (2,))]
-    domain = make_plan(Shape(stages=1, pool=3), 1, work, "forward_only").domains[0]
+    domain = make_plan(Shape(stages=1, pool=3), 1, work, "forward_only").domain
     timeline = run(domain, lambda rank, op: 7, lambda op: 0)
     assert [ends_of(timeline, rank, Kind.ENCODE) for rank in range(3)] == [[7, 14], [14, 21], [21]]
 
@@ -289,7 +289,7 @@ def test_ranks_that_encode_together_wait_for_each_other():
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.integers(0, 1000))
 def test_ranks_of_a_party_end_every_op_at_the_same_time(plan, seed):
-    domain = plan.domains[0]
+    domain = plan.domain
     costs = Random(seed)
     timeline = run(domain, lambda rank, op: costs.randint(1, 50), lambda op: 3)
     ends = {(rank, event.op): event.end_ns for rank, events in enumerate(timeline.events) for event in events}
@@ -307,9 +307,9 @@ def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatche
     work = [Work("image", m, ranks, (2,)) for m in range(microbatches)]
     work += [Work("audio", m, (rank,), (1,)) for m in range(microbatches) for rank in range(4)]
     plan = make_plan(4, microbatches, work, "one_f_one_b")
-    domain = plan.domains[0]
-    assert not list(violations(domain, plan, max_in_flight=4))
-    RandomRanks(domain, plan, seed=microbatches).run()
+    domain = plan.domain
+    assert not list(violations(plan, one))
+    RandomRanks(plan, seed=microbatches).run()
     for rank in ranks:
         for m in range(microbatches):
             before = domain.ops[rank][: domain.ops[rank].index(Op(Kind.ENCODE_BACKWARD, m))]
@@ -321,8 +321,8 @@ def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatche
 def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
     alone = [Work("image", m, (stage,), (2,)) for m in range(6) for stage in range(3)]
     paired = [Work("image", m, (2 * s, 2 * s + 1), (2,), slots=2) for m in range(6) for s in range(3)]
-    one = make_plan(3, 6, alone, "one_f_one_b").domains[0]
-    two = make_plan(Shape(stages=3, pool=2), 6, paired, "one_f_one_b").domains[0]
+    one = make_plan(3, 6, alone, "one_f_one_b").domain
+    two = make_plan(Shape(stages=3, pool=2), 6, paired, "one_f_one_b").domain
     for stage in range(3):
         assert two.ops[2 * stage] == two.ops[2 * stage + 1] == one.ops[stage]
 
@@ -330,16 +330,16 @@ def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
 def test_chunks_may_stand_in_any_order_in_the_plan():
     work = [Work("image", m, (0, 1), (2,)) for m in (3, 1, 0, 2, 1)]
     for schedule in TRAINING:
-        domain = make_plan(2, 4, work, schedule).domains[0]
+        domain = make_plan(2, 4, work, schedule).domain
         for ops in domain.ops:
-            encoded = [domain.chunks[op.index].microbatch for op in ops if op.kind is Kind.ENCODE]
+            encoded = [domain.chunks[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]
             assert encoded == sorted(encoded)
 
 
 @settings(deadline=None, max_examples=60)
 @given(plans(schedules=TRAINING))
 def test_ranks_beside_the_llm_encode_all_then_go_back(plan):
-    domain = plan.domains[0]
+    domain = plan.domain
     for rank in range(domain.num_ranks - domain.beside, domain.num_ranks):
         kinds = [op.kind for op in domain.ops[rank] if op.kind in COMPUTE]
         assert kinds == sorted(kinds, key=[Kind.ENCODE, Kind.ENCODE_BACKWARD].index)

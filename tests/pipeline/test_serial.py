@@ -2,7 +2,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from domain_plans import SCHEDULES, Shape, Work, make_plan, random_shape, random_work
+from domain_plans import SCHEDULES, Shape, Work, make_plan, one, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def test_serialised_lists_run_with_a_single_queue(
     shape = random_shape(random, stages)
     work = random_work(random, shape, microbatches)
     plan = make_plan(shape, microbatches, work, schedule, cuts=random)
-    domain = plan.domains[0]
+    domain = plan.domain
     costs: dict[tuple[int, Op], int] = {}
 
     def compute(rank: int, op: Op) -> int:
@@ -35,7 +35,7 @@ def test_serialised_lists_run_with_a_single_queue(
 
     lists = serialise(domain, compute, lambda op: (seed + op.index) % 9)
     serial = replace(domain, ops=tuple(map(tuple, lists)))
-    assert list(violations(serial, plan, shape.stages, single_fifo=True)) == []
+    assert list(violations(replace(plan, domain=serial), one, single_fifo=True)) == []
     for before, after in zip(domain.ops, serial.ops, strict=True):
         assert sorted(map(str, before)) == sorted(map(str, after))
         assert [o for o in before if o.kind not in ISSUED] == [o for o in after if o.kind not in ISSUED]
@@ -43,7 +43,7 @@ def test_serialised_lists_run_with_a_single_queue(
 
 def test_lists_with_a_queue_for_each_communicator_are_not_safe_with_one() -> None:
     plan = make_plan(3, 6, [], "one_f_one_b")
-    found = list(violations(plan.domains[0], plan, 3, single_fifo=True))
+    found = list(violations(plan, one, single_fifo=True))
     assert len(found) == 1
     assert "single queue" in found[0]
 
@@ -54,7 +54,7 @@ def test_lists_with_a_queue_for_each_communicator_are_not_safe_with_one() -> Non
     ids=["alone", "tp", "tp and pool"],
 )
 def test_lists_for_one_queue_cost_little_time(shape: Shape, queue_share: float) -> None:
-    domain = make_plan(shape, 16, [], "one_f_one_b").domains[0]
+    domain = make_plan(shape, 16, [], "one_f_one_b").domain
 
     def compute(rank: int, op: Op) -> int:
         return 2000 if op.kind is Kind.BACKWARD else 1000
@@ -71,10 +71,10 @@ def test_what_ranks_do_together_can_block_a_single_queue() -> None:
     """Both ranks of a slot send and receive in their own order, and meet in between."""
     work = [Work("image", m, (0, 1), (2,)) for m in range(4)]
     plan = make_plan(2, 4, work, "one_f_one_b")
-    domain = plan.domains[0]
-    found = list(violations(domain, plan, 2, single_fifo=True))
+    domain = plan.domain
+    found = list(violations(plan, one, single_fifo=True))
     assert found
     assert all(text.startswith("R7 with a single queue a rank") for text in found)
     lists = serialise(domain, lambda rank, op: 10, lambda op: 1)
     serial = replace(domain, ops=tuple(map(tuple, lists)))
-    assert list(violations(serial, plan, 2, single_fifo=True)) == []
+    assert list(violations(replace(plan, domain=serial), one, single_fifo=True)) == []

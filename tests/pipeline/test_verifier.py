@@ -3,7 +3,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from domain_plans import Shape, Work, make_plan, random_shape, random_work
+from domain_plans import LLM, Shape, Work, make_plan, one, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import DataError, DeadlockError, RandomRanks
@@ -11,7 +11,7 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from pipeline.plan import DomainPlan, Kind, Op, Point, StepPlan
-from pipeline.routes import row_counts
+from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError, verify, violations
 
 STAGES = 2
@@ -22,49 +22,71 @@ def wait_for(kind: Kind, index: int) -> Op:
     return Op(Kind.WAIT, index, kind)
 
 
-def a_plan(domains: int = 1) -> StepPlan:
+def a_plan() -> StepPlan:
     """Four microbatches on two ranks that both encode for each; chunk 2·m + r is rank r's for m."""
     work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(STAGES)]
-    return make_plan(STAGES, 4, work, "encode_first", domains=domains)
+    return make_plan(STAGES, 4, work, "encode_first")
 
 
 def with_domain(plan: StepPlan, **changes: object) -> StepPlan:
-    return replace(plan, domains=(replace(plan.domains[0], **changes), *plan.domains[1:]))
+    return replace(plan, domain=replace(plan.domain, **changes))
 
 
-def edited(edit: Callable[[Lists], object]) -> StepPlan:
-    plan = a_plan()
-    lists = [list(ops) for ops in plan.domains[0].ops]
+def with_lists(plan: StepPlan, edit: Callable[[Lists], object]) -> StepPlan:
+    lists = [list(ops) for ops in plan.domain.ops]
     edit(lists)
     return with_domain(plan, ops=tuple(map(tuple, lists)))
 
 
-def problems(plan: StepPlan, cap: int = STAGES, single_fifo: bool = False) -> list[str]:
-    return list(violations(plan.domains[0], plan, cap, single_fifo))
+def edited(edit: Callable[[Lists], object]) -> StepPlan:
+    return with_lists(a_plan(), edit)
 
 
-def rules(plan: StepPlan, cap: int = STAGES) -> set[str]:
-    return {text.split(":")[0] for text in problems(plan, cap)}
+def problems(plan: StepPlan, bound: int | None = None, single_fifo: bool = False) -> list[str]:
+    """Broken rules, where every part may hold `bound` microbatches, or as many as the plan says."""
+    if bound is not None:
+        bounds = tuple((f"llm/{part}", bound) for part in range(plan.domain.num_parts))
+        plan = with_domain(plan, bounds=bounds)
+    return list(violations(plan, one, single_fifo))
+
+
+def rules(plan: StepPlan, bound: int | None = None) -> set[str]:
+    return {text.split(":")[0] for text in problems(plan, bound)}
+
+
+def at(ops: list[Op], op: Op) -> int:
+    """Where an op stands in a list, whatever part it is of."""
+    return next(n for n, o in enumerate(ops) if (o.kind, o.index, o.on) == (op.kind, op.index, op.on))
+
+
+def of_rank(plan: StepPlan, rank: int, op: Op) -> Op:
+    """The op as a rank's list has it, with its part."""
+    ops = list(plan.domain.ops[rank])
+    return ops[at(ops, op)]
 
 
 def swap(ops: list[Op], a: Op, b: Op) -> None:
-    i, j = ops.index(a), ops.index(b)
+    i, j = at(ops, a), at(ops, b)
     ops[i], ops[j] = ops[j], ops[i]
 
 
 def move_before(ops: list[Op], op: Op, other: Op) -> None:
-    ops.remove(op)
-    ops.insert(ops.index(other), op)
+    moved = ops.pop(at(ops, op))
+    ops.insert(at(ops, other), moved)
 
 
 def move_after(ops: list[Op], op: Op, other: Op) -> None:
-    ops.remove(op)
-    ops.insert(ops.index(other) + 1, op)
+    moved = ops.pop(at(ops, op))
+    ops.insert(at(ops, other) + 1, moved)
+
+
+def remove(ops: list[Op], op: Op) -> None:
+    del ops[at(ops, op)]
 
 
 def test_a_valid_plan_is_accepted():
     assert not problems(a_plan())
-    verify(a_plan(domains=3), max_in_flight=STAGES)
+    verify(a_plan(), one)
 
 
 # R1: one order of collectives.
@@ -83,8 +105,8 @@ def test_swapped_returns_on_one_rank_are_refused():
 
 def test_a_ship_that_one_rank_skips_is_refused():
     def edit(lists):
-        lists[1].remove(Op(Kind.SHIP, 3))
-        lists[1].remove(wait_for(Kind.SHIP, 3))
+        remove(lists[1], Op(Kind.SHIP, 3))
+        remove(lists[1], wait_for(Kind.SHIP, 3))
 
     assert {"R1", "R7"} <= rules(edited(edit))
 
@@ -97,22 +119,22 @@ def test_reduces_in_different_orders_on_two_ranks_are_refused():
 def test_a_reduction_before_what_others_wait_for_is_refused(kind):
     """It holds this rank until all others come to it, and they wait for what the rank issues later."""
     plan = make_plan(3, 2, [Work("image", m, (1,), (2,)) for m in range(2)], "encode_first")
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     move_after(lists[2], Op(kind, 1), Op(Kind.REDUCE, 0))
     for awaited in (Kind.SEND_BACKWARD, Kind.RETURN):
         move_after(lists[2], wait_for(awaited, 1), Op(kind, 1))
     plan = with_domain(plan, ops=tuple(map(tuple, lists)))
     for seed in range(3):
         with pytest.raises(DeadlockError):
-            RandomRanks(plan.domains[0], plan, seed).run()
-    assert problems(plan, cap=3) == [f"R3: rank 2 must run {Op(kind, 1)} before reduce(0)"]
+            RandomRanks(plan, seed).run()
+    assert problems(plan, bound=3) == [f"R3: rank 2 must run {Op(kind, 1)} before reduce(0)"]
 
 
 def test_waiting_after_a_reduction_is_harmless():
     plan = edited(lambda lists: move_after(lists[1], wait_for(Kind.SEND_BACKWARD, 3), Op(Kind.REDUCE, 2)))
     assert not problems(plan)
     for seed in range(3):
-        RandomRanks(plan.domains[0], plan, seed).run()
+        RandomRanks(plan, seed).run()
 
 
 def test_domains_that_reduce_in_different_orders_are_refused():
@@ -122,16 +144,16 @@ def test_domains_that_reduce_in_different_orders_are_refused():
         ops = list(ops)
         swap(ops, Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 1))
         swapped.append(tuple(ops))
-    plan = replace(plan, domains=(plan.domains[0], replace(plan.domains[1], ops=tuple(swapped))))
+    plan = replace(plan, domains=(plan.domain, replace(plan.domains[1], ops=tuple(swapped))))
     with pytest.raises(PlanRefusedError, match="R1"):
-        verify(plan, max_in_flight=STAGES)
+        verify(plan, one)
 
 
 def test_a_ship_of_a_microbatch_without_items_is_refused():
     plan = make_plan(2, 3, [Work("image", 0, (1,), (2,))], "encode_first")
     assert not problems(plan)
     added = (Op(Kind.SHIP, 2), wait_for(Kind.SHIP, 2))
-    assert rules(with_domain(plan, ops=tuple(added + ops for ops in plan.domains[0].ops)))
+    assert rules(with_domain(plan, ops=tuple(added + ops for ops in plan.domain.ops)))
 
 
 # R2: sends meet receives.
@@ -149,7 +171,7 @@ def test_swapped_receives_are_refused(kind, rank):
 
 
 def test_a_send_that_nobody_receives_is_refused():
-    plan = edited(lambda lists: lists[1].remove(Op(Kind.RECV_FORWARD, 3)))
+    plan = edited(lambda lists: remove(lists[1], Op(Kind.RECV_FORWARD, 3)))
     assert {"R2", "R7"} <= rules(plan)
 
 
@@ -176,13 +198,14 @@ def test_a_send_that_nobody_receives_is_refused():
 )
 def test_an_op_before_what_it_uses_is_refused(rank, early, late):
     plan = edited(lambda lists: move_after(lists[rank], early, late))
+    early, late = of_rank(a_plan(), rank, early), of_rank(a_plan(), rank, late)
     assert f"R3: rank {rank} must run {early} before {late}" in problems(plan)
 
 
 def test_a_chunk_encoded_on_another_rank_than_planned_is_refused():
     def edit(lists):
         for kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
-            lists[1].remove(Op(kind, 7))
+            remove(lists[1], Op(kind, 7))
             lists[0].insert(lists[0].index(Op(kind, 6)), Op(kind, 7))
 
     assert "R3" in rules(edited(edit))
@@ -194,7 +217,7 @@ def test_a_chunk_encoded_on_another_rank_than_planned_is_refused():
 def waits_of(plan: StepPlan) -> list[tuple[int, int]]:
     return [
         (rank, at)
-        for rank, ops in enumerate(plan.domains[0].ops)
+        for rank, ops in enumerate(plan.domain.ops)
         for at, op in enumerate(ops)
         if op.kind is Kind.WAIT
     ]
@@ -225,12 +248,12 @@ def test_every_wait_before_its_issue_is_refused(rank, at):
 
 
 def test_a_dropped_encoder_backward_is_refused():
-    assert rules(edited(lambda lists: lists[1].remove(Op(Kind.ENCODE_BACKWARD, 3)))) == {"R5"}
+    assert rules(edited(lambda lists: remove(lists[1], Op(Kind.ENCODE_BACKWARD, 3)))) == {"R5"}
 
 
 def test_an_encoder_backward_on_another_rank_is_refused():
     def edit(lists):
-        lists[1].remove(Op(Kind.ENCODE_BACKWARD, 3))
+        remove(lists[1], Op(Kind.ENCODE_BACKWARD, 3))
         lists[0].insert(lists[0].index(Op(Kind.ENCODE_BACKWARD, 2)), Op(Kind.ENCODE_BACKWARD, 3))
 
     assert "R5" in rules(edited(edit))
@@ -246,7 +269,7 @@ def test_an_encoder_backward_that_runs_twice_is_refused():
 def with_chunk(number: int, **changes: object) -> StepPlan:
     """A plan with one changed chunk; rows follow its items unless they are given."""
     plan = a_plan()
-    domain = plan.domains[0]
+    domain = plan.domain
     chunk = replace(domain.chunks[number], **changes)
     if "items" in changes:
         items = [domain.items[i] for i in chunk.items]
@@ -257,14 +280,14 @@ def with_chunk(number: int, **changes: object) -> StepPlan:
 
 
 def test_an_item_of_two_chunks_is_refused():
-    chunks = a_plan().domains[0].chunks
+    chunks = a_plan().domain.chunks
     found = problems(with_chunk(1, items=(*chunks[1].items, chunks[0].items[0])))
     assert "R5: item 0 is in 2 chunks" in found
     assert all(text.startswith("R5") for text in found)
 
 
 def test_an_item_of_no_chunk_is_refused():
-    chunk = a_plan().domains[0].chunks[1]
+    chunk = a_plan().domain.chunks[1]
     found = problems(with_chunk(1, items=chunk.items[:-1]))
     assert f"R5: item {chunk.items[-1]} is in 0 chunks" in found
     assert all(text.startswith("R5") for text in found)
@@ -296,7 +319,7 @@ def test_a_chunk_that_contradicts_its_items_is_refused(changes, words):
 
 def test_a_chunk_of_an_item_that_the_plan_does_not_have_is_refused():
     plan = a_plan()
-    chunks = plan.domains[0].chunks
+    chunks = plan.domain.chunks
     (found,) = problems(with_domain(plan, chunks=(replace(chunks[0], items=(0, 99)), *chunks[1:])))
     assert found.startswith("R5: chunk 0 ")
 
@@ -315,11 +338,11 @@ def test_a_backward_in_evaluation_is_refused():
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
 def test_a_microbatch_that_a_stage_leaves_out_is_refused(kind):
-    assert "R5" in rules(edited(lambda lists: lists[1].remove(Op(kind, 3))))
+    assert "R5" in rules(edited(lambda lists: remove(lists[1], Op(kind, 3))))
 
 
 def route_with(plan: StepPlan, change: Callable[[list], list]) -> StepPlan:
-    routes = list(plan.domains[0].routes)
+    routes = list(plan.domain.routes)
     routes[1] = Route(STAGES, tuple(change(list(routes[1].segments))))
     return with_domain(plan, routes=tuple(routes))
 
@@ -360,7 +383,7 @@ def test_a_route_into_the_tail_of_a_pack_is_refused():
 
 def test_a_missing_route_and_a_needless_one_are_refused():
     plan = a_plan()
-    assert "R5" in rules(with_domain(plan, routes=(None, *plan.domains[0].routes[1:])))
+    assert "R5" in rules(with_domain(plan, routes=(None, *plan.domain.routes[1:])))
     empty = make_plan(2, 2, [], "encode_first")
     assert "R5" in rules(with_domain(empty, routes=(Route(2, ()), None)))
 
@@ -374,15 +397,15 @@ def test_an_extra_forward_in_flight_is_refused():
         move_before(lists[0], wait_for(Kind.SHIP, 2), Op(Kind.FORWARD, 2))
 
     assert rules(edited(edit)) == {"R6"}
-    assert not problems(edited(edit), cap=3)
+    assert not problems(edited(edit), bound=3)
 
 
 def test_a_lower_cap_refuses_a_valid_plan():
-    assert rules(a_plan(), cap=1) == {"R6"}
+    assert rules(a_plan(), bound=1) == {"R6"}
 
 
 def test_evaluation_holds_no_activations():
-    assert not rules(make_plan(2, 9, [], "forward_only"), cap=1)
+    assert not rules(make_plan(2, 9, [], "forward_only"), bound=1)
 
 
 # R7: the machine runs to the end.
@@ -408,7 +431,7 @@ def test_what_the_machine_refuses_hangs_on_random_ranks():
     plan = a_return_awaited_before_the_gradient_is_sent()
     for seed in range(5):
         with pytest.raises(DeadlockError):
-            RandomRanks(plan.domains[0], plan, seed).run()
+            RandomRanks(plan, seed).run()
 
 
 def test_a_single_queue_a_rank_is_stricter():
@@ -440,7 +463,7 @@ def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
 
 def shared(edit: Callable[[Lists], object], schedule: str = "encode_first") -> StepPlan:
     plan = a_shared_plan(schedule)
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     edit(lists)
     return with_domain(plan, ops=tuple(map(tuple, lists)))
 
@@ -450,7 +473,7 @@ def refused_only_by_r7(plan: StepPlan, *words: str) -> None:
     assert found.startswith("R7: ")
     assert [word for word in words if word not in found] == [], found
     for seed in range(4):
-        assert what_happens(plan.domains[0], plan, seed) is not None
+        assert what_happens(plan, seed) is not None
 
 
 @pytest.mark.parametrize("schedule", ["encode_first", "one_f_one_b", "forward_only"])
@@ -461,7 +484,7 @@ def test_a_valid_plan_of_ranks_that_work_together_is_accepted(schedule):
 def test_two_ranks_of_a_slot_that_encode_in_opposite_orders_are_refused():
     plan = shared(lambda lists: swap(lists[1], Op(Kind.ENCODE, 0), Op(Kind.ENCODE, 2)))
     # Rank 1 may not ship microbatch 0 before it has encoded for it.
-    plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domains[0].ops))
+    plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domain.ops))
     refused_only_by_r7(plan, "rank 0 stands at op", "encode(0), waiting for rank 1 to take part")
 
 
@@ -487,19 +510,19 @@ def test_opposite_orders_of_backward_are_refused():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_two_ranks_of_a_party_that_pass_microbatches_in_opposite_orders_are_refused(rank):
     plan = make_plan(Shape(stages=1, tp=2, party=2), 2, [], "forward_only")
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     lists[rank].reverse()
     plan = with_domain(plan, ops=tuple(map(tuple, lists)))
     refused_only_by_r7(plan, "forward(0), waiting for rank", "forward(1), waiting for rank")
     alone = with_domain(plan, party=1)
     assert not problems(alone)
-    RandomRanks(alone.domains[0], alone, seed=0).run()
+    RandomRanks(alone, seed=0).run()
 
 
 def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
     work = [Work("image", 1, (0, 1), (2,))]
     plan = make_plan(Shape(stages=1, tp=2, party=2), 2, work, "forward_only")
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     assert lists[1].index(Op(Kind.FORWARD, 0)) < lists[1].index(Op(Kind.ENCODE, 0))
     move_before(lists[1], Op(Kind.ENCODE, 0), Op(Kind.FORWARD, 0))
     refused_only_by_r7(
@@ -514,7 +537,7 @@ def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
 )
 def test_a_chunk_that_a_rank_of_its_slots_leaves_out_is_refused(op, rank):
     found = problems(shared(lambda lists: lists[rank].remove(op)))
-    ranks = a_shared_plan().domains[0].chunks[op.index].ranks
+    ranks = a_shared_plan().domain.chunks[op.index].ranks
     assert f"R5: rank {rank} runs {op} 0 times, not 1: a chunk of ranks {ranks}" in found
     assert any(
         text.startswith("R7: ") and f"{op}, waiting for rank {rank} to take part" in text for text in found
@@ -535,7 +558,7 @@ def test_a_pass_of_a_rank_beside_the_llm_is_refused():
 
 
 def with_homes(plan: StepPlan, *homes: tuple[int, int]) -> StepPlan:
-    return with_domain(plan, homes=(*homes, plan.domains[0].homes[len(homes)]))
+    return with_domain(plan, homes=(*homes, plan.domain.homes[len(homes)]))
 
 
 def test_a_chunk_outside_the_home_of_its_component_is_refused():
@@ -546,8 +569,8 @@ def test_a_chunk_outside_the_home_of_its_component_is_refused():
 
 def test_every_rank_of_a_home_reduces_and_no_other():
     plan = a_shared_plan()
-    assert [rank for rank, ops in enumerate(plan.domains[0].ops) if Op(Kind.REDUCE, 0) in ops] == [8, 9]
-    found = problems(shared(lambda lists: lists[7].remove(Op(Kind.REDUCE, 1))))
+    assert [rank for rank, ops in enumerate(plan.domain.ops) if Op(Kind.REDUCE, 0) in ops] == [8, 9]
+    found = problems(shared(lambda lists: remove(lists[7], Op(Kind.REDUCE, 1))))
     assert found == ["R5: rank 7 runs reduce(1) 0 times, not 1: image"]
     found = problems(shared(lambda lists: lists[7].append(Op(Kind.REDUCE, 0))))
     assert "R5: rank 7 runs reduce(0) 1 times, not 0: audio" in found
@@ -558,9 +581,9 @@ def test_every_rank_of_a_home_reduces_and_no_other():
 
 
 def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
-    plan = shared(lambda lists: lists[9].remove(Op(Kind.REDUCE, 0)))
+    plan = shared(lambda lists: remove(lists[9], Op(Kind.REDUCE, 0)))
     with pytest.raises(DeadlockError):
-        RandomRanks(plan.domains[0], plan, seed=0).run()
+        RandomRanks(plan, seed=0).run()
     assert problems(plan) == ["R5: rank 9 runs reduce(0) 0 times, not 1: audio"]
 
 
@@ -575,7 +598,7 @@ def test_each_rank_of_a_stage_sends_to_its_own_neighbour():
 
 def test_a_route_to_another_rank_of_the_first_stage_is_refused():
     plan = a_shared_plan()
-    routes = list(plan.domains[0].routes)
+    routes = list(plan.domain.routes)
     first, *others = routes[1].segments
     moved = replace(first, destination=(first.destination + 1) % 4)
     routes[1] = replace(routes[1], segments=(moved, *others))
@@ -585,10 +608,10 @@ def test_a_route_to_another_rank_of_the_first_stage_is_refused():
 
 def test_a_plan_of_another_member_for_a_sequence_is_refused():
     plan = a_shared_plan()
-    batch = plan.domains[0].microbatches[0]
+    batch = plan.domain.microbatches[0]
     pieces = [[replace(s, rank=1 - s.rank) for s in shards] for shards in batch.layout.shards]
     moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
-    found = problems(with_domain(plan, microbatches=(moved, *plan.domains[0].microbatches[1:])))
+    found = problems(with_domain(plan, microbatches=(moved, *plan.domain.microbatches[1:])))
     assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]
 
 
@@ -598,14 +621,14 @@ def test_a_plan_of_another_member_for_a_sequence_is_refused():
 def tapped(edit: Callable[[Lists], object]) -> StepPlan:
     shape = Shape(stages=3, taps=(Point("llm.layers.1", 0, 1), Point("llm.layers.5", 2, 0)))
     plan = make_plan(shape, 2, [Work("image", m, (m,), (3,)) for m in range(2)], "encode_first")
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     edit(lists)
     return with_domain(plan, ops=tuple(map(tuple, lists)))
 
 
 def test_rows_go_to_every_attach_point():
-    domain = tapped(lambda lists: None).domains[0]
-    assert not problems(tapped(lambda lists: None), cap=3)
+    domain = tapped(lambda lists: None).domain
+    assert not problems(tapped(lambda lists: None), bound=3)
     assert [chunk.rows for chunk in domain.chunks] == [(9,), (9,)]
     segments = [(s.destination, s.length) for s in domain.routes[0].segments]
     assert sorted(segments) == [(0, 3), (0, 3), (2, 3)]
@@ -622,16 +645,17 @@ def test_rows_go_to_every_attach_point():
 )
 def test_a_later_stage_waits_for_its_rows_and_returns_their_gradients_after_its_pass(early, late):
     plan = tapped(lambda lists: move_after(lists[2], early, late))
-    assert f"R3: rank 2 must run {early} before {late}" in problems(plan, cap=3)
-    assert what_happens(plan.domains[0], plan, seed=0) is not None
+    early, late = of_rank(plan, 2, early), of_rank(plan, 2, late)
+    assert f"R3: rank 2 must run {early} before {late}" in problems(plan, bound=3)
+    assert what_happens(plan, seed=0) is not None
 
 
 def test_rows_for_an_attach_point_that_the_route_leaves_out_are_refused():
     plan = tapped(lambda lists: None)
-    route = plan.domains[0].routes[1]
+    route = plan.domain.routes[1]
     kept = tuple(s for s in route.segments if s.destination != 2)
-    broken = with_domain(plan, routes=(plan.domains[0].routes[0], replace(route, segments=kept)))
-    assert problems(broken, cap=3) == [
+    broken = with_domain(plan, routes=(plan.domain.routes[0], replace(route, segments=kept)))
+    assert problems(broken, bound=3) == [
         "R5: the route of microbatch 1 does not bring each row to the place of its item"
     ]
 
@@ -641,10 +665,10 @@ def test_rows_for_an_attach_point_that_the_route_leaves_out_are_refused():
 
 def test_the_refusal_names_step_domain_and_rule():
     plan = a_plan(domains=2)
-    broken = with_domain(plan, ops=tuple(ops[1:] for ops in plan.domains[0].ops))
-    plan = replace(broken, step=17, domains=(plan.domains[1], broken.domains[0]))
+    broken = with_domain(plan, ops=tuple(ops[1:] for ops in plan.domain.ops))
+    plan = replace(broken, step=17, domains=(plan.domains[1], broken.domain))
     with pytest.raises(PlanRefusedError, match="step 17 is refused") as refusal:
-        verify(plan, max_in_flight=STAGES)
+        verify(plan, one)
     assert "domain 1: R2" in str(refusal.value)
     assert "domain 0" not in str(refusal.value)
 
@@ -677,16 +701,16 @@ def mutated(random: Random) -> StepPlan:
     frozen = random.choice(((), ("image",), ("audio", "image")))
     work = random_work(random, shape, microbatches)
     plan = make_plan(shape, microbatches, work, schedule, frozen, cuts=random)
-    lists = [list(ops) for ops in plan.domains[0].ops]
+    lists = [list(ops) for ops in plan.domain.ops]
     for _ in range(random.randint(1, 3)):
         change = random.choice((swap_two, swap_two, move_one, swap_neighbours, swap_neighbours, drop_one))
         change(random.choice([ops for ops in lists if ops]), random)
     return with_domain(plan, ops=tuple(map(tuple, lists)))
 
 
-def what_happens(domain: DomainPlan, plan: StepPlan, seed: int) -> str | None:
+def what_happens(plan: StepPlan, seed: int) -> str | None:
     try:
-        RandomRanks(domain, plan, seed).run()
+        RandomRanks(plan, seed).run()
     except (DeadlockError, DataError) as error:
         return str(error)
     return None
@@ -698,13 +722,13 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
     for number in range(300):
         random = Random(f"{part}/{number}")
         plan = mutated(random)
-        domain = plan.domains[0]
-        if problems(plan, cap=5):
-            refused_hangs += what_happens(domain, plan, number) is not None
+        domain = plan.domain
+        if problems(plan, bound=5):
+            refused_hangs += what_happens(plan, number) is not None
             continue
         accepted += 1
         for seed in range(4):
-            assert what_happens(domain, plan, seed) is None, number
+            assert what_happens(plan, seed) is None, number
     # Both kinds must come up, or this test asks nothing.
     assert accepted > 20
     assert refused_hangs > 100
@@ -714,21 +738,21 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_whatever_hangs_random_ranks_with_a_single_queue_is_refused(random, seed):
     plan = mutated(random)
-    domain = plan.domains[0]
+    domain = plan.domain
     try:
-        RandomRanks(domain, plan, seed, single_queue=True).run()
+        RandomRanks(plan, seed, single_queue=True).run()
     except DeadlockError:
-        assert problems(plan, cap=5, single_fifo=True)
+        assert problems(plan, bound=5, single_fifo=True)
     except DataError:
-        assert problems(plan, cap=5)
+        assert problems(plan, bound=5)
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_whatever_fails_on_random_ranks_is_refused(random, seed):
     plan = mutated(random)
-    if what_happens(plan.domains[0], plan, seed) is not None:
-        assert problems(plan, cap=5)
+    if what_happens(plan, seed) is not None:
+        assert problems(plan, bound=5)
 
 
 def test_a_reduction_that_nobody_makes_is_refused():

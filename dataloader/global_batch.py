@@ -1,0 +1,130 @@
+"""Which samples a step trains on: the global batch, a prefix of what is left of the stream.
+
+Every rank computes it for the whole world, so it is columns of numbers and no object per sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataloader.format import DataError
+from dataloader.stream import Ints, Stream
+from dataloader.tokens import SampleMeta, fit
+
+Lengths = Callable[[str, Ints, int, str], Ints]
+"""From a source's name, ids [n] within it, the most tokens of a sample and the policy for longer ones to the
+samples' lengths [n] as they are trained on, 0 for those that are not: `Index.lengths` of the source.
+"""
+
+_FIRST_READ = 256  # samples read at first, to learn their mean length
+_MOST_READ = 1 << 16  # samples read together
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them)."""
+
+    microbatch_tokens: int
+    step_tokens: int | None
+    step_samples: int | None
+    on_long: str
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """The samples of a step, in the stream's order: columns [n] of int64.
+
+    `sources` are numbers of sources in the stream's order of names, `ids` count within a source, `lengths`
+    are LLM tokens as trained on. `skipped` names the dropped samples among them, (source, id) in order. The
+    next step begins at position `next_cursor` of the stream.
+    """
+
+    sources: Ints
+    ids: Ints
+    lengths: Ints
+    skipped: tuple[tuple[str, int], ...]
+    next_cursor: int
+
+
+def take_global_batch(
+    stream: Stream, lengths: Lengths, metas: Callable[[str, int], SampleMeta], cursor: int, budget: Budget
+) -> GlobalBatch:
+    """The samples within the budget from position `cursor` on: at least one, whatever its length.
+
+    Samples that are dropped are passed over, up to the first sample that the budget has no room for: there
+    the next step begins. `metas` reads a sample's metadata, for the error of one that is refused.
+
+    Raises:
+        DataError: if the stream holds no sample that is not dropped, or for the first sample that is too long
+            or that its encoder cannot take, where `budget.on_long` is `error`.
+    """
+    begin, taken, tokens = cursor, 0, 0
+    read = []
+    full = False
+    while not full:
+        count = _samples_to_read(budget, cursor - begin, taken, tokens)
+        if not taken:
+            count = min(count, begin + stream.cycle - cursor)
+        sources, ids = stream.take(cursor, count)
+        tokens_of = _lengths_of(stream, lengths, sources, ids, budget)
+        end = _end(tokens_of, taken, tokens, budget)
+        full = end < count
+        sources, ids, tokens_of = sources[:end], ids[:end], tokens_of[:end]
+        if budget.on_long == "error" and not tokens_of.all():
+            refused = int(np.argmin(tokens_of))
+            meta = metas(stream.names[sources[refused]], int(ids[refused]))
+            fit(meta, budget.microbatch_tokens, budget.on_long)  # says why
+        read.append((sources, ids, tokens_of))
+        cursor += end
+        taken += int(np.count_nonzero(tokens_of))
+        tokens += int(tokens_of.sum())
+        if not taken and cursor == begin + stream.cycle:
+            raise DataError(
+                f"data.microbatch_tokens={budget.microbatch_tokens} fits no sample: "
+                f"{cursor - begin} in a row were dropped, as too long or for an item that its encoder cannot "
+                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
+            )
+    sources, ids, tokens_of = (np.concatenate(column) for column in zip(*read, strict=True))
+    kept = tokens_of > 0
+    names = (stream.names[source] for source in sources[~kept].tolist())
+    skipped = tuple(zip(names, ids[~kept].tolist(), strict=True))
+    return GlobalBatch(sources[kept], ids[kept], tokens_of[kept], skipped, cursor)
+
+
+def _samples_to_read(budget: Budget, passed: int, taken: int, tokens: int) -> int:
+    """How many samples to read next, so that they likely fill the step.
+
+    `passed` samples were read so far, of which `taken` are in the step with all their `tokens`.
+    """
+    if budget.step_samples is not None:
+        done, all_of_it, at_least = taken, budget.step_samples, budget.step_samples
+    else:
+        assert budget.step_tokens is not None
+        done, all_of_it = tokens, budget.step_tokens
+        at_least = max(_FIRST_READ, budget.step_tokens // budget.microbatch_tokens)
+    # Go on as so far; if nothing was of use yet, double what was read.
+    count = max(0, all_of_it - done) * passed // done if done else max(at_least, passed)
+    return min(_MOST_READ, count + count // 16 + 16)
+
+
+def _end(tokens_of: Ints, taken: int, tokens: int, budget: Budget) -> int:
+    """The first of the samples [n] that a step of `taken` samples and `tokens` has no room for; n if none."""
+    usable = tokens_of > 0
+    taken_before = taken + np.cumsum(usable) - usable
+    if budget.step_samples is not None:
+        over = taken_before >= budget.step_samples
+    else:
+        assert budget.step_tokens is not None
+        over = tokens + np.cumsum(tokens_of) > budget.step_tokens
+    ends = usable & over & (taken_before > 0)
+    return int(np.argmax(ends)) if ends.any() else len(ends)
+
+
+def _lengths_of(stream: Stream, lengths: Lengths, sources: Ints, ids: Ints, budget: Budget) -> Ints:
+    """Lengths [n] as trained on of samples of any sources, 0 for those that are dropped."""
+    out = np.empty(len(ids), dtype=np.int64)
+    for number in np.unique(sources).tolist():
+        of = sources == number
+        out[of] = lengths(stream.names[number], ids[of], budget.microbatch_tokens, budget.on_long)
+    return out

@@ -1,0 +1,162 @@
+"""Backward passes that leave the gradients of weights for later.
+
+What other ranks wait for is the gradient of a pass's input. That of its weights only has to be there at the
+end of the step, so it can fill time in which a rank would wait (Qi et al., Zero Bubble Pipeline Parallelism,
+2023). While a pass puts them off, each linear computes the gradient of its input, with the communication that
+this takes, and notes its input and the gradient of its output; `Pending.run` makes the rest of them, and adds
+it to `main_grad` as the hooks of megatron's DistributedDataParallel would.
+
+Only megatron's parallel linears put off: attention, feed-forward, shared expert, experts one after the other.
+Everything else is computed in the input pass: norms, biases, the router (narrow), embedding and output, plain
+torch linears of an encoder, Transformer Engine's grouped experts, and fused accumulation. Where nothing is
+put off, megatron's own code runs. Frozen weights have nothing to put off.
+
+Memory: input and output gradient of each linear live until `Pending.run` has used them; with recomputation,
+that is when the recomputed inputs go. Under sequence parallelism the input is kept divided, and gathered over
+the tensor-parallel ranks a second time: their ranks run the same pending gradients in the same order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.megatron import (
+    ColumnParallelLinear,
+    LinearWithGradAccumulationAndAsyncCommunication,
+    RowParallelLinear,
+    get_global_memory_buffer,
+)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The gradient of `weight` [m, n], not yet made: of inputs [..., n] and gradients of outputs [..., m].
+
+    The inputs are to be gathered along their first dimension over `group`, unless it is None.
+    """
+
+    weight: torch.nn.Parameter
+    inputs: torch.Tensor
+    grads: torch.Tensor
+    group: dist.ProcessGroup | None
+
+    def add(self) -> None:
+        inputs = self.inputs if self.group is None else _gathered(self.inputs, self.group)
+        rows, columns = (x.contiguous().flatten(0, -2) for x in (self.grads, inputs))
+        vars(self.weight)["main_grad"].add_(rows.t().matmul(columns))
+
+
+def _gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather into the scratch memory that megatron's own passes take: the next product may overwrite it."""
+    size = [inputs.shape[0] * group.size(), *inputs.shape[1:]]
+    whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, inputs.dtype, "mpu")
+    dist.all_gather_into_tensor(whole, inputs.contiguous(), group=group)
+    return whole
+
+
+class Pending:
+    """The gradients of weights that one backward pass has put off."""
+
+    def __init__(self) -> None:
+        self._products: deque[_Product] = deque()
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    def put_off(self, product: _Product) -> None:
+        """Note one."""
+        self._products.append(product)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Add all of them to `main_grad`, in the order of the pass, and let go of what they were made of.
+
+        With sequence parallelism it communicates: all ranks of the tensor-parallel group run it.
+        """
+        while self._products:
+            self._products.popleft().add()
+
+
+class Deferral:
+    """Where the linears of a module learn whether the backward pass under way puts off.
+
+    It belongs to the module, not to a thread: on GPUs, autograd runs backward passes on threads of its own.
+    """
+
+    def __init__(self) -> None:
+        self.pending: Pending | None = None
+
+    @contextmanager
+    def weights_later(self) -> Iterator[Pending]:
+        """Put off in the backward passes of the `with` block, which are run in it to their end."""
+        assert self.pending is None, "a backward pass inside another"
+        self.pending = pending = Pending()
+        try:
+            yield pending
+        finally:
+            self.pending = None
+
+
+def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
+    """Let the parallel linears of `module` put their weight gradients off when `deferral` says so."""
+    for part in module.modules():
+        if isinstance(part, ColumnParallelLinear | RowParallelLinear):
+            part._forward_impl = partial(_linear, part._forward_impl, deferral)
+
+
+def _linear(
+    megatron: Callable[..., torch.Tensor],
+    deferral: Deferral,
+    input: torch.Tensor,
+    weight: torch.nn.Parameter,
+    **settings: Any,
+) -> torch.Tensor:
+    if not weight.requires_grad or settings["gradient_accumulation_fusion"]:
+        return megatron(input=input, weight=weight, **settings)
+    output: torch.Tensor = _Linear.apply(
+        deferral,
+        input,
+        weight,
+        settings["bias"],
+        False,
+        settings["allreduce_dgrad"],
+        settings["sequence_parallel"],
+        None,
+        None,
+        settings["tp_group"],
+    )
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    """megatron's linear, whose backward pass may put the weight's gradient off."""
+
+    @staticmethod
+    def forward(ctx: Any, deferral: Deferral, *inputs: Any) -> torch.Tensor:
+        ctx.deferral = deferral
+        output: torch.Tensor = LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, *inputs)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pending = ctx.deferral.pending
+        if pending is None:
+            return (None, *LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, *grads))
+        inputs, weight = ctx.saved_tensors
+        (grad,) = grads
+        group = ctx.tp_group if ctx.sequence_parallel else None
+        pending.put_off(_Product(weight, inputs, grad, group))
+        grad_input = grad.matmul(weight)
+        if ctx.allreduce_dgrad:
+            dist.all_reduce(grad_input, group=ctx.tp_group)
+        elif group is not None:
+            whole, grad_input = grad_input, torch.empty_like(inputs)
+            dist.reduce_scatter_tensor(grad_input, whole, group=group)
+        grad_bias = grad.contiguous().flatten(0, -2).sum(0) if ctx.use_bias else None
+        return (None, grad_input, None, grad_bias, *[None] * 6)

@@ -1,0 +1,35 @@
+"""Everything that a package with policies of its own imports: the kinds, and what their functions are given.
+
+What stands here is kept stable; docs/policies.md explains it.
+"""
+
+from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from parallel.costs import Link, Links
+from parallel.placements import DomainSizes, PlacementPolicy
+from parallel.policies import Pool, SharingPolicy
+from parallel.policy import Policy, PolicyError
+from parallel.sequence import SequenceLayout, Shard
+from parallel.transport_policies import TransportPolicy
+from pipeline.builders import SchedulePolicy
+from pipeline.plan import DomainPlan, Kind, Op
+
+__all__ = [
+    "BalancePolicy",
+    "DomainPlan",
+    "DomainSizes",
+    "Kind",
+    "Link",
+    "Links",
+    "Op",
+    "PackingPolicy",
+    "PairingPolicy",
+    "PlacementPolicy",
+    "Policy",
+    "PolicyError",
+    "Pool",
+    "SchedulePolicy",
+    "SequenceLayout",
+    "Shard",
+    "SharingPolicy",
+    "TransportPolicy",
+]

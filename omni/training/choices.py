@@ -1,0 +1,56 @@
+"""The policies that a configuration chooses, as objects."""
+
+from dataclasses import dataclass
+
+from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from omni.config import Config
+from parallel.placements import PlacementPolicy
+from parallel.policies import SharingPolicy
+from parallel.policy import find
+from parallel.transport_policies import TransportPolicy
+from pipeline.builders import SchedulePolicy
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The policy of each section of the configuration that names one."""
+
+    placement: PlacementPolicy
+    encoder_sp: SharingPolicy
+    llm_sp: SharingPolicy
+    boundary: TransportPolicy
+    balance: BalancePolicy
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    pipeline: SchedulePolicy
+
+    def describe(self) -> str:
+        """Return all choices in one line, such as "placement=colocated, encoder_sp=none"."""
+        return ", ".join(f"{section}={policy.name}" for section, policy in vars(self).items())
+
+
+def chosen_policies(config: Config) -> Chosen:
+    """Find every policy that a configuration names.
+
+    Raises:
+        PolicyError: for the first that is not registered, or is none of its kind.
+    """
+    return Chosen(
+        placement=chosen_placement(config),
+        encoder_sp=find(SharingPolicy, config.encoder_sp.policy, "encoder_sp.policy"),
+        llm_sp=find(SharingPolicy, config.llm_sp.policy, "llm_sp.policy"),
+        boundary=find(TransportPolicy, config.boundary.transport, "boundary.transport"),
+        balance=find(BalancePolicy, config.balance.policy, "balance.policy"),
+        packing=find(PackingPolicy, config.packing.policy, "packing.policy"),
+        pairing=find(PairingPolicy, config.pairing.policy, "pairing.policy"),
+        pipeline=find(SchedulePolicy, config.pipeline.schedule, "pipeline.schedule"),
+    )
+
+
+def chosen_placement(config: Config) -> PlacementPolicy:
+    """Find the placement alone: what a layout needs.
+
+    Raises:
+        PolicyError: if it is not registered, or is none.
+    """
+    return find(PlacementPolicy, config.placement.policy, "placement.policy")

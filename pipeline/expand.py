@@ -1,0 +1,157 @@
+"""From an order of compute to op lists: insert every communication and every wait, by fixed rules.
+
+- A receive is issued before the compute that precedes its use, so that it overlaps with that compute.
+- SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
+- RETURN(m) is issued as soon as the rank's own backward of m is done, long before any rank waits for it: a
+  return issued only where it is needed would make every chunk a barrier. All ranks return in the order in
+  which the first one goes back. A rank beside the LLM has no backward to wait for, so it issues all returns
+  before its first encoder backward.
+- A send is waited for before the next one of its direction, and at the end.
+- A part hands on to another part of its own rank without a message.
+"""
+
+from collections import deque
+
+from pipeline.plan import BACKWARDS, DomainPlan, Kind, Op
+
+_Flight = tuple[Kind, int, int]
+
+
+def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
+    """Insert all communication into an order of compute, for every team of a domain."""
+    returned = {
+        m
+        for ops in order
+        for op in ops
+        if op.kind is Kind.ENCODE_BACKWARD
+        for m in domain.chunks[op.index].microbatches
+    }
+    went_back = (op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.part == 0)
+    returns = [op.index for op in went_back if op.index in returned]
+    return [_Expanded(domain, team, ops, returns).run() for team, ops in enumerate(order)]
+
+
+class _Expanded:
+    """The op list of one team in the making."""
+
+    def __init__(self, domain: DomainPlan, team: int, order: list[Op], returns: list[int]) -> None:
+        self.domain, self.order = domain, order
+        self.parts = domain.holds[team]
+        self.takes_rows = bool(domain.parts_with_rows(team * domain.team))
+        self.out: list[Op] = []
+        self.unwaited: dict[_Flight, None] = {}
+        self.sending: dict[Kind, _Flight] = {}
+        self.receives = {
+            Kind.RECV_FORWARD: deque(
+                (op.index, op.part)
+                for op in order
+                if op.kind is Kind.FORWARD and op.part and op.part - 1 not in self.parts
+            ),
+            Kind.RECV_BACKWARD: deque(
+                (op.index, op.part)
+                for op in order
+                if op.kind is Kind.BACKWARD
+                and op.makes_input
+                and domain.hands_on(op.part, team * domain.team)
+            ),
+        }
+        # What keeps a microbatch from being shipped or returned: ops of this team that are to come.
+        self.unencoded = [0] * len(domain.microbatches)
+        self.unpassed = [0] * len(domain.microbatches)
+        for op in order:
+            if op.kind is Kind.ENCODE:
+                for m in domain.chunks[op.index].microbatches:
+                    self.unencoded[m] += 1
+            elif op.kind is Kind.BACKWARD and op.makes_input:
+                self.unpassed[op.index] += 1
+        self.ships = deque(m for m, route in enumerate(domain.routes) if route is not None)
+        self.returns = deque(returns)
+
+    def run(self) -> list[Op]:
+        """Walk the order once."""
+        for kind in self.receives:
+            self.receive(kind)
+        self.ship_ready()
+        for op in self.order:
+            if op.kind is Kind.FORWARD:
+                self.forward(op)
+            elif op.kind in BACKWARDS and not op.makes_input:
+                self.out.append(op)
+            elif op.kind is Kind.BACKWARD:
+                self.backward(op)
+            elif op.kind is Kind.ENCODE:
+                self.encode(op)
+            else:
+                self.encode_backward(op)
+        self.return_ready()
+        for flight in sorted(self.unwaited):
+            self.wait(*flight)
+        return self.out
+
+    def encode(self, op: Op) -> None:
+        self.out.append(op)
+        for m in self.domain.chunks[op.index].microbatches:
+            self.unencoded[m] -= 1
+        self.ship_ready()
+
+    def encode_backward(self, op: Op) -> None:
+        assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
+        if not self.parts:
+            self.return_ready()
+        for m in self.domain.chunks[op.index].microbatches:
+            self.wait(Kind.RETURN, m)
+        self.out.append(op)
+
+    def forward(self, op: Op) -> None:
+        m, part = op.index, op.part
+        if self.takes_rows:
+            self.wait(Kind.SHIP, m)
+        self.take(Kind.RECV_FORWARD, m, part)
+        self.out.append(op)
+        if part < self.domain.num_parts - 1 and part + 1 not in self.parts:
+            self.send(Kind.SEND_FORWARD, m, part)
+
+    def backward(self, op: Op) -> None:
+        m, part = op.index, op.part
+        self.take(Kind.RECV_BACKWARD, m, part)
+        self.out.append(op)
+        if part and part - 1 not in self.parts:
+            self.send(Kind.SEND_BACKWARD, m, part)
+        self.unpassed[m] -= 1
+        self.return_ready()
+
+    def take(self, kind: Kind, m: int, part: int) -> None:
+        """Wait for what a part receives, if it receives anything, and issue the next receive."""
+        if (kind, m, part) in self.unwaited:
+            self.wait(kind, m, part)
+            self.receive(kind)
+
+    def issue(self, kind: Kind, m: int, part: int = 0) -> None:
+        self.out.append(Op(kind, m, part=part))
+        self.unwaited[kind, m, part] = None
+
+    def wait(self, kind: Kind, m: int, part: int = 0) -> None:
+        if (kind, m, part) in self.unwaited:
+            del self.unwaited[kind, m, part]
+            self.out.append(Op(Kind.WAIT, m, kind, part))
+
+    def receive(self, kind: Kind) -> None:
+        if self.receives[kind]:
+            self.issue(kind, *self.receives[kind].popleft())
+
+    def send(self, kind: Kind, m: int, part: int) -> None:
+        before = self.sending.get(kind)
+        if before is not None:
+            self.wait(*before)
+        self.issue(kind, m, part)
+        self.sending[kind] = kind, m, part
+
+    def ship_ready(self) -> None:
+        while self.ships and not any(self.unencoded[: self.ships[0] + 1]):
+            self.issue(Kind.SHIP, self.ships.popleft())
+
+    def return_ready(self) -> None:
+        while self.returns and not self.unpassed[self.returns[0]]:
+            m = self.returns.popleft()
+            self.wait(Kind.SHIP, m)
+            self.issue(Kind.RETURN, m)

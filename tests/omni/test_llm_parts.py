@@ -1,0 +1,385 @@
+"""An LLM in several parts on a rank against the same LLM whole: one step, and checkpoints between layouts.
+
+The parts are chained here by hand, one microbatch after the other, without plan and engine.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from test_moe_layers import assembled, assert_close, placed
+
+from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
+from omni.models.initialise import initialise
+from omni.models.llm import attach_points, llm_parts, llm_work
+from omni.models.llm_stage import LLMStage, MicrobatchInputs
+from omni.training.optimizer import ComponentOptimizer
+from omni.training.state import read_state, shards, write_state
+from parallel.groups import make_groups
+from parallel.layout import Layout, LayoutError, arrange
+from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
+from parallel.packed import Sharding, pack_tokens
+from parallel.sequence import SequenceLayout
+
+CPU = torch.device("cpu")
+LLM = LLMConfig(layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_multiple=8)
+UNTIED = replace(LLM, tied=False)
+MOE = MoEConfig(experts=8, topk=2, ffn=24, shared_ffn=16, dense_layers=1)
+EXPERTS = replace(LLM, moe=MOE)
+VOCABULARY = 60
+PACKS = ((7, 5, 4), (12,), (4, 4), (9, 3))  # every number of tokens is a multiple of 4
+TAPS = (1, 3, 4)  # layers before which rows enter
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its layout; `later` puts weight gradients off to the end of the step."""
+
+    llm: LLMConfig
+    layout: Layout = field(default_factory=Layout)
+    later: bool = False
+
+
+CASES = {
+    "tied": Case(LLM, Layout(parts=2)),
+    "untied": Case(UNTIED, Layout(parts=2)),
+    "a layer each, recomputed, later": Case(replace(LLM, recompute="full"), Layout(parts=5), later=True),
+    "untied, recomputed": Case(replace(UNTIED, recompute="full"), Layout(parts=3)),
+    "experts": Case(EXPERTS, Layout(parts=3)),
+    "dp": Case(LLM, Layout(dp=2, parts=2)),
+    "tp, later": Case(replace(LLM, recompute="selective"), Layout(tp=2, parts=3), later=True),
+    "pp": Case(LLM, Layout(pp=2, parts=2)),
+    "pp, untied, later": Case(UNTIED, Layout(pp=2, parts=2), later=True),
+    "pp, one part": Case(LLM, Layout(pp=2)),
+    "pp and dp": Case(LLM, Layout(dp=2, pp=2, parts=2)),
+    "pp, tp, experts, later": Case(
+        replace(EXPERTS, recompute="full"), Layout(tp=2, pp=2, ep=2, parts=2), later=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A rank's parts of the LLM with their optimizer."""
+
+    stage: LLMStage
+    component: ComponentOptimizer
+    groups: ProcessGroupCollection
+
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"llm": {number: part.numbering for number, part in self.stage.parts.items()}}
+
+
+def build(case: Case, seed: int) -> Built:
+    made = make_groups(arrange(case.layout, {}, "colocated", 0), "llm", timedelta(seconds=60))
+    groups = made.components["llm"]
+    tp, ep = groups.tp.rank(), groups.ep.rank()
+    model_parallel_cuda_manual_seed(1, tp_rank=tp, ep_rank=ep, etp_rank=0, force_reset_rng=True)
+    stage = LLMStage(
+        case.llm,
+        case.layout,
+        vocab_size=VOCABULARY,
+        num_sources=1,
+        dtype=torch.float32,
+        device=CPU,
+        groups=groups,
+        attach_layers=TAPS,
+    )
+    for part in stage.parts.values():
+        initialise(
+            part.model,
+            seed=seed,
+            component="llm",
+            num_layers=case.llm.layers,
+            numbering=part.numbering,
+        )
+    modules = {number: part.model for number, part in stage.parts.items()}
+    return Built(stage, ComponentOptimizer("llm", modules, groups, OptimConfig(lr=0.01, eps=1e-4)), groups)
+
+
+@dataclass
+class Pack:
+    """A microbatch on a rank: its inputs, and the rows that enter before the layers of `TAPS`."""
+
+    number: int
+    inputs: MicrobatchInputs
+    rows: dict[int, torch.Tensor]
+
+
+def make_pack(number: int, groups: ProcessGroupCollection) -> Pack:
+    tp, rank, lengths = groups.tp.size(), groups.tp.rank(), PACKS[number]
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(number)
+    ids, labels = (torch.randint(0, VOCABULARY, (total,), generator=generator) for _ in range(2))
+    rows = {layer: torch.randn(total, LLM.hidden, generator=generator).chunk(tp)[rank][::2] for layer in TAPS}
+    layout = SequenceLayout.whole(lengths, [0] * len(lengths), 1)
+    packed = pack_tokens(
+        Sharding(layout, ((),) * len(lengths), 0, 0, tp),
+        torch.cat([torch.arange(n) for n in lengths]),
+        heads=LLM.heads,
+        kv_heads=LLM.kv_heads,
+        head_dim=LLM.hidden // LLM.heads,
+        rotary_base=LLM.rotary_base,
+        causal=True,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    inputs = MicrobatchInputs(
+        packed,
+        ids=ids.unsqueeze(0),
+        wanted=torch.arange(total // tp),
+        labels=labels,
+        weights=torch.ones(total),
+        sources=torch.zeros(total, dtype=torch.int64),
+        sequences=torch.zeros(total, dtype=torch.int64),
+    )
+    return Pack(number, inputs, {layer: own.clone().requires_grad_() for layer, own in rows.items()})
+
+
+class Chain:
+    """Passes of one microbatch through all parts, wherever they are."""
+
+    def __init__(self, built: Built, case: Case, pack: Pack) -> None:
+        self.stage, self.layout, self.pack = built.stage, case.layout, pack
+        self.pp = built.groups.pp
+        self.later = case.later
+        self.passes: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self.sums = torch.zeros(2, dtype=torch.float64)
+        self.pending: list[Any] = []
+
+    def forward(self) -> None:
+        tokens = self.pack.inputs.packed.tokens // self.stage.tp_group.size()
+        handed = None
+        for number, part in self.stage.parts.items():
+            received = None if part.is_first else self._take(handed, (tokens, LLM.hidden), -1)
+            hidden = self.stage.embed(self.pack.inputs) if received is None else received
+            for layer, rows in self.pack.rows.items():
+                if (
+                    part.numbering.first_layer
+                    <= layer
+                    < part.numbering.first_layer + len(part.model.decoder.layers)
+                ):
+                    at = torch.arange(0, tokens, 2)
+                    self.stage.enter(number, self.pack.inputs, f"llm.layers.{layer}", at, rows)
+            output = self.stage.forward(number, self.pack.inputs, hidden)
+            if part.is_last:
+                output, self.sums = self.stage.loss(self.pack.inputs, output)
+            else:
+                handed = self._give(output.detach(), 1)
+            self.passes[number] = received, output
+
+    def backward(self) -> None:
+        handed = None
+        for number, part in reversed(self.stage.parts.items()):
+            received, output = self.passes[number]
+            grad = None if part.is_last else self._take(handed, output.shape, 1)
+            with self.stage.weights_later() if self.later else nullcontext() as pending:
+                torch.autograd.backward(output, None if grad is None else grad.detach())
+            self.pending.append(pending)
+            if received is not None:
+                assert received.grad is not None
+                handed = self._give(received.grad, -1)
+
+    def _give(self, tensor: torch.Tensor, step: int) -> torch.Tensor | None:
+        """Hand on to the stage `step` further, which is this one if there is only one."""
+        if self.pp.size() == 1:
+            return tensor
+        peer = dist.get_global_rank(self.pp, (self.pp.rank() + step) % self.pp.size())
+        dist.send(tensor.contiguous(), peer)
+        return None
+
+    def _take(self, handed: torch.Tensor | None, shape: tuple[int, ...], step: int) -> torch.Tensor:
+        if self.pp.size() == 1:
+            assert handed is not None
+            return handed.clone().requires_grad_()
+        tensor = torch.empty(shape)
+        dist.recv(tensor, dist.get_global_rank(self.pp, (self.pp.rank() + step) % self.pp.size()))
+        return tensor.requires_grad_()
+
+
+def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """One step; its checkpoint goes into `folder`."""
+    built = build(case, seed=3)
+    stage, component, groups = built.stage, built.component, built.groups
+    component.clear()
+    chains = []
+    for number in range(groups.dp.rank(), len(PACKS), groups.dp.size()):
+        chains.append(Chain(built, case, make_pack(number, groups)))
+        chains[-1].forward()
+        chains[-1].backward()
+    if case.later:
+        for chain in chains:
+            for pending in chain.pending:
+                pending.run()
+    for number in stage.parts:
+        component.reduce(number)
+    component.tie()
+    squares = sum(float(g.double().square().sum()) for g in component.gradients())
+    gradients = [placed(shard, shard.main.grad) for shard in shards(component, built.names["llm"])]
+    component.update(0.01)
+    load = stage.balance_experts(True)
+    write_state(Path(folder) / f"rank_{rank:05d}.pt", {"llm": component}, built.names, stage)
+    dist.barrier()
+    return {
+        "gradients": gradients,
+        "squares": squares,
+        "sums": sum(chain.sums for chain in chains),
+        "rows": {
+            (chain.pack.number, layer, groups.tp.rank()): rows.grad
+            for chain in chains
+            for layer, rows in chain.pack.rows.items()
+            if rows.grad is not None
+        },
+        "load": load,
+        **state(built),
+    }
+
+
+def restore(rank: int, case: Case, folder: str) -> dict[str, Any]:
+    """Load what `train` has saved under any layout into other weights."""
+    built = build(case, seed=4)
+    files = sorted(path.name for path in Path(folder).glob("rank_*.pt"))
+    read_state(Path(folder), files, {"llm": built.component}, built.names, built.stage, rank)
+    return state(built)
+
+
+def state(built: Built) -> dict[str, Any]:
+    own = list(shards(built.component, built.names["llm"]))
+    return {
+        "weights": [placed(shard, shard.main) for shard in own],
+        "moments": [placed(shard, shard.adam["exp_avg"]) for shard in own],
+        "buffers": {name: bias.clone() for name, bias in built.stage.buffers().items()},
+        "parameters": [name for shard in own for name in [shard.name] if not any(shard.copy)],
+    }
+
+
+def buffers(results: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: bias for result in results for name, bias in result["buffers"].items()}
+
+
+_made: dict[str, tuple[list[dict[str, Any]], Path]] = {}
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The step of a case, made once, and the folder of its checkpoint."""
+
+    def run(case: Case) -> tuple[list[dict[str, Any]], Path]:
+        if str(case) not in _made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            _made[str(case)] = ranks.run(case.layout.world, train, case, str(folder)), folder
+        return _made[str(case)]
+
+    yield run
+    _made.clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_equal_the_whole(runs: Any, name: str) -> None:
+    case = CASES[name]
+    (expected,), _ = runs(Case(replace(case.llm, recompute="none")))
+    results, _ = runs(case)
+    total = sum(result["sums"] for result in results)
+    torch.testing.assert_close(total, expected["sums"], rtol=1e-6, atol=0)
+    full = dict(assembled([expected], "gradients"))
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in full.values()))
+    assert sum(result["squares"] for result in results) == pytest.approx(norm**2, rel=1e-5)
+    for kind, tolerance in (("gradients", 1e-5), ("weights", 1e-4), ("moments", 1e-5)):
+        wanted = dict(assembled([expected], kind))
+        found = list(assembled(results, kind))
+        assert {name for name, _ in found} == set(wanted)
+        for name, tensor in found:
+            assert not tensor.isnan().any(), f"{kind} of {name} have no owner"
+            floor = 1e-6 * norm if kind == "gradients" else 1e-6
+            assert_close(f"{kind} of {name}", tensor, wanted[name], floor, tolerance)
+    assert buffers(results).keys() == buffers([expected]).keys()
+    for name, bias in buffers(results).items():
+        assert torch.equal(bias, buffers([expected])[name])
+    load = sum(result["load"] for result in results)
+    torch.testing.assert_close(load, expected["load"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_enter_the_part_of_their_layer(runs: Any, name: str) -> None:
+    case = CASES[name]
+    (expected,), _ = runs(Case(replace(case.llm, recompute="none")))
+    rows = {key: grad for result in runs(case)[0] for key, grad in result["rows"].items()}
+    for number, _ in enumerate(PACKS):
+        for layer in TAPS:
+            found = torch.cat([rows[number, layer, rank] for rank in range(case.layout.tp)])
+            assert found.any()
+            assert_close(f"rows of {layer}", found, expected["rows"][number, layer, 0], floor=1e-6)
+
+
+def test_a_rank_with_both_ends_holds_a_tied_embedding_once(runs: Any) -> None:
+    for name in ("tied", "a layer each, recomputed, later"):
+        (result,), _ = runs(CASES[name])
+        assert len(result["parameters"]) == len(set(result["parameters"]))
+        assert result["parameters"].count("embedding.word_embeddings.weight") == 1
+        assert "output_layer.weight" not in result["parameters"]
+    (result,), _ = runs(CASES["untied"])
+    assert "output_layer.weight" in result["parameters"]
+
+
+MOVES = (
+    ("tied", Case(LLM)),
+    ("pp and dp", CASES["a layer each, recomputed, later"]),
+    ("a layer each, recomputed, later", CASES["pp"]),
+    ("pp, untied, later", CASES["untied"]),
+    ("experts", CASES["pp, tp, experts, later"]),
+    ("pp, tp, experts, later", Case(EXPERTS, Layout(dp=2, parts=2))),
+)
+
+
+@pytest.mark.parametrize(("written", "case"), MOVES, ids=[written for written, _ in MOVES])
+def test_checkpoints_move_between_parts(ranks: RankPool, runs: Any, written: str, case: Case) -> None:
+    saved, folder = runs(CASES[written])
+    loaded = ranks.run(case.layout.world, restore, case, str(folder))
+    for kind in ("weights", "moments"):
+        wanted = dict(assembled(saved, kind))
+        found = list(assembled(loaded, kind))
+        assert {name for name, _ in found} == set(wanted)
+        for name, tensor in found:
+            assert torch.equal(tensor, wanted[name]), f"{kind} of {name}"
+    assert buffers(loaded).keys() == buffers(saved).keys()
+    for name, bias in buffers(loaded).items():
+        assert torch.equal(bias, buffers(saved)[name])
+
+
+def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
+    layout = Layout(pp=2, parts=3)
+    assert [list(layout.holds(stage)) for stage in range(2)] == [[0, 2, 4], [1, 3, 5]]
+    assert layout.num_parts == 6
+    assert layout.world == 2
+    assert layout.describe() == "pp2·parts3"
+    llm = replace(LLM, layers=12)
+    layers = llm_parts(llm, VOCABULARY, layout)
+    assert len(layers) == 6
+    assert sum(layers) == 12
+    works = llm_work(llm, VOCABULARY, layout, 4)
+    assert [work.exchanges for work in works] == list(layers)
+    whole = llm_work(llm, VOCABULARY, Layout(), 4)[0]
+    assert sum(work.flops_per_token for work in works) == whole.flops_per_token
+    points = attach_points(["llm.layers.0", f"llm.layers.{sum(layers[:4])}"], layers)
+    assert [(point.part, point.place) for point in points.values()] == [(0, 0), (0, 1), (4, 0)]
+
+
+def test_parts_that_cannot_be_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"layout\.llm\.parts=0: a stage holds at least one part"):
+        Layout(parts=0)
+    words = (
+        r"layout\.llm\.pp=2 with parts=3 leaves a part without a layer: model\.llm\.layers=5; choose pp·parts"
+    )
+    with pytest.raises(LayoutError, match=words):
+        llm_parts(LLM, VOCABULARY, Layout(pp=2, parts=3))
+    with pytest.raises(ConfigError, match=r"llm\.layers\.5"):
+        attach_points(["llm.layers.5"], [3, 2])
