@@ -92,7 +92,8 @@ class WorkCost:
     the attention alone. Each of `exchanges` layers exchanges shared sequences, once in and once out. What
     ranks of a layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in
     the two halves of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`.
-    A forward keeps `kept_token` bytes for each token until its backward.
+    `weight_fs` is what gradients of weights that can be put off take for a token, as much as a forward unless
+    given. A forward keeps `kept_token` bytes for each token until its backward.
     """
 
     token_fs: int
@@ -105,6 +106,7 @@ class WorkCost:
     input_talk: Talk = Talk()
     weight_talk: Talk = Talk()
     reduce_ns: int = 0
+    weight_fs: int | None = None
     kept_token: int = 0
 
     def kept_bytes(self, tokens: int) -> int:
@@ -126,7 +128,8 @@ class WorkCost:
         """Nanoseconds of the backward pass or a half of it; recomputation is part of that for inputs.
         Gradients are exchanged once, whatever they take to compute.
         """
-        of_weights = self.overhead_ns + self.token_fs * tokens // _FS_PER_NS + self.weight_talk.ns(tokens)
+        weight_fs = self.token_fs if self.weight_fs is None else self.weight_fs
+        of_weights = self.overhead_ns + weight_fs * tokens // _FS_PER_NS + self.weight_talk.ns(tokens)
         if grad is Grad.WEIGHT:
             return of_weights
         exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
@@ -227,11 +230,13 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         for half in (Grad.INPUT, Grad.WEIGHT)
     )
     sizes = {name: axis.ranks for name, axis in axes.items()}
+    token_fs = max(
+        of_tokens.flops * 10**15 // (_REFERENCE * effective),
+        token_bytes * 10**15 // (_REFERENCE * cluster.memory_bytes_per_s),
+    )
+    put_off = part.backward(many, Grad.WEIGHT).flops
     return WorkCost(
-        token_fs=max(
-            of_tokens.flops * 10**15 // (_REFERENCE * effective),
-            token_bytes * 10**15 // (_REFERENCE * cluster.memory_bytes_per_s),
-        ),
+        token_fs=token_fs,
         square_fs=of_squares.flops * 10**15 // (_REFERENCE * effective),
         overhead_ns=cluster.op_overhead_ns + of_nothing.bytes * 10**9 // cluster.memory_bytes_per_s,
         backward_factor=factor,
@@ -241,6 +246,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         input_talk=next(halves),
         weight_talk=next(halves),
         reduce_ns=collectives_ns(part.reduction(sizes), axes),
+        weight_fs=token_fs * put_off // of_tokens.flops if of_tokens.flops else 0,
         kept_token=-(-of_tokens.kept // _REFERENCE),
     )
 

@@ -21,15 +21,15 @@ INDEX = 8  # bytes
 
 
 class Grad(StrEnum):
-    """What a backward makes: gradients of its inputs, of its weights, or both at once.
+    """Which gradients a backward makes: those of its inputs, those of its weights, or both at once.
 
     Splitting a backward after Zero Bubble Pipeline Parallelism (Qi et al., 2024, section 2): what other
     stages wait for comes first, the rest fills gaps.
     """
 
+    BOTH = "both"
     INPUT = "input"
     WEIGHT = "weight"
-    BOTH = "both"
 
     __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of them
 
@@ -80,9 +80,12 @@ class Load:
         return self.seen.tokens
 
 
-def even_load(tokens: int, squares: int = 0, *, targets: int = 0, routed: Sequence[int] = ()) -> Load:
+def even_load(
+    tokens: int, squares: int = 0, *, targets: int = 0, rows: int = 0, routed: Sequence[int] = ()
+) -> Load:
     """Return a load of `tokens` that nobody shares."""
-    return Load(Attended(tokens, tokens, 1), squares, targets=targets, routed=tuple(routed))
+    seen = Attended(tokens, tokens, 1)
+    return Load(seen, squares, targets=targets, rows=rows, most_rows=rows, routed=tuple(routed))
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,10 @@ def all_to_all(axis: str, to: Sequence[int], calls: int = 1) -> tuple[Collective
 class Work:
     """What a pass takes on one rank: FLOPs (recomputation included), bytes read and written, collectives.
 
-    `kept` is what stays in memory for the backward when a forward is done, or for the gradients of weights
-    when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a moment when
-    everything that it finds kept is still there; `last` what the end of a backward needs, when all is freed.
+    `kept` is what stays in memory for the backward when a forward is done, or for gradients of weights that
+    are put off when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a
+    moment when all that it finds kept is still there; `last` what the end of a backward needs, when all is
+    freed.
     """
 
     flops: int = 0
@@ -168,7 +172,9 @@ class Block(Protocol):
         ...
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Return what a backward takes. In FLOPs and collectives INPUT and WEIGHT together are BOTH."""
+        """Return what a backward takes. In FLOPs and collectives INPUT and WEIGHT together are BOTH; weights
+        whose gradients are not put off belong to INPUT.
+        """
         ...
 
 

@@ -89,7 +89,6 @@ def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> I
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
     from omni.training.job import planned_ranks, prepare_job
-    from pipeline.verifier import verify
 
     job = prepare_job(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
@@ -103,22 +102,20 @@ def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> I
             f"--rank {','.join(map(str, ranks))} --step {step}: there are ranks 0 to "
             f"{job.arrangement.world - 1}, and steps begin at 1"
         )
-    plan = plan_of_step(job, step)
-    for domain in sorted({job.arrangement.domain(rank) for rank in ranks}):
-        verify(plan, job.layout.pp, job.planner.single_queue, domain)
+    domains = sorted({job.arrangement.domain(rank) for rank in ranks})
+    plans = {domain: plan_of_step(job, step, domain) for domain in domains}
+    for plan in plans.values():
+        job.planner.verify(plan)
     for rank in ranks:
-        rehearsal = rehearse(job, plan, rank)
-        try:
-            modelled = model_footprint(job, plan, rank)
-        except ConfigError:  # experts or an encoder that the model does not know
-            modelled = None
+        plan = plans[job.arrangement.domain(rank)]
+        rehearsal, modelled = rehearse(job, plan, rank), model_footprint(job, plan, rank)
         if as_json:
             yield json.dumps(figures(rehearsal, modelled))
         else:
             yield from _lines(job, rehearsal, modelled)
 
 
-def figures(rehearsal: "Rehearsal", modelled: "Footprint | None") -> dict[str, object]:
+def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
     """What a rehearsal amounts to, as plain values."""
     found = rehearsal.footprint
     out: dict[str, object] = {
@@ -133,29 +130,25 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint | None") -> dict[str, o
         "build_cpu_s": round(rehearsal.build_s, 3),
         "step_cpu_s": round(rehearsal.step_s, 3),
     }
-    if modelled is not None:
-        out["modelled_peak_bytes"] = dict(modelled.peak)
-        out["modelled_sent_bytes"] = sum(sent.total for sent in modelled.traffic.values())
+    out["modelled_peak_bytes"] = dict(modelled.peak)
+    out["modelled_sent_bytes"] = sum(sent.total for sent in modelled.traffic.values())
     return out
 
 
-def _lines(job: "Job", rehearsal: "Rehearsal", modelled: "Footprint | None") -> Iterator[str]:
+def _lines(job: "Job", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterator[str]:
     rank, found = rehearsal.rank, rehearsal.footprint
     yield f"rank {rank} of {job.arrangement.world} ({job.arrangement.describe()}): {_place(job, rank)}"
     yield "parameters here: " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items())
-    yield f"\n{'GiB held at ' + found.at:34} {'rehearsed':>12}" + (f" {'modelled':>12}" if modelled else "")
+    yield f"\n{'GiB held at ' + found.at:34} {'rehearsed':>12} {'modelled':>12}"
     for kind, size in [*found.peak.items(), ("all", found.bytes)]:
-        row = f"  {kind:32} {size / _GIB:12.3f}"
-        if modelled:
-            row += f" {(modelled.bytes if kind == 'all' else modelled.peak[kind]) / _GIB:12.3f}"
-        yield row
+        of_model = modelled.bytes if kind == "all" else modelled.peak[kind]
+        yield f"  {kind:32} {size / _GIB:12.3f} {of_model / _GIB:12.3f}"
     yield f"\n{'MiB sent':34} {'calls':>12} {'in the node':>12} {'to others':>12}"
     for (group, collective), sent in found.traffic.items():
         sizes = f"{sent.inside / 2**20:12.1f} {sent.across / 2**20:12.1f}"
         yield f"  {group:16} {collective:15} {sent.calls:12} {sizes}"
-    if modelled:
-        total = sum(sent.total for sent in modelled.traffic.values())
-        yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
+    total = sum(sent.total for sent in modelled.traffic.values())
+    yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
 
 

@@ -82,7 +82,7 @@ class FinalNorm:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Nothing to speak of."""
-        return Work(kept=self.forward(load).kept if grad is Grad.INPUT else 0)
+        return Work()
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,18 @@ class Projector:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """It needs most at its start: gradients of the rows, of the second weight and of its input."""
+        if grad is Grad.WEIGHT:
+            return Work()
         rows = load.tokens // self.merge
         start = rows * (self.width + self.merged) + self.width * self.merged
         return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
 
 
 def _of_linears(forward: Work, grad: Grad) -> Work:
-    """Gradients of a linear's inputs and of its weights take as much each as its forward."""
-    kept = 2 * forward.kept if grad is Grad.INPUT else 0
-    return Work(flops=forward.flops * (2 if grad is Grad.BOTH else 1), kept=kept)
+    """Gradients of a linear's inputs and of its weights take as much each as its forward; torch's linears put
+    nothing off.
+    """
+    return Work() if grad is Grad.WEIGHT else Work(flops=2 * forward.flops)
 
 
 @dataclass(frozen=True)

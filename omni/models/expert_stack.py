@@ -19,6 +19,7 @@ from omni.models.stack import (
     kept_between,
     kept_by_attention,
     plain,
+    put_off,
 )
 from ops.linear import linear_flops
 from parallel.tiles import AttentionShape
@@ -117,15 +118,17 @@ class ExpertStack:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """As for dense layers; what is sent to experts and back goes the other way round."""
-        of_linears = self.layers * self._linears_flops(load.tokens)
+        router = linear_flops(load.tokens, self.dense.hidden, self.experts) // self.tp
+        of_linears = self._linears_flops(load.tokens)
+        of_weights = self.layers * (of_linears - router)
+        both = 2 * self.layers * (of_linears + self.dense.attention_flops(load))
+        halves = {Grad.BOTH: both, Grad.INPUT: both - of_weights, Grad.WEIGHT: of_weights}
         again = self.recomputation(load, grad)
         once = self.layers * self._layer_bytes(load.tokens)
         inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
         back = exchanges(load.seen, self.element, self.layers, forward=False)
         return Work(
-            flops=again.flops
-            + of_linears * (inputs + weights)
-            + 2 * self.layers * self.dense.attention_flops(load) * inputs,
+            flops=again.flops + halves[grad],
             bytes=again.bytes + once * (inputs + weights),
             collectives=(
                 *again.collectives,
@@ -260,12 +263,11 @@ class ExpertStack:
         return start + self._kept(load, "none")
 
     def _kept_for_weights(self, load: Load) -> int:
-        """What a backward for inputs leaves behind: all that was kept or recomputed, and output gradients."""
-        divided = (*self.dense.attention_linears(), *self._shared())
-        of_tokens = load.tokens * sum(o for _, o in divided) // self.tp
-        expert = sum(o for _, o in self.dense.feed_forward_linears(self.ffn))
-        gradients = of_tokens + self._received(load) * expert
-        return self.layers * (self._kept(load, "none") + gradients * self.element)
+        """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
+        halves = (self.dense.attention_linears(), self._shared())
+        divided = sum(put_off(self.dense, half, load.tokens) for half in halves if half)
+        expert = sum(i + o for i, o in self.dense.feed_forward_linears(self.ffn)) * self.element
+        return self.layers * (divided + self._received(load) * expert)
 
     def _largest_weight(self) -> int:
         dense = self.dense

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from omni.config import ConfigError, LLMConfig, require
 from omni.models.layer_sizes import check_divisible, check_moe, check_transformer
-from omni.models.llm_parts import LLMPart, llm_part, single_layers
+from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
 from parallel.layout import Layout, stage_layers
 from parallel.work import even_load
@@ -98,7 +98,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:
-    """State the work of a rank of each part of the LLM."""
+    """State the work of a rank in each part of the LLM."""
     vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
     layers = llm_parts(config, vocab_size, layout)
     return tuple(

@@ -196,13 +196,22 @@ class Stack:
         )
 
     def _kept_for_weights(self, linears: Linears, load: Load) -> int:
-        """What a backward for inputs leaves behind: all that was kept or recomputed, and output gradients."""
-        gradients = load.tokens * sum(outputs for _, outputs in linears) * self.element
-        kept = kept_by_layer(replace(self, recompute="none"), load.seen)
-        return self.layers * (kept + gradients)
+        """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
+        return self.layers * (
+            put_off(self, linears[:2], load.tokens) + put_off(self, linears[2:], load.tokens)
+        )
 
     def _largest_weight(self, linears: Linears) -> int:
         return max(i * o for i, o in linears) // self.tp * self.element
+
+
+def put_off(stack: Stack, half: Linears, tokens: int) -> int:
+    """Bytes that the two linears of half a layer hold until gradients of their weights are made: the input of
+    the first, as ranks divide it, that of the second, and the gradients of both outputs.
+    """
+    (_, first), (inner, last) = half
+    divided = tokens * (first + inner) // stack.tp * stack.element
+    return stack.stream(tokens) + divided + tokens * last * stack.element
 
 
 def linears_flops(linears: Linears, tokens: int, tp: int) -> int:

@@ -18,22 +18,25 @@ from omni.rehearsal.traffic import traffic
 from omni.training.job import Job
 from parallel.axes import group_of
 from parallel.buckets import buckets, by_replicas
-from parallel.work import FP32, INDEX, Grad
-from pipeline.plan import Kind, Op, StepPlan
+from parallel.work import FP32, INDEX, Grad, Part
+from pipeline.plan import BACKWARDS, Kind, Op, StepPlan
 
-Held = dict[tuple[str, int], tuple[str, int]]
-"""What is alive, by what it is and its number: kind and bytes."""
+Held = dict[tuple[str, int, int], tuple[str, int]]
+"""What is alive, by what it is, its number and its part: kind and bytes."""
 
 
 def model_footprint(job: Job, plan: StepPlan, rank: int) -> Footprint:
-    """Model what `rank` holds and sends in `plan`, to be compared with rehearsals. No plan is refused for its
-    memory yet.
+    """Model what `rank` holds and sends in the plan of its domain, to be compared with rehearsals. No plan is
+    refused for its memory yet.
     """
     work = rank_work(job, plan, rank)
     constant = _constant(job, work)
     peak, at = max(_walk(work), key=lambda state: sum(state[0].values()))
     return Footprint(
-        parameters={name: sum(w.elements for w in weights) for name, weights in work.weights().items()},
+        parameters={
+            name: sum(weight.elements for part in parts.values() for weight in part.weights())
+            for name, parts in work.components.items()
+        },
         peak={kind: constant[kind] + peak[kind] for kind in KINDS},
         at=at,
         traffic=traffic(job, work),
@@ -42,22 +45,31 @@ def model_footprint(job: Job, plan: StepPlan, rank: int) -> Footprint:
 
 def _constant(job: Job, work: RankWork) -> Counter[str]:
     """Bytes that are held throughout: state, inputs of the step, and megatron's scratch memory."""
-    held: Counter[str] = Counter()
-    for name, weights in work.weights().items():
-        # Main weights for those of half precision, and two moments of what learns.
-        copies = (work.element < FP32) + 2 * (name in work.trained)
-        for axis, own in by_replicas(weights).items():
-            ranks = group_of(job.arrangement, None if name == LLM else name, axis, work.rank)
-            laid = buckets(own, len(ranks))
-            held["weights"] += laid.total * work.element
-            held["gradients"] += laid.total * FP32
-            held["optimizer"] += laid.owned(ranks.index(work.rank), len(ranks)) * copies * FP32
-    held["buffers"] += INDEX * (sum(work.rows_in) + sum(work.rows_out))
-    if work.llm:
-        held["buffers"] += sum(work.llm.input_bytes(load) for load in work.passes)
-        held["buffers"] += max((work.llm.scratch_bytes(load) for load in work.passes), default=0)
+    held = Counter(buffers=INDEX * (sum(work.rows_in) + sum(work.rows_out)))
+    for name, parts in work.components.items():
+        for part in parts.values():
+            held += _state(job, work, name, part)
+    for (_, number), load in work.passes.items():
+        held["buffers"] += work.llm[number].input_bytes(load)
+    for number, part in work.llm.items():
+        loads = (load for (_, p), load in work.passes.items() if p == number)
+        held["buffers"] += max((part.scratch_bytes(load) for load in loads), default=0)
     for c, load in work.encodings.items():
         held["buffers"] += work.encoders[work.domain.chunks[c].component].input_bytes(load)
+    return held
+
+
+def _state(job: Job, work: RankWork, name: str, part: Part) -> Counter[str]:
+    """Weights, gradients and optimizer state of a part."""
+    held: Counter[str] = Counter()
+    # Main weights for those of half precision, and two moments of what learns.
+    copies = (work.element < FP32) + 2 * (name in work.trained)
+    for axis, own in by_replicas(part.weights()).items():
+        ranks = group_of(job.arrangement, None if name == LLM else name, axis, work.rank)
+        laid = buckets(own, len(ranks))
+        held["weights"] += laid.total * work.element
+        held["gradients"] += laid.total * FP32
+        held["optimizer"] += laid.owned(ranks.index(work.rank), len(ranks)) * copies * FP32
     return held
 
 
@@ -65,7 +77,7 @@ def _walk(work: RankWork) -> Iterator[tuple[Counter[str], str]]:
     """Yield bytes by kind, beside what is constant, at the moments that may be the fullest, with their op."""
     held: Held = {}
     yield Counter(), "start"
-    for op in work.domain.ops[work.position]:
+    for op in work.domain.ops_of(work.position):
         for moment in _during(work, op, held):
             yield moment, str(op)
         _after(work, op, held)
@@ -81,92 +93,97 @@ def _sum(held: Held) -> Counter[str]:
 
 def _during(work: RankWork, op: Op, held: Held) -> Iterator[Counter[str]]:
     """Yield what is held at the fullest moments of a compute op."""
-    m = op.index
-    if op.kind is Kind.ENCODE_BACKWARD:
-        backward = work.encoders[work.domain.chunks[m].component].backward(work.encodings[m], Grad.BOTH)
+    if op.kind in (Kind.FORWARD, Kind.ENCODE):
+        component, part, load = work.of(op)
+        forward = part.forward(load)
+        if component in work.trained:
+            yield _sum(held) + Counter(activations=forward.kept + forward.workspace)
+    elif op.kind in BACKWARDS:
+        _, part, load = work.of(op)
+        backward = part.backward(load, op.grad)
         yield _sum(held) + Counter(workspace=backward.workspace)
-    elif op.kind is Kind.FORWARD:
-        assert work.llm is not None
-        forward = work.llm.forward(work.passes[m])
-        yield _sum(held) + Counter(activations=forward.kept + forward.workspace)
-    elif op.kind is Kind.BACKWARD:
-        assert work.llm is not None
-        backward = work.llm.backward(work.passes[m], Grad.BOTH)
-        yield _sum(held) + Counter(workspace=backward.workspace)
-        done = {key: value for key, value in held.items() if key != ("kept", m)}
+        done = {key: value for key, value in held.items() if key != _kept(op)}
         yield _sum(done) + Counter(workspace=backward.last)
+
+
+def _kept(op: Op) -> tuple[str, int, int]:
+    """What a pass keeps, as it is called among what is held."""
+    return "encoded" if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else "kept", op.index, op.part
 
 
 def _after(work: RankWork, op: Op, held: Held) -> None:
     """Update what is held when an op is done."""
     m, kind = op.index, op.kind
     row = work.row_bytes
-    if kind is Kind.ENCODE:
-        _encoded(work, m, held)
-    elif kind is Kind.ENCODE_BACKWARD:
-        held.pop(("encoded", m))
-        batch = work.domain.chunks[m].microbatch
-        if not any(
-            ("encoded", c) in held for c in work.encodings if work.domain.chunks[c].microbatch == batch
-        ):
-            held.pop(("returned", batch), None)
+    if kind in (Kind.FORWARD, Kind.ENCODE):
+        component, part, load = work.of(op)
+        trained = component in work.trained or kind is Kind.FORWARD
+        held[_kept(op)] = "activations", part.forward(load).kept if trained else load.rows * row
+    elif kind in BACKWARDS:
+        _backward(work, op, held)
     elif kind in (Kind.SHIP, Kind.RETURN):
         rows_in, rows_out = work.rows_in[m], work.rows_out[m]
         arriving, leaving = (rows_in, rows_out) if kind is Kind.SHIP else (rows_out, rows_in)
-        held[f"{kind} out", m] = "buffers", leaving * row
-        held[f"{kind} in", m] = "buffers", arriving * row
+        held[f"{kind} out", m, 0] = "buffers", leaving * row
+        held[f"{kind} in", m, 0] = "buffers", arriving * row
         if kind is Kind.RETURN:  # the gradients leave as they are
-            held.pop(("row gradients", m), None)
+            held.pop(("row gradients", m, 0), None)
         else:
             _let_go_of_frozen(work, m, held)
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
-        held[str(kind), m] = "buffers", _message(work, m)
-    elif kind is Kind.FORWARD:
-        assert work.llm is not None
-        held["kept", m] = "activations", work.llm.forward(work.passes[m]).kept
-    elif kind is Kind.BACKWARD:
-        _backward(work, m, held)
+        held[str(kind), m, op.part] = "buffers", _message(work, op)
     elif kind is Kind.WAIT:
         _waited(op, held)
 
 
-def _message(work: RankWork, m: int) -> int:
+def _message(work: RankWork, op: Op) -> int:
     """Bytes of an activation between parts of the LLM."""
-    assert work.llm is not None
-    return work.passes[m].tokens // work.llm.tp * work.row_bytes
-
-
-def _encoded(work: RankWork, chunk: int, held: Held) -> None:
-    component, load = work.domain.chunks[chunk].component, work.encodings[chunk]
-    kept = load.rows * work.row_bytes
-    if component in work.trained:
-        kept = work.encoders[component].forward(load).kept
-    held["encoded", chunk] = "activations", kept
+    return work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
 
 
 def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
+    """Rows of frozen encoders go when the last microbatch that they are of has been shipped."""
     for c in work.encodings:
         chunk = work.domain.chunks[c]
-        if chunk.microbatch == m and chunk.component not in work.trained:
-            held.pop(("encoded", c), None)
+        if m == max(chunk.microbatches) and chunk.component not in work.trained:
+            held.pop(("encoded", c, 0), None)
 
 
-def _backward(work: RankWork, m: int, held: Held) -> None:
-    for what in ("kept", str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD), f"{Kind.SHIP} in"):
-        held.pop((what, m), None)
-    if not work.domain.is_first(work.position):
-        held["gradient", m] = "workspace", _message(work, m)
-    if Op(Kind.RETURN, m) in work.domain.ops[work.position]:
-        held["row gradients", m] = "workspace", work.rows_in[m] * work.row_bytes
+def _backward(work: RankWork, op: Op, held: Held) -> None:
+    m, p = op.index, op.part
+    held.pop(_kept(op), None)
+    if op.grad is Grad.INPUT:
+        _, part, load = work.of(op)
+        held[_kept(op)] = "workspace", part.backward(load, op.grad).kept
+    if op.grad is Grad.WEIGHT:
+        return
+    if op.kind is Kind.ENCODE_BACKWARD:
+        _let_go_of_returned(work, held)
+        return
+    for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
+        held.pop((what, m, p), None)
+    if p:
+        held["gradient", m, p] = "workspace", _message(work, op)
+    if p == min(work.llm):
+        held.pop((f"{Kind.SHIP} in", m, 0), None)
+        if Op(Kind.RETURN, m) in work.domain.ops_of(work.position):
+            held["row gradients", m, 0] = "workspace", work.rows_in[m] * work.row_bytes
+
+
+def _let_go_of_returned(work: RankWork, held: Held) -> None:
+    """Gradients of rows go when no chunk that they are of waits for its backward."""
+    waiting = {m for what, c, _ in held if what == "encoded" for m in work.domain.chunks[c].microbatches}
+    for key in [key for key in held if key[0] == "returned" and key[1] not in waiting]:
+        del held[key]
 
 
 def _waited(op: Op, held: Held) -> None:
     m = op.index
     if op.on is Kind.SEND_BACKWARD:
-        held.pop(("gradient", m), None)
+        held.pop(("gradient", m, op.part), None)
     elif op.on in (Kind.SHIP, Kind.RETURN):
-        held.pop((f"{op.on} out", m), None)
+        held.pop((f"{op.on} out", m, 0), None)
         if op.on is Kind.RETURN:
-            arrived = held.pop((f"{op.on} in", m), None)
+            arrived = held.pop((f"{op.on} in", m, 0), None)
             if arrived:
-                held["returned", m] = arrived
+                held["returned", m, 0] = arrived

@@ -3,33 +3,33 @@
 From a plan and the statements of work of the job's parts; nothing is built.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.training.job import Job
 from ops.device import dtype_of
-from parallel.work import Load, Part, Weight
+from parallel.work import Load, Part
 from pipeline.loads import chunk_load, pass_load
-from pipeline.plan import DomainPlan, StepPlan
+from pipeline.plan import DomainPlan, Kind, Op, StepPlan
 
 
 @dataclass(frozen=True)
 class RankWork:
     """What rank `rank`, `position` of `domain`, does in a step.
 
-    `llm` is its part of the LLM, None beside it, and `passes` are its loads by microbatch; `encoders` are the
-    parts of encoders that it holds and `encodings` its loads by chunk. `rows_in` and `rows_out` count rows of
-    each microbatch that arrive here and that leave; `trained` names the components that learn.
+    `llm` are the parts of the LLM that it holds by number, none beside it, and `passes` its loads by
+    microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by chunk.
+    `rows_in` and `rows_out` count rows of each microbatch that arrive here and that leave; `trained` names
+    the components that learn.
     """
 
     rank: int
     position: int
     domain: DomainPlan
-    llm: Part | None
+    llm: Mapping[int, Part]
     encoders: Mapping[str, Part]
-    passes: tuple[Load, ...]
+    passes: Mapping[tuple[int, int], Load]
     encodings: Mapping[int, Load]
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
@@ -37,42 +37,40 @@ class RankWork:
     row_bytes: int
     element: int
 
-    def components(self) -> Iterator[tuple[str, Part]]:
-        """Yield the parts that this rank holds, by component."""
-        if self.llm is not None:
-            yield LLM, self.llm
-        yield from self.encoders.items()
+    @property
+    def components(self) -> dict[str, Mapping[int, Part]]:
+        """The parts that this rank holds, by component and number."""
+        own: dict[str, Mapping[int, Part]] = {LLM: self.llm} if self.llm else {}
+        return own | {name: {0: part} for name, part in self.encoders.items()}
 
-    def weights(self) -> dict[str, tuple[Weight, ...]]:
-        """Parameters by component."""
-        return {name: part.weights() for name, part in self.components()}
+    def of(self, op: Op) -> tuple[str, Part, Load]:
+        """The component and part that a compute op runs, and its load."""
+        if op.kind in (Kind.FORWARD, Kind.BACKWARD):
+            return LLM, self.llm[op.part], self.passes[op.index, op.part]
+        name = self.domain.chunks[op.index].component
+        return name, self.encoders[name], self.encodings[op.index]
 
 
 def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
-    """Describe the work of `rank` in `plan`, that of its domain.
-
-    Raises:
-        ConfigError: for several parts of the LLM on a rank, which there is no arithmetic of yet.
-    """
+    """Describe the work of `rank` in the plan of its domain."""
     arrangement, domain = job.arrangement, plan.domain
-    if arrangement.llm.parts > 1:
-        raise ConfigError(
-            f"layout.llm.parts={arrangement.llm.parts}: there is no model of the memory of several parts yet"
-        )
-    position = arrangement.domain_ranks(plan.number).index(rank)
+    number = arrangement.domain(rank)
+    assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
+    position = arrangement.domain_ranks(number).index(rank)
     element = dtype_of(job.config.train.precision).itemsize
-    stage = domain.stage(position)
-    llm = None if stage is None else job.work[f"{LLM}/{stage}"]
-    microbatches = range(len(domain.microbatches))
+    llm = {part: job.work[f"{LLM}/{part}"] for part in domain.parts(position)}
     segments = [route.segments if route is not None else () for route in domain.routes]
-    losses = domain.is_last(position)
     return RankWork(
         rank=rank,
         position=position,
         domain=domain,
         llm=llm,
         encoders={name: job.work[name] for name in job.encoders if rank in arrangement.encoder_meshes[name]},
-        passes=tuple(pass_load(domain, m, position, llm, losses=losses) for m in microbatches) if llm else (),
+        passes={
+            (m, p): pass_load(domain, m, position, part, losses=p == domain.num_parts - 1)
+            for m in range(len(domain.microbatches))
+            for p, part in llm.items()
+        },
         encodings={
             c: chunk_load(domain, chunk, position, job.work[chunk.component])
             for c, chunk in enumerate(domain.chunks)
@@ -80,7 +78,7 @@ def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
         },
         rows_in=tuple(sum(s.length for s in of if s.destination == position) for of in segments),
         rows_out=tuple(sum(s.length for s in of if s.source == position) for of in segments),
-        trained=tuple(name for name in plan.components if plan.train and name not in plan.frozen),
+        trained=tuple(name for name in plan.components if plan.trains(name)),
         row_bytes=job.config.model.llm.hidden * element,
         element=element,
     )

@@ -66,7 +66,7 @@ def for_gpus(job: Job) -> Job:
 
 
 def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
-    """Run rank `rank` of `job` through `plan`. No process group may exist, and none is left behind.
+    """Run rank `rank` of `job` through the plan of its domain. No process group may exist, and none is left.
 
     The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
     on plans, less than a kilobyte, is left out.
@@ -77,8 +77,8 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
     start = time.process_time()
     with _built(job, rank) as (own, mode, meter):
         inputs = _inputs(job, plan, own, mode)
-        domain, ranks = plan.domains[own.domain], job.arrangement.domain_ranks(own.domain)
-        routed_evenly = even_routing(domain, ranks, job.config.model.llm.moe, lambda: meter.where)
+        ranks = job.arrangement.domain_ranks(own.domain)
+        routed_evenly = even_routing(plan.domain, ranks, job.config.model.llm.moe, lambda: meter.where)
         with mode, meter, routed_evenly:
             own.optimizer.begin(plan.step)
             _update(own, plan, meter)
@@ -86,7 +86,7 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
             built = time.process_time()
             meter.start(group_labels(own.groups))
             own.optimizer.begin(plan.step)
-            own.engine.run(plan, domain, inputs)
+            own.engine.run(plan, inputs)
             _update(own, plan, meter)
         footprint = Footprint(
             parameters={
@@ -150,14 +150,8 @@ def _world(rank: int, size: int) -> Iterator[None]:
 
 def _inputs(job: Job, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
     """The tensors of a step as training assembles them, of planned shapes and no content."""
-    domain = plan.domains[own.domain]
-    metas = {}
-    for i in {i for batch in domain.microbatches for i in batch.samples}:
-        meta = job.planner.meta(plan.samples[i].source, plan.samples[i].id)
-        assert meta is not None, "a dropped sample is in no plan"
-        metas[i] = meta
-    fetched = stand_in(own.assembler.fetch_of(domain, metas))
-    inputs = own.assembler.assemble(plan, domain, fetched, predict=False)
+    fetched = stand_in(own.assembler.fetch_of(plan.domain, job.planner.metas_of(plan.domain)))
+    inputs = own.assembler.assemble(plan.domain, fetched, predict=False)
     faked: StepInputs = _mapped(inputs, mode.from_tensor)
     return faked
 
@@ -185,7 +179,7 @@ def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
         own.optimizer.tie()
         own.optimizer.squares()
         ones = (1.0,) * len(plan.components)
-        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), 0.0, 0, False))
+        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), (), 0.0, 0, False))
         if own.stage is not None:
             own.stage.balance_experts(LLM not in own.optimizer.frozen)
 

@@ -15,8 +15,8 @@ from parallel.axes import group_of
 from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
-from parallel.work import Collective, Grad
-from pipeline.plan import Kind, Op
+from parallel.work import Collective
+from pipeline.plan import BACKWARDS, COMPUTE, Kind, Op
 
 Messages = Mapping[int, int]
 Call = tuple[str, str, Messages, int]
@@ -33,23 +33,17 @@ def traffic(job: Job, work: RankWork) -> Traffic:
 
 
 def _calls(job: Job, work: RankWork) -> Iterator[Call]:
-    for op in work.domain.ops[work.position]:
-        if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
-            component, load = work.domain.chunks[op.index].component, work.encodings[op.index]
-            part = work.encoders[component]
-            done = part.forward(load) if op.kind is Kind.ENCODE else part.backward(load, Grad.BOTH)
+    for op in work.domain.ops_of(work.position):
+        if op.kind in COMPUTE:
+            component, part, load = work.of(op)
+            done = part.backward(load, op.grad) if op.kind in BACKWARDS else part.forward(load)
             yield from _of_part(job, work, component, done.collectives)
-        elif op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            assert work.llm is not None
-            load = work.passes[op.index]
-            done = work.llm.forward(load) if op.kind is Kind.FORWARD else work.llm.backward(load, Grad.BOTH)
-            yield from _of_part(job, work, LLM, done.collectives)
         elif op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             yield _hand_on(job, work, op)
         elif op.kind in (Kind.SHIP, Kind.RETURN):
             yield from _boundary_calls(job, work, op)
         elif op.kind is Kind.REDUCE:
-            yield from _update_calls(job, work, job.components[op.index])
+            yield from _update_calls(job, work, job.components[op.index], op.part)
 
 
 def _of_part(job: Job, work: RankWork, component: str, collectives: Iterable[Collective]) -> Iterator[Call]:
@@ -69,12 +63,11 @@ def _carrier(job: Job, encoder: str | None, axis: str, rank: int) -> str:
     return next(a for a in ("tp", REPLICAS, axis) if group_of(job.arrangement, encoder, a, rank) == own)
 
 
-def _update_calls(job: Job, work: RankWork, component: str) -> Iterator[Call]:
+def _update_calls(job: Job, work: RankWork, component: str, number: int) -> Iterator[Call]:
     encoder = None if component == LLM else component
     axes = ("tp", REPLICAS) if encoder else ("tp", REPLICAS, EXPERT_REPLICAS, ENDS, "tp_dp_cp")
     ranks = {axis: len(group_of(job.arrangement, encoder, axis, work.rank)) for axis in axes}
-    part = dict(work.components())[component]
-    yield from _of_part(job, work, component, part.reduction(ranks))
+    yield from _of_part(job, work, component, work.components[component][number].reduction(ranks))
 
 
 # Between parts.
@@ -87,12 +80,9 @@ def _at(job: Job, work: RankWork, positions: Iterable[int]) -> tuple[int, ...]:
 
 
 def _hand_on(job: Job, work: RankWork, op: Op) -> Call:
-    assert work.llm is not None
-    forward = op.kind is Kind.SEND_FORWARD
-    step = work.domain.stage_size if forward else -work.domain.stage_size
-    (to,) = _at(job, work, [work.position + step])
-    size = work.passes[op.index].tokens // work.llm.tp * work.row_bytes
-    return "forward" if forward else "backward", "send", {to: size}, 1
+    (to,) = _at(job, work, [work.domain.sender(op, work.position)[1]])
+    size = work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
+    return "forward" if op.kind is Kind.SEND_FORWARD else "backward", "send", {to: size}, 1
 
 
 def _boundary_calls(job: Job, work: RankWork, op: Op) -> Iterator[Call]:

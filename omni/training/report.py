@@ -48,13 +48,11 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
 
 
 def step_flops(job: Job, plan: StepPlan) -> dict[str, float]:
-    """FLOPs of a domain's forward passes by component, without the output layer: its targets are not known
-    yet.
-    """
+    """FLOPs of a domain's forward passes by component, without those of the output layer."""
     domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
-    parts = [job.work[f"{LLM}/{number}"] for number in range(domain.num_parts)]
     for batch in domain.microbatches:
         load = _whole(batch.layout)
+        parts = (job.work[f"{LLM}/{number}"] for number in range(domain.num_parts))
         flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
     for chunk in domain.chunks:
         forward = job.work[chunk.component].forward(_whole(chunk.layout))
@@ -63,7 +61,7 @@ def step_flops(job: Job, plan: StepPlan) -> dict[str, float]:
 
 
 def _whole(layout: SequenceLayout) -> Load:
-    """All of a pack, as one rank would see it."""
+    """All of a pack, as one rank would see it, of no targets."""
     return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
 
 

@@ -15,12 +15,13 @@ from small import overrides, write_mixed
 
 from infra.run_folder import RunFolder
 from omni.__main__ import main
+from omni.commands.plan import plan_of_step
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
-from omni.models.llm import llm_stages
-from omni.models.llm_parts import llm_part
+from omni.models.llm import llm_parts
+from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
@@ -141,7 +142,7 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     job = prepare_job(compose_config(line), world)
     get_global_memory_buffer().buffer.clear()
     trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
-    for router in routers(trainer.rank.components["llm"].module).values():
+    for router in routers(trainer.rank.stage.models).values():
         router.router_replay = RoundRobin()
     meter = PatientMeter(node_map(range(world), job.cluster.ranks_per_node))
     gc.disable()
@@ -158,8 +159,10 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
                 trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
             trainer.offer(ahead, step + 2)
     gc.enable()
-    modules = {name: component.module for name, component in trainer.rank.components.items()}
-    parameters = {name: sum(p.numel() for p in module.parameters()) for name, module in modules.items()}
+    parameters = {
+        name: sum(parameter.numel() for parameter in component.parameters)
+        for name, component in trainer.rank.components.items()
+    }
     return meter.traffic(), meter.most, parameters
 
 
@@ -183,8 +186,8 @@ def test_a_rehearsal_equals_a_real_run(
     norms = ["model.llm.norm=LayerNorm", "model.encoders.image.norm=LayerNorm"]
     line = overrides(data, tmp_path / "run", "cluster.ranks_per_node=2", *norms, *more)
     job = prepare_job(compose_config(line), world)
-    plan = job.planner.next_step(2, job.planner.next_step(1, 0).next_cursor)
     for rank, (traffic, held, parameters) in enumerate(ranks.run(world, real_step, line, world)):
+        plan = plan_of_step(job, 2, job.arrangement.domain(rank))
         found = rehearse(job, plan, rank).footprint
         assert found.traffic == {key: sent for key, sent in traffic.items() if key[0] not in HOST}
         assert found.parameters == parameters
@@ -207,19 +210,18 @@ def test_experts_are_owned_once(data: Path) -> None:
 
 def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data: Path) -> None:
     job = small_job(data, 8, "layout.llm.tp=2", "layout.llm.pp=2")
-    plan = job.planner.next_step(1, 0)
     whole = owned_parameters(small_job(data, 1), 0)
     owned = [owned_parameters(job, rank) for rank in range(8)]
     assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
     for rank in range(8):
+        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
         found = rehearse(job, plan, rank).footprint
         modelled = model_footprint(job, plan, rank)
         assert found.parameters == modelled.parameters
         assert found.traffic == modelled.traffic
         # Padding and weights divide over ranks unevenly, so the shards differ.
         assert modelled.peak["optimizer"] == pytest.approx(found.peak["optimizer"], rel=1e-3)
-        number = job.arrangement.domain(rank)
-        domain, ranks = plan.domains[number], job.arrangement.domain_ranks(number)
+        domain, ranks = plan.domain, job.arrangement.domain_ranks(plan.number)
         position = ranks.index(rank)
         layouts = [batch.layout for batch in domain.microbatches]
         tokens = sum(layout.padded_tokens(domain.member(position), 2) for layout in layouts)
@@ -260,8 +262,8 @@ def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
     data: Path, world: int, ranks: list[int], more: list[str]
 ) -> None:
     job = for_gpus(small_job(data, world, *more))
-    plan = job.planner.next_step(1, 0)
     for rank in ranks:
+        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
         found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.parameters == found.parameters
@@ -275,8 +277,8 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
     use_trace(config, "longtail", tmp_path / "trace")
     job = for_gpus(prepare_job(config, 128))
-    plan = job.planner.next_step(1, 0)
     for rank in (5, 101):
+        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
         found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
@@ -288,7 +290,7 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
 
 def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
     model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
-    layers = llm_stages(model.llm, 260, 4)
+    layers = llm_parts(model.llm, 260, Layout(pp=4))
     stages = [llm_part(model.llm, 128_256, layers, stage, Layout(), element=2) for stage in range(4)]
     assert sum(weight.elements for stage in stages for weight in stage.weights()) == 70_553_706_496
     options = {key: value for key, value in model.encoders["image"].items() if key != "name"}
@@ -301,7 +303,7 @@ def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = small_job(data, 2, "layout.llm.tp=2")
-    plan = job.planner.next_step(1, 0)
+    plan = plan_of_step(job, 1)
 
     def replaced() -> list[object]:
         dispatcher = MoEAlltoAllTokenDispatcher
@@ -332,7 +334,7 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_cannot_be_rehearsed_is_refused(data: Path, tmp_path: Path) -> None:
     job = small_job(data, 2)
-    plan = job.planner.next_step(1, 0)
+    plan = plan_of_step(job, 1)
     with pytest.raises(ConfigError, match="there are ranks 0 to 1"):
         rehearse(job, plan, 2)
     with pytest.raises(ConfigError, match="no model of the memory of experts"):

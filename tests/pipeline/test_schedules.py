@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from random_ranks import RandomRanks
 
 from parallel.costs import CostTable, Link, Links, WorkCost
+from pipeline.costs import simulate
 from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
 from pipeline.serial import serialise
-from pipeline.costs import simulate
 from pipeline.simulator import Timeline, run
 from pipeline.verifier import verify, violations
 

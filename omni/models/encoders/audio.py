@@ -81,12 +81,10 @@ class Stem:
         """Twice the forward, as if frames had gradients too. It needs most where gradients of the second
         convolution's input are made and masked.
         """
-        forward, spaced = self.forward(load), load.tokens + load.sequences
-        return Work(
-            flops=forward.flops * (2 if grad is Grad.BOTH else 1),
-            kept=2 * forward.kept if grad is Grad.INPUT else 0,
-            workspace=spaced * self.hidden * (1 + 2 * FRAMES) * self.element,
-        )
+        if grad is Grad.WEIGHT:
+            return Work()
+        most = (load.tokens + load.sequences) * self.hidden * (1 + 2 * FRAMES) * self.element
+        return Work(flops=2 * self.forward(load).flops, workspace=most)
 
 
 class AudioEncoder:

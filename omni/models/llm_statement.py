@@ -51,9 +51,9 @@ class WordEmbedding:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """At the end of everything, gradients of all tokens and of the table."""
+        if grad is Grad.WEIGHT:
+            return Work()
         shard = load.tokens // self.tp * self.hidden * self.element
-        if grad is Grad.INPUT:
-            return Work(kept=self.forward(load).kept + shard)
         last = (2 * load.tokens + self.ids) * self.hidden * self.element
         return Work(collectives=all_gather("tp", shard, self.tp), last=last)
 
@@ -89,16 +89,15 @@ class Losses:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Gradients of hidden states and of the weight; of several chunks each is computed anew."""
-        anew = load.targets > self.chunk
         if grad is Grad.WEIGHT:
-            return Work(flops=self._flops(load.targets), workspace=self.ids * self.hidden * self.element)
+            return Work()
+        anew = load.targets > self.chunk
         return Work(
-            flops=self._flops(load.targets) * (2 if grad is Grad.BOTH else 1),
+            flops=2 * self._flops(load.targets),
             collectives=(
                 *reduce_scatter("tp", self._wanted(load), self.tp),
                 *(self._sums(load.targets) if anew else ()),
             ),
-            kept=self._kept(load.targets) if grad is Grad.INPUT else 0,
             workspace=self._backward_workspace(load.targets),
         )
 
