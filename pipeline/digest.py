@@ -35,7 +35,7 @@ def _number(text: str) -> int:
 
 
 @cache
-def _fields(kind: type) -> tuple[int, tuple[str, ...]]:
+def _fields(kind: Any) -> tuple[int, tuple[str, ...]]:
     if not is_dataclass(kind):
         raise TypeError(f"a plan holds a {kind.__name__}, which has no digest")
     return _number(kind.__name__), tuple(field.name for field in fields(kind))

@@ -16,7 +16,6 @@ R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 
@@ -100,7 +99,10 @@ def _unclear_table(domain: DomainPlan) -> Iterator[str]:
     stages = [set(holds[first : first + size]) for first in range(0, len(holds), size or 1)]
     holders = Counter(part for parts in domain.holds for part in parts)
     if domain.stage_size % domain.team or any(rank % domain.team for home in domain.homes for rank in home):
-        yield f"R5: stages of {domain.stage_size} ranks or homes {domain.homes} are not whole teams of {domain.team}"
+        yield (
+            f"R5: stages of {domain.stage_size} ranks or homes {domain.homes} are not whole teams of "
+            f"{domain.team}"
+        )
     elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
         yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
     elif any(after and not before for before, after in pairwise(domain.holds)):
@@ -166,7 +168,10 @@ def _unclear_chunks(domain: DomainPlan) -> Iterator[str]:
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
             yield f"R5: chunk {c} is on ranks {ranks}, which are not neighbours"
         elif ranks[0] % domain.team or (len(ranks) % slots == 0 and chunk.tp % domain.team):
-            yield f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of {domain.team}"
+            yield (
+                f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of "
+                f"{domain.team}"
+            )
         elif ranks[-1] >= domain.num_ranks:
             yield f"R5: chunk {c} is on ranks {ranks} of {domain.num_ranks}"
         elif len(ranks) % slots or chunk.outputs != outputs_of(
@@ -355,9 +360,9 @@ def _not_once(plan: StepPlan, team: int, counts: Counter[_Op], own: dict[_Op, in
     for op in dict.fromkeys((*own, *((*op[:4], Grad.BOTH) for op in counts))):
         whole = counts[op]
         halves = [counts[*op[:4], grad] for grad in (Grad.INPUT, Grad.WEIGHT)]
-        if op in own and op[0] in BACKWARDS and not whole:
-            if halves == [1, int(learns or op[0] is not Kind.BACKWARD)]:
-                continue
+        split = [1, int(learns or op[0] is not Kind.BACKWARD)]
+        if op in own and op[0] in BACKWARDS and not whole and halves == split:
+            continue
         if whole == int(op in own) and not any(halves):
             continue
         times = f"{whole} times"
