@@ -3,7 +3,7 @@
 from functools import cache
 
 from parallel.costs import CostTable
-from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op
+from pipeline.plan import COLLECTIVE, DomainPlan, Grad, Kind, Op
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 from pipeline.verifier import Kept
 
@@ -24,8 +24,12 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
             chunk = domain.chunks[op.index]
             cost = table.parts[chunk.component]
             work = chunk.work(rank)
-        forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-        return cost.forward_ns(*work) if forward else cost.backward_ns(*work)
+        if op.kind in (Kind.FORWARD, Kind.ENCODE):
+            return cost.forward_ns(*work)
+        # Weights take as many products as a forward pass has, and no attention: the rest is inputs.
+        weights = cost.marginal_ns(work[0], 0)
+        whole = cost.backward_ns(*work)
+        return {Grad.BOTH: whole, Grad.INPUT: whole - weights, Grad.WEIGHT: weights}[op.grad]
 
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:

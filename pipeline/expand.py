@@ -8,6 +8,7 @@
   before its first encoder backward.
 - A send is waited for before the next one of its direction, and at the end.
 - A part hands on to another part of its own rank without a message.
+- Gradients of weights and reductions stay where they stand: nobody waits for them.
 """
 
 from collections import deque
@@ -75,7 +76,7 @@ class _Expanded:
         for op in self.order:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
-            elif op.kind in BACKWARDS and not op.makes_input:
+            elif op.kind is Kind.REDUCE or (op.kind in BACKWARDS and not op.makes_input):
                 self.out.append(op)
             elif op.kind is Kind.BACKWARD:
                 self.backward(op)

@@ -262,7 +262,10 @@ class _Needs:
 
     def _makes_gradients(self, other: Op, reduction: Op) -> bool:
         if reduction.index == self.domain.llm:
-            return other.kind is Kind.BACKWARD and other.part == reduction.part
+            # Where the output is tied to the embedding of its own rank, the last part's passes make gradients
+            # of a weight of the first part. A plan does not say what is tied, so it waits wherever it may be.
+            makers = {reduction.part} | ({self.domain.num_parts - 1} if reduction.part == 0 else set())
+            return other.kind is Kind.BACKWARD and other.part in makers
         component = other.kind is Kind.ENCODE_BACKWARD and self.domain.chunks[other.index].component
         return component == self.components[reduction.index]
 
