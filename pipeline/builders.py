@@ -33,7 +33,7 @@ def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
 def _stage(domain: DomainPlan, team: int) -> int | None:
     """The only part of a team's, which is its stage, None beside the LLM."""
     parts = domain.holds[team]
-    assert len(parts) <= 1, f"team {team} holds parts {parts}: this schedule orders one (SchedulePolicy.parts)"
+    assert len(parts) <= 1, f"team {team} holds parts {parts}, and this schedule orders one of them"
     return parts[0] if parts else None
 
 

@@ -45,8 +45,8 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op before it
-    runs, so that a watchdog can say where a rank stands.
+    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op
+    before it runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class _Step:
             self.passes[m, part] = (received, output)
 
     def hand_on(self, send: Kind, receive: Kind, m: int, part: int, other: int, tensor: torch.Tensor) -> None:
-        """Leave what `part` made for `other`: at once if it is on this rank, else for the op that sends it."""
+        """Leave what `part` made for `other`: at once if on this rank, else for the op that sends it."""
         if other in self.domain.parts(self.position):
             self.inbox[receive, m, other] = tensor
         else:
@@ -361,4 +361,3 @@ class _Step:
         for name in names:
             left = getattr(self, name)
             assert not left, f"step {self.plan.step} ended with {name} of {sorted(map(str, left))}"
-

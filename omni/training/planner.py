@@ -84,9 +84,10 @@ class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `encoders` maps a
-    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
-    rank shares one queue; `chunking` makes quanta of work of a domain's items.
+    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where
+    its rows enter; `frozen` tells the components frozen at a step; samples are reordered among `group_size`
+    neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a rank
+    shares one queue; `chunking` makes quanta of work of a domain's items.
     """
 
     stream: Stream
@@ -312,8 +313,8 @@ class Planner:
         )
 
     def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The order in which gradients are reduced: components in theirs, the LLM's parts from the last, whose
-        gradients are complete first.
+        """The order in which gradients are reduced: components in theirs, the LLM's parts from the last on,
+        since its gradients are complete first.
         """
         num_parts = sum(map(len, self.arrangement.stage_parts))
         return tuple(
