@@ -9,6 +9,7 @@
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
   no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
+- Gradients of weights and reductions stay where they stand: nobody waits for them.
 """
 
 from collections import defaultdict, deque
@@ -94,7 +95,7 @@ class _Expanded:
         for op in self.order:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
-            elif op.kind in BACKWARDS and not op.makes_input:
+            elif op.kind is Kind.REDUCE or (op.kind in BACKWARDS and not op.makes_input):
                 self.out.append(op)
             elif op.kind is Kind.BACKWARD:
                 self.backward(op)

@@ -310,7 +310,12 @@ class _Needs:
             for batch in self.domain.chunks[m].microbatches:
                 yield _op(Kind.WAIT, batch, on=Kind.RETURN)
         elif kind is Kind.REDUCE:
-            yield from self.gradients[self.components[m], part]
+            component = self.components[m]
+            yield from self.gradients[component, part]
+            if m == self.domain.llm and part == 0 and self.domain.num_parts > 1:
+                # Where the output is tied to the embedding of its own rank, the last part's passes make gradients
+                # of a weight of the first part. A plan does not say what is tied: it waits wherever it may be.
+                yield from self.gradients[component, self.domain.num_parts - 1]
 
     def backward(self, m: int, part: int) -> _Op:
         """The op of this team that makes the gradient of the input of a part."""

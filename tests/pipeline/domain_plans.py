@@ -11,7 +11,7 @@ from pipeline.builders import (
     build_encode_first,
     build_forward_only,
     build_one_f_one_b,
-    without_encoder_backward,
+    without_frozen,
 )
 from pipeline.expand import expand
 from pipeline.plan import (
@@ -186,7 +186,7 @@ def make_plan(
         order = BUILDERS[schedule](domain, FREE) if train else build_forward_only(domain)
     else:
         order = schedule(domain, FREE)
-    lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
+    lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
     for pair in domain.reductions:
         op = Op(Kind.REDUCE, pair[0], part=pair[1])
         for team in domain.reducing(op):

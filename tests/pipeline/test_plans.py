@@ -157,7 +157,9 @@ def test_every_field_of_the_step_changes_the_digest_of_its_level(field):
         changed = value[:-1] if isinstance(value, tuple) else changed_leaf(value)
     other = replace(plan, **{field: changed})
     level = GROUP if field == "group" else WORLD
-    assert [a != b for a, b in zip(plan.digests, other.digests, strict=True)] == [n == level for n in range(3)]
+    assert [a != b for a, b in zip(plan.digests, other.digests, strict=True)] == [
+        n == level for n in range(3)
+    ]
     assert all(line.startswith(f"plan.{field}") for line in diff(plan, other))
     assert diff(plan, other)
 
