@@ -71,9 +71,7 @@ class _Expanded:
             Kind.RECV_BACKWARD: deque(
                 (op.index, op.part)
                 for op in order
-                if op.kind is Kind.BACKWARD
-                and op.makes_input
-                and domain.hands_on(op.part, self.rank)
+                if op.kind is Kind.BACKWARD and op.makes_input and domain.hands_on(op.part, self.rank)
             ),
         }
         # What keeps a microbatch from being shipped or returned: ops of this team that are to come.

@@ -1,11 +1,12 @@
 """Refuse a plan that could hang, lose a row or hold too much, before any of it runs.
 
-R1  every communicator sees one order of collectives on all its ranks; gradients are reduced in the plan's order
+R1  every communicator sees one order of collectives on all its ranks; gradients are reduced in the plan's
+    order
 R2  sends and receives of each directed pair of ranks are in the same order
 R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return, wait(return) <
     encode-backward, and the same for activations and their gradients, from part to part; gradients of
     weights after those of inputs; every gradient of a part before it is reduced
-R4  every issued op is waited for exactly once, after it was issued
+R4  every op is issued once and waited for exactly once, after it was issued
 R5  each item is encoded once, and its backward runs once, whole or split in two, on the same ranks (never for
     a frozen encoder), neighbours that hold its encoder; each microbatch passes every part once; every rank
     that holds a part reduces it once
@@ -88,7 +89,7 @@ def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterato
 def _ranks(domain: DomainPlan, team: int) -> str:
     """The positions of a team, in words."""
     first = team * domain.team
-    return f"rank {first}" if domain.team == 1 else f"ranks {first} to {first + domain.team - 1}"
+    return f"rank {first}" if domain.team == 1 else f"the team of ranks {first} to {first + domain.team - 1}"
 
 
 def _unclear_table(domain: DomainPlan) -> Iterator[str]:
@@ -97,8 +98,12 @@ def _unclear_table(domain: DomainPlan) -> Iterator[str]:
     holds = domain.holds[: domain.llm_size // domain.team]
     stages = [set(holds[first : first + size]) for first in range(0, len(holds), size or 1)]
     holders = Counter(part for parts in domain.holds for part in parts)
-    if domain.stage_size % domain.team or any(rank % domain.team for home in domain.homes for rank in home):
-        yield f"R5: stages of {domain.stage_size} ranks or homes {domain.homes} are not whole teams of {domain.team}"
+    homes = [rank for home in domain.homes for rank in home]
+    if any(rank % domain.team for rank in (domain.stage_size, *homes)):
+        yield (
+            f"R5: stages of {domain.stage_size} ranks and the homes {domain.homes} are not all whole teams "
+            f"of {domain.team}"
+        )
     elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
         yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
     elif any(after and not before for before, after in pairwise(domain.holds)):
@@ -164,7 +169,10 @@ def _unclear_chunks(domain: DomainPlan) -> Iterator[str]:
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
             yield f"R5: chunk {c} is on ranks {ranks}, which are not neighbours"
         elif ranks[0] % domain.team or (len(ranks) % slots == 0 and chunk.tp % domain.team):
-            yield f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of {domain.team}"
+            yield (
+                f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of "
+                f"{domain.team}"
+            )
         elif ranks[-1] >= domain.num_ranks:
             yield f"R5: chunk {c} is on ranks {ranks} of {domain.num_ranks}"
         elif len(ranks) % slots or chunk.outputs != outputs_of(
@@ -353,9 +361,9 @@ def _not_once(plan: StepPlan, team: int, counts: Counter[_Op], own: dict[_Op, in
     for op in dict.fromkeys((*own, *((*op[:4], Grad.BOTH) for op in counts))):
         whole = counts[op]
         halves = [counts[*op[:4], grad] for grad in (Grad.INPUT, Grad.WEIGHT)]
-        if op in own and op[0] in BACKWARDS and not whole:
-            if halves == [1, int(learns or op[0] is not Kind.BACKWARD)]:
-                continue
+        split = [1, int(learns or op[0] is not Kind.BACKWARD)]
+        if op in own and op[0] in BACKWARDS and not whole and halves == split:
+            continue
         if whole == int(op in own) and not any(halves):
             continue
         times = f"{whole} times"

@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum of
-    two microbatches, an attach point beside the embedding and reductions of parts.
+    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum
+    of two microbatches, an attach point beside the embedding and reductions of parts.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),
@@ -157,7 +157,9 @@ def test_every_field_of_the_step_changes_the_digest_of_its_level(field):
         changed = value[:-1] if isinstance(value, tuple) else changed_leaf(value)
     other = replace(plan, **{field: changed})
     level = GROUP if field == "group" else WORLD
-    assert [a != b for a, b in zip(plan.digests, other.digests, strict=True)] == [n == level for n in range(3)]
+    assert [a != b for a, b in zip(plan.digests, other.digests, strict=True)] == [
+        n == level for n in range(3)
+    ]
     assert all(line.startswith(f"plan.{field}") for line in diff(plan, other))
     assert diff(plan, other)
 
