@@ -56,8 +56,8 @@ def so400m_on_h100() -> tuple[SequenceCost, int, Cluster]:
     encoder = make_encoder("image", config.model.encoders["image"])
     cluster = Cluster(**vars(config.cluster))
     attention = encoder.attention()
-    work = replace(encoder.work(BF16, 1), exchanges=attention.layers)
-    table = table_from_work({"image": work}, cluster, config.model.llm.hidden * BF16)
+    width = config.model.llm.hidden
+    table = table_from_work({"image": encoder.work(width, BF16)}, cluster, width * BF16)
     shape = AttentionShape(attention.heads, attention.kv_heads, attention.causal)
     assert encoder.unit is not None
     cost = sequence_cost(table, "image", shape, attention.head_dim * BF16, cluster.links.across)

@@ -19,7 +19,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ def heavy_tailed(num_items: int, seed: int) -> list[int]:
 def sharing_of(policy: str, num_ranks: int) -> Sharing:
     """The policy over a pool of `num_ranks`, with the costs of this encoder on CPU cores."""
     attention = ENCODER.attention()
-    work = replace(ENCODER.work(FP32), exchanges=attention.layers)
-    table = table_from_work({"image": work}, CPU, ENCODER.config.hidden * FP32)
+    width = ENCODER.config.hidden
+    table = table_from_work({"image": ENCODER.work(width, FP32)}, CPU, width * FP32)
     shape = AttentionShape(attention.heads, attention.kv_heads, attention.causal)
     cost = sequence_cost(table, "image", shape, attention.head_dim * FP32, CPU.links.inside)
     return Sharing(POLICIES[policy], make_pool(cost, num_ranks, ENCODER.unit), num_ranks)

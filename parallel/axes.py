@@ -22,6 +22,11 @@ _EXPERTS: Mapping[str, tuple[str, ...]] = {"ep": ("ep",), "expt_dp": ("edp",)}
 _ENCODER: Mapping[str, tuple[str, ...]] = {"tp": ("tp",), "pool": ("slot",), "dp_cp": ("dp",)}
 
 
+def axes_names(encoder: str | None) -> tuple[str, ...]:
+    """Return the axes of the LLM, or of an encoder."""
+    return tuple(_ENCODER) if encoder is not None else (*_LLM, *_EXPERTS, "embd")
+
+
 def mesh_axes(encoder: str | None, axis: str) -> tuple[str, ...]:
     """Return the names that an axis of the LLM, or of `encoder`, has in its mesh."""
     if encoder is not None:
@@ -46,9 +51,10 @@ def group_of(arrangement: Arrangement, encoder: str | None, axis: str, rank: int
 
 def axes_of(arrangement: Arrangement, encoder: str | None, ranks_per_node: int, links: Links) -> Axes:
     """Return all axes of the LLM, or of `encoder`, each with the link of its widest group."""
-    known = _ENCODER if encoder is not None else {**_LLM, **_EXPERTS, "embd": ()}
     ranks = arrangement.mesh.ranks if encoder is None else arrangement.encoder_meshes[encoder].ranks
-    return {axis: _axis(arrangement, encoder, axis, ranks, ranks_per_node, links) for axis in known}
+    return {
+        axis: _axis(arrangement, encoder, axis, ranks, ranks_per_node, links) for axis in axes_names(encoder)
+    }
 
 
 def _axis(

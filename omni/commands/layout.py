@@ -7,11 +7,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from omni.config import Config
     from omni.models.registry import Encoder
     from omni.training.choices import Chosen
     from parallel.layout import Arrangement, Mesh
     from parallel.policies import SharingPolicy
+    from parallel.work import Collective, Part
 
 SHOWN_RANKS = 8  # of a group, before the rest is only counted
 SHOWN_NODES = 32
@@ -43,10 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError, require
-    from omni.models.llm import check_llm, llm_parts
+    from omni.models.llm import check_llm
     from omni.models.registry import make_encoder
     from omni.training.choices import chosen_policies
     from omni.training.job import check_layout, planned_ranks, resolve_layout, tokenizer_of
+    from omni.training.work import part_work
+    from ops.device import dtype_of
 
     try:
         config = compose_config(arguments.overrides)
@@ -64,10 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     per_node = config.cluster.ranks_per_node
-    parts = llm_parts(config.model.llm, vocab_size, arrangement.llm)
+    element = dtype_of(config.train.precision).itemsize
+    parts = part_work(config, encoders, vocab_size, arrangement, element)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
     print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
-    for line in explain(config, policies, encoders, arrangement, parts, arguments.rank):
+    for line in explain(parts, policies, encoders, arrangement, per_node, arguments.rank):
         print(line)
     print(f"\nranks by {arguments.axis}, one line a node; . holds no part of {holder}")
     for line in picture(arrangement, mesh, axis, per_node, colour=sys.stdout.isatty()):
@@ -92,18 +95,19 @@ def _mesh_with(arrangement: "Arrangement", text: str) -> "tuple[str, Mesh, str]"
 
 
 def explain(
-    config: "Config",
+    parts: "Mapping[str, Part]",
     policies: "Chosen",
     encoders: "Mapping[str, Encoder]",
     arrangement: "Arrangement",
-    parts: Sequence[int],
+    per_node: int,
     rank: int,
 ) -> Iterator[str]:
     """Yield a line for each group of more than one rank that `rank` is in and that carries something.
 
-    `parts` are the layers of each part of the LLM.
+    `parts` are the statements of work of the LLM's parts and of the encoders: what a group carries is read
+    off their collectives.
     """
-    mesh, per_node = arrangement.mesh, config.cluster.ranks_per_node
+    mesh = arrangement.mesh
     if rank in mesh:
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
@@ -113,10 +117,13 @@ def explain(
         where = "encoders only"
     yield f"rank {rank}: {where}; domain {arrangement.domain(rank)}"
     yield f"{'component':10} {'axes':12} {'ranks':36} {'node':8} carries"
-    groups = list(_llm_groups(config, policies.llm_sp, arrangement, parts, rank)) if rank in mesh else []
+    groups: list[_Group] = []
+    if rank in mesh:
+        groups += _llm_groups(parts, policies.llm_sp, arrangement, rank)
     for name, of in arrangement.encoder_meshes.items():
         if rank in of:
-            groups += _encoder_groups(name, encoders[name], of, policies.encoder_sp, rank)
+            shared = policies.encoder_sp.cuts and encoders[name].unit is not None
+            groups += _stated([parts[name]], name, arrangement, rank, shared)
     domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
@@ -131,39 +138,64 @@ def explain(
 
 
 _Group = tuple[str, str, Sequence[int], str]  # component, axes, ranks, what it carries
+_CARRIES = {
+    "tp": "layers",
+    "pool": "sequences shared in attention",
+    "dp_cp": "gradients and weights",
+    "embd": "gradients of the embedding, tied to the output",
+    "ep": "tokens to experts and back",
+    "expt_dp": "gradients and weights of experts",
+    "tp_dp_cp": "tokens of each expert, once a step",
+}
+_OF_EXPERTS = ("ep", "expt_dp", "tp_dp_cp")
 
 
 def _llm_groups(
-    config: "Config", policy: "SharingPolicy", arrangement: "Arrangement", parts: Sequence[int], rank: int
+    parts: "Mapping[str, Part]", policy: "SharingPolicy", arrangement: "Arrangement", rank: int
 ) -> Iterator[_Group]:
-    mesh, experts, llm = arrangement.mesh, arrangement.expert_mesh, config.model.llm
+    from omni.models.llm import NAME as LLM
 
-    def along(*axes: str) -> tuple[str, Sequence[int]]:
-        return "·".join(axes), mesh.group(rank, *axes)
-
-    yield "llm", *along("tp"), "layers: all-gather and reduce-scatter of activations"
-    if policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica):
-        yield "llm", *along("cp", "replica"), "sequences shared in attention: all-to-all"
-    yield "llm", *along("pp"), "activations and their gradients between stages"
-    pipeline = mesh.group(rank, "pp")
-    if llm.tied and rank in (pipeline[0], pipeline[-1]):
-        ends = tuple(dict.fromkeys((pipeline[0], pipeline[-1])))
-        yield "llm", "ends of pp", ends, "gradients of the embedding, tied to the output: all-reduce"
-    yield "llm", *along("cp", "dp"), "gradients and weights: reduce-scatter and all-gather"
-    deepest = arrangement.llm.holds(mesh.coordinates(rank)["pp"])[-1]
-    if llm.mixture is not None and sum(parts[: deepest + 1]) > llm.mixture.dense_layers:
-        yield "experts", "ep", experts.group(rank, "ep"), "tokens to experts and back: all-to-all"
-        yield "experts", "edp", experts.group(rank, "edp"), "gradients and weights of experts"
-        yield "experts", *along("tp", "cp", "dp"), "tokens of each expert, once a step: all-reduce"
+    numbers = arrangement.llm.holds(arrangement.mesh.coordinates(rank)["pp"])
+    shared = policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica)
+    own = [parts[f"{LLM}/{number}"] for number in numbers]
+    yield from _stated(own, None, arrangement, rank, shared)
+    yield LLM, "pp", arrangement.mesh.group(rank, "pp"), "activations and their gradients between stages"
 
 
-def _encoder_groups(
-    name: str, encoder: "Encoder", mesh: "Mesh", policy: "SharingPolicy", rank: int
+def _stated(
+    parts: "Sequence[Part]", encoder: str | None, arrangement: "Arrangement", rank: int, shared: bool
 ) -> Iterator[_Group]:
-    yield name, "tp", mesh.group(rank, "tp"), "layers: all-reduce of activations"
-    if policy.cuts and encoder.unit is not None:
-        yield name, "slot", mesh.group(rank, "slot"), "items shared in attention: all-to-all"
-    yield name, "dp", mesh.group(rank, "dp"), "gradients and weights: reduce-scatter and all-gather"
+    """The groups that parts on a rank name in their collectives, with the kinds of these."""
+    from omni.models.llm import NAME as LLM
+    from parallel.axes import axes_names, group_of, mesh_axes
+
+    ranks = {axis: group_of(arrangement, encoder, axis, rank) for axis in axes_names(encoder)}
+    kinds: dict[str, dict[str, None]] = {}
+    for part in parts:
+        for one in _collectives(part, {axis: len(of) for axis, of in ranks.items()}, shared):
+            kinds.setdefault(one.axis, {})[one.kind.replace("_", "-")] = None
+    for axis in (axis for axis in _CARRIES if axis in kinds):
+        name = "experts" if axis in _OF_EXPERTS else encoder or LLM
+        where = "ends of pp" if axis == "embd" else "·".join(mesh_axes(encoder, axis))
+        yield name, where, ranks[axis], f"{_CARRIES[axis]}: {', '.join(kinds[axis])}"
+
+
+def _collectives(part: "Part", ranks: Mapping[str, int], shared: bool) -> "Iterator[Collective]":
+    """All that a part communicates in a step, of some tokens and, if asked, of a shared sequence."""
+    from parallel.work import Attended, Grad, Load
+
+    tokens = part.tp * 64
+    one_each = (1,) * ranks["pool"] if shared else ()
+    load = Load(
+        Attended(tokens, tokens, 1, 0, 0, one_each, one_each, one_each, one_each),
+        targets=tokens,
+        rows=1,
+        most_rows=1,
+        routed=(64,) * part.ep,
+    )
+    yield from part.forward(load).collectives
+    yield from part.backward(load, Grad.BOTH).collectives
+    yield from part.reduction(ranks)
 
 
 def _line(name: str, axes: str, ranks: Sequence[int], per_node: int, purpose: str) -> str:

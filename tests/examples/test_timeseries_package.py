@@ -19,19 +19,24 @@ from omni_timeseries.make_data import describe, make_sample, make_series, to_ite
 from omni_timeseries.policies import SNAKE
 from ranks import RankPool
 from runs import Finished, Running, read_lines
+from torch.utils.flop_counter import FlopCounterMode
 
 from dataloader.format import PLACEHOLDER, Item, Sample, SampleError
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
+from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.encoders import Sharding
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
+from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.rehearse import rehearse
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
+from parallel.work import Grad, even_load
 
 EXAMPLE = Path(__file__).parents[2] / "examples/timeseries"
 TARGET = "omni_timeseries.encoder.TimeSeriesEncoder"
@@ -237,6 +242,34 @@ def test_series_packed_together_equal_each_alone() -> None:
 
 
 SIZES = ((40, 3), (1, 1), (97, 2), (40, 3), (200, 1))
+
+
+def test_the_statement_counts_the_multiplications() -> None:
+    """All that torch counts but the projector's second linear, which is left out as small."""
+    made = encoder(hidden=32, heads=2, ffn=48)
+    module = made.build(24, torch.float32, torch.device("cpu"), None)
+    series = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    tokens, rows = made.count(series.shape)
+    with FlopCounterMode(display=False) as counter:
+        encode(made, module, [series])
+    part = made.work(24, 4)
+    second = 2 * rows * 32 * made.config.merge * 24
+    assert counter.get_total_flops() == part.forward(even_load(tokens, tokens**2)).flops + second
+    assert part.backward(even_load(tokens), Grad.BOTH).flops == 2 * part.forward(even_load(tokens)).flops
+    assert sum(weight.elements for weight in part.weights()) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("more", [[], ["layout.llm.pp=2"], ["placement=disaggregated", "placement.ranks=1"]])
+def test_the_statement_is_what_a_rehearsal_measures(tmp_path: Path, more: list[str]) -> None:
+    write_uneven(tmp_path / "series")
+    keys = line(tmp_path / "series", tmp_path / "run", "train.precision=bf16", *more)
+    job = prepare_job(compose_config(keys), 2)
+    for rank in range(2):
+        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
+        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        assert modelled.traffic == found.traffic
+        assert modelled.parameters == found.parameters
+        assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
 
 
 def encode(made: TimeSeriesEncoder, module: torch.nn.Module, series: list[np.ndarray]) -> torch.Tensor:

@@ -21,15 +21,19 @@ from dataloader.recipes.from_jsonl import build_from_jsonl
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
+from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.audio import AudioConfig, AudioEncoder
 from omni.models.encoders.audio_module import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
+from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.rehearse import rehearse
 from omni.training.job import prepare_job
 from omni.training.parity import Measurement, compare
 from omni.training.trainer import Trainer
 from parallel.packed import Sharding
+from parallel.work import even_load
 
 SMALL = {"sample_rate": 8000, "n_fft": 128, "hop": 64, "mels": 16, "merge": 2}  # 256 samples a row
 NOISE = np.random.default_rng(0).uniform(-0.5, 0.5, 20_000).astype(np.float32)
@@ -182,9 +186,30 @@ def test_work_counts_the_multiplications() -> None:
     )
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         stem(torch.zeros(1, 80, 200))
-    work, no_stem = AudioEncoder(config).work(4), 2 * 128 * 128 // 4
+    work, no_stem = AudioEncoder(config).work(64, 4).forward(even_load(100)), 2 * 128 * 128 // 4
     layer = 2 * (4 * 32 * 32 + 2 * 32 * 192)
-    assert work.flops_per_token == layer + no_stem + counter.get_total_flops() // 100
+    assert work.flops == 100 * (layer + no_stem) + counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "more"),
+    [
+        (2, 1, ["layout.llm.pp=2"]),
+        (4, 0, ["+layout.encoders.audio.tp=2", "+layout.encoders.image.tp=2", "layout.llm.pp=2"]),
+        (3, 2, ["placement=disaggregated", "placement.ranks=2"]),
+        (2, 1, ["placement=disaggregated", "placement.ranks=1", "model.encoders.audio.recompute=full"]),
+    ],
+)
+def test_the_statement_of_both_encoders_is_what_a_rehearsal_measures(
+    data: Path, tmp_path: Path, world: int, rank: int, more: list[str]
+) -> None:
+    line = line_of(data, tmp_path, "train.precision=bf16", *more)
+    job = prepare_job(compose_config(line), world)
+    plan = plan_of_step(job, 1, job.arrangement.domain(rank))
+    found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+    assert modelled.traffic == found.traffic
+    assert modelled.parameters == found.parameters
+    assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
 
 
 # The module

@@ -27,6 +27,7 @@ from omni.training.inputs import ChunkInputs
 from omni.training.job import prepare_job
 from parallel.layout import Layout
 from parallel.packed import PackedTokens, Sharding
+from parallel.work import Grad, even_load
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,11 +143,19 @@ def test_what_tensor_parallelism_cannot_divide_is_refused_by_both_keys() -> None
 @pytest.mark.parametrize("tp", [2, 4])
 def test_ranks_that_share_layers_share_their_work(tp: int) -> None:
     encoder = ViTEncoder(ViTConfig())
-    whole, shared = encoder.work(4), encoder.work(4, tp)
-    assert shared.flops_per_square * tp == whole.flops_per_square
-    assert shared.weight_bytes * tp == whole.weight_bytes
+    whole, shared = encoder.work(128, 4), encoder.work(128, 4, tp)
+    tokens, square, nothing = even_load(256), even_load(0, 256**2), even_load(0)
+    assert shared.forward(square).flops * tp == whole.forward(square).flops
+    assert shared.forward(nothing).bytes * tp == whole.forward(nothing).bytes
     # The ends, patches and projector, are not divided.
-    assert whole.flops_per_token / tp < shared.flops_per_token < whole.flops_per_token
+    assert whole.forward(tokens).flops / tp < shared.forward(tokens).flops < whole.forward(tokens).flops
+    # Two halves of each layer, one direction; the other one sums as many, and gathers gradients of rows.
+    (sums,) = shared.forward(tokens).collectives
+    assert (sums.kind, sums.calls) == ("all_reduce", 2 * encoder.config.layers)
+    assert {c.kind: c.calls for c in shared.backward(tokens, Grad.BOTH).collectives} == {
+        "all_gather": 1,
+        "all_reduce": 2 * encoder.config.layers,
+    }
 
 
 class Emitting(torch.nn.Module):

@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infra.checkpoint import CheckpointError
 from omni.config import ConfigError, MoEConfig, OptimConfig
+from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
-from omni.models.layer_sizes import check_moe, layer_work, moe_layer_work
+from omni.models.layer_sizes import check_moe
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.moe import (
     expert_biases,
@@ -32,6 +33,7 @@ from omni.models.moe import (
     update_expert_bias,
 )
 from omni.models.regions import Numbering, mark_parallel
+from omni.models.stack import Stack
 from omni.training.optimizer import ComponentOptimizer
 from omni.training.state import Shard, shards
 from parallel.groups import make_groups
@@ -45,6 +47,7 @@ from parallel.megatron import (
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
+from parallel.work import Grad, even_load
 
 CPU = torch.device("cpu")
 TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
@@ -398,21 +401,61 @@ def test_margins_are_between_the_scores_that_choose(alone: dict[str, Any]) -> No
     assert apart == pytest.approx(0.01, rel=1e-4)
 
 
+def stacks(layout: Layout, moe: MoEConfig, element: int) -> tuple[Stack, ExpertStack]:
+    """One dense layer, and one with experts."""
+    dense = Stack(
+        layers=1,
+        hidden=WIDTH,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        ffn=FFN,
+        gated=True,
+        causal=True,
+        bias=False,
+        qkv_bias=False,
+        layer_norm=False,
+        recompute="none",
+        tp=layout.tp,
+        splits_tokens=layout.tp > 1,
+        element=element,
+    )
+    sizes = {"experts": moe.experts, "topk": moe.topk, "ffn": moe.ffn, "sigmoid": moe.score == "sigmoid"}
+    return dense, ExpertStack(dense=replace(dense, ffn=moe.shared_ffn), ep=layout.ep, **sizes)
+
+
 def test_work_is_what_the_layers_do(ranks: RankPool, alone: dict[str, Any]) -> None:
-    attention = {"hidden": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    sizes: dict[str, Any] = {**attention, "gated": True, "causal": True}
-    dense, mixed = layer_work(**sizes, ffn=FFN, element=1), moe_layer_work(**sizes, moe=MOE, ep=1, element=1)
-    assert alone["flops"] == sum(PACKS[0]) * (dense.flops_per_token + 2 * mixed.flops_per_token)
+    tokens, nothing, square = even_load(sum(PACKS[0])), even_load(0), even_load(0, 64)
+    dense, mixed = stacks(Layout(), MOE, element=1)
+    of_layers = dense.forward(tokens).flops + 2 * mixed.forward(tokens).flops
+    assert alone["flops"] == of_layers
     for layout in (Layout(), Layout(dp=2, ep=2), Layout(tp=2), Layout(tp=2, ep=2)):
         held = ranks.run(layout.world, sizes_of_layers, layout)[-1]
-        work = moe_layer_work(**sizes, moe=MOE, ep=layout.ep, tp=layout.tp, element=2)
-        assert [2 * n for n in held[1:]] == [work.weight_bytes] * 2
-        assert work.flops_per_token * layout.tp == mixed.flops_per_token
+        _, stack = stacks(layout, MOE, element=2)
+        assert [2 * n for n in held[1:]] == [stack.forward(nothing).bytes] * 2
+        assert stack.forward(even_load(128)).flops * layout.tp == mixed.forward(even_load(128)).flops
     # One expert that every token goes to is a dense layer with a router.
-    single = moe_layer_work(**sizes, moe=MoEConfig(experts=1, topk=1, ffn=FFN), ep=1, element=4)
-    dense = layer_work(**sizes, ffn=FFN, element=4)
-    assert single.bytes_per_token - dense.bytes_per_token == 4 * (WIDTH + 1)
-    assert single.flops_per_square == dense.flops_per_square
+    dense, single = stacks(Layout(), MoEConfig(experts=1, topk=1, ffn=FFN), element=4)
+    moved = [stack.forward(even_load(1)).bytes - stack.forward(nothing).bytes for stack in (single, dense)]
+    assert moved[0] - moved[1] == 4 * (WIDTH + 1)
+    assert single.forward(square).flops == dense.forward(square).flops
+    for stack in (dense, mixed):
+        halves = (stack.backward(tokens, half).flops for half in (Grad.INPUT, Grad.WEIGHT))
+        assert sum(halves) == stack.backward(tokens, Grad.BOTH).flops == 2 * stack.forward(tokens).flops
+
+
+def test_every_row_that_is_sent_to_experts_arrives() -> None:
+    """Whatever ranks send, summed over the group, is what they receive, and the way back is its transpose."""
+    routed = (7, 12, 1, 30)
+    _, stack = stacks(Layout(tp=2, ep=4, dp=2), MOE, element=2)
+    sent = []
+    for rank in range(4):
+        load = replace(even_load(2 * routed[rank], routed=routed), router=rank)
+        rows, _, back = (c for c in stack.forward(load).collectives if c.kind == "all_to_all")
+        sent.append((rows.to, back.to))
+        assert sum(rows.to) <= routed[rank] * MOE.topk * WIDTH * 2
+    for rank in range(4):
+        for peer in range(4):
+            assert sent[rank][0][peer] == sent[peer][1][rank]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.data())

@@ -1,16 +1,18 @@
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stated import Stated
 
-from parallel.costs import Cluster, CostTable, Link, Links, PartWork, WorkCost, table_from_work
+from parallel.costs import Axis, Cluster, CostTable, Link, Links, WorkCost, collectives_ns, table_from_work
+from parallel.work import Grad, even_load
 
 LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 2_000_000)
 H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 8, 450 * 10**9, 8_000, 50_000)
 PARTS = {
-    "llm/0": PartWork(2_000_000_000, 8_192, 0, 0, recomputed=True),
-    "image": PartWork(800_000_000, 4_608, 0, 0),
+    "llm/0": Stated(2_000_000_000, 8_192, recomputed=True),
+    "image": Stated(800_000_000, 4_608),
 }
 
 works = st.builds(
@@ -30,6 +32,12 @@ def all_integers(value) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(all_integers, value))
     return type(value) is int
+
+
+def coefficients(table: CostTable) -> list[object]:
+    """Everything of a table but the statements that it was read off."""
+    costs = [astuple(replace(cost, part=None))[:-1] for cost in table.parts.values()]
+    return [*costs, table.number, astuple(table.links), table.row_bytes]
 
 
 @given(works, tokens, squares)
@@ -55,7 +63,7 @@ def test_a_forward_pass_adds_tokens_squares_and_overhead():
 @pytest.mark.parametrize("cluster", [LAPTOP, H100], ids=lambda cluster: cluster.name)
 def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
     table = table_from_work(PARTS, cluster, row_bytes=512, number=3)
-    assert all_integers(astuple(table))
+    assert all_integers(coefficients(table))
     assert table == table_from_work(PARTS, cluster, row_bytes=512, number=3)
     assert table.number == 3
 
@@ -64,7 +72,7 @@ def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
 def test_a_table_gives_the_time_of_the_arithmetic(cluster):
     table = table_from_work(PARTS, cluster, row_bytes=512)
     for name, part in PARTS.items():
-        exact = part.flops(4096, 4096**2) / (cluster.flops * cluster.efficiency) * 1e9
+        exact = part.forward(even_load(4096, 4096**2)).flops / (cluster.flops * cluster.efficiency) * 1e9
         assert table.parts[name].forward_ns(4096, 4096**2) == pytest.approx(
             exact + cluster.op_overhead_ns, rel=1e-3
         )
@@ -104,6 +112,68 @@ def test_exchanges_of_shared_sequences_take_time_in_every_layer():
 
 
 def test_memory_traffic_bounds_a_part_with_little_arithmetic() -> None:
-    light = PartWork(flops_per_token=10, flops_per_square=0, bytes_per_token=10_000, weight_bytes=10**6)
+    light = Stated(token_flops=10, square_flops=0, moved=10_000, weight_bytes=10**6)
     cost = table_from_work({"light": light}, LAPTOP, row_bytes=1024).parts["light"]
     assert cost.forward_ns(1000, 0) == LAPTOP.op_overhead_ns + 100_000 + 1_000_000
+
+
+# What ranks tell each other.
+
+NEAR, FAR = Link(8_000, 450 * 10**9), Link(15_000, 50 * 10**9)
+
+
+def divided(link: Link) -> tuple[Stated, CostTable]:
+    """A part that four ranks share over `link`, and the table read off it."""
+    part = Stated(10**9, 0, tp=4, token_bytes=8192, recomputed=True)
+    axes = {"tp": Axis(4, link), "dp_cp": Axis(2, FAR), "expt_dp": Axis(2, NEAR), "embd": Axis(2, FAR)}
+    return part, table_from_work({"part": part}, H100, row_bytes=4096, axes={"part": axes})
+
+
+@pytest.mark.parametrize("link", [NEAR, FAR], ids=["inside", "across"])
+@pytest.mark.parametrize("tokens", [0, 4, 4096, 65536])
+def test_collectives_in_a_pass_take_what_the_statement_sends_over_their_link(link, tokens):
+    part, table = divided(link)
+    alone = table_from_work({"part": replace(part, tp=1)}, H100, row_bytes=4096).parts["part"]
+    cost, load, axes = table.parts["part"], even_load(tokens), {"tp": Axis(4, link)}
+    forward = collectives_ns(part.forward(load).collectives, axes)
+    assert cost.forward_ns(tokens, 0) - alone.forward_ns(tokens, 0) == pytest.approx(forward, abs=4)
+    assert forward == 2 * link.latency_ns + pytest.approx(
+        2 * 3 * tokens // 4 * 8192 * 1e9 / link.bytes_per_s, abs=2
+    )
+    for grad in Grad:
+        talk = collectives_ns(part.backward(load, grad).collectives, axes)
+        taken = cost.backward_ns(tokens, 0, grad=grad) - alone.backward_ns(tokens, 0, grad=grad)
+        assert taken == pytest.approx(talk, abs=8)
+
+
+@given(works, tokens, squares)
+def test_the_halves_of_a_backward_take_as_long_as_the_whole(work, tokens, squares):
+    halves = (work.backward_ns(tokens, squares, 5, grad=half) for half in (Grad.INPUT, Grad.WEIGHT))
+    assert sum(halves) == work.backward_ns(tokens, squares, 5)
+
+
+def test_balancing_counts_what_more_tokens_communicate():
+    _, table = divided(FAR)
+    cost = table.parts["part"]
+    assert cost.marginal_ns(8192, 0) == pytest.approx(cost.forward_ns(8192, 0) - cost.forward_ns(0, 0), abs=2)
+
+
+def test_a_reduction_takes_every_bucket_over_its_own_replicas():
+    _, table = divided(NEAR)
+    # Partial sums over tp; the tied one over the ends; three buckets scattered, and gathered by both optimizers.
+    sums = NEAR.message_ns(2 * 3 * 128 * 4 // 4) + FAR.message_ns(256 * 4)
+    dense = [3 * FAR.message_ns(size // 2 * 4) for size in (256, 1408)]
+    experts = 3 * NEAR.message_ns(512 // 2 * 4)
+    assert table.parts["part"].reduce_ns == sums + sum(dense) + experts
+
+
+def test_a_table_says_what_a_forward_keeps():
+    _, table = divided(NEAR)
+    assert table.parts["part"].kept_bytes(even_load(100)) == 300
+    assert WorkCost(1, 1, 1).kept_bytes(even_load(100)) == 1, "costs made by hand count passes"
+
+
+def test_a_recomputed_attention_costs_itself_again():
+    cost = WorkCost(token_fs=10**6, square_fs=10**6, overhead_ns=0, exchanges=2, attention_again=1)
+    assert cost.backward_ns(10, 3) == 2 * 13 + 3
+    assert cost.backward_ns(10, 3, exchange_ns=5) == 2 * 13 + 3 + 2 * 2 * 5
