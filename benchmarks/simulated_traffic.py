@@ -59,8 +59,8 @@ SIZES = {
                 MOE, *IMAGE],
     "encoder tp": ["layout.llm.tp=1", "layout.llm.cp=1", "layout.llm.pp=4", "launch.ranks=8",
                    "layout.encoders.image.tp=2", *IMAGE],
-    "beside": ["layout.llm.tp=2", "layout.llm.cp=1", "layout.llm.pp=2", "launch.ranks=12", "placement=disaggregated",
-               "placement.ranks=4", "layout.encoders.image.tp=2", *IMAGE],
+    "beside": ["layout.llm.tp=2", "layout.llm.cp=1", "layout.llm.pp=2", "launch.ranks=12",
+               "placement=disaggregated", "placement.ranks=4", "layout.encoders.image.tp=2", *IMAGE],
 }  # fmt: skip
 TWO_ENCODERS = [
     "experiment=quickstart",

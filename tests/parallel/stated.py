@@ -10,8 +10,8 @@ from parallel.work import Collective, Grad, Load, Weight, Work, all_gather, redu
 
 @dataclass(frozen=True)
 class Stated:
-    """FLOPs for each token and each unit of squared lengths, bytes for each token and once a pass; in front of
-    it tokens of `token_bytes` are gathered over tp, behind it sums are scattered.
+    """FLOPs for each token and each unit of squared lengths, bytes for each token and once a pass; in front
+    of it tokens of `token_bytes` are gathered over tp, behind it sums are scattered.
     """
 
     token_flops: int

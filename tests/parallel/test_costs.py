@@ -160,7 +160,7 @@ def test_balancing_counts_what_more_tokens_communicate():
 
 def test_a_reduction_takes_every_bucket_over_its_own_replicas():
     _, table = divided(NEAR)
-    # Partial sums over tp; the tied one over the ends; three buckets scattered, and gathered by both optimizers.
+    # Partial sums over tp; the tied one over the ends; three buckets, scattered, gathered by both optimizers.
     sums = NEAR.message_ns(2 * 3 * 128 * 4 // 4) + FAR.message_ns(256 * 4)
     dense = [3 * FAR.message_ns(size // 2 * 4) for size in (256, 1408)]
     experts = 3 * NEAR.message_ns(512 // 2 * 4)
