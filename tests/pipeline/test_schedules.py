@@ -2,7 +2,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from domain_plans import SCHEDULES, Shape, Work, make_plan, one, random_shape, random_work
+from domain_plans import COMPONENTS, SCHEDULES, Shape, Work, make_plan, one, random_shape, random_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
@@ -224,7 +224,7 @@ def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
 def table(stages: int, forward_ns: int, encode_ns: int, message_ns: int = 0) -> CostTable:
     parts = {f"llm/{stage}": WorkCost(0, 0, forward_ns) for stage in range(stages)}
     parts |= {name: WorkCost(0, 0, encode_ns) for name in ("audio", "image")}
-    return CostTable(0, parts, Links(FREE, Link(message_ns, 1)), 0)
+    return CostTable(0, parts, Links(FREE, Link(message_ns, 1)), 0, COMPONENTS)
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
@@ -257,7 +257,8 @@ def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
     domain = make_plan(2, 2, work, "encode_first").domain
     assert all(route.is_local for route in domain.routes)
     uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
-    timeline = simulate(domain, CostTable(0, uneven, Links(FREE, FREE), 0))
+    uneven["audio"] = WorkCost(0, 0, 0)
+    timeline = simulate(domain, CostTable(0, uneven, Links(FREE, FREE), 0, COMPONENTS))
     waits = [event for event in timeline.events[1] if event.op.on in (Kind.SHIP, Kind.RETURN)]
     assert len(waits) == 4
     assert [event.end_ns - event.start_ns for event in waits] == [0, 0, 0, 0]
