@@ -44,7 +44,7 @@ def _fields(kind: type) -> tuple[int, tuple[str, ...]]:
 def _write(
     value: Any, put: Callable[[int], None], put_all: Callable[[Any], None], texts: dict[str, int]
 ) -> None:
-    kind = type(value)
+    kind: type = type(value)
     if kind is int or kind is bool:
         put(value)
     elif kind is tuple:
