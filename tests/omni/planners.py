@@ -68,7 +68,7 @@ def table(stages: int) -> CostTable:
         "eye": WorkCost(1_000_000, 3_000, 10, exchanges=2),
         "ear": WorkCost(500_000, 100, 10, exchanges=2),
     }
-    return CostTable(4, parts, Links(LINK, LINK), 64)
+    return CostTable(4, parts, Links(LINK, LINK), 64, COMPONENTS)
 
 
 def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget) -> dict:

@@ -63,7 +63,7 @@ class RandomRanks:
         taken = {0} | {point.part for _, points in domain.feeds for point in points}
         self.with_rows = [[part for part in parts if part in taken] for parts in self.holds]
         self.ranks = [_Rank() for _ in self.lists]
-        # Per communicator and end, what was issued there in order; and how many of them are complete.
+        # Per communicator and end, what was issued there in order, and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
         self.complete: dict[tuple, int] = {}
         self.queues: list[list[tuple]] = [[] for _ in self.lists]
@@ -79,26 +79,27 @@ class RandomRanks:
         for domain in domains:
             domain.world = [other for other in domains if other is not domain]
         random = Random(seed)
-        while running := [domain for domain in domains if domain.moves()]:
-            random.choice(running).move()
+        while running := [(domain, moves) for domain in domains if (moves := domain.moves())]:
+            domain, moves = random.choice(running)
+            domain.move(moves)
         for domain in domains:
             domain.finish()
 
     def run(self) -> list[tuple[int, Op]]:
         """Return (rank, op) in the order in which they ran."""
-        while self.moves():
-            self.move()
+        while moves := self.moves():
+            self.move(moves)
         self.finish()
         return self.done
 
     def moves(self) -> list[tuple]:
         """What may happen next."""
-        lines = [("deliver", line) for line in sorted(self.issued, key=str) if self.can_deliver(line)]
+        lines = [("deliver", line) for line in self.issued if self.can_deliver(line)]
         return [("step", rank) for rank in range(len(self.ranks)) if self.can_run(rank)] + lines
 
-    def move(self) -> None:
+    def move(self, moves: list[tuple]) -> None:
         """Let any of them happen."""
-        what, where = self.random.choice(self.moves())
+        what, where = self.random.choice(moves)
         if what == "deliver":
             self.deliver(where)
             return

@@ -18,18 +18,18 @@ HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum
-    of two microbatches, an attach point beside the embedding and reductions of parts.
+    """Two stages of two members with a team of two ranks, and a team beside them, with halves of backwards, a
+    quantum of two microbatches, an attach point beside the embedding and reductions of parts.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),
-        Work("audio", 1, (8,), (3,)),
+        Work("audio", 1, (8, 9), (3,)),
         Work("image", (0, 1), (0, 1, 2, 3), (2, 3), slots=2),
     ]
     taps = (Point("llm.layers.1", 1, 0),)
-    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=1, homes=((8, 9), (0, 4)), taps=taps, parts=2)
+    shape = Shape(2, pool=2, tp=2, party=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps)
     builder = with_split_backwards(build_interleaved, seed=1)
-    plan = make_plan(shape, 3, work, builder, frozen=("audio",), cuts=Random(1))
+    plan = make_plan(shape, 2, work, builder, frozen=("audio",), cuts=Random(1))
     batch = plan.domain.microbatches[0]
     tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()), exchange_ns=(3, 4))
     plan = set_at(plan, ["domain", "microbatches", 0], tiled)
