@@ -49,7 +49,7 @@ def flops_by_hand(job: Job, plans: list[StepPlan], path: Path) -> dict[str, floa
 
 
 def loads_by_hand(job: Job, plans: list[StepPlan]) -> dict[str, list[int]]:
-    """Planned nanoseconds of forward passes: of each domain's first part, and of each rank that encodes."""
+    """Planned nanoseconds of forward passes: the first part of each domain, and each rank's items."""
     found: dict[str, list[int]] = {"llm": [], "image": []}
     for plan in plans:
         domain = plan.domain
