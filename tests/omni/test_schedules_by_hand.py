@@ -114,14 +114,15 @@ def prepare(case: Case, config: Config) -> Job:
 
 
 def merged_chunks(items: Any, slots: Any, sharing: Any, cost_ns: Any) -> tuple[Chunk, ...]:
-    """Two by two, the chunks that follow each other on a slot."""
+    """Two by two, the image chunks that follow each other on a slot; others as they are."""
     of_slot: dict[Any, list[Chunk]] = defaultdict(list)
     for chunk in make_chunks(items, slots, sharing, cost_ns):
         of_slot[chunk.component, chunk.ranks, chunk.layout.num_ranks].append(chunk)
     merged = []
     for chunks in of_slot.values():
-        for first in range(0, len(chunks), 2):
-            merged.append(merge(chunks[first : first + 2], items, sharing))
+        size = 2 if chunks[0].component == "image" else 1
+        for first in range(0, len(chunks), size):
+            merged.append(merge(chunks[first : first + size], items, sharing))
     return tuple(sorted(merged, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
 
 
@@ -215,14 +216,15 @@ class Kept:
         self.tensor = tensor
 
 
-def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[int], int, int]:
-    """Run a step. Returns the passes of each part that live at once at most, as run and as planned, and how
-    many tensors graphs kept, and keep after the step.
+def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[int], list[int], int, int]:
+    """Run a step. Returns the passes of each part that live at once at most, as run and as planned, how many
+    gradients of weights each pass put off, and how many tensors graphs kept, and keep after the step.
     """
     run_folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare(case, config), run_folder, rank, torch.device("cpu"))
     graphs: weakref.WeakSet[Kept] = weakref.WeakSet()
     most: Counter[int] = Counter()
+    later: list[int] = []
     made = 0
     do = engine._Step.do
 
@@ -234,6 +236,8 @@ def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[i
 
     def watched(step: Any, op: Op) -> None:
         do(step, op)
+        if op.kind in BACKWARDS and op.grad is Grad.INPUT:
+            later.append(len(step.pending[op.kind, op.index, op.part]))
         waiting = {(m, part) for kind, m, part in step.pending if kind is Kind.BACKWARD}
         for part, number in Counter(part for _, part in waiting | step.passes.keys()).items():
             most[part] = max(most[part], number)
@@ -248,7 +252,7 @@ def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[i
     finally:
         engine._Step.do = do
     ops = prepared.plan.domain.ops_of(trainer.rank.position)
-    return most, by_hand.in_flight(list(ops)), made, len(graphs)
+    return most, by_hand.in_flight(list(ops)), later, made, len(graphs)
 
 
 @pytest.mark.parametrize("recompute", [(), RECOMPUTE])
@@ -257,10 +261,11 @@ def test_a_step_holds_what_its_plan_says_and_leaves_nothing(
 ) -> None:
     case = Case(2, "EARLY", (*PP2, *recompute), TAPS, merged=True)
     results = ranks.run(2, hold, case, configure(folder, *case.line))
-    for rank, (most, planned, made, left) in enumerate(results):
+    for rank, (most, planned, later, made, left) in enumerate(results):
         assert most == planned
         assert sorted(most) == [rank, rank + 2]
         assert all(number <= by_hand.EARLY.in_flight(4, part) for part, number in most.items())
+        assert min(later) > 0
         assert made > 100
         assert left == 0
 
@@ -355,8 +360,8 @@ def test_the_command_line_trains_evaluates_and_resumes(ranks: RankPool, folder: 
         "train.eval_every=1",
         "train.checkpoint_every=1",
         f"+data.heldout.mixed.path={folder / 'mixed'}",
-        "data.heldout.mixed.samples=4",
-        "data.heldout.mixed.generate=1",
+        "+data.heldout.mixed.samples=4",
+        "+data.heldout.mixed.generate=1",
         samples=16,
     )
     path = os.pathsep.join([str(folder / "package"), str(Path(__file__).parent), os.environ["PYTHONPATH"]])
