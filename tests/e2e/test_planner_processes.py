@@ -54,7 +54,8 @@ def test_no_planner_survives_a_killed_rank(keys: list[str], tmp_path: Path) -> N
         finished = running.finish()
     finally:
         running.end()
-    assert finished.code == 128 + signal.SIGKILL, finished.err
+    # The other rank may be told of its lost peer, and end, before the kill is noticed.
+    assert finished.code in (1, 128 + signal.SIGKILL), finished.err
     assert gone(found)
 
 
