@@ -1,0 +1,216 @@
+"""Planning in a process apart: the same plans, and nothing left hanging or alive when something ends."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from small import overrides, write_mixed
+
+from omni.compose import compose_config
+from omni.training.ahead import Ahead
+from omni.training.job import Job, prepare_job
+from omni.training.plan_process import PlannerEndedError, PlannerProcess, plan_step
+from pipeline.verifier import PlanRefusedError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")
+
+# Tests run in a process of their own: that of pytest may have threads, or a process group.
+FORK = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_plan_process
+test_plan_process.{name}(Path({folder!r}))
+"""
+
+
+def forked(name: str, folder: Path) -> subprocess.Popen[str]:
+    """Start a function of this file in a fresh process; its output is read with `communicate`."""
+    code = FORK.format(path=sys.path, name=name, folder=str(folder))
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def passes(name: str, folder: Path) -> None:
+    process = forked(name, folder)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+
+
+def job_of(folder: Path) -> Job:
+    write_mixed(folder / "mixed")
+    return prepare_job(compose_config(overrides(folder / "mixed", folder / "run", "layout=pp2")), 4)
+
+
+class Broken:
+    """A planner that does what a test needs, by the step asked for."""
+
+    def next_step(self, step: int, cursor: int, domain: int) -> Any:
+        """Fail, die, sleep or answer."""
+        if step == 1:
+            raise PlanRefusedError("refused: R7")
+        if step == 2:
+            raise Unportable("two", "arguments")
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 4:
+            os._exit(7)
+        if step == 5:
+            time.sleep(3600)
+        return SimpleNamespace(digests=(step, cursor, domain))
+
+    def verify(self, plan: Any) -> None:
+        """Accept."""
+
+
+class Unportable(ValueError):
+    """Its pickle cannot be read back."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def same_plans(folder: Path) -> None:
+    planner = job_of(folder).planner
+    process = PlannerProcess(planner, timeout_s=120)
+    cursor = 0
+    for step in range(1, 6):
+        for domain in range(2):
+            ours, theirs = plan_step(planner, step, cursor, domain), process(step, cursor, domain)
+            assert "digests" in theirs.plan.__dict__, "hashed there, not here"
+            assert "digest" in theirs.plan.domain.__dict__
+            assert theirs.plan == ours.plan
+            assert theirs.plan.digests == ours.plan.digests
+            fresh = replace(theirs.plan, domain=replace(theirs.plan.domain))
+            assert fresh.digests == theirs.plan.digests, "the digests are of what came"
+        assert theirs.cpu_s > 0
+        cursor = theirs.plan.taken.next_cursor
+    process.close()
+    process.close()
+    assert not psutil.pid_exists(process.pid)
+    with pytest.raises(PlannerEndedError, match="was closed during the plan of step 9"):
+        process(9, 0, 0)
+
+
+def errors(folder: Path) -> None:
+    process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
+    with pytest.raises(PlanRefusedError) as refused:
+        process(1, 0, 0)
+    assert str(refused.value) == "refused: R7"
+    (note,) = refused.value.__notes__
+    assert "In the planner process" in note
+    assert "in next_step" in note
+    with pytest.raises(RuntimeError) as told:
+        process(2, 0, 0)
+    assert str(told.value) == "Unportable: two arguments"
+    assert process(6, 7, 8).plan.digests == (6, 7, 8), "it goes on"
+
+
+def ends(folder: Path) -> None:
+    for step, how in ((3, "was ended by SIGKILL"), (4, "ended with exit code 7")):
+        process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(PlannerEndedError, match=f"{process.pid} {how}.* the plan of step {step}"):
+                process(step, 0, 0)
+        process.close()
+    process = PlannerProcess(Broken(), timeout_s=0.2)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match=r"not made the plan of step 5 in 0\.2 s"):
+        process(5, 0, 0)
+    with pytest.raises(PlannerEndedError, match="SIGKILL"):
+        process(6, 0, 0)
+
+
+def signals(folder: Path) -> None:
+    process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
+    process(6, 0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(process.pid, number)
+    process(7, 0, 0)
+
+
+def unsafe(folder: Path) -> None:
+    import threading
+
+    import torch.distributed as dist
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="mine")
+    thread.start()
+    with pytest.raises(RuntimeError, match=r"threads \(mine\)"):
+        PlannerProcess(Broken(), timeout_s=1)  # type: ignore[arg-type]
+    stop.set()
+    thread.join()
+    dist.init_process_group("gloo", f"file://{folder / 'store'}", rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="a process group"):
+        PlannerProcess(Broken(), timeout_s=1)  # type: ignore[arg-type]
+
+
+def closing_while_it_plans(folder: Path) -> None:
+    process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
+    loader = SimpleNamespace(close=lambda: None)
+    ahead = Ahead(None, process, loader, None, domain=0, first=5, last=5, cursor=0, timeout_s=60)  # type: ignore[arg-type]
+    time.sleep(0.3)
+    start = time.monotonic()
+    ahead.close()
+    process.close()
+    assert time.monotonic() - start < 20
+    with pytest.raises(PlannerEndedError, match="step 5"):
+        ahead.plan(5)
+
+
+def late(folder: Path) -> None:
+    """Names the step that is waited for, whoever plans it."""
+    loader = SimpleNamespace(close=lambda: None)
+    ahead = Ahead(
+        None, partial(plan_step, Broken()), loader, None, domain=0, first=5, last=5, cursor=0, timeout_s=-9.8
+    )  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError, match="the plan of step 5"):
+        ahead.plan(5)
+    with pytest.raises(TimeoutError, match="step 5, to be planned and loaded"):
+        ahead.take(5)
+    sys.stdout.flush()
+    os._exit(0)  # the thread that plans sleeps on
+
+
+def parent(folder: Path) -> None:
+    """Fork, say the child's number, plan for ever."""
+    process = PlannerProcess(Broken(), timeout_s=3600)  # type: ignore[arg-type]
+    process(6, 0, 0)  # by now it has a name
+    print(process.pid, flush=True)
+    process(5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["same_plans", "errors", "ends", "signals", "unsafe", "closing_while_it_plans", "late"],
+)
+def test_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
+    passes(name, tmp_path)
+
+
+def test_the_child_of_a_killed_parent_ends_at_once_and_lets_go_of_its_output(tmp_path: Path) -> None:
+    process = forked("parent", tmp_path)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    assert child.name() == "omni-planner"
+    process.kill()
+    process.communicate(timeout=30)  # waits for the end of the output, which the child had from its parent
+    _, alive = psutil.wait_procs([child], 10)
+    assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_errors_of_ours_survive_a_pickle() -> None:
+    for error in (PlanRefusedError("R1: …"), PlannerEndedError("ended")):
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (type(error), str(error))
