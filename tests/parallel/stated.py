@@ -1,7 +1,7 @@
 """A part whose statement is plain numbers, for tests of what is read off statements."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
@@ -25,7 +25,7 @@ class Stated:
     layers: int = 0
     element: int = 4
     head_dim: int = 8
-    shape: AttentionShape = AttentionShape(1, 1)
+    shape: AttentionShape = field(default_factory=lambda: AttentionShape(1, 1))
 
     def weights(self) -> tuple[Weight, ...]:
         return (Weight(1280), Weight(128, partial=True), Weight(256, tied=True), Weight(512, expert=True))
