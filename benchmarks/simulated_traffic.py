@@ -59,8 +59,8 @@ SIZES = {
                 MOE, *IMAGE],
     "encoder tp": ["layout.llm.tp=1", "layout.llm.cp=1", "layout.llm.pp=4", "launch.ranks=8",
                    "layout.encoders.image.tp=2", *IMAGE],
-    "beside": ["layout.llm.tp=2", "layout.llm.cp=1", "layout.llm.pp=2", "launch.ranks=12", "placement=disaggregated",
-               "placement.ranks=4", "layout.encoders.image.tp=2", *IMAGE],
+    "beside": ["layout.llm.tp=2", "layout.llm.cp=1", "layout.llm.pp=2", "launch.ranks=12",
+               "placement=disaggregated", "placement.ranks=4", "layout.encoders.image.tp=2", *IMAGE],
 }  # fmt: skip
 TWO_ENCODERS = [
     "experiment=quickstart",
@@ -70,8 +70,10 @@ TWO_ENCODERS = [
     "layout.llm.pp=2",
     "data.heldout={}",
     "data.on_long=truncate",
-    "data.microbatch_tokens=2048",
-    "data.step_tokens=8192",
+    "model.encoders.image.patch=14",
+    "+layout.encoders.audio.tp=2",
+    "data.microbatch_tokens=8192",
+    "data.step_tokens=32768",
     "train.precision=bf16",
     "cluster.ranks_per_node=4",
 ]

@@ -1,7 +1,7 @@
 """A part whose statement is plain numbers, for tests of what is read off statements."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
@@ -10,8 +10,8 @@ from parallel.work import Collective, Grad, Load, Weight, Work, all_gather, redu
 
 @dataclass(frozen=True)
 class Stated:
-    """FLOPs for each token and each unit of squared lengths, bytes for each token and once a pass; in front of
-    it tokens of `token_bytes` are gathered over tp, behind it sums are scattered.
+    """FLOPs for each token and each unit of squared lengths, bytes for each token and once a pass; in front
+    of it tokens of `token_bytes` are gathered over tp, behind it sums are scattered.
     """
 
     token_flops: int
@@ -25,7 +25,7 @@ class Stated:
     layers: int = 0
     element: int = 4
     head_dim: int = 8
-    shape: AttentionShape = AttentionShape(1, 1)
+    shape: AttentionShape = field(default_factory=lambda: AttentionShape(1, 1))
 
     def weights(self) -> tuple[Weight, ...]:
         return (Weight(1280), Weight(128, partial=True), Weight(256, tied=True), Weight(512, expert=True))
