@@ -124,7 +124,7 @@ def _end(tokens_of: Ints, taken: int, tokens: int, budget: Budget) -> int:
 def _lengths_of(stream: Stream, lengths: Lengths, sources: Ints, ids: Ints, budget: Budget) -> Ints:
     """Lengths [n] as trained on of samples of any sources, 0 for those that are dropped."""
     out = np.empty(len(ids), dtype=np.int64)
-    for number in np.unique(sources).tolist():
+    for number in np.flatnonzero(np.bincount(sources)).tolist():
         of = sources == number
         out[of] = lengths(stream.names[number], ids[of], budget.microbatch_tokens, budget.on_long)
     return out

@@ -34,10 +34,9 @@ class Index:
             raise ValueError("it lacks the index's columns")
         self._batch_rows = self._file.get_batch(0).num_rows
         self._address = content.address
-        self._int16, self._int32, self._int64 = (
-            np.frombuffer(content, dtype, content.size // np.dtype(dtype).itemsize)
-            for dtype in (np.int16, np.int32, np.int64)
-        )
+        self._int16 = np.frombuffer(content, np.int16, content.size // 2)
+        self._int32 = np.frombuffer(content, np.int32, content.size // 4)
+        self._int64 = np.frombuffer(content, np.int64, content.size // 8)
         self._starts = np.full((self._file.num_record_batches, len(_ITEM_SIZES)), -1, dtype=np.int64)
         if not 0 <= self._start_of(0)[_BYTES] < len(self._int64):
             raise ValueError("its numbers are compressed")
@@ -99,28 +98,36 @@ class Index:
         start = self._starts[batch]
         first = self._int32[start[:, _ITEMS] + row].astype(np.int64)
         num_items = self._int32[start[:, _ITEMS] + row + 1] - first
-        # Items of all samples, one after the other: the sample of each, and its number in its record batch.
-        start_of_item = np.repeat(start, num_items, axis=0)
-        begin = np.cumsum(num_items) - num_items
-        item = np.arange(len(start_of_item)) + np.repeat(first - begin, num_items)
-        rows = self._rows(start_of_item, item, counts)
+        # The items of all samples, one after the other: where the number of each is in a column.
+        item = np.arange(num_items.sum())
+        before = np.cumsum(num_items) - num_items
+
+        def places(column: int) -> Ints:
+            return item + np.repeat(start[:, column] + first - before, num_items)
+
+        modality, edges = self._int16[places(_MODALITY)], places(_SIZES)
+        begin = self._int32[edges]
+        dims = self._int32[edges + 1] - begin
+        rows = self._rows(modality, dims, begin + np.repeat(start[:, _SIZE], num_items), counts)
         return fit_lengths(
             self._int32[start[:, _TEXT_TOKENS] + row].astype(np.int64),
             num_items,
-            self._int32[start_of_item[:, _AT] + item].astype(np.int64),
+            self._int32[places(_AT)].astype(np.int64),
             np.maximum(rows, 0),
             rows == REFUSED,
             budget,
             policy,
         )
 
-    def _rows(self, start: Ints, item: Ints, counts: RememberedCounts) -> Ints:
-        """LLM rows of items [k], `REFUSED` where there are none."""
-        modality = self._int16[start[:, _MODALITY] + item]
-        begin = self._int32[start[:, _SIZES] + item]
-        dims = self._int32[start[:, _SIZES] + item + 1] - begin
-        begin = begin + start[:, _SIZE]
-        rows = np.empty(len(item), dtype=np.int64)
+    def _rows(
+        self,
+        modality: npt.NDArray[np.int16],
+        dims: npt.NDArray[np.int32],
+        begin: Ints,
+        counts: RememberedCounts,
+    ) -> Ints:
+        """LLM rows of items [k] whose sizes are `dims` numbers from place `begin` on, `REFUSED` for some."""
+        rows = np.empty(len(begin), dtype=np.int64)
         for number, name in enumerate(self.manifest.modalities):
             of_modality = modality == number
             for count in np.flatnonzero(np.bincount(dims[of_modality])).tolist():

@@ -214,6 +214,7 @@ def unpermute(y: Ints, n: Ints, key: Keys) -> Ints:
 
 def _walk(x: Ints, n: Ints, key: Keys, rounds: range) -> Ints:
     """Apply the rounds of the network, in this order, to each value until it is below its n."""
+    assert ((x >= 0) & (x < n)).all()  # others may never come below n
     out = np.empty(len(x), dtype=np.int64)
     todo = np.arange(len(x))
     bits = np.maximum(2, np.searchsorted(_POWERS, (n - 1).astype(np.uint64), side="right")).astype(np.uint64)

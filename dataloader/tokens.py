@@ -120,7 +120,7 @@ def fit_lengths(
     fits = lengths <= budget
     sample = np.repeat(np.arange(len(lengths)), num_items)
     fits[sample[refused]] = False
-    if policy != "truncate":
+    if policy != "truncate" or fits.all():
         return np.where(fits, lengths, 0)
     # A prefix ends at the budget, or before the first item that is refused or reaches beyond the budget.
     start = 1 + at + after[:-1] - after[first][sample]

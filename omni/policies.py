@@ -11,12 +11,13 @@ from parallel.policy import Policy, PolicyError
 from parallel.sequence import SequenceLayout, Shard
 from parallel.transport_policies import TransportPolicy
 from pipeline.builders import SchedulePolicy
-from pipeline.plan import DomainPlan, Kind, Op
+from pipeline.plan import DomainPlan, Grad, Kind, Op
 
 __all__ = [
     "BalancePolicy",
     "DomainPlan",
     "DomainSizes",
+    "Grad",
     "Kind",
     "Link",
     "Links",

@@ -14,13 +14,14 @@ puts out rows of its own for each of its points, and a segment says of which ite
 point they enter.
 """
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, repeat
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ from parallel.sequence import Interval
 from parallel.transports import (
     TRANSPOSED,
     TWO_LEVEL,
+    Ints,
     Lane,
     Slots,
     Stop,
@@ -40,8 +42,7 @@ from parallel.transports import (
 )
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows [source_start, source_start + length) of `source`, which are of `item`, belong at `start` of the
     packed axis.
     """
@@ -144,41 +145,64 @@ def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: i
             the same positions or the same rows of a source.
     """
     held = sorted((i for i in intervals if i.length), key=lambda i: i.start)
-    for interval in held:
-        assert 0 <= interval.rank < num_ranks, f"{interval}: the group has {num_ranks} ranks"
-    _assert_apart([(i.start, i.length, i) for i in held], "hold the same places")
     runs = sorted((r for r in rows if r.length), key=lambda r: r.start)
-    by_source: dict[int, list[tuple[int, int, Rows]]] = defaultdict(list)
-    for run in runs:
-        assert 0 <= run.source < num_ranks, f"{run}: the group has {num_ranks} ranks"
-        by_source[run.source].append((run.source_start, run.length, run))
-    _assert_apart([(r.start, r.length, r) for r in runs], "claim the same places")
-    for of_rank in by_source.values():
-        _assert_apart(sorted(of_rank, key=lambda r: r[0]), "send the same rows")
-    starts = [i.start for i in held]
-    segments = []
-    for run in runs:
-        covered = 0
-        at = max(0, bisect_right(starts, run.start) - 1)
-        while covered < run.length and at < len(held) and held[at].start <= run.start + covered:
-            place, start = held[at], run.start + covered
-            stop = min(run.start + run.length, place.start + place.length)
-            if start < stop:
-                local = place.local_start + start - place.start
-                source_start = run.source_start + covered
-                segments.append(
-                    Segment(run.source, source_start, place.rank, local, stop - start, run.item, point)
-                )
-                covered += stop - start
-            at += 1
-        assert covered == run.length, f"{run}: only {covered} of {run.length} rows have a place"
+    place_start, place_length, rank, local_start = _columns(held, 4)
+    source, source_start, start, length, item = _columns(runs, 5)
+    _assert_ranks(held, rank, num_ranks)
+    _assert_apart(held, place_start, place_length, "hold the same places")
+    _assert_ranks(runs, source, num_ranks)
+    _assert_apart(runs, start, length, "claim the same places")
+    span = (source_start + length).max(initial=0)  # lays the rows of all sources on one line
+    order = np.lexsort((source_start, source))
+    on_line = (source * span + source_start)[order]
+    _assert_apart([runs[i] for i in order], on_line, length[order], "send the same rows")
+    # A run is cut where one place ends and the next begins: a piece for each place that it meets.
+    stop, place_stop = start + length, place_start + place_length
+    first = np.searchsorted(place_stop, start, side="right")
+    pieces = np.maximum(np.searchsorted(place_start, stop, side="left") - first, 0)
+    run = np.repeat(np.arange(len(runs)), pieces)
+    place = np.arange(len(run)) + np.repeat(first - np.cumsum(pieces) + pieces, pieces)
+    piece_start = np.maximum(start[run], place_start[place])
+    piece_length = np.minimum(stop[run], place_stop[place]) - piece_start
+    _assert_placed(runs, run, piece_start, piece_length)
+    columns = (
+        source[run],
+        source_start[run] + piece_start - start[run],
+        rank[place],
+        local_start[place] + piece_start - place_start[place],
+        piece_length,
+        item[run],
+    )
+    segments = map(Segment, *(column.tolist() for column in columns), repeat(point))
     return Route(num_ranks, tuple(segments))
 
 
-def _assert_apart(runs: Sequence[tuple[int, int, object]], what: str) -> None:
-    """Check that runs (start, length, whose), sorted by start, do not overlap."""
-    for (start, length, one), (after, _, other) in pairwise(runs):
-        assert start + length <= after, f"{one} and {other} {what}"
+def _columns(records: Sequence[tuple[int, ...]], width: int) -> Ints:
+    """Return the columns [width, records] of a table."""
+    return np.fromiter(chain.from_iterable(records), np.int64, width * len(records)).reshape(-1, width).T
+
+
+def _assert_ranks(records: Sequence[object], ranks: Ints, num_ranks: int) -> None:
+    for number in np.flatnonzero((ranks < 0) | (ranks >= num_ranks)).tolist():
+        raise AssertionError(f"{records[number]}: the group has {num_ranks} ranks")
+
+
+def _assert_apart(records: Sequence[object], starts: Ints, lengths: Ints, what: str) -> None:
+    """Check that records, sorted by start, do not overlap."""
+    for number in np.flatnonzero(starts[:-1] + lengths[:-1] > starts[1:]).tolist():
+        raise AssertionError(f"{records[number]} and {records[number + 1]} {what}")
+
+
+def _assert_placed(runs: Sequence[Rows], run: Ints, starts: Ints, lengths: Ints) -> None:
+    """Check that the pieces of each run, in its order, cover it."""
+    placed = np.zeros(len(runs), np.int64)
+    np.add.at(placed, run, lengths)
+    for number in np.flatnonzero(placed != [r.length for r in runs]).tolist():
+        covered, mine = 0, run == number
+        for start, length in zip(starts[mine], lengths[mine], strict=True):
+            if start == runs[number].start + covered:
+                covered += length
+        raise AssertionError(f"{runs[number]}: only {covered} of {runs[number].length} rows have a place")
 
 
 @dataclass(frozen=True)

@@ -110,17 +110,18 @@ def explain(
     digests = [found[rank][1] for rank in ranks]
     first = ranks[0]
     other = next(rank for rank, of in zip(ranks, digests, strict=True) if of != digests[0])
-    contents = []
+    contents: list[Any] = []
     for rank in (first, other):
         sent = [content if group.rank() == rank else None]
         dist.broadcast_object_list(sent, group=group, group_src=rank)
         contents.append(sent[0])
+    differences = diff(contents[0], contents[1], f"plan.{name}")
     where = "the world" if name == "world" else f"{name} {divergence.number}"
     lines = [
         f"ranks planned step {plan.step} differently; nothing of it has run.",
         f"  It is the plan of {where}: {digests.count(digests[0])} of {len(ranks)} ranks have that of rank "
-        f"{first}, {digests.count(found[other][1])} that of rank {other}; there are {len(set(digests))} plans.",
-        *(f"  rank {first} against rank {other}: {line}" for line in diff(*contents, f"plan.{name}")[:10]),
+        f"{first}, {digests.count(found[other][1])} that of rank {other}; there are {len(set(digests))}.",
+        *(f"  rank {first} against rank {other}: {line}" for line in differences[:10]),
         "Check that all ranks read the same data, configuration and code.",
     ]
     return "\n".join(lines)

@@ -93,7 +93,7 @@ class WorkCost:
     ranks of a layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in
     the two halves of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`.
     `weight_fs` is what gradients of weights that can be put off take for a token, as much as a forward unless
-    given. `part` is the statement that all this was read off.
+    given. A forward keeps `kept_token` bytes for each token until its backward.
     """
 
     token_fs: int
@@ -107,13 +107,11 @@ class WorkCost:
     weight_talk: Talk = Talk()
     reduce_ns: int = 0
     weight_fs: int | None = None
-    part: Part | None = None
+    kept_token: int = 0
 
-    def kept_bytes(self, load: Load) -> int:
-        """Bytes that a forward keeps until its backward: what a bound on memory adds up. Costs made by hand
-        count passes.
-        """
-        return 1 if self.part is None else self.part.forward(load).kept
+    def kept_bytes(self, tokens: int) -> int:
+        """Bytes that a forward over `tokens` keeps until its backward: what a bound on memory adds up."""
+        return self.kept_token * tokens
 
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`;
@@ -162,6 +160,10 @@ class CostTable:
     row_bytes: int
     components: tuple[str, ...] = ()
     between: Link | None = None
+
+    def llm_part(self, component: int, part: int) -> WorkCost:
+        """Return the costs of a part of the LLM, which is component number `component`."""
+        return self.parts[f"{self.components[component] if self.components else 'llm'}/{part}"]
 
     def message_ns(self, rows: int) -> int:
         """Nanoseconds to hand `rows` activations of the LLM's width from one part to the next."""
@@ -245,7 +247,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         weight_talk=next(halves),
         reduce_ns=collectives_ns(part.reduction(sizes), axes),
         weight_fs=token_fs * put_off // of_tokens.flops if of_tokens.flops else 0,
-        part=part,
+        kept_token=-(-of_tokens.kept // _REFERENCE),
     )
 
 

@@ -3,26 +3,27 @@
 A cost is an integer number of nanoseconds of one forward pass through all layers of a component.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+
+import numpy as np
 
 from parallel.costs import CostTable, Link
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
     AttentionShape,
     Tile,
-    Volume,
-    attention_work,
     balanced_tiles,
     check_tiles,
-    exchange_volume,
     gather_tiles,
     hybrid_tiles,
     pairs_before,
     rows_tiles,
     ulysses_tiles,
 )
+from parallel.tilings import Table, busier, compare
 
 _FS_PER_NS = 1_000_000
 
@@ -92,28 +93,29 @@ def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of a sequence, with each rank's attention work and exchange."""
+    """Tiles of a sequence over the ranks 0 … R - 1, with each one's attention work [R] and volume [R, 4]."""
 
     tiles: tuple[Tile, ...]
-    work: Mapping[int, int]
-    volumes: Mapping[int, Volume]
+    work: Table
+    volumes: Table
 
 
 def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, ...]:
     """Time that each rank's exchanges take in the forward pass of one layer, with the tiles that
     `choose_tiles` gives; empty if nothing is shared.
     """
-    volumes = [Volume()] * layout.num_ranks
+    volumes = np.zeros((layout.num_ranks, 4), np.int64)
     for shards in layout.shards:
-        tiling = _choose_tiling(shards, cost)
-        for rank, volume in tiling.volumes.items() if tiling else ():
-            volumes[rank] += volume
-    if not any(volume.busier for volume in volumes):
+        if found := _choose_tiling(shards, cost):
+            ranks, tiling = found
+            volumes[ranks] += tiling.volumes
+    rows = busier(volumes)
+    if not rows.any():
         return ()
-    latency = 2 * cost.link.latency_ns
+    latency = (2 * cost.link.latency_ns * (volumes.sum(1) > 0)).tolist()
     return tuple(
-        cost.link.bytes_ns(volume.busier * cost.head_bytes) + latency * (volume != Volume())
-        for volume in volumes
+        cost.link.bytes_ns(count * cost.head_bytes) + ns
+        for count, ns in zip(rows.tolist(), latency, strict=True)
     )
 
 
@@ -123,40 +125,44 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
     Slow is what a rank's attention and exchange take beyond its tokens' share of the attention, so that cuts
     which are uneven because the ranks have other work keep their proportion. Of even cuts it is the slowest.
     """
-    tiling = _choose_tiling(shards, cost)
-    if tiling is None:
+    found = _choose_tiling(shards, cost)
+    if found is None:
         return ()
-    check_tiles(tiling.tiles, sum(s.length for s in shards), cost.shape)
-    return tiling.tiles
+    ranks, tiling = found
+    tiles = tuple(
+        Tile(ranks[t.rank], t.head_start, t.head_count, t.row_start, t.row_count) for t in tiling.tiles
+    )
+    check_tiles(tiles, sum(s.length for s in shards), cost.shape)
+    return tiles
 
 
-def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> Tiling | None:
+def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int], Tiling] | None:
+    """The ranks that hold a sequence, in its order, and its tiling over their numbers."""
     if len(shards) == 1:
         return None
-    held = tuple(s for s in shards if s.length)
-    return _tiling_of(held, cost) if len({s.rank for s in held}) > 1 else None
+    held = [s for s in shards if s.length]
+    numbers: dict[int, int] = {}
+    pieces = tuple((numbers.setdefault(s.rank, len(numbers)), s.length) for s in held)
+    return (list(numbers), _tiling_of(pieces, cost)) if len(numbers) > 1 else None
 
 
-@lru_cache(maxsize=1024)  # the sequences of a microbatch: policies, tiles and times ask for the same ones
-def _tiling_of(held: tuple[Shard, ...], cost: SequenceCost) -> Tiling:
-    length = sum(s.length for s in held)
-    candidates = []
-    for number, (_, tiles) in enumerate(scheme_tiles(held, cost.shape)):
-        work = attention_work(tiles, length, cost.shape)
-        total = cost.attention_ns(sum(work.values()))
-        beyond = {s.rank: cost.attention_ns(work.get(s.rank, 0)) for s in held}
-        for s in held:
-            beyond[s.rank] -= total * s.length // length
-        candidates.append((max(beyond.values()), number, tiles, work, beyond))
-    best: tuple[int, int] | None = None
-    for bound, number, tiles, work, beyond in sorted(candidates, key=lambda candidate: candidate[0]):
-        if best is not None and bound > best[0]:
-            break  # with its exchange it is slower still
-        volumes = exchange_volume(tiles, held, cost.shape)
-        slowest = max(ns + cost.transfer_ns(volumes[rank].busier) for rank, ns in beyond.items())
-        if best is None or (slowest, number) < best:
-            best, tiling = (slowest, number), Tiling(tiles, work, volumes)
-    return tiling
+# Policies, tiles and times ask for the same sequences, and other ranks may share one that is cut alike.
+@lru_cache(maxsize=4096)
+def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost) -> Tiling:
+    """The best tiling of a sequence that is cut into `pieces`: (rank, tokens), ranks numbered from 0 on."""
+    ends = [0, *accumulate(tokens for _, tokens in pieces)]
+    shards = [Shard(rank, start, tokens) for (rank, tokens), start in zip(pieces, ends, strict=False)]
+    candidates = [tiles for _, tiles in scheme_tiles(shards, cost.shape)]
+    works, volumes = compare(candidates, shards, cost.shape)
+    total = cost.attention_ns(int(works[0].sum()))
+    slowest = []
+    for work, rows in zip(works.tolist(), busier(volumes).tolist(), strict=True):
+        beyond = [cost.attention_ns(w) + cost.transfer_ns(r) for w, r in zip(work, rows, strict=True)]
+        for shard in shards:
+            beyond[shard.rank] -= total * shard.length // ends[-1]
+        slowest.append(max(beyond))
+    chosen = slowest.index(min(slowest))
+    return Tiling(candidates[chosen], works[chosen], volumes[chosen])
 
 
 @dataclass(frozen=True)
@@ -189,24 +195,28 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
 
     Ranks are taken to wait for each other once, at the end, not in every layer.
     """
-    local, tiled = [0] * layout.num_ranks, [0] * layout.num_ranks
-    volumes = [Volume()] * layout.num_ranks
-    for shards, length in zip(layout.shards, layout.lengths, strict=True):
-        tiling = _choose_tiling(shards, cost)
-        if tiling is None:
+    local = [0] * layout.num_ranks
+    tiled = np.zeros(layout.num_ranks, np.int64)
+    volumes = np.zeros((layout.num_ranks, 4), np.int64)
+    for shards in layout.shards:
+        found = _choose_tiling(shards, cost)
+        if found is None:
+            length = sum(s.length for s in shards)
             pairs = pairs_before(length, length, cost.shape)
             local[next((s.rank for s in shards if s.length), 0)] += pairs * cost.shape.heads
             continue
-        for rank, work in tiling.work.items():
-            tiled[rank] += work
-        for rank, volume in tiling.volumes.items():
-            volumes[rank] += volume
+        ranks, tiling = found
+        tiled[ranks] += tiling.work
+        volumes[ranks] += tiling.volumes
+    shares = (volumes.sum(1) > 0).tolist()
     return [
         RankTime(
             cost.linear_ns(layout.local_tokens(rank)),
-            cost.attention_ns(local[rank]),
-            cost.attention_ns(tiled[rank]),
-            cost.transfer_ns(volumes[rank].busier) + cost.sharing_ns * (volumes[rank] != Volume()),
+            cost.attention_ns(alone),
+            cost.attention_ns(work),
+            cost.transfer_ns(rows) + cost.sharing_ns * shares[rank],
         )
-        for rank in range(layout.num_ranks)
+        for rank, (alone, work, rows) in enumerate(
+            zip(local, tiled.tolist(), busier(volumes).tolist(), strict=True)
+        )
     ]

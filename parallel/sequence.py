@@ -13,6 +13,7 @@ section 4.2.2), so its tokens are padded to a multiple of tp, and to at least tp
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class Shard:
     length: int
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """Where a run of packed tokens lives: [start, start + length) of the packed axis, at `local_start`
     among the tokens of `rank`.
     """
@@ -86,14 +86,14 @@ class SequenceLayout:
         """
         start = 0
         filled = [0] * self.num_ranks
+        shares = [self.padded_tokens(rank, tp) // tp for rank in range(self.num_ranks)]
         for pieces in self.shards:
             for piece in pieces:
-                share = self.padded_tokens(piece.rank, tp) // tp
-                left = piece.length
+                rank, left, share = piece.rank, piece.length, shares[piece.rank]
                 while left:
-                    part, local = divmod(filled[piece.rank], share)
+                    part, local = divmod(filled[rank], share)
                     length = min(left, share - local)
-                    yield Interval(start, length, piece.rank * tp + part, local)
+                    yield Interval(start, length, rank * tp + part, local)
                     start += length
-                    filled[piece.rank] += length
+                    filled[rank] += length
                     left -= length

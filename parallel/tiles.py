@@ -159,7 +159,8 @@ def _whole_heads(
     head = 0
     for shard in block:
         end = _nearest(shape.heads * (shard.start + shard.length - first), tokens)
-        yield Tile(shard.rank, head, end - head, start, stop - start)
+        if end > head:
+            yield Tile(shard.rank, head, end - head, start, stop - start)
         head = end
 
 
@@ -181,8 +182,10 @@ def _head_line(
             whole = head + (row > start)
             if row > start:
                 yield Tile(shard.rank, head, 1, row, stop - row)
-            yield Tile(shard.rank, whole, end - whole, start, stop - start)
-            yield Tile(shard.rank, end, 1, start, end_row - start)
+            if end > whole:
+                yield Tile(shard.rank, whole, end - whole, start, stop - start)
+            if end_row > start:
+                yield Tile(shard.rank, end, 1, start, end_row - start)
         head, row = end, end_row
 
 
@@ -221,14 +224,6 @@ class Volume:
     received_in: int = 0
     sent_out: int = 0
     received_out: int = 0
-
-    def __add__(self, other: "Volume") -> "Volume":
-        return Volume(
-            self.sent_in + other.sent_in,
-            self.received_in + other.received_in,
-            self.sent_out + other.sent_out,
-            self.received_out + other.received_out,
-        )
 
     @property
     def busier(self) -> int:

@@ -31,7 +31,7 @@ class Grad(StrEnum):
     INPUT = "input"
     WEIGHT = "weight"
 
-    __hash__ = str.__hash__  # an enumeration's own is in Python
+    __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of them
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,9 @@ def one_f_one_b(stages: int, microbatches: int, stage: int) -> list[Op]:
 
 
 def _stage(domain: DomainPlan, team: int) -> int | None:
-    """The only part of a team's, which is its stage, None beside the LLM.
-
-    Raises:
-        ValueError: if it holds several.
-    """
+    """The only part of a team's, which is its stage, None beside the LLM."""
     parts = domain.holds[team]
-    if len(parts) > 1:
-        raise ValueError(
-            f"layout.llm.parts={len(parts)}: this schedule runs one part of the LLM on each rank; set it to 1, "
-            "or choose a pipeline schedule that interleaves parts"
-        )
+    assert len(parts) <= 1, f"team {team} holds parts {parts}, and this schedule orders one of them"
     return parts[0] if parts else None
 
 
@@ -134,14 +126,17 @@ class SchedulePolicy(Policy):
 
     `decide` takes a DomainPlan without ops and the costs of its ops, and returns for each team its compute
     ops in order; communication and waits are inserted afterwards, by rules that are the same for all
-    schedules, and the verifier refuses what could hang. `in_flight` says from the number of parts and the
-    number of one how many microbatches' activations that part holds at most: with their sizes, the bound that
-    the plan carries.
+    schedules, and the verifier refuses what could hang. A backward may be split in two ops. REDUCE ops of the
+    domain's `reductions` may be among them, all of a reduction or none; those left out come at the end.
+    `in_flight` says from the number of parts and the number of one how many microbatches' activations that
+    part holds at most: with their sizes, the bound that the plan carries. `parts` is how many parts of the
+    LLM on a rank it can order at most, None for any number.
     """
 
     group: ClassVar[str] = "omni.schedule"
 
     in_flight: Callable[[int, int], int] = stages_that_follow
+    parts: int | None = 1
 
     def __call__(self, domain: DomainPlan, costs: Costs) -> Order:
         """Order the compute of every team.
@@ -158,9 +153,16 @@ ONE_F_ONE_B = SchedulePolicy("one_f_one_b", build_one_f_one_b)
 ENCODE_FIRST = SchedulePolicy("encode_first", build_encode_first)
 
 
-def without_encoder_backward(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
-    """Drop the backward of chunks whose component is frozen this step."""
+def without_frozen(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
+    """Drop what is not run for components frozen this step: the backward of encoders, and the gradients of
+    the LLM's weights, through which the others' gradients still pass.
+    """
     idle = {number for number, chunk in enumerate(domain.chunks) if chunk.component in frozen}
-    return [
-        [op for op in ops if op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle] for ops in order
-    ]
+    llm_learns = any(number == domain.llm for number, _ in domain.reductions)
+
+    def runs(op: Op) -> bool:
+        if op.kind is Kind.BACKWARD:
+            return llm_learns or op.makes_input
+        return op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle
+
+    return [[op for op in ops if runs(op)] for ops in order]

@@ -23,7 +23,7 @@ def digest_of(value: Any) -> int:
         TypeError: for anything else, and for integers beyond 64 bits.
     """
     out = array("q")
-    _write(value, out.append, out.extend)
+    _write(value, out.append, out.extend, {})
     if sys.byteorder == "big":
         out.byteswap()
     return int.from_bytes(blake2b(out.tobytes(), digest_size=8).digest(), "little") >> 1
@@ -35,13 +35,15 @@ def _number(text: str) -> int:
 
 
 @cache
-def _fields(kind: type) -> tuple[int, tuple[str, ...]]:
+def _fields(kind: Any) -> tuple[int, tuple[str, ...]]:
     if not is_dataclass(kind):
         raise TypeError(f"a plan holds a {kind.__name__}, which has no digest")
     return _number(kind.__name__), tuple(field.name for field in fields(kind))
 
 
-def _write(value: Any, put: Callable[[int], None], put_all: Callable[[Any], None]) -> None:
+def _write(
+    value: Any, put: Callable[[int], None], put_all: Callable[[Any], None], texts: dict[str, int]
+) -> None:
     kind = type(value)
     if kind is int or kind is bool:
         put(value)
@@ -52,15 +54,22 @@ def _write(value: Any, put: Callable[[int], None], put_all: Callable[[Any], None
             put_all(value)
         else:
             for entry in value:
-                _write(entry, put, put_all)
-    elif isinstance(value, str):
-        put(_NAMED)
-        put(_number(str(value)))
+                _write(entry, put, put_all, texts)
     elif value is None:
         put(_NONE)
+    elif isinstance(value, str):
+        put(_NAMED)
+        number = texts.get(value)  # plans repeat a few texts many times
+        if number is None:
+            number = texts[value] = _number(str(value))
+        put(number)
     else:
         number, names = _fields(kind)
         put(number)
         own = value.__dict__
         for name in names:
-            _write(own[name], put, put_all)
+            entry = own[name]
+            if type(entry) is int:
+                put(entry)
+            else:
+                _write(entry, put, put_all, texts)

@@ -45,8 +45,8 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op before it
-    runs, so that a watchdog can say where a rank stands.
+    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op
+    before it runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -165,15 +165,21 @@ class _Step:
         self, op: Op, module: Anchor | Stage, output: torch.Tensor, grad: torch.Tensor | None
     ) -> None:
         """Run a backward, of which the gradients of weights may be put off."""
-        if not output.requires_grad:  # a frozen first part that took in nothing that trains
-            if op.grad is Grad.INPUT:
-                self.pending[op.kind, op.index, op.part] = _NOTHING
-        elif op.grad is Grad.BOTH:
+        if not output.requires_grad:
+            return  # a frozen first part that took in nothing that trains
+        if op.grad is Grad.BOTH:
             torch.autograd.backward(output, grad)
         else:
             with module.weights_later() as pending:
                 torch.autograd.backward(output, grad)
-            self.pending[op.kind, op.index, op.part] = pending
+            if self.learns(op):
+                self.pending[op.kind, op.index, op.part] = pending
+
+    def learns(self, op: Op) -> bool:
+        """Whether what a backward goes through has weights that train, whose gradients a later op makes."""
+        if op.kind is Kind.BACKWARD:
+            return self.plan.trains(self.plan.components[self.domain.llm])
+        return self.plan.trains(self.domain.chunks[op.index].component)
 
     # The boundary.
 
@@ -215,13 +221,14 @@ class _Step:
     def hand_back(self, microbatch: int, returned: torch.Tensor) -> None:
         """Add the gradients of a microbatch's rows to those of the chunks that put them out."""
         chunks = self.domain.joined(microbatch, self.position)
-        if not any(c in self.encoded for c in chunks):
+        learning = {c for c in chunks if self.plan.trains(self.domain.chunks[c].component)}
+        if not learning:
             return
         sizes = [self.domain.chunks[c].rows_of(self.position) for c in chunks]
         joined = returned.new_zeros(sum(sizes), returned.shape[1])
         joined.index_copy_(0, self.ends(microbatch).send, returned)
         for c, grads in zip(chunks, joined.split(sizes), strict=True):
-            if c in self.encoded:
+            if c in learning:
                 before = self.row_grads.get(c)
                 self.row_grads[c] = grads if before is None else before + grads
 
@@ -251,7 +258,7 @@ class _Step:
             self.passes[m, part] = (received, output)
 
     def hand_on(self, send: Kind, receive: Kind, m: int, part: int, other: int, tensor: torch.Tensor) -> None:
-        """Leave what `part` made for `other`: at once if it is on this rank, else for the op that sends it."""
+        """Leave what `part` made for `other`: at once if on this rank, else for the op that sends it."""
         if other in self.domain.parts(self.position):
             self.inbox[receive, m, other] = tensor
         else:
@@ -354,11 +361,3 @@ class _Step:
         for name in names:
             left = getattr(self, name)
             assert not left, f"step {self.plan.step} ended with {name} of {sorted(map(str, left))}"
-
-
-class _Nothing:
-    def run(self) -> None:
-        """There were no gradients of weights to put off."""
-
-
-_NOTHING = _Nothing()

@@ -6,11 +6,13 @@
   return issued only where it is needed would make every chunk a barrier. All ranks return in the order in
   which the first one goes back. A rank beside the LLM has no backward to wait for, so it issues all returns
   before its first encoder backward.
-- A send is waited for before the next one of its direction, and at the end.
+- A send is waited for once something has come back that its receiver made after using it, else at the end. So
+  no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
+- Gradients of weights and reductions stay where they stand: nobody waits for them.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 
 from pipeline.plan import BACKWARDS, DomainPlan, Kind, Op
 
@@ -28,19 +30,39 @@ def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
     }
     went_back = (op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.part == 0)
     returns = [op.index for op in went_back if op.index in returned]
-    return [_Expanded(domain, team, ops, returns).run() for team, ops in enumerate(order)]
+    places = [_places(ops) for ops in order]
+    return [_Expanded(domain, team, ops, returns, places).run() for team, ops in enumerate(order)]
+
+
+def _places(order: list[Op]) -> dict[_Flight, int]:
+    """Where a team's passes stand in its order, of split backwards the half that makes what goes on."""
+    passes = (Kind.FORWARD, Kind.BACKWARD)
+    return {
+        (op.kind, op.index, op.part): at
+        for at, op in enumerate(order)
+        if op.kind in passes and op.makes_input
+    }
 
 
 class _Expanded:
     """The op list of one team in the making."""
 
-    def __init__(self, domain: DomainPlan, team: int, order: list[Op], returns: list[int]) -> None:
-        self.domain, self.order = domain, order
+    def __init__(
+        self,
+        domain: DomainPlan,
+        team: int,
+        order: list[Op],
+        returns: list[int],
+        places: list[dict[_Flight, int]],
+    ) -> None:
+        self.domain, self.order, self.places = domain, order, places
+        self.rank = team * domain.team
         self.parts = domain.holds[team]
-        self.takes_rows = bool(domain.parts_with_rows(team * domain.team))
+        self.takes_rows = bool(domain.parts_with_rows(self.rank))
         self.out: list[Op] = []
         self.unwaited: dict[_Flight, None] = {}
-        self.sending: dict[Kind, _Flight] = {}
+        # Sends that are not waited for, by the team they go to, with where this team uses them.
+        self.sending: dict[int, list[tuple[int, _Flight]]] = defaultdict(list)
         self.receives = {
             Kind.RECV_FORWARD: deque(
                 (op.index, op.part)
@@ -50,9 +72,7 @@ class _Expanded:
             Kind.RECV_BACKWARD: deque(
                 (op.index, op.part)
                 for op in order
-                if op.kind is Kind.BACKWARD
-                and op.makes_input
-                and domain.hands_on(op.part, team * domain.team)
+                if op.kind is Kind.BACKWARD and op.makes_input and domain.hands_on(op.part, self.rank)
             ),
         }
         # What keeps a microbatch from being shipped or returned: ops of this team that are to come.
@@ -75,7 +95,7 @@ class _Expanded:
         for op in self.order:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
-            elif op.kind in BACKWARDS and not op.makes_input:
+            elif op.kind is Kind.REDUCE or (op.kind in BACKWARDS and not op.makes_input):
                 self.out.append(op)
             elif op.kind is Kind.BACKWARD:
                 self.backward(op)
@@ -106,25 +126,36 @@ class _Expanded:
         m, part = op.index, op.part
         if self.takes_rows:
             self.wait(Kind.SHIP, m)
-        self.take(Kind.RECV_FORWARD, m, part)
+        self.take(Kind.RECV_FORWARD, m, part, (Kind.FORWARD, m, part - 1))
         self.out.append(op)
         if part < self.domain.num_parts - 1 and part + 1 not in self.parts:
-            self.send(Kind.SEND_FORWARD, m, part)
+            self.send(Kind.SEND_FORWARD, m, part, (Kind.FORWARD, m, part + 1))
 
     def backward(self, op: Op) -> None:
         m, part = op.index, op.part
-        self.take(Kind.RECV_BACKWARD, m, part)
+        self.take(Kind.RECV_BACKWARD, m, part, (Kind.BACKWARD, m, part + 1))
         self.out.append(op)
         if part and part - 1 not in self.parts:
-            self.send(Kind.SEND_BACKWARD, m, part)
+            self.send(Kind.SEND_BACKWARD, m, part, (Kind.BACKWARD, m, part - 1))
         self.unpassed[m] -= 1
         self.return_ready()
 
-    def take(self, kind: Kind, m: int, part: int) -> None:
+    def take(self, kind: Kind, m: int, part: int, made_by: _Flight) -> None:
         """Wait for what a part receives, if it receives anything, and issue the next receive."""
-        if (kind, m, part) in self.unwaited:
-            self.wait(kind, m, part)
-            self.receive(kind)
+        if (kind, m, part) not in self.unwaited:
+            return
+        self.wait(kind, m, part)
+        team, at = self.other(made_by)
+        for used, flight in self.sending[team]:
+            if used <= at:
+                self.wait(*flight)
+        self.sending[team] = [entry for entry in self.sending[team] if entry[0] > at]
+        self.receive(kind)
+
+    def other(self, compute: _Flight) -> tuple[int, int]:
+        """The team that runs a pass at the other end of a message, and where in its order."""
+        team = self.domain.holder(compute[2], self.rank) // self.domain.team
+        return team, self.places[team][compute]
 
     def issue(self, kind: Kind, m: int, part: int = 0) -> None:
         self.out.append(Op(kind, m, part=part))
@@ -139,12 +170,10 @@ class _Expanded:
         if self.receives[kind]:
             self.issue(kind, *self.receives[kind].popleft())
 
-    def send(self, kind: Kind, m: int, part: int) -> None:
-        before = self.sending.get(kind)
-        if before is not None:
-            self.wait(*before)
+    def send(self, kind: Kind, m: int, part: int, used_by: _Flight) -> None:
         self.issue(kind, m, part)
-        self.sending[kind] = kind, m, part
+        team, at = self.other(used_by)
+        self.sending[team].append((at, (kind, m, part)))
 
     def ship_ready(self) -> None:
         while self.ships and not any(self.unencoded[: self.ships[0] + 1]):

@@ -4,7 +4,7 @@ A plan is a pure function of sample metadata, layouts, policies and a numbered c
 levels, and a rank composes of each what it has a part in, so that planning costs a rank the same in a world
 of any size:
 
-    StepPlan       the world's: which samples the step takes, what trains, in which order gradients are reduced
+    StepPlan       the world's: which samples the step takes, what trains, the order of reductions
       group        a group of domains: which of the group's samples go to which domain and replica
       domain       one domain, that of the rank: everything its ranks do together
         microbatches   which samples are packed together, and which ranks hold their tokens
@@ -229,11 +229,12 @@ class DomainPlan:
     position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
     () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
     `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
-    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for each of them, the first position that holds it and
-    the one after the last. `routes[m]` is None for a microbatch without items: nobody ships anything for it.
-    Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of it.
-    `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
-    `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
+    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
+    each of them, the first position that holds it and the one after the last. `routes[m]` is None for a
+    microbatch without items: nobody ships anything for it. Gradients are reduced in the order of
+    `reductions`, pairs of a component's number and a part of it. `bounds` are, by part ("llm/0", "image"),
+    the bytes of activations that a position may hold at once. `feeds` name the attach points of components
+    whose rows enter elsewhere than at the embedding alone.
     """
 
     team: int

@@ -1,12 +1,11 @@
 """Which rows encoders put out, and where those of each microbatch go: from items to blocks to a route."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from parallel.boundary import Route, Rows, make_route
+from parallel.boundary import Route, Rows, Segment, make_route
 from parallel.layout import split_evenly
 from parallel.sequence import Interval, SequenceLayout
-from pipeline.plan import Block, DomainPlan, PlannedItem, Point
+from pipeline.plan import Block, DomainPlan, PlannedItem
 
 
 def outputs_of(
@@ -58,38 +57,42 @@ def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
     Raises:
         AssertionError: if rows have no place, or overlap.
     """
-    runs: dict[tuple[int, int], list[Rows]] = defaultdict(list)  # by microbatch and attach point
-    number = {point: n for n, point in enumerate(domain.all_points)}
-    for m, chunks in enumerate(domain.chunks_of):
-        filled: dict[int, int] = defaultdict(int)
-        for c in chunks:
-            chunk = domain.chunks[c]
-            points = [number[point] for point in domain.fed_by(chunk.component)]
-            for rank, blocks in zip(chunk.ranks, chunk.outputs, strict=True):
-                for block in blocks:
-                    item = domain.items[block.item]
-                    if item.microbatch == m:
-                        start = item.start + block.first
-                        run = Rows(rank, filled[rank], start, block.rows, block.item)
-                        runs[m, points[block.point]].append(run)
-                    filled[rank] += block.rows
+    # By attach point, the position that holds its part for each position of a stage.
+    holders = [
+        [domain.holder(point.part, rank) for rank in range(domain.stage_size)] for point in domain.all_points
+    ]
     return tuple(
-        _route(domain, m, [runs[m, n] for n in range(len(domain.all_points))]) if chunks else None
-        for m, chunks in enumerate(domain.chunks_of)
+        _route(domain, m, chunks, holders) if chunks else None for m, chunks in enumerate(domain.chunks_of)
     )
 
 
-def _route(domain: DomainPlan, m: int, runs: Sequence[Sequence[Rows]]) -> Route:
-    layout = domain.microbatches[m].layout
-    segments = []
-    for number, point in enumerate(domain.all_points):
-        if runs[number]:
-            places = [_at_point(interval, point, domain) for interval in layout.intervals(domain.tp)]
-            segments += make_route(runs[number], places, domain.num_ranks, number).segments
+def _route(domain: DomainPlan, m: int, chunks: Sequence[int], holders: Sequence[Sequence[int]]) -> Route:
+    intervals = list(domain.microbatches[m].layout.intervals(domain.tp))
+    segments: list[Segment] = []
+    for number, runs in enumerate(_runs(domain, m, chunks)):
+        if runs:
+            at = holders[number]
+            places = [Interval(i.start, i.length, at[i.rank], i.local_start) for i in intervals]
+            segments += make_route(runs, places, domain.num_ranks, number).segments
     return Route(domain.num_ranks, tuple(segments))
 
 
-def _at_point(interval: Interval, point: Point, domain: DomainPlan) -> Interval:
-    """Where tokens live that a member and tp rank of any stage holds: with the holder of the point's part."""
-    position = domain.holder(point.part, interval.rank)
-    return Interval(interval.start, interval.length, position, interval.local_start)
+def _runs(domain: DomainPlan, m: int, chunks: Sequence[int]) -> list[list[Rows]]:
+    """The rows of a microbatch by attach point, each run with its place among all that its rank puts out."""
+    number = {point: n for n, point in enumerate(domain.all_points)}
+    runs: list[list[Rows]] = [[] for _ in number]
+    filled = [0] * domain.num_ranks
+    items = domain.items
+    for c in chunks:
+        chunk = domain.chunks[c]
+        of_point = [runs[number[point]] for point in domain.fed_by(chunk.component)]
+        for rank, blocks in zip(chunk.ranks, chunk.outputs, strict=True):
+            at = filled[rank]
+            for block in blocks:
+                item, rows = items[block.item], block.rows
+                if item.microbatch == m:
+                    run = Rows(rank, at, item.start + block.first, rows, block.item)
+                    of_point[block.point].append(run)
+                at += rows
+            filled[rank] = at
+    return runs

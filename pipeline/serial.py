@@ -10,8 +10,8 @@ A rank can always do so: what it issues after waiting for x is ready later than 
 
 from collections import deque
 
-from pipeline.plan import COMPUTE, DomainPlan, Kind, Op
-from pipeline.simulator import ComputeCost, MessageCost, Transfer, communicates, run, transfer_of
+from pipeline.plan import ISSUED, DomainPlan, Kind, Op
+from pipeline.simulator import ComputeCost, MessageCost, Transfer, run
 
 
 def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> list[list[Op]]:
@@ -22,44 +22,45 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
     """
     # Nothing is free: what comes after an op must have a higher number than the op.
     timeline = run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
-    place = {pair: number for number, pair in enumerate(domain.reductions)}
-    return [_in_order(domain, team, timeline.started_ns, place) for team in range(len(domain.ops))]
+    return [
+        _in_order(team, ops, transfers)
+        for team, (ops, transfers) in enumerate(zip(domain.ops, timeline.transfers, strict=True))
+    ]
 
 
-def _in_order(
-    domain: DomainPlan,
-    team: int,
-    started_ns: dict[Transfer, int],
-    place: dict[tuple[int, int], int],
-) -> list[Op]:
-    ops = domain.ops[team]
-    number: dict[Op, tuple[int, bool, int, Transfer]] = {}
-    for op in ops:
-        if communicates(op, team, domain):
-            name, _, _ = transfer_of(op, team, domain)
+def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[Op]:
+    """Put a team's ops into the order of the transfers that they take part in. Ops go by their place."""
+    numbered: list[tuple[int, bool, tuple[object, ...], int]] = []
+    issued: dict[tuple[Kind | None, int, int], int] = {}
+    for at, (op, transfer) in enumerate(zip(ops, transfers, strict=True)):
+        if op.kind is not Kind.WAIT and transfer is not None and transfer.start >= 0:
+            issues = op.kind in ISSUED
             # At the same time a message goes first: behind compute it would wait for all of it.
-            held = op.kind in COMPUTE or op.kind is Kind.REDUCE
-            number[op] = started_ns[name], held, place.get((op.index, op.part), 0) * held, name
-    queue = deque(sorted(number, key=lambda op: number[op]))
+            numbered.append((transfer.start, not issues, transfer.name, at))
+            if issues:
+                issued[op.kind, op.index, op.part] = at
+    queue = deque(at for *_, at in sorted(numbered))
     queued = set(queue)
-    reached: set[Op] = set()  # issues of the original list up to here that are still in the queue
+    numbers = frozenset(queue)
+    reached: set[int] = set()  # issues of the original list up to here that are still in the queue
     out: list[Op] = []
 
     def may_issue() -> bool:
         # A receive needs no data, so it may be issued before its place in the original list.
-        return queue[0] in reached or queue[0].kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+        return queue[0] in reached or ops[queue[0]].kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
-    for op in ops:
-        if op in number:
-            if op in queued:
-                reached.add(op)
-                while reached and may_issue():
-                    reached.discard(queue[0])
-                    queued.discard(queue[0])
-                    out.append(queue.popleft())
-            assert not number[op][1] or op not in queued, f"team {team}: {queue[0]} keeps {op} waiting"
+    for at, op in enumerate(ops):
+        if at not in numbers:
+            awaited = issued.get((op.on, op.index, op.part)) if op.kind is Kind.WAIT else None
+            assert awaited not in queued, f"team {team}: {op} comes before {ops[queue[0]]} can be issued"
+            out.append(op)
             continue
-        awaited = op.kind is Kind.WAIT and op.on is not None and Op(op.on, op.index, part=op.part)
-        assert awaited not in queued, f"team {team}: {op} comes before {queue[0]} can be issued"
-        out.append(op)
+        if at in queued:
+            reached.add(at)
+            while reached and may_issue():
+                first = queue.popleft()
+                reached.discard(first)
+                queued.discard(first)
+                out.append(ops[first])
+        assert op.kind in ISSUED or at not in queued, f"team {team}: {ops[queue[0]]} keeps {op} waiting"
     return out

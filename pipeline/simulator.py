@@ -14,18 +14,18 @@ hang, whatever the op times; so one run proves it. Lists that run with one chann
 several too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.plan import COLLECTIVE, COMPUTE, ISSUED, DomainPlan, Kind, Op
+from pipeline.plan import COLLECTIVE, ISSUED, DomainPlan, Kind, Op
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]
-Transfer = tuple[object, ...]
-"""What ranks take part in together, by a name that all of them give it."""
+Name = tuple[object, ...]
 
 _ALONE, _TOGETHER, _ISSUE, _WAIT = range(4)
+_ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 
 
 class StuckError(Exception):
@@ -44,12 +44,13 @@ class Event:
 @dataclass(frozen=True)
 class Timeline:
     """What happened: `ends_ns[t]` are when the ops of team t ended, each having begun when the one before
-    it ended, and `started_ns` when transfers did. All times are simulated nanoseconds.
+    it ended, and `transfers[t]` what each of these ops took part in, None for what the team did alone. All
+    times are simulated nanoseconds.
     """
 
     domain: DomainPlan
     ends_ns: tuple[tuple[int, ...], ...]
-    started_ns: dict[Transfer, int]
+    transfers: tuple[tuple["Transfer | None", ...], ...]
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -74,36 +75,106 @@ class Timeline:
         return self.spent_ns(rank, Kind.WAIT)
 
 
-def transfer_of(op: Op, team: int, domain: DomainPlan) -> tuple[Transfer, Transfer, tuple[int, ...]]:
-    """Name the transfer that an op of a team takes part in, its channel, and the teams that take part.
+class Transfer:
+    """What teams take part in together: a message, a collective, compute whose layers communicate.
 
-    All of these teams give it the same name.
+    All of them give it the same `name`. It completes once it is first in line at all `teams`: it runs from
+    `start` to `done`, -1 before. `came` are, for each team that has issued it, when and in which queue;
+    `ready` counts those where it is first. `behind` is what must be complete before, for reductions.
     """
-    kind, rank = op.kind, team * domain.team
-    if kind in COLLECTIVE:
-        return (kind, op.index), (kind,), domain.teams
-    if kind in COMPUTE:
-        together = domain.parties(op, rank)
-        first, last = together[0] // domain.team, together[-1] // domain.team
-        return (kind, first, last, op.index, op.part, op.grad), (first, last), tuple(range(first, last + 1))
-    if kind is Kind.REDUCE:
-        return (kind, op.index, op.part), (kind,), domain.reducing(op)
-    source, destination = (position // domain.team for position in domain.sender(op, rank))
-    # A message is called by the part that sends: of an output, the one below; of a gradient, the one above.
-    direction = "activation" if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else "gradient"
-    shift = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(kind, 0)
-    channel = (direction, source, destination)
-    return (*channel, op.index, op.part + shift), channel, (source, destination)
+
+    __slots__ = ("behind", "came", "done", "name", "ns", "ready", "start", "teams", "waiting")
+
+    def __init__(self, name: Name, teams: tuple[int, ...], ns: int = 0) -> None:
+        self.name, self.teams, self.ns = name, teams, ns
+        self.start, self.done, self.ready = -1, -1, 0
+        self.came: list[tuple[int, _Queue]] = []
+        self.behind: Transfer | None = None
+        self.waiting: list[int] = []
 
 
-def communicates(op: Op, team: int, domain: DomainPlan) -> bool:
-    """Whether an op is communication, or compute whose layers communicate; a local route is neither."""
-    if op.kind in COMPUTE:
-        return len(domain.parties(op, team * domain.team)) > domain.team
-    if op.kind in COLLECTIVE:
-        route = domain.routes[op.index]
-        return route is None or not route.is_local
-    return op.kind in ISSUED or op.kind is Kind.REDUCE
+class _Queue:
+    """Transfers of one team on one channel, in the order of issue: those before `head` are complete, the
+    last of them at `free`.
+    """
+
+    __slots__ = ("free", "head", "team", "transfers")
+
+    def __init__(self, team: int) -> None:
+        self.team = team
+        self.transfers: list[Transfer] = []
+        self.head = self.free = 0
+
+
+class _Channel:
+    """Transfers between the same teams, with a queue for each of these."""
+
+    __slots__ = ("name", "queues", "teams", "transfers")
+
+    def __init__(self, name: Name, queues: dict[int, _Queue]) -> None:
+        self.name, self.queues, self.teams = name, queues, tuple(queues)
+        self.transfers: dict[Name, Transfer] = {}
+
+
+class _Channels:
+    """The channels of a domain, each made when the first op on it is met."""
+
+    def __init__(self, domain: DomainPlan, single_fifo: bool) -> None:
+        self.domain = domain
+        self.found: dict[Name, _Channel] = {}
+        self.passes: dict[int, _Channel | None] = {}
+        self.messages: dict[tuple[int, Kind, int], tuple[_Channel, int]] = {}
+        self.queues = {team: _Queue(team) for team in domain.teams} if single_fifo else None
+
+    def channel(self, name: Name, teams: tuple[int, ...] | range) -> _Channel:
+        """Return the channel of a name, which connects `teams`."""
+        channel = self.found.get(name)
+        if channel is None:
+            queues = {team: self.queues[team] if self.queues else _Queue(team) for team in teams}
+            channel = self.found[name] = _Channel(name, queues)
+        return channel
+
+    def collective(self, kind: Kind) -> _Channel:
+        """The channel of SHIP or RETURN: all teams of the domain."""
+        return self.channel((kind,), self.domain.teams)
+
+    def reduction(self, op: Op) -> _Channel:
+        """The channel of a REDUCE: the teams that hold its part."""
+        return self.channel((Kind.REDUCE, op.index, op.part), self.domain.reducing(op))
+
+    def compute(self, op: Op, team: int) -> _Channel | None:
+        """The channel of the layers of a compute op, None if they do not communicate."""
+        if op.kind in _ENCODER:
+            return self._together(op, team)
+        if team not in self.passes:
+            self.passes[team] = self._together(op, team)
+        return self.passes[team]
+
+    def _together(self, op: Op, team: int) -> _Channel | None:
+        ranks, size = self.domain.parties(op, team * self.domain.team), self.domain.team
+        if len(ranks) == 1:
+            return None
+        first, last = ranks[0] // size, ranks[-1] // size
+        return self.channel((first, last), range(first, last + 1))
+
+    def message(self, op: Op, team: int) -> tuple[_Channel, int]:
+        """The channel of a message, and the part that sends it: of an output, the one below; of a gradient,
+        the one above.
+        """
+        key = (team, op.kind, op.part)
+        found = self.messages.get(key)
+        if found is None:
+            size = self.domain.team
+            teams = tuple(position // size for position in self.domain.sender(op, team * size))
+            forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+            shift = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
+            channel = self.channel(("activation" if forward else "gradient", *teams), teams)
+            found = self.messages[key] = channel, op.part + shift
+        return found
+
+
+_Step = tuple[int, int, Transfer | None, _Queue | None]
+"""What running an op takes: how it runs, its time if it runs alone, what it takes part in, in which queue."""
 
 
 def run(
@@ -120,184 +191,161 @@ def run(
     return _Machine(domain, compute_ns, message_ns, single_fifo).run()
 
 
-class _Flight:
-    """A transfer: it completes once it is first in line at all its teams. `behind` is what must be complete
-    before, for reductions; `ready` counts the teams where it is first.
-    """
-
-    __slots__ = ("behind", "channel", "done", "issued", "name", "ns", "ready", "start", "teams", "waiting")
-
-    def __init__(self, name: Transfer, channel: Transfer, teams: tuple[int, ...]) -> None:
-        self.name, self.channel, self.teams = name, channel, teams
-        self.ns = self.ready = 0
-        self.start, self.done = -1, -1
-        self.issued: dict[int, int] = {}
-        self.behind: _Flight | None = None
-        self.waiting: list[int] = []
-
-
-class _Queue:
-    """Transfers of one team on one channel, in the order of issue: those before `head` are complete, the
-    last of them at `free`.
-    """
-
-    __slots__ = ("flights", "free", "head")
-
-    def __init__(self) -> None:
-        self.flights: list[_Flight] = []
-        self.head = self.free = 0
-
-
 class _Machine:
     def __init__(
         self, domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, single_fifo: bool
     ) -> None:
         self.domain = domain
         self.single_fifo = single_fifo
-        self.flights: dict[Transfer, _Flight] = {}
-        self.queues: dict[tuple[int, Transfer | None], _Queue] = {}
-        self.programs = [
-            [self._compiled(op, team, compute_ns, message_ns) for op in ops]
-            for team, ops in enumerate(domain.ops)
-        ]
+        self.compute_ns, self.message_ns = compute_ns, message_ns
+        self.local = [route is not None and route.is_local for route in domain.routes]
+        self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
+        self.nothing.done = 0
+        self.channels = _Channels(domain, single_fifo)
+        self.programs = [list(self._program(team)) for team in range(len(domain.ops))]
         before = None
         for pair in domain.reductions:
-            flight = self.flights.get((Kind.REDUCE, *pair))
-            if flight is not None:
-                flight.behind, before = before, flight
-        self.complete: list[_Flight] = []
+            channel = self.channels.found.get((Kind.REDUCE, *pair))
+            if channel is not None:
+                (reduction,) = channel.transfers.values()
+                reduction.behind, before = before, reduction
+        self.complete: list[Transfer] = []
+        self.ends: list[list[int]] = [[] for _ in self.programs]
 
-    def _compiled(
-        self, op: Op, team: int, compute_ns: ComputeCost, message_ns: MessageCost
-    ) -> tuple[int, int, _Flight | None]:
-        """What running an op takes: how it runs, its time if it runs alone, the transfer it takes part in."""
-        kind, domain = op.kind, self.domain
-        if kind is Kind.WAIT:
-            assert op.on is not None
-            return _WAIT, 0, self._flight(Op(op.on, op.index, part=op.part), team)
-        if kind in ISSUED:
-            flight = self._flight(op, team)
-            if not flight.ns and communicates(op, team, domain):
-                flight.ns = message_ns(op)
-            return _ISSUE, 0, flight
-        ns = compute_ns(team * domain.team, op)
-        if not communicates(op, team, domain):
-            return _ALONE, ns, None
-        flight = self._flight(op, team)
-        flight.ns = max(flight.ns, ns)
-        return _TOGETHER, ns, flight
+    def _program(self, team: int) -> Iterator[_Step]:
+        issued: dict[tuple[Kind | None, int, int], Transfer] = {}
+        for op in self.domain.ops[team]:
+            kind = op.kind
+            if kind is Kind.WAIT:
+                yield _WAIT, 0, issued.get((op.on, op.index, op.part)), None
+            elif kind in COLLECTIVE and self.local[op.index]:
+                issued[kind, op.index, op.part] = self.nothing
+                yield _ALONE, 0, None, None
+            elif kind in ISSUED:
+                transfer, queue = self._issuing(op, team)
+                issued[kind, op.index, op.part] = transfer
+                yield _ISSUE, 0, transfer, queue
+            else:
+                yield self._computing(op, team)
 
-    def _flight(self, op: Op, team: int) -> _Flight:
-        name, channel, teams = transfer_of(op, team, self.domain)
-        flight = self.flights.get(name)
-        if flight is None:
-            if op.kind in COLLECTIVE and not communicates(op, team, self.domain):
-                channel = ()
-            flight = self.flights[name] = _Flight(name, channel, teams)
-        return flight
+    def _issuing(self, op: Op, team: int) -> tuple[Transfer, _Queue]:
+        if op.kind in COLLECTIVE:
+            channel = self.channels.collective(op.kind)
+            key: Name = (op.index,)
+        else:
+            channel, part = self.channels.message(op, team)
+            key = (op.index, part)
+        transfer = channel.transfers.get(key)
+        if transfer is None:
+            transfer = Transfer((*channel.name, *key), channel.teams, self.message_ns(op))
+            channel.transfers[key] = transfer
+        return transfer, channel.queues[team]
+
+    def _computing(self, op: Op, team: int) -> _Step:
+        kind = op.kind
+        ns = self.compute_ns(team * self.domain.team, op)
+        reduces = kind is Kind.REDUCE
+        channel: _Channel | None
+        channel = self.channels.reduction(op) if reduces else self.channels.compute(op, team)
+        if channel is None:
+            return _ALONE, ns, None, None
+        if team not in channel.queues:
+            raise StuckError(f"rank {team * self.domain.team} runs {op}, which it has no part in")
+        key: Name = () if reduces else (kind, op.index, op.part, op.grad)
+        transfer = channel.transfers.get(key)
+        if transfer is None:
+            name = channel.name if reduces else (kind, *channel.name, *key[1:])
+            transfer = channel.transfers[key] = Transfer(name, channel.teams)
+        transfer.ns = max(transfer.ns, ns)
+        # What a team does by itself waits for nobody, unless it stands in one queue with everything.
+        alone = not reduces and len(channel.teams) == 1 and not self.single_fifo
+        return _ALONE if alone else _TOGETHER, ns, transfer, channel.queues[team]
 
     def run(self) -> Timeline:
-        at = [0] * len(self.programs)
-        clock = [0] * len(self.programs)
-        ends: list[list[int]] = [[] for _ in self.programs]
         runnable = list(range(len(self.programs)))
         while runnable:
             for team in runnable:
-                at[team], clock[team] = self._advance(team, at[team], clock[team], ends[team])
-            woken = {team for flight in self._complete() for team in flight.waiting}
+                self._advance(team)
+            woken = {team for transfer in self._complete() for team in transfer.waiting}
             runnable = sorted(woken)
-        stuck = [team for team, program in enumerate(self.programs) if at[team] < len(program)]
+        stuck = [t for t, program in enumerate(self.programs) if len(self.ends[t]) < len(program)]
         if stuck:
-            raise StuckError("; ".join(self._describe(team, at[team]) for team in stuck))
-        started = {name: flight.start for name, flight in self.flights.items()}
-        return Timeline(self.domain, tuple(map(tuple, ends)), started)
+            raise StuckError("; ".join(self._describe(team, len(self.ends[team])) for team in stuck))
+        transfers = tuple(tuple([transfer for _, _, transfer, _ in steps]) for steps in self.programs)
+        return Timeline(self.domain, tuple(map(tuple, self.ends)), transfers)
 
-    def _advance(self, team: int, at: int, now: int, ends: list[int]) -> tuple[int, int]:
-        """Run a team's ops until one must wait. Returns the op it stands at and the team's time."""
-        program = self.programs[team]
-        while at < len(program):
-            how, ns, flight = program[at]
+    def _advance(self, team: int) -> None:
+        """Run a team's ops until one must wait."""
+        program, ends = self.programs[team], self.ends[team]
+        now = ends[-1] if ends else 0
+        for at in range(len(ends), len(program)):
+            how, ns, transfer, queue = program[at]
             if how == _ALONE:
+                if transfer is not None:
+                    transfer.start = now
                 now += ns
+            elif transfer is None:
+                raise StuckError(self._never_issued(team, at))
+            elif how == _ISSUE:
+                self._issue(transfer, queue, now)
+            elif transfer.done >= 0:
+                now = max(now, transfer.done)
             else:
-                assert flight is not None
-                if how == _ISSUE:
-                    self._issue(flight, team, now)
-                else:
-                    if team not in flight.issued:
-                        if how == _WAIT:
-                            op = self.domain.ops[team][at]
-                            raise StuckError(
-                                f"rank {team * self.domain.team} waits for {op.on}({op.index}), which it "
-                                "never issued before"
-                            )
-                        self._issue(flight, team, now)
-                    if not flight.channel:  # a route that leaves no rank is done when it is issued
-                        now = max(now, flight.issued[team])
-                    elif flight.done < 0:
-                        flight.waiting.append(team)
-                        break
-                    else:
-                        now = max(now, flight.done)
+                if how == _TOGETHER:
+                    self._issue(transfer, queue, now)
+                transfer.waiting.append(team)
+                return
             ends.append(now)
-            at += 1
-        return at, now
 
-    def _issue(self, flight: _Flight, team: int, now: int) -> None:
-        flight.issued[team] = now
-        if not flight.channel:
-            return
-        queue = self._queue(flight, team)
-        queue.flights.append(flight)
-        if queue.flights[queue.head] is flight:
-            self._is_first(flight)
+    def _issue(self, transfer: Transfer, queue: _Queue | None, now: int) -> None:
+        assert queue is not None
+        transfer.came.append((now, queue))
+        queue.transfers.append(transfer)
+        if len(queue.transfers) == queue.head + 1:
+            self._is_first(transfer)
 
-    def _queue(self, flight: _Flight, team: int) -> _Queue:
-        key = (team, None if self.single_fifo else flight.channel)
-        queue = self.queues.get(key)
-        if queue is None:
-            queue = self.queues[key] = _Queue()
-        return queue
+    def _is_first(self, transfer: Transfer) -> None:
+        transfer.ready += 1
+        if transfer.ready == len(transfer.teams):
+            self.complete.append(transfer)
 
-    def _is_first(self, flight: _Flight) -> None:
-        flight.ready += 1
-        if flight.ready == len(flight.teams):
-            self.complete.append(flight)
-
-    def _complete(self) -> list[_Flight]:
+    def _complete(self) -> list[Transfer]:
         """Complete every transfer that is first in line everywhere, and those that this lets be first."""
-        done: list[_Flight] = []
-        held: list[_Flight] = []  # reductions behind one that is not complete
+        done: list[Transfer] = []
+        held: list[Transfer] = []  # reductions behind one that is not complete
         while self.complete:
-            flight = self.complete.pop()
-            earliest = 0 if flight.behind is None else flight.behind.done
-            if earliest < 0:
-                held.append(flight)
+            transfer = self.complete.pop()
+            start = 0 if transfer.behind is None else transfer.behind.done
+            if start < 0:
+                held.append(transfer)
                 continue
-            queues = [self._queue(flight, team) for team in flight.teams]
-            came = [max(flight.issued[t], q.free) for t, q in zip(flight.teams, queues, strict=True)]
-            flight.start = max(earliest, *came)
-            flight.done = flight.start + flight.ns
-            done.append(flight)
-            for queue in queues:
-                queue.free = flight.done
+            for now, queue in transfer.came:
+                start = max(start, now, queue.free)
+            transfer.start, transfer.done = start, start + transfer.ns
+            done.append(transfer)
+            for _, queue in transfer.came:
+                queue.free = transfer.done
                 queue.head += 1
-                if queue.head < len(queue.flights):
-                    self._is_first(queue.flights[queue.head])
-            if flight.name[0] is Kind.REDUCE:
+                if queue.head < len(queue.transfers):
+                    self._is_first(queue.transfers[queue.head])
+            if transfer.name[0] is Kind.REDUCE:
                 self.complete += held
                 held.clear()
         self.complete = held
         return done
 
+    def _never_issued(self, team: int, at: int) -> str:
+        op = self.domain.ops[team][at]
+        return f"rank {team * self.domain.team} waits for {op.on}({op.index}), which it never issued before"
+
     def _describe(self, team: int, at: int) -> str:
-        op, (how, _, flight) = self.domain.ops[team][at], self.programs[team][at]
+        op, transfer = self.domain.ops[team][at], self.programs[team][at][2]
         text = f"rank {team * self.domain.team} stands at op {at}, {op}"
-        if how not in (_TOGETHER, _WAIT) or flight is None:
-            return text
-        missing = [other * self.domain.team for other in flight.teams if other not in flight.issued]
+        assert transfer is not None
+        came = {queue.team for _, queue in transfer.came}
+        missing = [other * self.domain.team for other in transfer.teams if other not in came]
         if missing:
             return f"{text}, waiting for rank {', '.join(map(str, missing))} to take part"
-        if flight.behind is not None and flight.behind.done < 0:
+        if transfer.behind is not None and transfer.behind.done < 0:
             return f"{text}, behind a reduction that other domains make first"
         return f"{text}, behind another transfer on its channel"

@@ -72,14 +72,15 @@ def _ranks(text: str) -> list[int]:
         raise ValueError(f"--rank {text}: give numbers, such as 37 or 0,37,127") from None
 
 
-def use_trace(config: "Config", name: str, path: Path) -> None:
+def use_trace(config: "Config", name: str, path: Path, num_samples: int | None = None) -> None:
     """Make a trace the only source of a configuration, written to the new folder `path`."""
     from omni.config import SourceConfig
     from omni.models.registry import make_encoder
-    from omni.rehearsal.stand_in_data import write_trace_dataset
+    from omni.rehearsal.stand_in_data import NUM_SAMPLES, write_trace_dataset
 
     encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
-    write_trace_dataset(path, name, config.train.seed, {encoder.modality for encoder in encoders})
+    modalities = {encoder.modality for encoder in encoders}
+    write_trace_dataset(path, name, config.train.seed, modalities, num_samples or NUM_SAMPLES)
     config.data.sources = {name: SourceConfig(path=str(path))}
     config.data.heldout = {}
 

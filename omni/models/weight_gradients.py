@@ -140,6 +140,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, deferral: Deferral, *inputs: Any) -> torch.Tensor:
         ctx.deferral = deferral
+        # The parameter itself: hooks on saved tensors, which move them, bring back another object.
+        ctx.weight = inputs[1]
         output: torch.Tensor = LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, *inputs)
         return output
 
@@ -148,7 +150,7 @@ class _Linear(torch.autograd.Function):
         pending = ctx.deferral.pending
         if pending is None:
             return (None, *LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, *grads))
-        inputs, weight = ctx.saved_tensors
+        inputs, weight = ctx.saved_tensors[0], ctx.weight
         (grad,) = grads
         group = ctx.tp_group if ctx.sequence_parallel else None
         pending.put_off(_Product(weight, inputs, grad, group))

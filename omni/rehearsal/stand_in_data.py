@@ -21,8 +21,10 @@ _WINDOW = 28  # pixels of a row's side in the traces
 _AUDIO_RATE, _AUDIO_ROW = 16_000, 1_280  # samples of a second, and of a row at 12.5 rows a second
 
 
-def write_trace_dataset(path: Path, name: str, seed: int, modalities: Collection[str]) -> None:
-    """Write the samples of trace `name` whose items are all of `modalities`.
+def write_trace_dataset(
+    path: Path, name: str, seed: int, modalities: Collection[str], num_samples: int = NUM_SAMPLES
+) -> None:
+    """Write those of `num_samples` samples of trace `name` whose items are all of `modalities`.
 
     Items keep their size on screen or in seconds; each encoder makes of it the tokens that it makes.
 
@@ -30,7 +32,7 @@ def write_trace_dataset(path: Path, name: str, seed: int, modalities: Collection
         DataError: if no sample is left.
         ValueError: for an unknown trace.
     """
-    trace = generate(name, NUM_SAMPLES, seed)
+    trace = generate(name, num_samples, seed)
     usable = [meta for meta in trace if {item.modality for item in meta.items} <= set(modalities)]
     if not usable:
         raise DataError(

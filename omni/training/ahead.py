@@ -1,31 +1,39 @@
 """Work done before its step, off the critical path: plan two steps ahead, load and assemble one ahead.
 
-One thread plans, because each plan begins at the stream position where the one before it ended; the loader's
-threads read and decode; one more thread builds tensors. `take` hands out a step and waits only if one of
-them is late. Whatever goes wrong in a thread is raised by `take` of that step.
+One thread asks for plans, one after the other, because each begins at the stream position where the one
+before it ended. They are made in a process apart or, where there is none, in that thread: see `plan_process`.
+The loader's threads read and decode; one more thread builds tensors. `take` hands out a step and waits only
+if one of them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from dataloader.loader import Failure, Loader
 from omni.training.inputs import Assembler
+from omni.training.plan_process import Planned, PlanStep
 from omni.training.planner import Planner
 from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
 
 PLANS_AHEAD = 2
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it."""
+    """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it, `plan_s` how
+    long its plan took and `plan_cpu_s` how much of that a core worked.
+    """
 
     plan: StepPlan
     inputs: StepInputs
     failures: tuple[Failure, ...]
     plan_s: float
+    plan_cpu_s: float
     wait_s: float
 
 
@@ -35,6 +43,7 @@ class Ahead:
     def __init__(
         self,
         planner: Planner,
+        plan_step: PlanStep,
         loader: Loader,
         assembler: Assembler,
         *,
@@ -45,13 +54,14 @@ class Ahead:
         timeout_s: float,
     ) -> None:
         self.planner = planner
+        self.plan_step = plan_step
         self.loader = loader
         self.assembler = assembler
         self.domain = domain
         self.last = last
         self.cursor = cursor
         self.timeout_s = timeout_s
-        self.plans: dict[int, Future[tuple[StepPlan, float]]] = {}
+        self.plans: dict[int, Future[Planned]] = {}
         self.ready: dict[int, Future[Prepared]] = {}
         self.planning = ThreadPoolExecutor(1, "planner")
         self.assembling = ThreadPoolExecutor(1, "assembler")
@@ -60,8 +70,12 @@ class Ahead:
         self._start_preparing(first)
 
     def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step that is at most two ahead, waiting for it if need be."""
-        return self.plans[step].result(self.timeout_s)[0]
+        """Return the plan of a step that is at most two ahead, waiting for it if need be.
+
+        Raises:
+            TimeoutError: naming the step, if it is not planned in time.
+        """
+        return self._result(self.plans[step], f"the plan of step {step}").plan
 
     def take(self, step: int) -> Prepared:
         """Hand out a step once and start preparing the next one in line.
@@ -70,7 +84,7 @@ class Ahead:
             TimeoutError: naming the step, if it is not ready in time.
         """
         start = time.perf_counter()
-        prepared = self.ready.pop(step).result(self.timeout_s + 10)
+        prepared = self._result(self.ready.pop(step), f"step {step}, to be planned and loaded")
         del self.plans[step]
         self._start_plan(step + PLANS_AHEAD)
         self._start_preparing(step + 1)
@@ -91,17 +105,25 @@ class Ahead:
         if step <= self.last:
             self.ready[step] = self.assembling.submit(self._prepare, step, self.plans[step])
 
-    def _plan(self, step: int) -> tuple[StepPlan, float]:
-        start = time.perf_counter()
-        plan = self.planner.next_step(step, self.cursor, self.domain)
-        self.planner.verify(plan)
-        _ = plan.digests  # hash it here, not in the step
+    def _plan(self, step: int) -> Planned:
+        planned = self.plan_step(step, self.cursor, self.domain)
+        plan = planned.plan
         self.cursor = plan.taken.next_cursor
         self.loader.submit(step, self.assembler.fetch_of(plan.domain, self.planner.metas_of(plan.domain)))
-        return plan, time.perf_counter() - start
+        return planned
 
-    def _prepare(self, step: int, planned: "Future[tuple[StepPlan, float]]") -> Prepared:
-        plan, plan_s = planned.result()
+    def _prepare(self, step: int, future: Future[Planned]) -> Prepared:
+        planned = future.result()
+        plan = planned.plan
         fetched = self.loader.get(step, self.timeout_s)
         inputs = self.assembler.assemble(plan.domain, fetched, predict=False)
-        return Prepared(plan, inputs, fetched.failures, plan_s, fetched.wait_s)
+        return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s, fetched.wait_s)
+
+    def _result(self, future: Future[T], what: str) -> T:
+        """Wait a little longer than those who plan and load, whose own errors say more."""
+        try:
+            return future.result(self.timeout_s + 10)
+        except TimeoutError as error:
+            if future.done():  # raised by the work itself
+                raise
+            raise TimeoutError(f"waited {self.timeout_s + 10:g} s for {what} (train.timeout_s)") from error

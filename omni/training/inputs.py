@@ -185,9 +185,7 @@ class Assembler:
             tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(
-        self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]
-    ) -> ChunkInputs:
+    def _chunk(self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]) -> ChunkInputs:
         """Take this rank's items of a chunk from `arrays`, None for one that could not be decoded."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]

@@ -35,6 +35,7 @@ from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.work import Part
+from pipeline.builders import SchedulePolicy
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
@@ -93,6 +94,7 @@ def prepare_job(config: Config, world: int) -> Job:
     if LLM in encoders:
         raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
     policies = chosen_policies(config)
+    _check_parts(arrangement.llm.parts, policies.pipeline)
     _check_choices(config)
     check_optim(config.optim, components, config.train.steps)
     tokenizer = tokenizer_of(config)
@@ -243,6 +245,14 @@ def check_layout(
         if tp > 1:
             with naming(name):
                 encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+
+
+def _check_parts(parts: int, schedule: SchedulePolicy) -> None:
+    if schedule.parts is not None and parts > schedule.parts:
+        raise ConfigError(
+            f"layout.llm.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on "
+            f"a rank: set layout.llm.parts={schedule.parts}, or choose a schedule that interleaves parts"
+        )
 
 
 def _encoder_tp(config: Config, name: str) -> int:

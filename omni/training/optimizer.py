@@ -32,8 +32,8 @@ from parallel.megatron import (
 class Totals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
     component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
-    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
-    stop.
+    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad
+    data, and whether any rank was asked to stop.
     """
 
     losses: tuple[float, ...]

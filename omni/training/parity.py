@@ -25,6 +25,7 @@ from infra.run_folder import RunFolder
 from omni.models.llm import NAME as LLM
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.job import Job
+from omni.training.plan_process import PlanStep
 from omni.training.state import Shard, shards
 from omni.training.trainer import Trainer
 
@@ -59,10 +60,15 @@ class Difference:
 
 
 def measure(
-    job: Job, folder: RunFolder, rank: int, device: torch.device, steps: int = 1
+    job: Job,
+    folder: RunFolder,
+    rank: int,
+    device: torch.device,
+    steps: int = 1,
+    plan_step: PlanStep | None = None,
 ) -> Measurement | None:
     """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
-    trainer = Trainer(job, folder, rank, device)
+    trainer = Trainer(job, folder, rank, device, plan_step)
     loss, gradients = math.nan, None
     squares: dict[str, float] = {}
     with trainer.ahead() as ahead:
@@ -201,8 +207,8 @@ def main(config_path: Path) -> None:
     """One rank of a measurement, as torchrun starts it."""
     from omni.training.worker import joined
 
-    with joined(config_path) as (job, folder, rank, device):
-        measurement = measure(job, folder, rank, device, steps=job.config.train.steps)
+    with joined(config_path) as (job, folder, rank, device, plan_step):
+        measurement = measure(job, folder, rank, device, job.config.train.steps, plan_step)
         if measurement is not None:
             save(measurement, folder.path / FILE)
 

@@ -26,13 +26,13 @@ from dataloader.global_batch import Budget, Lengths, take_global_batch
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, item_row_offsets, length
-from omni.training.sharing import Sharing, lay_out, make_chunks
+from omni.training.sharing import Chunking, Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
-from pipeline.builders import SchedulePolicy, build_forward_only, without_encoder_backward
+from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
 from pipeline.costs import Costs, plan_costs, plan_memory
 from pipeline.expand import expand
 from pipeline.plan import (
@@ -85,9 +85,10 @@ class Planner:
     """Plans any step of a run over the ranks of `arrangement`.
 
     `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `encoders` maps a
-    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where its rows enter; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a
-    rank shares one queue.
+    modality to the component that takes it; `sharing` says how each component shares sequences, `feeds` where
+    its rows enter; `frozen` tells the components frozen at a step; samples are reordered among `group_size`
+    neighbouring domains; `single_queue` asks for op lists that are safe where all communication of a rank
+    shares one queue; `chunking` makes quanta of work of a domain's items.
     """
 
     stream: Stream
@@ -106,6 +107,7 @@ class Planner:
     frozen: Callable[[int], tuple[str, ...]]
     group_size: int
     single_queue: bool = False
+    chunking: Chunking = make_chunks
 
     def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
         """Plan step `step` of training, from stream position `cursor`, for domain `number`.
@@ -291,7 +293,7 @@ class Planner:
             samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=make_chunks(items, self._slots, self.sharing, self._tokens_cost),
+            chunks=self.chunking(items, self._slots, self.sharing, self._tokens_cost),
             routes=(),
             ops=(),
             reductions=self._reductions(frozen) if train else (),
@@ -312,13 +314,15 @@ class Planner:
         )
 
     def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The order in which gradients are reduced: components in theirs, the LLM's parts from the first."""
+        """The order in which gradients are reduced: components in theirs, the LLM's parts from the last on,
+        since its gradients are complete first.
+        """
         num_parts = sum(map(len, self.arrangement.stage_parts))
         return tuple(
             (number, part)
             for number, component in enumerate(self.components)
             if component not in frozen
-            for part in range(num_parts if component == self.llm else 1)
+            for part in reversed(range(num_parts if component == self.llm else 1))
         )
 
     def _bounds(self, domain: DomainPlan) -> tuple[tuple[str, int], ...]:
@@ -405,7 +409,7 @@ class Planner:
         self, domain: DomainPlan, costs: Costs, frozen: tuple[str, ...], train: bool
     ) -> tuple[tuple[Op, ...], ...]:
         order = self.policies.schedule(domain, costs) if train else build_forward_only(domain)
-        lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
+        lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
         reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
         for number, part in domain.reductions:
             op = Op(Kind.REDUCE, number, part=part)

@@ -172,6 +172,7 @@ def metrics_of(
         "mem/peak_gb": peak_memory_bytes() / 1e9,
         "health/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         "plan/ms": prepared.plan_s * 1e3,
+        "plan/cpu_ms": prepared.plan_cpu_s * 1e3,
     }
     for source, loss, targets in zip(job.sources, totals.losses, totals.targets, strict=True):
         if targets:

@@ -74,7 +74,9 @@ class Reporter:
         step = prepared.plan.step
         norms = optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(self.job, prepared, result, totals, norms, rates, loads, self.progression, step_s)
+        metrics = metrics_of(
+            self.job, prepared, result, totals, norms, rates, loads, self.progression, step_s
+        )
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss = totals.loss

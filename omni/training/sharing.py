@@ -19,6 +19,17 @@ from pipeline.plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
 from pipeline.routes import outputs_of
 
+Chunking = Callable[
+    [
+        Sequence[PlannedItem],
+        Mapping[str, Sequence[Slot]],
+        Mapping[str, "Sharing"],
+        Callable[[str, int], int],
+    ],
+    tuple[Chunk, ...],
+]
+"""From the items of a domain to chunks, in the order of their microbatches: see `make_chunks`."""
+
 
 @dataclass(frozen=True)
 class Sharing:

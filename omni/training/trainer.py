@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.inputs import mask_tombstones, share_tombstones
 from omni.training.job import Job
 from omni.training.optimizer import Totals, reduce_totals
+from omni.training.plan_process import PlanStep, plan_step
 from omni.training.report import Progression, busiest, idle_seconds, planned_sums
 from omni.training.reporter import Reporter
 from omni.training.state import read_state, write_state
@@ -48,12 +50,23 @@ class NoUpdateError(RuntimeError):
 
 
 class Trainer:
-    """One rank of a run. `run` trains from the folder's last checkpoint, or from the start, to the end."""
+    """One rank of a run. `run` trains from the folder's last checkpoint, or from the start, to the end.
 
-    def __init__(self, job: Job, folder: RunFolder, rank: int, device: torch.device) -> None:
+    Steps are planned by `plan_step`, or on a thread if it is not given.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        rank: int,
+        device: torch.device,
+        plan_step: PlanStep | None = None,
+    ) -> None:
         self.job = job
         self.config: Config = job.config
         self.folder = folder
+        self.plan_step = plan_step
         self.where = "start-up"
         self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
         self.rank: Rank = build_rank(job, rank, device, self.on_op)
@@ -110,6 +123,7 @@ class Trainer:
         decoders = {encoder.modality: encoder.decode for encoder in self.job.encoders.values()}
         ahead = Ahead(
             self.job.planner,
+            self.plan_step or partial(plan_step, self.job.planner),
             Loader(self.readers, self.job.tokenizer, decoders, self.config.data.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,

@@ -18,6 +18,7 @@ from infra.run_folder import RunFolder
 from omni.compose import load_config
 from omni.config import ConfigError
 from omni.training.job import Job, prepare_job
+from omni.training.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
@@ -25,24 +26,26 @@ from parallel.layout import LayoutError
 
 
 @contextlib.contextmanager
-def joined(config_path: Path) -> Iterator[tuple[Job, RunFolder, int, torch.device]]:
+def joined(config_path: Path) -> Iterator[tuple[Job, RunFolder, int, torch.device, PlanStep]]:
     """Join the world that torchrun describes, and leave it together with all other ranks."""
     config = load_config(config_path)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     job = prepare_job(config, world)
-    device = select_device()
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    dist.init_process_group(backend_name(), timeout=timedelta(seconds=config.train.timeout_s))
-    yield job, RunFolder.create(config_path.parent), rank, device
-    dist.barrier()
-    dist.destroy_process_group()
+    # The planner process is forked here: there is no device context, no process group and no thread yet.
+    with planning_apart(job.planner, config.train.timeout_s) as plan_step:
+        device = select_device()
+        if device.type == "cpu":
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        dist.init_process_group(backend_name(), timeout=timedelta(seconds=config.train.timeout_s))
+        yield job, RunFolder.create(config_path.parent), rank, device, plan_step
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def main(config_path: Path) -> None:
     """Train as this process's rank; all ranks of the world run this."""
-    with joined(config_path) as (job, folder, rank, device):
-        Trainer(job, folder, rank, device).run()
+    with joined(config_path) as (job, folder, rank, device, plan_step):
+        Trainer(job, folder, rank, device, plan_step).run()
 
 
 def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
@@ -57,7 +60,7 @@ def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
     except (ConfigError, LayoutError, DataError) as error:
         print(f"rank {rank}: error: {error}", file=sys.stderr)
         code = 2
-    except (BadDataError, CheckpointError, DivergenceError, NoUpdateError) as error:
+    except (BadDataError, CheckpointError, DivergenceError, NoUpdateError, PlannerEndedError) as error:
         print(f"rank {rank} failed: {error}", file=sys.stderr)
         code = 1
     except BaseException:

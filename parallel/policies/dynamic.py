@@ -14,7 +14,6 @@ Searches bounded by counts, of which the smallest predicted makespan wins:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import nsmallest
 
 import numpy as np
 
@@ -100,8 +99,8 @@ def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:
     build = Build(case.lengths, case.rows, case.pool)
     degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
     for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
-        ranks = nsmallest(degree_of[number], range(case.pool.num_ranks), key=build.ns.__getitem__)
-        build.share(number, sorted(ranks))
+        emptiest = sorted(range(case.pool.num_ranks), key=build.ns.__getitem__)
+        build.share(number, sorted(emptiest[: degree_of[number]]))
     if build.makespan >= limit or not build.fits:
         return None
     return build if build.place(s for s in case.order if s not in degree_of) else None

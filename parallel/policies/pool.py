@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from parallel.schemes import SequenceCost, scheme_tiles
 from parallel.sequence import SequenceLayout, Shard
-from parallel.tiles import attention_work, exchange_volume, pairs_before
+from parallel.tiles import pairs_before
+from parallel.tilings import busier, compare
 
 Times = npt.NDArray[np.int64]
 Degrees = npt.NDArray[np.int64]
@@ -61,11 +62,12 @@ def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ..
         return ((_SCALE, 0),)
     shards = cut(_REFERENCE, [(rank, 1) for rank in range(degree)], 1)
     total = pairs_before(_REFERENCE, _REFERENCE, cost.shape) * cost.shape.heads
-    found = set()
-    for _, tiles in scheme_tiles(shards, cost.shape):
-        work = max(attention_work(tiles, _REFERENCE, cost.shape).values())
-        rows = max(volume.busier for volume in exchange_volume(tiles, shards, cost.shape).values())
-        found.add((-(-work * _SCALE // total), cost.transfer_ns(rows) * 1_000_000 // _REFERENCE))
+    works, volumes = compare([tiles for _, tiles in scheme_tiles(shards, cost.shape)], shards, cost.shape)
+    slowest = zip(works.max(1).tolist(), busier(volumes).max(1).tolist(), strict=True)
+    found = {
+        (-(-work * _SCALE // total), cost.transfer_ns(rows) * 1_000_000 // _REFERENCE)
+        for work, rows in slowest
+    }
     ordered = sorted(found)
     return tuple(s for i, s in enumerate(ordered) if all(s[1] < other[1] for other in ordered[:i]))
 

@@ -168,7 +168,7 @@ BESIDE = ["placement=disaggregated", "placement.ranks=2"]
         (
             2,
             ["placement.policy=beside"],
-            ["placement.policy=beside", "disaggregated, stage0", "omni.placement"],
+            ["placement.policy=beside", "colocated", "omni.placement"],
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
@@ -407,8 +407,8 @@ def plans(path: Path, policy: str, budget: int = 32, steps: int = 8) -> tuple[Jo
     made = prepare_job(config, 1)
     out, cursor = [], 0
     for step in range(1, steps + 1):
-        out.append(made.planner.next_step(step, cursor))
-        cursor = out[-1].next_cursor
+        out.append(made.planner.next_step(step, cursor, 0))
+        cursor = out[-1].taken.next_cursor
     return made, out
 
 
@@ -423,8 +423,8 @@ def test_a_long_sample_stops_the_run_with_its_name_and_the_keys(long_data):
 def test_a_long_sample_is_dropped_and_counted(long_data):
     made, steps = plans(long_data, "drop")
     assert made.planner.meta("strips", 3) is None
-    assert {sample.id for plan in steps for sample in plan.samples} == set(range(16)) - {3}
-    assert ("strips", 3) in [skipped for plan in steps for skipped in plan.skipped]
+    assert {sample.id for plan in steps for sample in plan.domain.samples} == set(range(16)) - {3}
+    assert ("strips", 3) in [skipped for plan in steps for skipped in plan.taken.skipped]
 
 
 @pytest.mark.parametrize("budget", range(34, 60))
@@ -445,10 +445,10 @@ def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
     assert cut.items == whole.items[: len(cut.items)]
     assert all(item.rows == rows for item in cut.items)
     # ... and what the plan encodes and routes is whole images, within the sample.
-    plan = next(p for p in plans(long_data, "truncate", budget)[1] if 3 in [s.id for s in p.samples])
-    place = next(i for i, sample in enumerate(plan.samples) if sample.id == 3)
-    assert plan.samples[place].length == length(cut)
-    planned = [item for item in plan.domains[0].items if item.sample == place]
+    plan = next(p for p in plans(long_data, "truncate", budget)[1] if 3 in p.taken.ids)
+    place = next(i for i, sample in enumerate(plan.domain.samples) if sample.id == 3)
+    assert plan.domain.samples[place].length == length(cut)
+    planned = [item for item in plan.domain.items if item.sample == place]
     assert [item.rows for item in planned] == [rows] * len(cut.items)
 
 
@@ -485,10 +485,10 @@ def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(
         return
     seen, skipped, cursor = set(), set(), 0
     for step in range(1, 9):
-        plan = planner.next_step(step, cursor)
-        cursor = plan.next_cursor
-        seen |= {sample.id for sample in plan.samples}
-        skipped |= set(plan.skipped)
+        plan = planner.next_step(step, cursor, 0)
+        cursor = plan.taken.next_cursor
+        seen |= {sample.id for sample in plan.domain.samples}
+        skipped |= set(plan.taken.skipped)
     cut = planner.meta("strips", 3)
     if policy == "drop":
         assert (seen, skipped, cut) == (set(range(12)) - {3}, {("strips", 3)}, None)

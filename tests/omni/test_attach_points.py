@@ -74,7 +74,7 @@ def test_every_row_is_delivered_once_for_each_point_and_stages_wait_for_theirs(
     data: Path, tmp_path: Path
 ) -> None:
     line = overrides(data, tmp_path, *TAPS, "layout.llm.pp=4")
-    domain = prepare_job(compose_config(line), 4).planner.next_step(1, 0).domains[0]
+    domain = prepare_job(compose_config(line), 4).planner.next_step(1, 0, 0).domain
     assert [len(domain.points(rank)) for rank in range(4)] == [1, 1, 1, 0]
     for m, route in enumerate(domain.routes):
         if route is None:
@@ -84,7 +84,7 @@ def test_every_row_is_delivered_once_for_each_point_and_stages_wait_for_theirs(
             arriving = sum(s.length for s in route.segments if s.destination == stage)
             assert arriving == (rows if stage < 3 else 0)
             ops = domain.ops[stage]
-            waits = ops.index(Op(Kind.WAIT, m, Kind.SHIP)) < ops.index(Op(Kind.FORWARD, m))
+            waits = ops.index(Op(Kind.WAIT, m, Kind.SHIP)) < ops.index(Op(Kind.FORWARD, m, part=stage))
             assert waits or stage == 3
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from planners import plans_of_all_domains
 from ranks import RankPool
 from small import overrides, write_mixed
 from sound import chirp, encoded, recording, tone
@@ -301,12 +302,12 @@ def test_the_stem_pads_each_recording_with_zeros(ranks: RankPool, data: Path, tm
 
 def test_the_batch_holds_both_kinds_on_both_ranks(data: Path, tmp_path: Path) -> None:
     job = prepare_job(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
-    domain = job.planner.next_step(1, 0).domains[0]
+    domain = job.planner.next_step(1, 0, 0).domain
     assert {(chunk.component, rank) for chunk in domain.chunks for rank in chunk.ranks} == {
         (component, rank) for component in ("audio", "image") for rank in (0, 1)
     }
     both = [
-        {c.component for c in domain.chunks if c.microbatch == m} for m in range(len(domain.microbatches))
+        {c.component for c in domain.chunks if m in c.microbatches} for m in range(len(domain.microbatches))
     ]
     assert {"audio", "image"} in both
 
@@ -369,7 +370,8 @@ def test_encoders_with_layouts_of_their_own_equal_one_rank(
 def test_in_these_layouts_slots_of_both_encoders_have_items(data: Path, tmp_path: Path, case: str) -> None:
     world, more = OWN_LAYOUTS[case]
     job = prepare_job(compose_config(line_of(data, tmp_path, *more)), world)
-    chunks = [chunk for domain in job.planner.next_step(1, 0).domains for chunk in domain.chunks]
+    plans = plans_of_all_domains(job.planner, 1, 0)
+    chunks = [chunk for plan in plans for chunk in plan.domain.chunks]
     sizes = {
         component: {c.tp for c in chunks if c.component == component} for component in ("audio", "image")
     }

@@ -20,6 +20,7 @@ from parity_matrix import (
     variants,
 )
 from parity_runs import command_line, configure, distance, narrowest_choices, run, write_data
+from planners import plans_of_all_domains
 from ranks import RankPool
 
 from omni.compose import compose_config
@@ -84,7 +85,7 @@ def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
 def test_slots_of_these_cases_span_stages(folder: Path, case: Case) -> None:
-    (domain,) = plan_of(case, folder).domains
+    (domain,) = (plan.domain for plan in plans_of(case, folder))
     stages = {tuple(map(domain.stage, chunk.ranks[: chunk.tp])) for chunk in domain.chunks}
     assert stages
     assert all(first != last for first, last in stages), stages
@@ -103,8 +104,8 @@ def test_the_choice_of_experts_does_not_hang_on_rounding(ranks: RankPool, folder
     assert len(margins) == config.train.steps
 
 
-def plan_of(case: Case, folder: Path) -> StepPlan:
-    return prepare_job(configure(case, folder), case.world).planner.next_step(1, 0)
+def plans_of(case: Case, folder: Path) -> list[StepPlan]:
+    return plans_of_all_domains(prepare_job(configure(case, folder), case.world).planner, 1, 0)
 
 
 def idle_encoders(domain: DomainPlan) -> int:
@@ -115,28 +116,28 @@ def idle_encoders(domain: DomainPlan) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     case = CASES[name]
-    plan = plan_of(case, folder)
-    routes = [route for domain in plan.domains for route in domain.routes]
-    lengths = [item.tokens for domain in plan.domains for item in domain.items]
-    texts = {i for domain in plan.domains for batch in domain.microbatches for i in batch.samples}
-    texts -= {item.sample for domain in plan.domains for item in domain.items}
+    domains = [plan.domain for plan in plans_of(case, folder)]
+    routes = [route for domain in domains for route in domain.routes]
+    lengths = [item.tokens for domain in domains for item in domain.items]
+    texts = {(d, i) for d, domain in enumerate(domains) for b in domain.microbatches for i in b.samples}
+    texts -= {(d, item.sample) for d, domain in enumerate(domains) for item in domain.items}
     assert texts, "no sample is without items"
     if case.data == "mixed":
         assert None in routes, "no microbatch is without items"
         assert len(set(lengths)) > 2, "items are even"
         tails = (
             batch.layout.padded_tokens(member, case.tp) > batch.layout.local_tokens(member)
-            for domain in plan.domains
+            for domain in domains
             for batch in domain.microbatches
             for member in range(domain.pool)
         )
         assert case.tp == 1 or any(tails), "no rank has a tail"
     else:
-        assert any(idle_encoders(domain) for domain in plan.domains), "no rank is without items"
+        assert any(idle_encoders(domain) for domain in domains), "no rank is without items"
     if case.cp > 1 or case.llm_sp == "dynamic":
-        assert any(any(batch.tiles) for domain in plan.domains for batch in domain.microbatches)
+        assert any(any(batch.tiles) for domain in domains for batch in domain.microbatches)
     if case.encoder_sp != "none":
-        assert any(any(chunk.tiles) for domain in plan.domains for chunk in domain.chunks)
+        assert any(any(chunk.tiles) for domain in domains for chunk in domain.chunks)
     if case.boundary != "auto":
         assert case.boundary in {route.transport for route in routes if route is not None}
 
@@ -219,11 +220,11 @@ def test_names_are_unique() -> None:
     ids=lambda case: case.name,
 )
 def test_what_is_left_out_changes_nothing(folder: Path, layout: Case) -> None:
-    had, plan = set(variants(layout)), plan_of(layout, folder)
+    had, plans = set(variants(layout)), plans_of(layout, folder)
     for axis in ("encoder_sp", "llm_sp", "boundary"):
         others = [replace(layout, **{axis: value}) for value in AXES[axis]]
         left_out = [case for case in others if case not in had]
-        assert all(plan_of(case, folder) == plan for case in left_out), axis
+        assert all(plans_of(case, folder) == plans for case in left_out), axis
     assert had < set(space().cases)
 
 

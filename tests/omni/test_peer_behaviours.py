@@ -69,17 +69,17 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
         "+optim.components={image: {frozen: [[1, 9]]}}",
     ]
     job = prepare_job(compose_config(overrides(data / "mixed", tmp_path, *more)), stages)
-    domain = job.planner.next_step(1, 0).domains[0]
-    for rank, ops in enumerate(domain.ops):
+    domain = job.planner.next_step(1, 0, 0).domain
+    for stage, ops in enumerate(domain.ops):
         assert not any(op.kind is Kind.ENCODE_BACKWARD for op in ops)
-        encoded = [domain.chunks[op.index].microbatch for op in ops if op.kind is Kind.ENCODE]
+        encoded = [domain.chunks[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]
         assert encoded == sorted(encoded)
         passed = -1
         for op in ops:
             if op.kind is Kind.FORWARD:
                 passed = op.index
             elif op.kind is Kind.ENCODE:
-                assert domain.chunks[op.index].microbatch - passed <= rank + 1
+                assert domain.chunks[op.index].microbatches[0] - passed <= stage + 1
 
 
 def miscount(rank: int, line: list[str], world: int) -> None:

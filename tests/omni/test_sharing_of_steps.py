@@ -60,7 +60,7 @@ def heavy_tailed(num_batches: int, items: int, seed: int, spread: float = 1.5) -
 
 
 def shared(chunks: tuple[Chunk, ...]) -> set[int]:
-    return {chunk.microbatch for chunk in chunks if len(chunk.ranks) > 1}
+    return {m for chunk in chunks if len(chunk.ranks) > 1 for m in chunk.microbatches}
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "dynamic_pow2", "long_short", "hybrid_pow2"])

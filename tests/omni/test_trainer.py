@@ -12,7 +12,7 @@ from ranks import RankPool
 from small import overrides, write_mixed
 
 from dataloader.format import Sample
-from dataloader.policies import NONE
+from dataloader.policies import NONE, PackingPolicy
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
@@ -40,16 +40,10 @@ def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
 def _fetched(rank: int, line: list[str]) -> tuple[list[tuple[str, int, int]], set[tuple[str, int, int]]]:
     """What a rank loads for a step, and of which items it has any tokens."""
     trainer = make_trainer(rank, line, 4)
-    plan = trainer.job.planner.next_step(1, 0)
-    domain = plan.domains[trainer.rank.domain]
-    batches = domain.microbatches
-    metas = {
-        i: trainer.job.planner.meta(plan.samples[i].source, plan.samples[i].id)
-        for b in batches
-        for i in b.samples
-    }
+    domain = trainer.job.planner.next_step(1, 0, trainer.rank.domain).domain
+    metas = trainer.job.planner.metas_of(domain)
     held = {
-        (plan.samples[item.sample].source, plan.samples[item.sample].id, item.index)
+        (domain.samples[item.sample].source, domain.samples[item.sample].id, item.index)
         for chunk in domain.chunks
         for item, shards in zip((domain.items[i] for i in chunk.items), chunk.layout.shards, strict=True)
         if any(chunk.ranks[shard.rank] == trainer.rank.position for shard in shards if shard.length)
@@ -71,11 +65,23 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
     assert sum(len(held) for _, held in found) > len(everything), "some items are shared"
 
 
-def _diverge(rank: int, line: list[str]) -> str:
-    trainer = make_trainer(rank, line, 2)
-    if rank == 1:
-        other = replace(trainer.job.planner, policies=replace(trainer.job.planner.policies, balance=NONE))
-        trainer.job = replace(trainer.job, planner=other)
+ONE_EACH = PackingPolicy("one_each", lambda lengths, budget: tuple((i,) for i in range(len(lengths))))
+
+
+def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
+    """Plan on 4 ranks, `other` differently, and return what is said of it."""
+    trainer = make_trainer(rank, line, 4)
+    planner = trainer.job.planner
+    if rank == other:
+        if what == "cursor":
+            trainer.cursor = 1
+        changed = {
+            "cursor": planner,
+            "frozen": replace(planner, frozen=lambda step: ("image",)),
+            "balance": replace(planner, policies=replace(planner.policies, balance=NONE)),
+            "packing": replace(planner, policies=replace(planner.policies, packing=ONE_EACH)),
+        }[what]
+        trainer.job = replace(trainer.job, planner=changed)
     with trainer.ahead() as ahead:
         try:
             trainer.agree_on(ahead.take(1).plan)
@@ -84,12 +90,58 @@ def _diverge(rank: int, line: list[str]) -> str:
     return "agreed"
 
 
-def test_ranks_that_plan_differently_stop_with_the_first_difference(
+IN_PAIRS = ("balance.group=2",)  # groups of two of four domains
+
+
+@pytest.mark.parametrize(
+    ("more", "other", "what", "where", "first"),
+    [
+        (
+            IN_PAIRS,
+            1,
+            "cursor",
+            "the world: 3 of 4",
+            "rank 0 against rank 1: plan.world.taken.cursor: 0 != 1",
+        ),
+        (
+            IN_PAIRS,
+            0,
+            "cursor",
+            "the world: 1 of 4",
+            "rank 0 against rank 1: plan.world.taken.cursor: 1 != 0",
+        ),
+        (
+            IN_PAIRS,
+            2,
+            "frozen",
+            "the world: 3 of 4",
+            "rank 0 against rank 2: plan.world.frozen: 0 entries != 1",
+        ),
+        (IN_PAIRS, 1, "balance", "group 0: 1 of 2", "rank 0 against rank 1: plan.group.replicas[0]"),
+        (IN_PAIRS, 2, "balance", "group 1: 1 of 2", "rank 2 against rank 3: plan.group.replicas[0]"),
+        (("layout.llm.tp=2",), 1, "packing", "domain 0: 1 of 2", "rank 0 against rank 1: plan.domain.microb"),
+        (("layout.llm.tp=2",), 3, "packing", "domain 1: 1 of 2", "rank 2 against rank 3: plan.domain.microb"),
+        # Domains lie across the stages: ranks 0 and 2, ranks 1 and 3.
+        (("layout.llm.pp=2",), 3, "packing", "domain 1: 1 of 2", "rank 1 against rank 3: plan.domain.microb"),
+    ],
+)
+def test_ranks_that_plan_differently_stop_with_the_level_and_the_first_difference(
+    ranks: RankPool, data: Path, tmp_path: Path, more: tuple, other: int, what: str, where: str, first: str
+) -> None:
+    messages = ranks.run(4, _diverge, overrides(data, tmp_path, *more), other, what)
+    assert messages == [messages[0]] * 4
+    lines = messages[0].splitlines()
+    assert lines[0] == "ranks planned step 1 differently; nothing of it has run."
+    assert f"the plan of {where} ranks have that of rank" in lines[1]
+    assert lines[1].endswith("there are 2 plans.")
+    assert lines[2].strip().startswith(first)
+
+
+def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
-    for message in ranks.run(2, _diverge, overrides(data, tmp_path)):
-        assert "ranks planned step 1 differently" in message
-        assert "rank 0 against rank 1: plan.domains[0]" in message
+    """What a domain plans concerns its own ranks alone."""
+    assert ranks.run(4, _diverge, overrides(data, tmp_path, *IN_PAIRS), 2, "packing") == ["agreed"] * 4
 
 
 def _stall(rank: int, line: list[str], at_engine: bool) -> str:
@@ -102,7 +154,7 @@ def _stall(rank: int, line: list[str], at_engine: bool) -> str:
             return "slept"
         try:
             if at_engine:
-                trainer.rank.engine.run(prepared.plan, prepared.domain, prepared.inputs)
+                trainer.rank.engine.run(prepared.plan, prepared.inputs)
             trainer.execute(prepared)
         except StallError as error:
             return str(error)

@@ -20,7 +20,7 @@ from parallel.layout import split_evenly
 from parallel.packed import PackedTokens
 from parallel.sequence import SequenceLayout
 from parallel.transports import Lane
-from pipeline.plan import DomainPlan, Microbatch, PlannedSample, StepPlan
+from pipeline.plan import DomainPlan, Microbatch, PlannedSample
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -278,27 +278,27 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
     lengths = (6, 4)
     batch = Microbatch((0, 1), SequenceLayout.whole(lengths, [0, 0], 1), ((), ()))
     domain = DomainPlan(
-        num_stages=stages,
+        team=tp,
+        holds=tuple((stage,) for stage in range(stages)),
         pool=1,
         tp=tp,
         party=tp,
-        beside=0,
+        llm=0,
         homes=((0, stages * tp),),
+        samples=tuple(PlannedSample("here", i, n) for i, n in enumerate(lengths)),
         microbatches=(batch,),
         items=(),
         chunks=(),
         routes=(None,),
         ops=(),
     )
-    samples = tuple(PlannedSample("here", i, n) for i, n in enumerate(lengths))
-    plan = StepPlan(1, True, 0, 2, 0, ("llm",), (), samples, (), (domain,))
     llm = LLMConfig(layers=stages, hidden=32, heads=4, kv_heads=2, ffn=32)
     packs = []
     for position in range(domain.num_ranks):
         assembler = Assembler(llm, {}, ("here",), Place(position, CPU, torch.float32))
         texts = [(np.arange(n), np.arange(n), np.ones(n, bool)) for n in lengths]
         fetched = Fetched(texts if assembler.reads_text(domain) else [], [], (), 0.0)
-        (inputs,) = assembler.assemble(plan, domain, fetched, predict=False).microbatches
+        (inputs,) = assembler.assemble(domain, fetched, predict=False).microbatches
         packs.append(inputs.packed)
     return packs
 

@@ -23,6 +23,7 @@ from parallel.tiles import (
     rows_tiles,
     ulysses_tiles,
 )
+from parallel.tilings import busier, compare
 
 SCHEMES = {
     "ulysses": ulysses_tiles,
@@ -164,6 +165,23 @@ def test_volume_of_tiles_that_no_scheme_makes(shards, shape, data):
             tiles.append(Tile(data.draw(st.integers(0, 9)), head, 1, start, stop - start))
     check_tiles(tiles, length, shape)
     assert exchange_volume(tiles, shards, shape) == volume_one_by_one(tiles, shards, shape)
+
+
+@settings(deadline=None)
+@given(cuts(), shapes())
+def test_comparing_tilings_says_what_asking_one_by_one_says(shards, shape):
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.rank for s in shards))}
+    held = [Shard(numbers[s.rank], s.start, s.length) for s in shards]
+    tilings = [tiles for _, tiles in scheme_tiles(held, shape)]
+    works, volumes = compare(tilings, held, shape)
+    for tiles, work, volume, rows in zip(
+        tilings, works.tolist(), volumes.tolist(), busier(volumes).tolist(), strict=True
+    ):
+        told = attention_work(tiles, length_of(held), shape)
+        assert work == [told.get(rank, 0) for rank in range(len(numbers))]
+        moved = exchange_volume(tiles, held, shape)
+        assert [Volume(*of_rank) for of_rank in volume] == [moved[rank] for rank in range(len(numbers))]
+        assert rows == [moved[rank].busier for rank in range(len(numbers))]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pipeline.builders import (
     build_encode_first,
     build_forward_only,
     build_one_f_one_b,
-    without_encoder_backward,
+    without_frozen,
 )
 from pipeline.expand import expand
 from pipeline.plan import (
@@ -40,7 +40,9 @@ UNIT = 4  # tokens of an item for each of its rows
 @dataclass(frozen=True)
 class Shape:
     """The ranks of a domain. `homes` are those of audio and of image, by default all ranks of the LLM; images
-    have rows for the embedding of the first stage and for each of `taps`.
+    have rows for the embedding of the first part and for each of `taps`. A rank has `parts` parts, dealt to the
+    stages in turn, or with `fold` two, forth and back: the last stage has both in the middle. `team` ranks
+    share an op list.
     """
 
     stages: int = 1
@@ -52,11 +54,14 @@ class Shape:
     taps: tuple[Point, ...] = ()
     parts: int = 1
     team: int = 1
+    fold: bool = False
 
     @property
     def holds(self) -> tuple[tuple[int, ...], ...]:
-        """Parts by team, dealt to the stages in turn."""
-        of_stage = [tuple(range(s, self.stages * self.parts, self.stages)) for s in range(self.stages)]
+        """Parts by team."""
+        of_stage = [tuple(range(s, self.num_parts, self.stages)) for s in range(self.stages)]
+        if self.fold:
+            of_stage = [(s, 2 * self.stages - 1 - s) for s in range(self.stages)]
         llm = [parts for parts in of_stage for _ in range(self.stage_size // self.team)]
         return (*llm, *((),) * (self.beside // self.team))
 
@@ -173,7 +178,7 @@ def make_plan(
         routes=(),
         ops=(),
         reductions=tuple((n, p) for n in trained for p in range(shape.num_parts if n == LLM else 1)),
-        bounds=(*((f"llm/{p}", shape.num_parts - p) for p in range(shape.num_parts)),),
+        bounds=_bounds(shape, microbatches, schedule),
         feeds=shape.feeds,
     )
     domain = replace(domain, routes=plan_routes(domain))
@@ -181,7 +186,7 @@ def make_plan(
         order = BUILDERS[schedule](domain, FREE) if train else build_forward_only(domain)
     else:
         order = schedule(domain, FREE)
-    lists = expand(without_encoder_backward(order, domain, frozenset(frozen)), domain)
+    lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
     for pair in domain.reductions:
         op = Op(Kind.REDUCE, pair[0], part=pair[1])
         for team in domain.reducing(op):
@@ -197,6 +202,13 @@ def make_plan(
     )
     group = GroupPlan(0, 0, ((tuple(range(len(samples))),),))
     return StepPlan(1, train, 0, COMPONENTS, frozen, taken, group, 0, domain)
+
+
+def _bounds(shape: Shape, microbatches: int, schedule: str | Builder) -> tuple[tuple[str, int], ...]:
+    """Passes in flight of each part: in our schedules, as many as stages follow."""
+    ours = isinstance(schedule, str)
+    most = [shape.num_parts - p if ours else microbatches for p in range(shape.num_parts)]
+    return tuple((f"llm/{part}", bound) for part, bound in enumerate(most))
 
 
 def one(rank: int, op: Op) -> int:

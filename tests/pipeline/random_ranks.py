@@ -4,6 +4,9 @@ Values are names instead of tensors. A rank may run whenever its next op can; a 
 time after all its ends were issued and everything before it on its communicator is complete. What ranks do
 together, compute whose layers communicate and reductions, holds each of them until all have come and nothing
 before it is left. Ops take out what they use, so whatever is used twice, too early or never is an error.
+
+All domains reduce together. A domain that runs alone takes the others to be as late as they may: they reduce
+nothing before all that comes before it in the order of its own plan. `RandomRanks.together` runs several.
 """
 
 from random import Random
@@ -29,6 +32,7 @@ class _Rank:
         self.at = 0
         self.values: set[tuple] = set()
         self.waited: set[tuple] = set()
+        self.summed: set[tuple[int, int]] = set()
         self.came = False  # to the op it stands at, which others take part in
 
     def take(self, op: Op, *value: object) -> None:
@@ -65,26 +69,55 @@ class RandomRanks:
         self.queues: list[list[tuple]] = [[] for _ in self.lists]
         self.returned = [{op.index for op in ops if op.kind is Kind.RETURN} for ops in self.lists]
         self.reduced: list[tuple[int, int]] = []
+        self.world: list[RandomRanks] = []  # the other domains, if they run too
+        self.done: list[tuple[int, Op]] = []
+
+    @classmethod
+    def together(cls, plans: list[StepPlan], seed: int, single_queue: bool = False) -> None:
+        """Run all domains of a world, which reduce gradients together."""
+        domains = [cls(plan, seed, single_queue) for plan in plans]
+        for domain in domains:
+            domain.world = [other for other in domains if other is not domain]
+        random = Random(seed)
+        while running := [domain for domain in domains if domain.moves()]:
+            random.choice(running).move()
+        for domain in domains:
+            domain.finish()
 
     def run(self) -> list[tuple[int, Op]]:
         """Return (rank, op) in the order in which they ran."""
-        done = []
-        while True:
-            moves = [(self.step, rank) for rank in range(len(self.ranks)) if self.can_run(rank)]
-            moves += [(self.deliver, line) for line in sorted(self.issued, key=str) if self.can_deliver(line)]
-            if not moves:
-                break
-            move, where = self.random.choice(moves)
-            op = self.next(where) if move == self.step else None
-            if move(where) is not False and op is not None:
-                done.append((where, op))
+        while self.moves():
+            self.move()
+        self.finish()
+        return self.done
+
+    def moves(self) -> list[tuple]:
+        """What may happen next."""
+        lines = [("deliver", line) for line in sorted(self.issued, key=str) if self.can_deliver(line)]
+        return [("step", rank) for rank in range(len(self.ranks)) if self.can_run(rank)] + lines
+
+    def move(self) -> None:
+        """Let any of them happen."""
+        what, where = self.random.choice(self.moves())
+        if what == "deliver":
+            self.deliver(where)
+            return
+        op = self.next(where)
+        if self.step(where):
+            self.done.append((where, op))
+
+    def finish(self) -> None:
+        """Nothing can happen any more, so nothing may be left."""
         left = [str(self.next(rank)) for rank in range(len(self.ranks)) if self.next(rank)]
         if left:
             raise DeadlockError(f"ranks stand at {left}")
         for number, rank in enumerate(self.ranks):
             if rank.values:
                 raise DataError(f"rank {number} ends with {sorted(map(str, rank.values))}")
-        return done
+            if rank.waited:
+                raise DataError(f"rank {number} never waited for {sorted(map(str, rank.waited))}")
+        if any(self.queues):
+            raise DataError("something was issued that nobody else took part in")
 
     def next(self, rank: int) -> Op | None:
         ops, at = self.lists[rank], self.ranks[rank].at
@@ -142,12 +175,25 @@ class RandomRanks:
             return False
         if line[0] != "reduce":
             return True
-        # Another domain may reduce everything that the plan has before this only first.
-        op = self.issued[line][line[1]][number]
+        pair = self.reduces(line)
+        if self.world:
+            return all(other.came_to(pair) for other in self.world)
         order = self.domain.reductions
-        return (op.index, op.part) in order and all(
-            pair in self.reduced for pair in order[: order.index((op.index, op.part))]
-        )
+        return pair in order and set(order[: order.index(pair)]) <= set(self.reduced)
+
+    def reduces(self, line: tuple) -> tuple[int, int]:
+        """What is to be summed next on a line of reductions."""
+        op = self.issued[line][line[1]][self.complete.get(line, 0)]
+        return op.index, op.part
+
+    def came_to(self, pair: tuple[int, int]) -> bool:
+        """Whether all holders in this domain have come to a reduction."""
+        if pair in self.reduced:
+            return True
+        line = self.line(Op(Kind.REDUCE, pair[0], part=pair[1]), 0)
+        number = self.complete.get(line, 0)
+        ends = [self.issued.get(line, {}).get(rank, [])[number:] for rank in line[1:]]
+        return all(ops and (ops[0].index, ops[0].part) == pair for ops in ends)
 
     def deliver(self, line: tuple) -> None:
         ends = [self.issued[line][rank][self.complete.get(line, 0)] for rank in line[1:]]
@@ -164,6 +210,7 @@ class RandomRanks:
     # Ops.
 
     def can_run(self, rank: int) -> bool:
+        """Whether the next op of a rank need not wait."""
         op = self.next(rank)
         if op is None:
             return False
@@ -216,7 +263,7 @@ class RandomRanks:
             me.take(op, "weights", m, part)
         elif op.kind is Kind.BACKWARD:
             me.take(op, "pass", m, part)
-            if op.grad is Grad.INPUT:
+            if op.grad is Grad.INPUT and self.plan.trains(self.plan.components[self.domain.llm]):
                 me.put("weights", m, part)
             if part < self.last:
                 me.take(op, Kind.RECV_BACKWARD, m, part)
@@ -246,17 +293,12 @@ class RandomRanks:
             self.wait(rank, op)
         else:
             assert op.kind is Kind.REDUCE
-            for value in me.values:
-                if self.is_of(value, op):
-                    raise DataError(f"{op} runs before the backward of {value}")
-
-    def is_of(self, value: tuple, reduction: Op) -> bool:
-        """Whether a value has yet to make gradients that a reduction sums."""
-        if value[0] in ("pass", "weights"):
-            return reduction.index == self.domain.llm and value[2] == reduction.part
-        if value[0] in ("graph", "encoder weights"):
-            return self.domain.chunks[value[1]].component == self.plan.components[reduction.index]
-        return False
+            me.summed.add((m, part))
+        if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) and op.grad is not Grad.INPUT:
+            llm = op.kind is Kind.BACKWARD
+            number = self.domain.llm if llm else self.plan.components.index(chunks[m].component)
+            if (number, part) in me.summed:
+                raise DataError(f"{op} adds to gradients that were reduced before")
 
     def issue(self, rank: int, op: Op) -> None:
         if self.is_local(op):

@@ -8,27 +8,35 @@ from random import Random
 
 import pytest
 from domain_plans import Shape, Work, make_plan
+from wide_plans import build_interleaved, with_split_backwards
 
 from parallel.tiles import Tile
-from pipeline.plan import Kind, Op, StepPlan, diff
+from pipeline.digest import digest_of
+from pipeline.plan import DomainPlan, Grad, Kind, Op, Point, StepPlan, diff
 
 HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    """Two domains of two stages with two members of two ranks, and a rank beside them."""
+    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum of
+    two microbatches, an attach point beside the embedding and reductions of parts.
+    """
     work = [
         Work("image", 0, (2, 3), (2, 1)),
         Work("audio", 1, (8,), (3,)),
-        Work("image", 1, (0, 1, 2, 3), (2, 3), slots=2),
+        Work("image", (0, 1), (0, 1, 2, 3), (2, 3), slots=2),
     ]
-    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=1, homes=((8, 9), (0, 4)))
-    plan = make_plan(shape, 3, work, "encode_first", frozen=("audio",), domains=2, cuts=Random(1))
+    taps = (Point("llm.layers.1", 1, 0),)
+    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=1, homes=((8, 9), (0, 4)), taps=taps, parts=2)
+    builder = with_split_backwards(build_interleaved, seed=1)
+    plan = make_plan(shape, 3, work, builder, frozen=("audio",), cuts=Random(1))
     batch = plan.domain.microbatches[0]
-    tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()))
-    first = set_at(plan.domain, ["microbatches", 0], tiled)
-    first = set_at(first, ["chunks", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
-    return replace(plan, skipped=(("text", 9),), cursor=5, next_cursor=9, domains=(first, plan.domains[1]))
+    tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()), exchange_ns=(3, 4))
+    plan = set_at(plan, ["domain", "microbatches", 0], tiled)
+    plan = set_at(plan, ["domain", "chunks", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
+    plan = set_at(plan, ["domain", "chunks", 2, "exchange_ns"], (5, 6))
+    taken = replace(plan.taken, cursor=5, next_cursor=9, skipped=(("text", 9),))
+    return replace(plan, taken=taken, number=1)
 
 
 def leaves(value, path="plan"):
@@ -46,8 +54,8 @@ def leaves(value, path="plan"):
 def changed_leaf(value):
     if isinstance(value, bool):
         return not value
-    if isinstance(value, Kind):
-        return next(kind for kind in Kind if kind is not value)
+    if isinstance(value, Kind | Grad):
+        return next(other for other in type(value) if other is not value)
     if isinstance(value, str):
         return value + "x"
     return 0 if value is None else value + 1
@@ -74,46 +82,99 @@ def keys(path: str) -> list:
 
 def test_a_plan_holds_nothing_but_plain_immutable_values():
     for path, value in leaves(a_plan()):
-        assert value is None or type(value) in (int, str, bool, Kind), (path, value)
+        assert value is None or type(value) in (int, str, bool, Kind, Grad), (path, value)
 
 
 def test_equal_plans_have_equal_digests():
     one, other = a_plan(), a_plan()
     assert one is not other
     assert one == other
-    assert one.digest == other.digest
-    assert pickle.loads(pickle.dumps(one)).digest == other.digest
+    assert one.digests == other.digests
+    assert pickle.loads(pickle.dumps(one)).digests == other.digests
 
 
-def test_a_digest_has_63_bits():
-    digests = [replace(a_plan(), step=step).digest for step in range(200)]
+def test_digests_have_63_bits():
+    digests = [replace(a_plan(), step=step).digests[0] for step in range(200)]
     assert len(set(digests)) == 200
     assert 2**60 < max(digests) < 2**63
     assert min(digests) >= 0
+    assert all(0 <= digest < 2**63 for digest in a_plan().digests)
 
 
-def test_every_value_changes_the_digest_and_the_difference_names_its_path():
+WORLD, GROUP, DOMAIN = range(3)
+
+
+def levels_of(path: str) -> set[int]:
+    """The levels whose digest tells of a value: one, but for the order of reductions."""
+    if path.startswith("plan.domain."):
+        return {WORLD, DOMAIN} if path.startswith("plan.domain.reductions") else {DOMAIN}
+    if path == "plan.number":
+        return set()  # which domain this is differs between the ranks that compare
+    return {GROUP} if path.startswith("plan.group.") else {WORLD}
+
+
+def test_every_value_changes_the_digest_of_its_level_and_the_difference_names_its_path():
     plan = a_plan()
-    seen = {plan.digest}
-    paths = [path for path, _ in leaves(plan)]
-    assert len(paths) > 1000
+    seen = [{digest} for digest in plan.digests]
+    checked = set()
     for path, value in leaves(plan):
         other = set_at(plan, keys(path), changed_leaf(value))
-        assert other.digest not in seen, path
-        seen.add(other.digest)
+        digests = other.digests
+        changed = {level for level in range(3) if digests[level] != plan.digests[level]}
+        assert changed == levels_of(path), path
+        for level in changed:
+            assert digests[level] not in seen[level], path
+            seen[level].add(digests[level])
         found = diff(plan, other)
         assert len(found) == 1
         assert found[0].startswith(f"{path}: ")
+        checked.add(path)
+    assert len(checked) > 1000
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(StepPlan)])
-def test_every_field_of_the_step_changes_the_digest(field):
+@pytest.mark.parametrize("field", [field.name for field in fields(DomainPlan)])
+def test_every_field_of_the_domain_changes_its_digest(field):
+    plan = a_plan()
+    value = getattr(plan.domain, field)
+    assert value != ()
+    domain = replace(plan.domain, **{field: value[:-1] if isinstance(value, tuple) else changed_leaf(value)})
+    other = replace(plan, domain=domain)
+    assert other.digests[DOMAIN] != plan.digests[DOMAIN]
+    assert (other.digests[WORLD] != plan.digests[WORLD]) == (field == "reductions")
+    assert all(line.startswith(f"plan.domain.{field}: ") for line in diff(plan, other))
+    assert diff(plan, other)
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(StepPlan) if f.name not in ("number", "domain")])
+def test_every_field_of_the_step_changes_the_digest_of_its_level(field):
     plan = a_plan()
     value = getattr(plan, field)
-    other = replace(plan, **{field: value[:-1] if isinstance(value, tuple) else changed_leaf(value)})
-    assert other.digest != plan.digest
-    assert all(line.startswith(f"plan.{field}: ") for line in diff(plan, other))
+    if field == "taken":
+        changed = replace(value, skipped=())
+    elif field == "group":
+        changed = replace(value, replicas=())
+    else:
+        changed = value[:-1] if isinstance(value, tuple) else changed_leaf(value)
+    other = replace(plan, **{field: changed})
+    level = GROUP if field == "group" else WORLD
+    assert [a != b for a, b in zip(plan.digests, other.digests, strict=True)] == [
+        n == level for n in range(3)
+    ]
+    assert all(line.startswith(f"plan.{field}") for line in diff(plan, other))
     assert diff(plan, other)
+
+
+def test_where_one_tuple_ends_and_the_next_begins_is_hashed():
+    values = [((1, 2), (3,)), ((1,), (2, 3)), (1, 2, 3), ((1, 2, 3),), ((1, 2, 3), ()), ((), (1, 2, 3))]
+    values += [("ab", "c"), ("a", "bc"), ("abc",), (None,), (0,), (False, False), ("",), ("0",), "0", None]
+    digests = [digest_of(value) for value in values]
+    assert len(set(digests)) == len(values)
+
+
+def test_what_a_plan_may_not_hold_has_no_digest():
+    for value in (1.5, [1], {1: 2}, frozenset({1}), object()):
+        with pytest.raises(TypeError):
+            digest_of((1, value))
 
 
 def test_plans_without_differences_have_none():
@@ -122,14 +183,14 @@ def test_plans_without_differences_have_none():
 
 def test_a_difference_tells_both_values():
     plan = a_plan()
-    other = set_at(plan, ["domains", 0, "chunks", 2, "ranks", 1], 5)
+    other = set_at(plan, ["domain", "chunks", 2, "ranks", 1], 5)
     assert diff(plan, other) == ["plan.domain.chunks[2].ranks[1]: 1 != 5"]
 
 
 def test_a_longer_list_is_named_with_its_first_change():
     plan = a_plan()
     ops = plan.domain.ops
-    longer = set_at(plan, ["domains", 0, "ops", 1], (Op(Kind.ENCODE, 7), *ops[1]))
+    longer = set_at(plan, ["domain", "ops", 1], (Op(Kind.ENCODE, 7), *ops[1]))
     found = diff(plan, longer)
     assert found[0] == f"plan.domain.ops[1]: {len(ops[1])} entries != {len(ops[1]) + 1}"
     assert found[1].startswith("plan.domain.ops[1][0].kind: ")
@@ -137,7 +198,7 @@ def test_a_longer_list_is_named_with_its_first_change():
 
 def test_values_of_another_type_and_long_values_are_told_in_short():
     plan = a_plan()
-    found = diff(plan, set_at(plan, ["domains", 0, "routes", 0], None))
+    found = diff(plan, set_at(plan, ["domain", "routes", 0], None))
     assert len(found) == 1
     assert found[0].startswith("plan.domain.routes[0]: Route(")
     assert found[0].endswith("... != None")
@@ -146,15 +207,17 @@ def test_values_of_another_type_and_long_values_are_told_in_short():
 
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_the_digest_is_the_same_in_another_process(hash_seed):
-    code = "import test_plans; print(test_plans.a_plan().digest)"
+    code = "import test_plans; print(*test_plans.a_plan().digests)"
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])
     answer = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    assert int(answer.stdout) == a_plan().digest
+    assert tuple(map(int, answer.stdout.split())) == a_plan().digests
 
 
 def test_ops_read_well():
     assert str(Op(Kind.FORWARD, 3)) == "forward(3)"
     assert str(Op(Kind.WAIT, 3, Kind.SHIP)) == "wait(ship 3)"
+    assert str(Op(Kind.WAIT, 3, Kind.RECV_FORWARD, part=2)) == "wait(recv_forward 3, part 2)"
+    assert str(Op(Kind.BACKWARD, 3, part=2, grad=Grad.WEIGHT)) == "backward(3, part 2, weight)"

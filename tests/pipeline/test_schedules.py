@@ -134,7 +134,7 @@ def test_positions_know_where_they_stand(plan):
         for _ in range(domain.tp)
     ]
     assert places[: len(expected)] == expected
-    assert [stage for stage, _ in places[len(expected) :]] == [None] * domain.beside
+    assert [stage for stage, _ in places[len(expected) :]] == [None] * (domain.num_ranks - domain.llm_size)
     ranks = range(domain.num_ranks)
     assert sum(map(domain.is_first, ranks)) == sum(map(domain.is_last, ranks)) == domain.stage_size
     reporting = [rank for rank in ranks if domain.reports(rank)]
@@ -340,7 +340,7 @@ def test_chunks_may_stand_in_any_order_in_the_plan():
 @given(plans(schedules=TRAINING))
 def test_ranks_beside_the_llm_encode_all_then_go_back(plan):
     domain = plan.domain
-    for rank in range(domain.num_ranks - domain.beside, domain.num_ranks):
+    for rank in range(domain.llm_size, domain.num_ranks):
         kinds = [op.kind for op in domain.ops[rank] if op.kind in COMPUTE]
         assert kinds == sorted(kinds, key=[Kind.ENCODE, Kind.ENCODE_BACKWARD].index)
         assert not {op.kind for op in domain.ops[rank]} & POINT_TO_POINT

@@ -1,0 +1,156 @@
+"""What planning a step costs one rank, at any world size: CPU time and bytes.
+
+    python benchmarks/planning.py [--sizes 128,512,2048,4096,16384] [--domains 1,8,32] [--steps 3]
+
+Llama 3 70B with a ViT of 2.4 B, tp 8 and pp 4 (experiment=llama3_70b layout=tp8_pp4, the encoder over tp 8),
+trace `longtail`, 16 samples a replica, sequences shared by `dynamic`, op lists for GPUs (safe with one queue
+a rank). A rank takes the step's samples, composes its group's and its domain's plan, verifies it and hashes
+all levels: process CPU time of this, the median of so many steps, in milliseconds, by what it is spent on.
+
+Leaves with 1 where a step lacks samples, where planning takes more than 100, 250 and 600 ms for domains of 1,
+8 and 32 replicas at any size, or where it grows more than 1.5 times from 512 GPUs to 16,384. Simulated: the
+time of the domain's step on the cluster file's GPUs, of which planning's share is printed. The last line is
+JSON.
+"""
+
+import argparse
+import gc
+import json
+import pickle
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omni.commands.rehearse import use_trace
+from omni.compose import compose_config
+from omni.rehearsal.rehearse import for_gpus
+from omni.training.job import Job, prepare_job
+from pipeline.costs import simulate
+
+SAMPLES_A_REPLICA = 16
+REPLICA = 32  # GPUs: tp 8, pp 4
+LIMITS_MS = {1: 100, 8: 250, 32: 600}
+GROWTH = 1.5
+SAMPLES = 16_384  # of the trace, before those that no encoder takes are left out
+
+
+def prepare(folder: Path, gpus: int, replicas: int) -> Job:
+    """The job of so many GPUs in domains of so many replicas."""
+    config = compose_config(
+        [
+            "experiment=llama3_70b",
+            "layout=tp8_pp4",
+            "encoder_sp=dynamic",
+            "llm_sp=dynamic",
+            f"launch.ranks={gpus}",
+            f"layout.domain={replicas}",
+            "data.step_tokens=null",
+            f"data.step_samples={SAMPLES_A_REPLICA * gpus // REPLICA}",
+            f"run.dir={folder / 'run'}",
+        ]
+    )
+    path = folder / "longtail"
+    if path.exists():
+        from omni.config import SourceConfig
+
+        config.data.sources = {"longtail": SourceConfig(path=str(path))}
+        config.data.heldout = {}
+    else:
+        use_trace(config, "longtail", path, SAMPLES)
+    return for_gpus(prepare_job(config, gpus))
+
+
+def measure(job: Job, steps: int) -> dict[str, Any]:
+    """Plan `steps` steps, after one to warm up, for a domain in the middle."""
+    number, cursor, found = job.arrangement.num_domains // 2, 0, []
+    plan = None
+    for step in range(1, steps + 2):
+        plan = None
+        gc.collect()
+        spent: dict[str, float] = {}
+
+        @contextmanager
+        def timed(name: str, spent: dict[str, float] = spent):
+            start = time.process_time()
+            yield
+            spent[name] = (time.process_time() - start) * 1e3
+
+        with timed("compose"):
+            plan = job.planner.next_step(step, cursor, number)
+        with timed("verify"):
+            job.planner.verify(plan)
+        with timed("hash"):
+            _ = plan.digests
+        spent["all"] = sum(spent.values())
+        wanted = job.config.data.step_samples
+        assert len(plan.taken) == wanted, f"the step has {len(plan.taken)} of {wanted} samples"
+        cursor = plan.taken.next_cursor
+        found.append(spent)
+    assert plan is not None
+    median = {name: statistics.median(of[name] for of in found[1:]) for name in found[0]}
+    simulated = simulate(plan.domain, job.table, single_fifo=True).makespan_ns / 1e6
+    return {
+        **{f"{name}_ms": round(value, 1) for name, value in median.items()},
+        "bytes": len(pickle.dumps(plan)),
+        "microbatches": len(plan.domain.microbatches),
+        "simulated_step_ms": round(simulated, 1),
+        "share": round(median["all"] / simulated, 5),
+    }
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    """Measure, print, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=_numbers, default=[128, 512, 2048, 4096, 16384])
+    parser.add_argument("--domains", type=_numbers, default=[1, 8, 32])
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, Any]] = {}
+    print(
+        f"{'GPUs':>6} {'replicas a domain':>18} {'compose':>8} {'verify':>8} {'hash':>8} {'all ms':>8} "
+        f"{'bytes':>9} {'share of a simulated step':>26}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for replicas in arguments.domains:
+            for gpus in arguments.sizes:
+                if gpus < REPLICA * replicas:
+                    continue
+                result = measure(prepare(Path(folder), gpus, replicas), arguments.steps)
+                results[f"{gpus}x{replicas}"] = result
+                print(
+                    f"{gpus:6} {replicas:18} {result['compose_ms']:8.1f} {result['verify_ms']:8.1f} "
+                    f"{result['hash_ms']:8.1f} {result['all_ms']:8.1f} {result['bytes']:9} "
+                    f"{result['share']:26.5f}",
+                    flush=True,
+                )
+    missed = list(_missed(results, arguments.domains))
+    for line in missed:
+        print(f"missed: {line}")
+    print(json.dumps({"benchmark": "planning", "results": results, "missed": missed}))
+    return 1 if missed else 0
+
+
+def _missed(results: dict[str, dict[str, Any]], domains: list[int]) -> Iterator[str]:
+    for key, result in results.items():
+        limit = LIMITS_MS.get(int(key.partition("x")[2]))
+        if limit is not None and result["all_ms"] > limit:
+            yield f"{key}: {result['all_ms']} ms of CPU, at most {limit}"
+    for replicas in domains:
+        small, large = results.get(f"512x{replicas}"), results.get(f"16384x{replicas}")
+        if small and large and large["all_ms"] > GROWTH * small["all_ms"]:
+            yield f"{replicas} replicas a domain: {large['all_ms'] / small['all_ms']:.2f} times from 512 to 16,384"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Plan in a process of one's own, so that planning and the engine do not take turns in one interpreter.
+
+Planning a step takes Python 50 to 600 ms in large domains, and the engine launches its kernels from Python:
+as threads of one process they share one lock, and a thread that wants it back waits 5 ms each time. So a rank
+forks a planner process before it has a process group, a device context or threads. The child has the planner
+and its memory-mapped indexes from the fork; it gets (step, cursor, domain) over a pipe and answers with the
+plan, or with the error that planning raised. It never touches torch.distributed or a device.
+"""
+
+import contextlib
+import ctypes
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from infra.launch import ENDING
+from omni.training.planner import Planner
+from pipeline.plan import StepPlan
+
+NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a step, verified and hashed, and the seconds that this took: of a clock and of a core."""
+
+    plan: StepPlan
+    wall_s: float
+    cpu_s: float
+
+
+PlanStep = Callable[[int, int, int], Planned]  # of step, cursor and domain; raises what planning raises
+
+
+class PlannerEndedError(RuntimeError):
+    """A rank's planner process ended; the message says how, and during which step's plan."""
+
+
+def plan_step(planner: Planner, step: int, cursor: int, domain: int) -> Planned:
+    """Plan, verify and hash a step in this thread."""
+    start, cpu = time.perf_counter(), time.thread_time()
+    plan = planner.next_step(step, cursor, domain)
+    planner.verify(plan)
+    _ = plan.digests  # hash it here, not in the step; the plan keeps them, also through a pickle
+    return Planned(plan, time.perf_counter() - start, time.thread_time() - cpu)
+
+
+@contextlib.contextmanager
+def planning_apart(planner: Planner, timeout_s: float) -> Iterator[PlanStep]:
+    """Plan in a process apart inside the block; on systems other than Linux, in the thread that asks."""
+    if sys.platform != "linux":  # elsewhere forking is unsafe or unknown, and a child outlives its parent
+        yield partial(plan_step, planner)
+        return
+    process = PlannerProcess(planner, timeout_s)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+class PlannerProcess:
+    """A child that plans: call it like `plan_step`. Calls from several threads wait for each other.
+
+    The child ends when this process does, however it does, and at `close`. Until then it ignores the signals
+    that ask a launch to stop, which torchrun sends to whole process groups: the rank decides.
+    """
+
+    def __init__(self, planner: Planner, timeout_s: float) -> None:
+        """Fork. Raises RuntimeError where that is unsafe: with threads, a process group or a device."""
+        _check_fork()
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._pipe, theirs = Pipe()
+        # The child collects no garbage among what both share, which would copy the memory it lies in.
+        gc.collect()
+        gc.freeze()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._pipe.close()
+            _serve(planner, theirs, parent)
+        theirs.close()
+
+    def __call__(self, step: int, cursor: int, domain: int) -> Planned:
+        """Plan a step in the child.
+
+        Raises:
+            PlannerEndedError: if the child is no more.
+            TimeoutError: after `timeout_s` seconds without an answer. The child is then killed.
+            Exception: what planning raised, with the child's traceback as a note.
+        """
+        with self._lock:
+            try:
+                self._pipe.send((step, cursor, domain))
+                answer = self._pipe.recv_bytes() if self._pipe.poll(self.timeout_s) else None
+            except (EOFError, OSError) as error:
+                raise PlannerEndedError(
+                    f"this rank's planner process {self.pid} {self._end()} during the plan of step {step}"
+                ) from error
+            if answer is None:
+                os.kill(self.pid, signal.SIGKILL)  # its answer, if it came, would be taken for the next
+                raise TimeoutError(
+                    f"this rank's planner process {self.pid} has not made the plan of step {step} in "
+                    f"{self.timeout_s:g} s (train.timeout_s)"
+                )
+        result = _load(answer)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """End the child, with whatever it is planning. Harmless when called twice."""
+        if self._pipe.closed:
+            return
+        os.kill(self.pid, signal.SIGKILL)  # it is ours until it is waited for, below
+        with self._lock:
+            self._pipe.close()
+            os.waitpid(self.pid, 0)
+
+    def _end(self) -> str:
+        """How the child ended."""
+        if self._pipe.closed:
+            return "was closed"
+        # Not waited for yet: while it is a zombie, no other process gets its number.
+        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        if status.si_code == os.CLD_EXITED:
+            return f"ended with exit code {status.si_status}"
+        name = signal.Signals(status.si_status).name
+        hint = " (out of memory, if nobody sent it)" if name == "SIGKILL" else ""
+        return f"was ended by {name}{hint}"
+
+
+def _check_fork() -> None:
+    threads = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
+    found = [f"threads ({', '.join(threads)})"] if threads else []
+    found += ["a process group"] if dist.is_available() and dist.is_initialized() else []
+    found += ["a device context"] if torch.cuda.is_initialized() else []
+    if found:
+        raise RuntimeError(
+            f"a planner process cannot be forked from a process that has {' and '.join(found)}: what they "
+            f"hold would be stuck in the child. Fork first"
+        )
+
+
+def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
+    """Be the child: answer requests until the parent lets go of the pipe or ends."""
+    code = 1
+    try:
+        _die_with(parent)
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+        os.dup2(2, 1)  # what a policy prints is seen, but nobody waits for an end of the rank's output
+        while True:
+            pipe.send_bytes(_answer(planner, *pipe.recv()))
+    except (EOFError, OSError):  # of the pipe: what planning raises is answered
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)  # never back into the code that forked
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends: a closed pipe is noticed after a plan only."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, NAME)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(0)
+
+
+def _answer(planner: Planner, step: int, cursor: int, domain: int) -> bytes:
+    try:
+        return pickle.dumps(plan_step(planner, step, cursor, domain), protocol=5)
+    except Exception as error:
+        return pickle.dumps(_portable(error))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its name and message if it does not survive a pickle; with its traceback."""
+    note = f"In the planner process:\n{traceback.format_exc()}"
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        same = type(copy) is type(error) and str(copy) == str(error)
+    except Exception:
+        same = False
+    portable = error if same else RuntimeError(f"{type(error).__name__}: {error}")
+    portable.add_note(note)
+    return portable
+
+
+def _load(answer: bytes) -> Any:
+    return pickle.Unpickler(_Frames(answer)).load()
+
+
+class _Frames:
+    """Reads a pickle frame by frame, each of 64 KiB, by a function in Python: there the thread that reads
+    makes way for others, while `pickle.loads` would keep the interpreter for as long as it takes.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self._file = io.BytesIO(content)
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes."""
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        """Return the bytes up to the next line's end."""
+        return self._file.readline()

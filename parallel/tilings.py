@@ -1,0 +1,83 @@
+"""Work and volumes of many tilings of one sequence at once, in arrays: what a search over schemes compares.
+
+`parallel.tiles` says the same of one tiling, tile by tile.
+
+Shapes: C tilings, R ranks numbered from 0 on, T tiles in all, S shards, K key/value heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.sequence import Shard
+from parallel.tiles import AttentionShape, Tile, attention_work, exchange_volume
+
+Table = npt.NDArray[np.int64]
+
+
+def busier(volumes: Table) -> Table:
+    """`Volume.busier` of volumes [..., 4]."""
+    sides: Table = np.maximum(volumes[..., 0], volumes[..., 1]) + np.maximum(volumes[..., 2], volumes[..., 3])
+    return sides
+
+
+def compare(
+    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape
+) -> tuple[Table, Table]:
+    """Work [C, R] and volumes [C, R, 4] of C ways to tile one sequence over the ranks 0 … R - 1: what
+    `attention_work` and `exchange_volume` say, of all at once, for a search that asks for many.
+    """
+    num_ranks = 1 + max(s.rank for s in shards)
+    if shape.window is not None:
+        return _compare_windows(tilings, shards, shape, num_ranks)
+    length = sum(s.length for s in shards)
+    fields = chain.from_iterable(
+        (number, t.rank, t.head_start, t.head_count, t.row_start, t.row_count)
+        for number, tiles in enumerate(tilings)
+        for t in tiles
+    )
+    tiling, rank, head, heads, row, rows = np.fromiter(fields, np.int64).reshape(-1, 6).T
+    holder, start, tokens = np.array([(s.rank, s.start, s.length) for s in shards], np.int64).T
+    holds = holder[:, None] == np.arange(num_ranks)  # [S, R]
+    own, stop, reader = tokens @ holds, row + rows, tiling * num_ranks + rank
+
+    def of_reader(values: Table) -> Table:
+        out = np.zeros(len(tilings) * num_ranks, np.int64)
+        np.add.at(out, reader, values)
+        return out.reshape(len(tilings), num_ranks)
+
+    pairs = (stop * (stop + 1) - row * (row + 1)) // 2 if shape.causal else rows * length
+    work = of_reader(heads * pairs)
+    # Query rows of a tile that its rank holds itself stay there: [T, S].
+    here = np.minimum(stop[:, None], start + tokens) - np.maximum(row[:, None], start)
+    stay = of_reader(heads * (np.maximum(here, 0) * (rank[:, None] == holder)).sum(1))
+    query_sent, query_received = shape.heads * own - stay, of_reader(heads * rows) - stay
+    # Without a window a rank reads the keys of each key/value head from the first on: up to reach [C, R, K].
+    group, kv = shape.heads // shape.kv_heads, np.arange(shape.kv_heads)
+    reads = (kv >= (head // group)[:, None]) & (kv <= ((head + heads - 1) // group)[:, None])
+    ends = np.zeros((len(tilings) * num_ranks, shape.kv_heads), np.int64)
+    np.maximum.at(ends, reader, reads * (stop[:, None] if shape.causal else length))
+    reach = ends.reshape(len(tilings), num_ranks, shape.kv_heads)
+    own_keys = np.maximum(np.minimum(reach[:, holder] - start[:, None], tokens[:, None]), 0)
+    all_keys = np.maximum(np.minimum(reach.reshape(len(tilings), -1, 1) - start, tokens), 0)
+    stay, wanted = own_keys.sum(2) @ holds, all_keys.sum(1) @ holds
+    key_sent, key_received = wanted - stay, reach.sum(2) - stay
+    volumes = [query_sent + 2 * key_sent, query_received + 2 * key_received, query_received, query_sent]
+    return work, np.stack(volumes, 2)
+
+
+def _compare_windows(
+    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape, num_ranks: int
+) -> tuple[Table, Table]:
+    length = sum(s.length for s in shards)
+    work = np.zeros((len(tilings), num_ranks), np.int64)
+    volumes = np.zeros((len(tilings), num_ranks, 4), np.int64)
+    for number, tiles in enumerate(tilings):
+        for rank, pairs in attention_work(tiles, length, shape).items():
+            work[number, rank] = pairs
+        for rank, volume in exchange_volume(tiles, shards, shape).items():
+            volumes[number, rank] = astuple(volume)
+    return work, volumes

@@ -1,0 +1,161 @@
+"""Planners of made-up runs, and the plans that all domains of such a run make of one step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+from hypothesis import strategies as st
+from own_policies import own
+
+from dataloader.global_batch import Budget, Lengths
+from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
+from dataloader.stream import SourceSpec, Stream
+from dataloader.tokens import ItemMeta, SampleMeta, fit, length
+from omni.training.planner import Boundary, Planner, Policies
+from omni.training.sharing import Sharing
+from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.layout import Arrangement, Layout, arrange
+from parallel.placements import COLOCATED, DISAGGREGATED, PlacementPolicy
+from parallel.policies import SharingPolicy, make_pool
+from parallel.schemes import sequence_cost
+from parallel.tiles import AttentionShape
+from parallel.transport_policies import AUTO
+from pipeline.builders import ENCODE_FIRST, SchedulePolicy
+from pipeline.plan import StepPlan
+
+SHARING = own(SharingPolicy)
+BEYOND_REPLICAS = [name for name, policy in SHARING.items() if not policy.within_replica]
+SCHEDULES = list(own(SchedulePolicy).values())
+PLACEMENTS = list(own(PlacementPolicy).values())
+
+
+def policies_of(balance: BalancePolicy, schedule: SchedulePolicy) -> Policies:
+    return Policies(balance, FIRST_FIT_DECREASING, IN_ORDER, schedule)
+
+
+POLICIES = [policies_of(balance, schedule) for balance in (NONE, LPT) for schedule in SCHEDULES]
+SOURCES = {"pairs": SourceSpec(40, 8, 2), "text": SourceSpec(25, 8, 1)}
+COMPONENTS = ("ear", "eye", "llm")
+BUDGET = Budget(microbatch_tokens=40, step_tokens=150, step_samples=None, on_long="error")
+LINK = Link(100, 10**12)
+UNIT = 4  # tokens of an item for each row
+
+
+def meta_of(source: str, sample: int) -> SampleMeta:
+    random = Random(f"{source}/{sample}")
+    text = random.randint(0, 12)
+    items = []
+    if source == "pairs":
+        for at in sorted(random.randint(0, text) for _ in range(random.randint(0, 3))):
+            rows = random.randint(1, 5)
+            items.append(ItemMeta(random.choice(("image", "audio")), UNIT * rows, rows, at, ()))
+    return SampleMeta(sample, source, text, tuple(items), 100)
+
+
+def lengths_of(metas: Callable[[str, int], SampleMeta]) -> Lengths:
+    def lengths(source: str, ids: np.ndarray, budget: int, policy: str) -> np.ndarray:
+        dropped = "drop" if policy == "error" else policy
+        kept = [fit(metas(source, i), budget, dropped) for i in ids.tolist()]
+        return np.array([length(meta) if meta else 0 for meta in kept])
+
+    return lengths
+
+
+def table(stages: int) -> CostTable:
+    parts = {f"llm/{stage}": WorkCost(2_000_000, 1_000, 10, exchanges=2) for stage in range(stages)}
+    parts |= {
+        "eye": WorkCost(1_000_000, 3_000, 10, exchanges=2),
+        "ear": WorkCost(500_000, 100, 10, exchanges=2),
+    }
+    return CostTable(4, parts, Links(LINK, LINK), 64)
+
+
+def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget) -> dict:
+    """How each component shares sequences, as a run's configuration would have it."""
+    costs = table(world.llm.pp)
+    out = {}
+    for name in COMPONENTS:
+        shape = AttentionShape(4, 2 if name == "llm" else 4, causal=name == "llm")
+        cost = sequence_cost(costs, "llm/0" if name == "llm" else name, shape, 16, LINK)
+        policy = SHARING[llm_sp if name == "llm" else encoder_sp]
+        if name == "llm":
+            over = world.llm.cp if policy.within_replica else world.pool
+            # Room for sequences that a policy leaves whole, or cuts unevenly.
+            out[name] = Sharing(policy, make_pool(cost, over, 1, 2 * budget.microbatch_tokens), world.pool)
+        else:
+            slots = len(world.slots(name))
+            whole = slots == 1 or not policy.cuts
+            out[name] = Sharing(policy, make_pool(cost, slots, UNIT), slots, whole=whole)
+    return out
+
+
+def colocated(dp: int = 1, pp: int = 1) -> Arrangement:
+    return arrange(Layout(dp=dp, pp=pp), {"eye": 1, "ear": 1}, COLOCATED, 0)
+
+
+def planner(
+    dp: int = 1,
+    pp: int = 1,
+    *,
+    world: Arrangement | None = None,
+    llm_sp: str = "uniform",
+    encoder_sp: str = "none",
+    **changes: object,
+) -> Planner:
+    world = world or colocated(dp, pp)
+    return replace(
+        Planner(
+            stream=Stream(SOURCES, seed=3),
+            metas=meta_of,
+            lengths=lengths_of(changes.get("metas", meta_of)),
+            encoders={"image": "eye", "audio": "ear"},
+            components=COMPONENTS,
+            arrangement=world,
+            llm="llm",
+            sharing=sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
+            boundary=Boundary(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
+            feeds=(),
+            policies=policies_of(LPT, ENCODE_FIRST),
+            budget=BUDGET,
+            table=table(world.llm.pp),
+            frozen=lambda step: (),
+            group_size=32,
+        ),
+        **changes,
+    )
+
+
+def plans_of_all_domains(planner: Planner, step: int, cursor: int) -> list[StepPlan]:
+    """The plan of a step that the ranks of each domain make."""
+    return [planner.next_step(step, cursor, number) for number in range(planner.arrangement.num_domains)]
+
+
+def budgets(least: int) -> st.SearchStrategy[Budget]:
+    on_long = st.sampled_from(("drop", "truncate"))
+    return st.builds(
+        Budget, st.integers(max(least, 36), 80), st.integers(1, 300), st.none(), on_long
+    ) | st.builds(Budget, st.integers(max(least, 8), 80), st.none(), st.integers(1, 20), on_long)
+
+
+@st.composite
+def settings_of_planners(draw) -> dict:
+    """Any layout of the LLM, encoders and domains that fit each other, under any policies."""
+    tp, cp, dp, pp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2), (1, 1, 2), (1, 2, 3, 4), (1, 2, 3)))
+    placement = draw(st.sampled_from(PLACEMENTS))
+    beside = draw(st.sampled_from([dp, 2 * dp, 3])) if placement is DISAGGREGATED else 0
+    shared = draw(st.sampled_from([k for k in range(1, dp + 1) if dp % k == 0]))
+    size = tp * cp * (pp if placement is COLOCATED else 1) * shared
+    if beside:
+        size = beside if beside % (dp // shared) else beside // (dp // shared)
+    slots = [k for k in (1, 2, 3) if size % k == 0]
+    encoder_tp = {name: draw(st.sampled_from(slots)) for name in ("eye", "ear")}
+    return {
+        "world": arrange(Layout(tp, cp, dp, pp), encoder_tp, placement, beside, shared),
+        "llm_sp": draw(st.sampled_from(["uniform", "uniform", *SHARING])),
+        "encoder_sp": draw(st.sampled_from(["none", "none", *BEYOND_REPLICAS])),
+        "policies": draw(st.sampled_from(POLICIES)),
+        "single_queue": draw(st.booleans()),
+        "group_size": draw(st.sampled_from([1, 2, 3, 32])),
+        "budget": draw(budgets(least=0)),
+    }

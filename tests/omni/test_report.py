@@ -1,0 +1,99 @@
+"""Metrics that are of the whole world, though each rank planned its own domain alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from planners import plans_of_all_domains
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from dataloader.reader import Reader
+from dataloader.tokens import tokenize
+from infra.run_folder import RunFolder, read_metrics
+from omni.compose import compose_config
+from omni.training.job import Job, prepare_job
+from omni.training.trainer import Trainer
+from pipeline.plan import StepPlan
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("report") / "mixed"
+    write_mixed(path)
+    return path
+
+
+def _train(rank: int, line: list[str], world: int) -> None:
+    job = prepare_job(compose_config(line), world)
+    Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu")).run()
+
+
+def flops_by_hand(job: Job, plans: list[StepPlan], path: Path) -> dict[str, float]:
+    """FLOPs of a step by component: those of each sample and of each item, three times."""
+    llm = image = 0
+    reader = Reader(path)
+    for plan in plans:
+        for meta in job.planner.metas_of(plan.domain):
+            sample = reader.read(meta.id, text=True, items=False)
+            targets = int(tokenize(sample, meta, job.tokenizer)[2].sum())
+            tokens = next(s.length for s in plan.domain.samples if s.id == meta.id)
+            parts = [job.work[f"llm/{part}"] for part in range(job.layout.num_parts)]
+            llm += sum(part.flops(tokens, tokens * tokens) for part in parts) * job.layout.tp
+            llm -= job.output_flops * (tokens - targets)
+            encoder = job.work["image"]
+            image += sum(encoder.flops(item.tokens, item.tokens**2) for item in meta.items)
+    return {"llm": 3 * llm, "image": 3 * image}
+
+
+def loads_by_hand(job: Job, plans: list[StepPlan]) -> dict[str, list[int]]:
+    """Planned nanoseconds of forward passes: of the first part in each domain, and of each rank that encodes."""
+    found: dict[str, list[int]] = {"llm": [], "image": []}
+    for plan in plans:
+        domain = plan.domain
+        packs = [[domain.samples[i].length for i in batch.samples] for batch in domain.microbatches]
+        cost = job.table.parts["llm/0"]
+        found["llm"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in packs))
+        cost = job.table.parts["image"]
+        for rank in range(job.arrangement.domain_size):
+            items = [[domain.items[i].tokens for i in c.items] for c in domain.chunks if c.ranks == (rank,)]
+            found["image"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in items))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(2, ["balance.group=1"]), (2, ["balance=none"]), (4, ["layout.llm.pp=2", "balance.group=1"])],
+    ids=["dp2", "dp2 none", "pp2 dp2"],
+)
+def test_figures_of_a_step_are_those_of_all_domains(
+    ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
+) -> None:
+    line = overrides(data, tmp_path, *more, f"train.steps={STEPS}", samples=7)
+    ranks.run(world, _train, line, world)
+    job = prepare_job(compose_config(line), world)
+    assert job.arrangement.num_domains == 2
+    cursor, seen = 0, 0
+    for step, metrics in enumerate(read_metrics(tmp_path / "metrics.jsonl"), 1):
+        plans = plans_of_all_domains(job.planner, step, cursor)
+        taken = plans[0].taken
+        cursor, seen = taken.next_cursor, seen + sum(taken.lengths)
+        assert metrics["progress/tokens"] == seen
+
+        flops = flops_by_hand(job, plans, data)
+        peak = job.cluster.flops * world * metrics["perf/step_s"]
+        for name, value in flops.items():
+            assert metrics[f"perf/mfu/{name}"] * peak == pytest.approx(value, rel=1e-9), name
+        assert metrics["perf/mfu"] * peak == pytest.approx(sum(flops.values()), rel=1e-9)
+
+        for name, loads in loads_by_hand(job, plans).items():
+            assert len(loads) == (2 if name == "llm" else world)
+            even = sum(loads) / len(loads)
+            assert metrics[f"balance/max_over_mean/{name}"] == pytest.approx(max(loads) / even, rel=1e-9)
+            assert max(loads) > even, "the domains are alike: a rank's own figures would do"
+
+        packs = sum(len(plan.domain.microbatches) for plan in plans)
+        assert metrics["data/pack_fill"] == pytest.approx(sum(taken.lengths) / (160 * packs), rel=1e-9)
+    assert step == STEPS

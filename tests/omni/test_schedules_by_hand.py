@@ -1,0 +1,374 @@
+"""What a plan can say beyond our own schedules, run and held against one rank: several parts of the LLM on a
+rank, backward passes in two halves, early reductions, chunks of several microbatches.
+"""
+
+import os
+import subprocess
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schedules_by_hand as by_hand
+import torch
+from packages import write_package
+from ranks import RankPool
+from small import overrides, write_mixed
+from test_audio_encoder import line_of, write_heard_and_seen
+
+from infra.run_folder import RunFolder, read_metrics
+from omni.compose import compose_config
+from omni.config import Config, ConfigError
+from omni.models.llm_stage import LLMStage
+from omni.models.weight_gradients import Pending
+from omni.training import parity
+from omni.training.job import Job, prepare_job
+from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
+from omni.training.sharing import make_chunks
+from omni.training.trainer import Trainer
+from pipeline import engine
+from pipeline.plan import BACKWARDS, Chunk, Grad, Kind, Op
+from pipeline.routes import outputs_of
+from pipeline.verifier import PlanRefusedError
+
+UNTIED = ("model.llm.tied=false",)
+EXPERTS = ("model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}",)
+# Rows enter at the embedding, before layer 1 and before layer 2 of 4.
+TAPS = ("model.encoders.image.layers=3", "+model.encoders.image.taps=[1,2]")
+RECOMPUTE = ("model.llm.recompute=full", "model.encoders.image.recompute=full")
+PP2 = ("layout.llm.pp=2", "layout.llm.parts=2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule by hand on `world` ranks, of a `model` that one rank has too. With `merged`, neighbouring
+    chunks of a slot are one.
+    """
+
+    world: int
+    schedule: str
+    layout: tuple[str, ...]
+    model: tuple[str, ...] = ()
+    single_queue: bool = False
+    merged: bool = False
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        return (*self.model, *self.layout, f"pipeline={by_hand.POLICIES[self.schedule].name}")
+
+
+CASES = {
+    "interleaved": Case(2, "INTERLEAVED", PP2),
+    "split, recomputed, one queue": Case(2, "SPLIT", ("layout.llm.pp=2", *RECOMPUTE), single_queue=True),
+    "both, early, untied": Case(2, "EARLY", PP2, UNTIED),
+    "both, early, both ends on a rank": Case(2, "EARLY", ("layout.llm.parts=2", "layout.domain=2")),
+    "both, merged, one queue": Case(2, "BOTH", PP2, single_queue=True, merged=True),
+    "both, early, beside": Case(3, "EARLY", (*PP2, "placement=disaggregated"), merged=True),
+    "both, tp2, taps, recomputed, one queue": Case(
+        4,
+        "BOTH",
+        (*PP2, "layout.llm.tp=2", "+layout.encoders.image.tp=2", *RECOMPUTE),
+        TAPS,
+        single_queue=True,
+    ),
+    "both, early, experts, recomputed": Case(
+        4, "EARLY", (*PP2, "layout.llm.dp=2", "layout.llm.ep=2", *RECOMPUTE), EXPERTS
+    ),
+    "both, two replicas, taps, merged": Case(
+        4, "BOTH", (*PP2, "layout.llm.dp=2", "layout.domain=2"), TAPS, merged=True
+    ),
+    "split, pp4, taps, one queue": Case(4, "SPLIT", ("layout.llm.pp=4",), TAPS, single_queue=True),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Data, and a package that registers the schedules."""
+    folder = tmp_path_factory.mktemp("by_hand")
+    write_mixed(folder / "mixed")
+    points = "\n".join(f"{p.name} = schedules_by_hand:{name}" for name, p in by_hand.POLICIES.items())
+    write_package(folder / "package", "made_by_hand", "", {"omni.schedule": points})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder / "package"))
+        yield folder
+
+
+def configure(folder: Path, *more: str) -> Config:
+    return compose_config(overrides(folder / "mixed", folder / "run", "train.steps=2", *more, samples=16))
+
+
+def prepare(case: Case, config: Config) -> Job:
+    """The job of a case, where its package may not be on the path yet."""
+    package = str(Path(config.run.dir).parent / "package")
+    if package not in sys.path:
+        sys.path.append(package)
+    job = prepare_job(config, case.world)
+    changes: dict[str, Any] = {"single_queue": case.single_queue}
+    if case.merged:
+        changes["chunking"] = merged_chunks
+    return replace(job, planner=replace(job.planner, **changes))
+
+
+def merged_chunks(items: Any, slots: Any, sharing: Any, cost_ns: Any) -> tuple[Chunk, ...]:
+    """Two by two, the chunks that follow each other on a slot."""
+    of_slot: dict[Any, list[Chunk]] = defaultdict(list)
+    for chunk in make_chunks(items, slots, sharing, cost_ns):
+        of_slot[chunk.component, chunk.ranks, chunk.layout.num_ranks].append(chunk)
+    merged = []
+    for chunks in of_slot.values():
+        for first in range(0, len(chunks), 2):
+            merged.append(merge(chunks[first : first + 2], items, sharing))
+    return tuple(sorted(merged, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
+
+
+def merge(chunks: list[Chunk], items: Any, sharing: Any) -> Chunk:
+    numbers = tuple(i for chunk in chunks for i in chunk.items)
+    one = chunks[0]
+    layout = replace(one.layout, shards=tuple(s for chunk in chunks for s in chunk.layout.shards))
+    return replace(
+        one,
+        microbatches=tuple(sorted({items[i].microbatch for i in numbers})),
+        items=numbers,
+        layout=layout,
+        tiles=tuple(t for chunk in chunks for t in chunk.tiles),
+        outputs=outputs_of(numbers, items, layout, one.tp, sharing[one.component].num_points),
+    )
+
+
+def measure(rank: int, case: Case, config: Config) -> Measurement | None:
+    job = prepare(case, config)
+    folder = RunFolder.create(Path(config.run.dir))
+    return parity.measure(job, folder, rank, torch.device("cpu"), steps=config.train.steps)
+
+
+_references: dict[tuple[str, ...], Measurement] = {}
+
+
+def reference(ranks: RankPool, folder: Path, model: tuple[str, ...]) -> Measurement:
+    if model not in _references:
+        _references[model] = ranks.run(1, measure, Case(1, "SPLIT", ()), configure(folder, *model))[0]
+    return _references[model]
+
+
+def worst(ranks: RankPool, folder: Path, case: Case, function: Any = measure) -> tuple[Any, Any]:
+    """The worst differences of gradients and of weights from one rank under a schedule of ours."""
+    expected = reference(ranks, folder, case.model)
+    found = ranks.run(case.world, function, case, configure(folder, *case.line))[0]
+    return compare(expected, found)[0], compare_weights(expected, found)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schedules_by_hand_equal_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
+    gradients, weights = worst(ranks, folder, CASES[name])
+    assert gradients.relative <= TOLERANCE, gradients
+    assert weights.relative <= WEIGHT_TOLERANCE, weights
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
+    case = CASES[name]
+    planner = prepare(case, configure(folder, *case.line)).planner
+    plan = planner.next_step(1, 0, 0)
+    planner.verify(plan)
+    domain, backward = plan.domain, [op for ops in plan.domain.ops for op in ops if op.kind in BACKWARDS]
+    several = [parts for parts in domain.holds if len(parts) > 1]
+    assert bool(several) == (case.schedule != "SPLIT")
+    grads = {op.grad for op in backward}
+    assert grads == ({Grad.BOTH} if case.schedule == "INTERLEAVED" else {Grad.INPUT, Grad.WEIGHT})
+    assert any(len(chunk.microbatches) > 1 for chunk in domain.chunks) == case.merged
+    for ops in domain.ops:
+        reduced = [at for at, op in enumerate(ops) if op.kind is Kind.REDUCE]
+        after = [op for op in ops[reduced[0] :] if op.kind in BACKWARDS]
+        # A rank beside the LLM has nothing but an encoder to reduce.
+        assert bool(after) == (case.schedule == "EARLY" and len(reduced) > 1)
+
+
+@pytest.mark.parametrize("frozen", ["llm", "image"])
+def test_frozen_components_need_no_schedule_of_their_own(ranks: RankPool, folder: Path, frozen: str) -> None:
+    case = Case(2, "EARLY", PP2, (f"+optim.components={{{frozen}: {{frozen: [[1, 3]]}}}}",), merged=True)
+    gradients, weights = worst(ranks, folder, case)
+    assert gradients.relative <= TOLERANCE, gradients
+    assert weights.relative <= WEIGHT_TOLERANCE, weights
+
+
+def test_a_frozen_encoder_is_given_nothing_back(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Its chunk waits for a later microbatch when the rows of an earlier one return to another encoder."""
+    data = write_heard_and_seen(tmp_path)
+    more = ("+optim.components={image: {frozen: [[1, 3]]}}", "pipeline=one_f_one_b")
+    config = compose_config(line_of(data, folder / "run", *more, "train.steps=1"))
+    runs = [Case(1, "SPLIT", (), merged=merged) for merged in (False, True)]
+    expected, found = (ranks.run(1, measure, case, config)[0] for case in runs)
+    assert compare(expected, found)[0].relative <= TOLERANCE, compare(expected, found)[0]
+
+
+# What a step holds.
+
+
+class Kept:
+    """A tensor that an autograd graph keeps, for as long as the graph lives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[int], int, int]:
+    """Run a step. Returns the passes of each part that live at once at most, as run and as planned, and how
+    many tensors graphs kept, and keep after the step.
+    """
+    run_folder = RunFolder.create(Path(config.run.dir))
+    trainer = Trainer(prepare(case, config), run_folder, rank, torch.device("cpu"))
+    graphs: weakref.WeakSet[Kept] = weakref.WeakSet()
+    most: Counter[int] = Counter()
+    made = 0
+    do = engine._Step.do
+
+    def pack(tensor: torch.Tensor) -> Kept:
+        nonlocal made
+        made += 1
+        graphs.add(kept := Kept(tensor))
+        return kept
+
+    def watched(step: Any, op: Op) -> None:
+        do(step, op)
+        waiting = {(m, part) for kind, m, part in step.pending if kind is Kind.BACKWARD}
+        for part, number in Counter(part for _, part in waiting | step.passes.keys()).items():
+            most[part] = max(most[part], number)
+
+    engine._Step.do = watched
+    try:
+        with trainer.ahead() as ahead:
+            prepared = ahead.take(1)
+            trainer.agree_on(prepared.plan)
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+                trainer.execute(prepared)
+    finally:
+        engine._Step.do = do
+    ops = prepared.plan.domain.ops_of(trainer.rank.position)
+    return most, by_hand.in_flight(list(ops)), made, len(graphs)
+
+
+@pytest.mark.parametrize("recompute", [(), RECOMPUTE])
+def test_a_step_holds_what_its_plan_says_and_leaves_nothing(
+    ranks: RankPool, folder: Path, recompute: tuple[str, ...]
+) -> None:
+    case = Case(2, "EARLY", (*PP2, *recompute), TAPS, merged=True)
+    results = ranks.run(2, hold, case, configure(folder, *case.line))
+    for rank, (most, planned, made, left) in enumerate(results):
+        assert most == planned
+        assert sorted(most) == [rank, rank + 2]
+        assert all(number <= by_hand.EARLY.in_flight(4, part) for part, number in most.items())
+        assert made > 100
+        assert left == 0
+
+
+# What must not run.
+
+
+def run_changed(rank: int, case: Case, config: Config, name: str) -> Measurement | None:
+    """A measurement with an engine that does something wrong."""
+    changed = CHANGES[name]
+    owner, attribute = changed.owner, changed.attribute
+    right = getattr(owner, attribute)
+    setattr(owner, attribute, changed.wrong(right))
+    try:
+        return measure(rank, case, config)
+    finally:
+        setattr(owner, attribute, right)
+
+
+@dataclass(frozen=True)
+class Change:
+    owner: Any
+    attribute: str
+    wrong: Any
+
+
+def _forget_one(run: Any) -> Any:
+    def forgetful(pending: Any) -> None:
+        if pending._products:
+            pending._products.pop()
+        run(pending)
+
+    return forgetful
+
+
+def _same_part(forward: Any) -> Any:
+    return lambda stage, part, *inputs: forward(stage, part % 2 if part == 2 else part, *inputs)
+
+
+CHANGES = {
+    "a weight is forgotten": Change(Pending, "run", _forget_one),
+    "the wrong part runs": Change(LLMStage, "forward", _same_part),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_goes_wrong_is_seen(ranks: RankPool, folder: Path, name: str) -> None:
+    case = CASES["both, early, untied"]
+    expected = reference(ranks, folder, case.model)
+    found = ranks.run(case.world, run_changed, case, configure(folder, *case.line), name)[0]
+    assert compare(expected, found)[0].relative > 100 * TOLERANCE
+
+
+def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None:
+    case = CASES["both, early, both ends on a rank"]
+    planner = prepare(case, configure(folder, *case.line)).planner
+    plan = planner.next_step(1, 0, 0)
+    domain = plan.domain
+    assert domain.reductions == ((0, 1), (0, 0), (1, 0))
+    last = len(domain.microbatches) - 1
+    late = Op(Kind.BACKWARD, last, part=1, grad=Grad.WEIGHT)
+    reductions = [Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 0, part=1), Op(Kind.REDUCE, 1)]
+    lists = []
+    for ops in domain.ops:
+        rest = [op for op in ops if op not in (*reductions, late)]
+        lists.append((*rest, reductions[0], late, *reductions[1:]))
+    domain = replace(domain, ops=tuple(lists), reductions=((0, 0), (0, 1), (1, 0)))
+    words = r"R3: rank 0 must run backward\(2, part 1, weight\) before reduce\(0\)"
+    with pytest.raises(PlanRefusedError, match=words):
+        planner.verify(replace(plan, domain=domain))
+
+
+def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None:
+    words = (
+        r"layout\.llm\.parts=2: pipeline\.schedule=encode_first orders at most 1 on a rank: "
+        r"set layout\.llm\.parts=1, or choose a schedule that interleaves"
+    )
+    with pytest.raises(ConfigError, match=words):
+        prepare_job(configure(folder, "layout.llm.parts=2"), 1)
+    with pytest.raises(ConfigError, match=r"layout\.llm\.parts=3: .*=by_hand_2 orders at most 2"):
+        prepare_job(configure(folder, "layout.llm.parts=3", "pipeline=by_hand_2"), 1)
+
+
+@pytest.mark.slow
+def test_the_command_line_trains_evaluates_and_resumes(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    case = CASES["both, early, untied"]
+    line = overrides(
+        folder / "mixed",
+        tmp_path / "run",
+        *case.line,
+        "launch.ranks=2",
+        "train.eval_every=1",
+        "train.checkpoint_every=1",
+        f"+data.heldout.mixed.path={folder / 'mixed'}",
+        "data.heldout.mixed.samples=4",
+        "data.heldout.mixed.generate=1",
+        samples=16,
+    )
+    path = os.pathsep.join([str(folder / "package"), str(Path(__file__).parent), os.environ["PYTHONPATH"]])
+    for steps in (1, 2):
+        subprocess.run(
+            [sys.executable, "-m", "omni", "train", *line, f"train.steps={steps}"],
+            env={**os.environ, "PYTHONPATH": path},
+            check=True,
+            timeout=180,
+        )
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [step["step"] for step in steps] == [1, 2]
+    expected = reference(ranks, folder, case.model).loss
+    assert steps[0]["loss/train"] == pytest.approx(expected, rel=TOLERANCE)
+    assert all(step["loss/eval/mixed"] > 0 for step in steps)

@@ -1,0 +1,108 @@
+"""Everything that a plan may say, whether or not a schedule of ours says it yet."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+from domain_plans import Shape, Work, make_plan, one
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_ranks import RandomRanks
+from wide_plans import build_in_turn, build_interleaved, random_wide_plan, with_split_backwards
+
+from pipeline.plan import BACKWARDS, ISSUED, Grad, Kind, StepPlan
+from pipeline.serial import serialise
+from pipeline.simulator import run
+from pipeline.verifier import violations
+
+
+def serial(plan: StepPlan, seed: int) -> StepPlan:
+    """The plan with lists for one queue a rank."""
+    costs = Random(seed)
+    lists = serialise(plan.domain, lambda rank, op: costs.randint(0, 50), lambda op: costs.randint(0, 20))
+    return replace(plan, domain=replace(plan.domain, ops=tuple(map(tuple, lists))))
+
+
+def test_random_wide_plans_hold_everything():
+    seen: Counter[object] = Counter()
+    for seed in range(150):
+        plan = random_wide_plan(Random(seed))
+        domain = plan.domain
+        grads = {op.grad for ops in domain.ops for op in ops if op.kind is Kind.BACKWARD}
+        halves = {op.grad for ops in domain.ops for op in ops if op.kind is Kind.ENCODE_BACKWARD}
+        early = any(
+            op.kind is Kind.REDUCE and {after.kind for after in ops[at:]} & BACKWARDS
+            for ops in domain.ops
+            for at, op in enumerate(ops)
+        )
+        seen.update([("parts", max(map(len, domain.holds))), ("team", domain.team), ("early", early)])
+        seen.update([("split", Grad.INPUT in grads), ("split encoders", Grad.WEIGHT in halves)])
+        seen.update([("mixed", len(grads) == 3), ("frozen", *plan.frozen), ("train", plan.train)])
+        seen.update([("many", any(len(chunk.microbatches) > 1 for chunk in domain.chunks))])
+        within = [p + 1 in parts for parts in domain.holds for p in parts if p + 1 < domain.num_parts]
+        seen.update([("hands on within a rank", any(within), all(within))])
+        seen.update([("rows at parts of one rank", max(len(domain.parts_with_rows(r)) for r in range(domain.num_ranks)))])  # fmt: skip
+    wanted = [("parts", n) for n in (1, 2, 3)] + [("team", 1), ("team", 2), ("early", True), ("split", True)]
+    wanted += [("split encoders", True), ("mixed", True), ("frozen", "llm"), ("many", True), ("train", False)]
+    wanted += [("hands on within a rank", True, False), ("rows at parts of one rank", 2)]
+    assert all(seen[what] >= 5 for what in wanted), seen
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_wide_plans_keep_all_rules_and_run_on_random_ranks(part):
+    for number in range(60):
+        plan = random_wide_plan(Random(f"{part}/{number}"))
+        assert list(violations(plan, one)) == [], number
+        RandomRanks(plan, number).run()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_wide_plans_for_one_queue_keep_all_rules_and_run_on_random_ranks(part):
+    for number in range(40):
+        before = random_wide_plan(Random(f"{part}/{number}"))
+        bounds = tuple((name, 10) for name, _ in before.domain.bounds)
+        before = replace(before, domain=replace(before.domain, bounds=bounds))
+        after = serial(before, number)
+        assert list(violations(after, one, single_fifo=True)) == [], number
+        RandomRanks(after, number, single_queue=True).run()
+        for old, new in zip(before.domain.ops, after.domain.ops, strict=True):
+            assert sorted(map(str, old)) == sorted(map(str, new))
+            assert [op for op in old if op.kind not in ISSUED] == [op for op in new if op.kind not in ISSUED]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(0, 10**9))
+def test_domains_that_reduce_in_one_order_run_together(seed):
+    """Each of them ends alone, so all of them end together: what one verifies is enough for the world."""
+    early = random_wide_plan(Random(seed), max_stages=3, most=3)
+    late = [[op for op in ops if op.kind is not Kind.REDUCE] for ops in early.domain.ops]
+    for old, new in zip(early.domain.ops, late, strict=True):
+        new += [op for op in old if op.kind is Kind.REDUCE]
+    other = replace(early, domain=replace(early.domain, ops=tuple(map(tuple, late))))
+    assert list(violations(other, one)) == []
+    RandomRanks.together([early, other, early], seed)
+
+
+@pytest.mark.parametrize("stages, parts, microbatches", [(2, 2, 4), (4, 2, 8), (2, 3, 6), (4, 3, 8)])
+def test_interleaving_takes_the_time_of_the_closed_form(stages, parts, microbatches):
+    """The bubble is that of 1F1B over the parts of a rank (Narayanan et al., 2021, section 2.2)."""
+    domain = make_plan(Shape(stages, parts=parts), microbatches, [], build_interleaved).domain
+    timeline = run(domain, lambda r, op: {Kind.FORWARD: 10, Kind.BACKWARD: 20}.get(op.kind, 0), lambda op: 0)
+    assert timeline.makespan_ns == microbatches * parts * 30 + (stages - 1) * 30
+
+
+def test_a_fold_hands_on_in_the_last_stage_without_a_message():
+    domain = make_plan(Shape(3, parts=2, fold=True), 2, [], build_in_turn).domain
+    assert domain.holds == ((0, 5), (1, 4), (2, 3))
+    sent = [[op.part for op in ops if op.kind is Kind.SEND_FORWARD] for ops in domain.ops]
+    assert sent == [[0, 0], [1, 1, 4, 4][:4], [3, 3]] or sent == [[0, 0], [1, 1, 4, 4], [2, 2, 3, 3]]
+
+
+def test_weight_gradients_of_ranks_that_work_together_are_in_one_order():
+    work = [Work("image", m, (0, 1, 2, 3), (2, 3), slots=2) for m in range(3)]
+    shape = Shape(stages=2, pool=2, tp=2, party=4, team=2)
+    plan = make_plan(shape, 3, work, with_split_backwards(build_in_turn, 1))
+    assert list(violations(plan, one)) == []
+    assert len(plan.domain.ops) == 4
+    assert plan.domain.ops[0] == plan.domain.ops[1]
