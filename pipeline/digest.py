@@ -7,7 +7,7 @@ every class, so that different plans make different arrays; the array is hashed.
 
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import blake2b
@@ -35,16 +35,17 @@ def _number(text: str) -> int:
 
 
 @cache
-def _fields(kind: Any) -> tuple[int, tuple[str, ...]]:
-    if not is_dataclass(kind):
-        raise TypeError(f"a plan holds a {kind.__name__}, which has no digest")
+def _fields(kind: Hashable) -> tuple[int, tuple[str, ...]]:
+    """The number of a class's name, and its fields in order."""
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        raise TypeError(f"a plan holds a {kind}, which has no digest")
     return _number(kind.__name__), tuple(field.name for field in fields(kind))
 
 
 def _write(
     value: Any, put: Callable[[int], None], put_all: Callable[[Any], None], texts: dict[str, int]
 ) -> None:
-    kind = type(value)
+    kind: Any = type(value)
     if kind is int or kind is bool:
         put(value)
     elif kind is tuple:

@@ -1,12 +1,12 @@
 """Refuse a plan that could hang, lose a row or hold too much, before any of it runs.
 
-R1  every communicator sees one order of collectives on all its ranks; gradients are reduced in the order
-    of the plan
+R1  every communicator sees one order of collectives on all its ranks; gradients are reduced in the plan's
+    order
 R2  sends and receives of each directed pair of ranks are in the same order
 R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return, wait(return) <
     encode-backward, and the same for activations and their gradients, from part to part; gradients of
     weights after those of inputs; every gradient of a part before it is reduced
-R4  every issued op is waited for exactly once, after it was issued
+R4  every op is issued once and waited for exactly once, after it was issued
 R5  each item is encoded once, and its backward runs once, whole or split in two, on the same ranks (never for
     a frozen encoder), neighbours that hold its encoder; each microbatch passes every part once; every rank
     that holds a part reduces it once
@@ -89,7 +89,7 @@ def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterato
 def _ranks(domain: DomainPlan, team: int) -> str:
     """The positions of a team, in words."""
     first = team * domain.team
-    return f"rank {first}" if domain.team == 1 else f"ranks {first} to {first + domain.team - 1}"
+    return f"rank {first}" if domain.team == 1 else f"the team of ranks {first} to {first + domain.team - 1}"
 
 
 def _unclear_table(domain: DomainPlan) -> Iterator[str]:
@@ -98,10 +98,11 @@ def _unclear_table(domain: DomainPlan) -> Iterator[str]:
     holds = domain.holds[: domain.llm_size // domain.team]
     stages = [set(holds[first : first + size]) for first in range(0, len(holds), size or 1)]
     holders = Counter(part for parts in domain.holds for part in parts)
-    if domain.stage_size % domain.team or any(rank % domain.team for home in domain.homes for rank in home):
+    homes = [rank for home in domain.homes for rank in home]
+    if any(rank % domain.team for rank in (domain.stage_size, *homes)):
         yield (
-            f"R5: stages of {domain.stage_size} ranks or homes {domain.homes} are not whole teams of "
-            f"{domain.team}"
+            f"R5: stages of {domain.stage_size} ranks and the homes {domain.homes} are not all whole teams "
+            f"of {domain.team}"
         )
     elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
         yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
@@ -313,8 +314,8 @@ class _Needs:
             component = self.components[m]
             yield from self.gradients[component, part]
             if m == self.domain.llm and part == 0 and self.domain.num_parts > 1:
-                # Where the output is tied to the embedding of its own rank, the last part's passes make gradients
-                # of a weight of the first part. A plan does not say what is tied: it waits wherever it may be.
+                # Where the output is tied to the embedding of its own rank, the last part's passes make
+                # gradients of the first part's weight. What is tied a plan does not say: it always waits.
                 yield from self.gradients[component, self.domain.num_parts - 1]
 
     def backward(self, m: int, part: int) -> _Op:

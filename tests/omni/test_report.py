@@ -50,7 +50,7 @@ def flops_by_hand(job: Job, plans: list[StepPlan], path: Path) -> dict[str, floa
 
 
 def loads_by_hand(job: Job, plans: list[StepPlan]) -> dict[str, list[int]]:
-    """Planned nanoseconds of forward passes: of the first part in each domain, and of each rank that encodes."""
+    """Planned nanoseconds of forward passes: of each domain's first part, and of each rank that encodes."""
     found: dict[str, list[int]] = {"llm": [], "image": []}
     for plan in plans:
         domain = plan.domain

@@ -40,9 +40,9 @@ UNIT = 4  # tokens of an item for each of its rows
 @dataclass(frozen=True)
 class Shape:
     """The ranks of a domain. `homes` are those of audio and of image, by default all ranks of the LLM; images
-    have rows for the embedding of the first part and for each of `taps`. A rank has `parts` parts, dealt to the
-    stages in turn, or with `fold` two, forth and back: the last stage has both in the middle. `team` ranks
-    share an op list.
+    have rows for the embedding of the first part and for each of `taps`. A rank has `parts` parts, dealt to
+    the stages in turn, or with `fold` two, forth and back: the last stage has both in the middle. `team`
+    ranks share an op list.
     """
 
     stages: int = 1

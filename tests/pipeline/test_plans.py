@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum of
-    two microbatches, an attach point beside the embedding and reductions of parts.
+    """Two stages of two members with two ranks, and a rank beside them, with halves of backwards, a quantum
+    of two microbatches, an attach point beside the embedding and reductions of parts.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),

@@ -4,6 +4,21 @@ from random import Random
 
 import pytest
 from domain_plans import Shape, Work, make_plan, one, random_shape, random_work
+from edits import (
+    Lists,
+    move_after,
+    move_before,
+    of_rank,
+    problems,
+    remove,
+    rules,
+    swap,
+    wait_for,
+    what_happens,
+    with_domain,
+    with_edits,
+    with_lists,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import DataError, DeadlockError, RandomRanks
@@ -12,14 +27,9 @@ from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from pipeline.plan import Block, Kind, Op, Point, StepPlan
 from pipeline.routes import outputs_of
-from pipeline.verifier import PlanRefusedError, verify, violations
+from pipeline.verifier import PlanRefusedError, verify
 
 STAGES = 2
-Lists = list[list[Op]]
-
-
-def wait_for(kind: Kind, index: int) -> Op:
-    return Op(Kind.WAIT, index, kind)
 
 
 def a_plan() -> StepPlan:
@@ -28,60 +38,8 @@ def a_plan() -> StepPlan:
     return make_plan(STAGES, 4, work, "encode_first")
 
 
-def with_domain(plan: StepPlan, **changes: object) -> StepPlan:
-    return replace(plan, domain=replace(plan.domain, **changes))
-
-
-def with_lists(plan: StepPlan, edit: Callable[[Lists], object]) -> StepPlan:
-    lists = [list(ops) for ops in plan.domain.ops]
-    edit(lists)
-    return with_domain(plan, ops=tuple(map(tuple, lists)))
-
-
 def edited(edit: Callable[[Lists], object]) -> StepPlan:
     return with_lists(a_plan(), edit)
-
-
-def problems(plan: StepPlan, bound: int | None = None, single_fifo: bool = False) -> list[str]:
-    """Broken rules, where every part may hold `bound` microbatches, or as many as the plan says."""
-    if bound is not None:
-        bounds = tuple((f"llm/{part}", bound) for part in range(plan.domain.num_parts))
-        plan = with_domain(plan, bounds=bounds)
-    return list(violations(plan, one, single_fifo))
-
-
-def rules(plan: StepPlan, bound: int | None = None) -> set[str]:
-    return {text.split(":")[0] for text in problems(plan, bound)}
-
-
-def at(ops: list[Op], op: Op) -> int:
-    """Where an op stands in a list, whatever part it is of."""
-    return next(n for n, o in enumerate(ops) if (o.kind, o.index, o.on) == (op.kind, op.index, op.on))
-
-
-def of_rank(plan: StepPlan, rank: int, op: Op) -> Op:
-    """The op as a rank's list has it, with its part."""
-    ops = list(plan.domain.ops[rank])
-    return ops[at(ops, op)]
-
-
-def swap(ops: list[Op], a: Op, b: Op) -> None:
-    i, j = at(ops, a), at(ops, b)
-    ops[i], ops[j] = ops[j], ops[i]
-
-
-def move_before(ops: list[Op], op: Op, other: Op) -> None:
-    moved = ops.pop(at(ops, op))
-    ops.insert(at(ops, other), moved)
-
-
-def move_after(ops: list[Op], op: Op, other: Op) -> None:
-    moved = ops.pop(at(ops, op))
-    ops.insert(at(ops, other) + 1, moved)
-
-
-def remove(ops: list[Op], op: Op) -> None:
-    del ops[at(ops, op)]
 
 
 def test_a_valid_plan_is_accepted():
@@ -484,10 +442,7 @@ def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
 
 
 def shared(edit: Callable[[Lists], object], schedule: str = "encode_first") -> StepPlan:
-    plan = a_shared_plan(schedule)
-    lists = [list(ops) for ops in plan.domain.ops]
-    edit(lists)
-    return with_domain(plan, ops=tuple(map(tuple, lists)))
+    return with_lists(a_shared_plan(schedule), edit)
 
 
 def refused_only_by_r7(plan: StepPlan, *words: str) -> None:
@@ -647,9 +602,7 @@ def test_a_plan_of_another_member_for_a_sequence_is_refused():
 def tapped(edit: Callable[[Lists], object]) -> StepPlan:
     shape = Shape(stages=3, taps=(Point("llm.layers.1", 0, 1), Point("llm.layers.5", 2, 0)))
     plan = make_plan(shape, 2, [Work("image", m, (m,), (3,)) for m in range(2)], "encode_first")
-    lists = [list(ops) for ops in plan.domain.ops]
-    edit(lists)
-    return with_domain(plan, ops=tuple(map(tuple, lists)))
+    return with_lists(plan, edit)
 
 
 def test_rows_go_to_every_attach_point():
@@ -700,44 +653,13 @@ def test_the_refusal_names_step_domain_and_rule():
 # Any change that the verifier lets pass must be harmless.
 
 
-def swap_two(ops: list[Op], random: Random) -> None:
-    i, j = random.randrange(len(ops)), random.randrange(len(ops))
-    ops[i], ops[j] = ops[j], ops[i]
-
-
-def move_one(ops: list[Op], random: Random) -> None:
-    op = ops.pop(random.randrange(len(ops)))
-    ops.insert(random.randint(0, len(ops)), op)
-
-
-def swap_neighbours(ops: list[Op], random: Random) -> None:
-    i = random.randrange(max(1, len(ops) - 1))
-    ops[i : i + 2] = reversed(ops[i : i + 2])
-
-
-def drop_one(ops: list[Op], random: Random) -> None:
-    ops.pop(random.randrange(len(ops)))
-
-
 def mutated(random: Random) -> StepPlan:
     shape, microbatches = random_shape(random, 4), random.randint(1, 5)
     schedule = random.choice(("encode_first", "one_f_one_b", "forward_only"))
     frozen = random.choice(((), ("image",), ("audio", "image")))
     work = random_work(random, shape, microbatches)
     plan = make_plan(shape, microbatches, work, schedule, frozen, cuts=random)
-    lists = [list(ops) for ops in plan.domain.ops]
-    for _ in range(random.randint(1, 3)):
-        change = random.choice((swap_two, swap_two, move_one, swap_neighbours, swap_neighbours, drop_one))
-        change(random.choice([ops for ops in lists if ops]), random)
-    return with_domain(plan, ops=tuple(map(tuple, lists)))
-
-
-def what_happens(plan: StepPlan, seed: int) -> str | None:
-    try:
-        RandomRanks(plan, seed).run()
-    except (DeadlockError, DataError) as error:
-        return str(error)
-    return None
+    return with_edits(plan, random)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -746,7 +668,6 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
     for number in range(300):
         random = Random(f"{part}/{number}")
         plan = mutated(random)
-        domain = plan.domain
         if problems(plan, bound=5):
             refused_hangs += what_happens(plan, number) is not None
             continue
@@ -762,7 +683,6 @@ def test_random_changes_that_are_accepted_still_run_on_random_ranks(part):
 @given(st.randoms(use_true_random=False), st.integers(0, 1000))
 def test_whatever_hangs_random_ranks_with_a_single_queue_is_refused(random, seed):
     plan = mutated(random)
-    domain = plan.domain
     try:
         RandomRanks(plan, seed, single_queue=True).run()
     except DeadlockError:

@@ -29,10 +29,12 @@ def with_encoders_around(domain: DomainPlan, passes: Callable[[int], list[Op]]) 
 
 def build_interleaved(domain: DomainPlan, costs: Costs) -> Order:
     """Interleaved 1F1B (Narayanan et al., 2021, section 2.2, in the order of Megatron-LM): as many
-    microbatches as there are stages pass one part of a rank, then the next, and backward alike.
+    microbatches as there are stages pass one part of a rank, then the next, and backward alike. There must be
+    a multiple of these: otherwise stages wait for each other in a circle.
     """
     stages, count = domain.num_stages, len(domain.microbatches)
-    groups = [range(m, min(m + stages, count)) for m in range(0, count, stages)]
+    assert count % stages == 0, f"{count} microbatches on {stages} stages"
+    groups = [range(m, m + stages) for m in range(0, count, stages)]
 
     def passes(team: int) -> list[Op]:
         parts = domain.holds[team]
@@ -68,15 +70,15 @@ def timed(domain: DomainPlan, lists: list[list[Op]] | Order) -> list[list[tuple[
     return [[(event.end_ns, event.op) for event in events] for events in timeline.events]
 
 
-def with_split_backwards(builder: Builder, seed: int) -> Builder:
-    """Split some backwards, with the half for weights at any later time (as Zero Bubble schedules do).
+def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Builder:
+    """Split a share of the backwards, with the half for weights at any later time, as zero-bubble schedules.
 
     Ops stay in the order of one clock for all ranks, so that those who run a half together agree on it.
     """
 
     def halves(end: int, op: Op, domain: DomainPlan, partners: range) -> list[tuple[int, str, Op]]:
         random = Random(f"{seed} {op} {partners}")  # the same for all who run it together
-        whole = op.kind not in BACKWARDS or random.random() < 0.3
+        whole = op.kind not in BACKWARDS or random.random() >= share
         if whole:
             return [(end, "", op)]
         first, later = replace(op, grad=Grad.INPUT), replace(op, grad=Grad.WEIGHT)
@@ -163,12 +165,16 @@ def whole_teams(work: list[Work], shape: Shape) -> list[Work]:
 
 def random_wide_plan(random: Random, max_stages: int = 4, most: int = 6) -> StepPlan:
     """Any plan that is safe: of our schedules, or of those here."""
-    shape, microbatches = random_wide_shape(random, max_stages), random.randint(0, most)
+    shape = random_wide_shape(random, max_stages)
+    microbatches = random.randint(0, most)
+    interleaved = not shape.fold and random.random() < 0.4
+    if interleaved:
+        microbatches = shape.stages * random.randint(0, max(1, most // shape.stages))
     work = whole_teams(random_work(random, shape, microbatches), shape)
     frozen = random.choice(((), (), ("image",), ("audio", "image"), ("llm",)))
     names = [*SCHEDULES] if shape.parts == 1 else ["forward_only"]
     schedule: str | Builder = random.choice([*names, build_in_turn, build_in_turn])
-    if not shape.fold and random.random() < 0.5:
+    if interleaved:
         schedule = build_interleaved
     if schedule == "forward_only":
         return make_plan(shape, microbatches, work, schedule, frozen, cuts=random)

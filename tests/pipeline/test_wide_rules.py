@@ -1,0 +1,462 @@
+"""Each rule that plans with parts, teams, quanta and split backwards bring: one broken plan for each."""
+
+from dataclasses import replace
+
+import pytest
+from domain_plans import Shape, Work, make_plan
+from edits import Lists, problems, what_happens, with_domain, with_lists
+from wide_plans import build_in_turn, build_interleaved, with_split_backwards
+
+from parallel.sequence import SequenceLayout
+from pipeline.costs import Costs
+from pipeline.plan import DomainPlan, Grad, Kind, Op, Point, StepPlan
+from pipeline.routes import outputs_of
+
+F, B, LLM = Kind.FORWARD, Kind.BACKWARD, 2
+INPUT, WEIGHT = Grad.INPUT, Grad.WEIGHT
+
+
+def a_plan(split: float = 1, frozen: tuple[str, ...] = ()) -> StepPlan:
+    """Four microbatches on two ranks with two parts each; chunk 2·m + r is rank r's for m."""
+    work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(2)]
+    return make_plan(Shape(2, parts=2), 4, work, with_split_backwards(build_interleaved, 0, split), frozen)
+
+
+def move(ops: list[Op], op: Op, to: Op, after: bool = False) -> None:
+    ops.remove(op)
+    ops.insert(ops.index(to) + after, op)
+
+
+def refused(plan: StepPlan, *texts: str) -> None:
+    """The plan is refused in these words, and it fails on random ranks too."""
+    found = problems(plan, bound=100)
+    for text in texts:
+        assert any(text in line for line in found), (text, found)
+    assert all(what_happens(plan, seed) is not None for seed in range(3))
+
+
+def test_the_plan_itself_is_safe():
+    for split in (0, 1):
+        plan = a_plan(split)
+        assert problems(plan, bound=100) == []
+        assert what_happens(plan) is None
+
+
+# Split backwards.
+
+HALVES = pytest.mark.parametrize(
+    "whole", [Op(B, 1, part=2), Op(Kind.ENCODE_BACKWARD, 2)], ids=["a pass", "an encoder"]
+)
+
+
+def halves_of(whole: Op) -> tuple[Op, Op]:
+    return replace(whole, grad=INPUT), replace(whole, grad=WEIGHT)
+
+
+@HALVES
+def test_a_weight_gradient_that_never_runs_is_refused(whole):
+    plan = with_lists(a_plan(), lambda lists: lists[0].remove(halves_of(whole)[1]))
+    refused(plan, f"R5: rank 0 runs {whole} 0 times whole, 1 times for inputs and 0 for weights, not 1")
+
+
+@HALVES
+def test_a_weight_gradient_that_runs_twice_is_refused(whole):
+    weight = halves_of(whole)[1]
+    plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), weight))
+    refused(plan, f"R5: rank 0 runs {whole} 0 times whole, 1 times for inputs and 2 for weights, not 1")
+
+
+@HALVES
+def test_an_input_gradient_that_never_runs_is_refused(whole):
+    first, weight = halves_of(whole)
+    plan = with_lists(a_plan(), lambda lists: lists[0].remove(first))
+    refused(plan, "0 times for inputs and 1 for weights", f"R3: rank 0 must run {first} before {weight}")
+
+
+@HALVES
+def test_a_weight_gradient_before_its_input_gradient_is_refused(whole):
+    first, weight = halves_of(whole)
+    plan = with_lists(a_plan(), lambda lists: move(lists[0], weight, first))
+    refused(plan, f"R3: rank 0 must run {first} before {weight}")
+
+
+@HALVES
+def test_a_whole_backward_beside_a_split_one_is_refused(whole):
+    weight = halves_of(whole)[1]
+    plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), whole))
+    refused(plan, f"R5: rank 0 runs {whole} 1 times whole, 1 times for inputs and 1 for weights, not 1")
+
+
+def test_a_weight_gradient_of_a_frozen_llm_is_refused():
+    """It would add to gradients that nobody reduces or clears."""
+    safe = a_plan(frozen=("llm",))
+    assert not problems(safe, bound=100)
+    assert Op(B, 1, part=2, grad=INPUT) in safe.domain.ops[0]
+    plan = with_lists(safe, lambda lists: lists[0].append(Op(B, 1, part=2, grad=WEIGHT)))
+    refused(plan, "R5: rank 0 runs backward(1, part 2) 0 times whole, 1 times for inputs and 1 for weights")
+
+
+def test_a_forward_has_no_halves():
+    plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(F, 1, grad=INPUT)))
+    refused(plan, "R5: rank 0 runs forward(1, input), which is not in the plan")
+
+
+# Reductions.
+
+
+@pytest.mark.parametrize("split", [0, 1])
+def test_a_reduction_before_the_last_gradient_of_its_part_is_refused(split):
+    plan = a_plan(split, frozen=("audio", "image"))
+    ops, reduction = plan.domain.ops[0], Op(Kind.REDUCE, LLM, part=0)
+    last = [op for op in ops if op.kind is B and op.part == 0 and op.makes_weight][-1]
+    before = with_lists(plan, lambda lists: move(lists[0], reduction, last))
+    refused(before, f"R3: rank 0 must run {last} before {reduction}")
+    assert "adds to gradients that were reduced before" in str(what_happens(before))
+    after = with_lists(plan, lambda lists: move(lists[0], reduction, last, after=True))
+    assert not problems(after, bound=100)
+    assert what_happens(after) is None
+
+
+def test_a_reduction_before_anything_of_its_part_is_refused():
+    plan = a_plan(frozen=("audio", "image"))
+    reduction = Op(Kind.REDUCE, LLM, part=0)
+    plan = with_lists(plan, lambda lists: (lists[0].remove(reduction), lists[0].insert(0, reduction)))
+    refused(plan, "R3: rank 0 must run backward(0, weight) before reduce(2)")
+
+
+def test_two_parts_that_one_rank_reduces_in_the_wrong_order_are_refused():
+    first, second = Op(Kind.REDUCE, LLM, part=0), Op(Kind.REDUCE, LLM, part=2)
+    plan = with_lists(a_plan(), lambda lists: move(lists[0], first, second, after=True))
+    refused(plan, "R1: rank 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan", "R7")
+
+
+def test_the_reduction_of_a_part_that_a_rank_does_not_hold_is_refused():
+    plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(Kind.REDUCE, LLM, part=1)))
+    found = problems(plan)
+    assert found == ["R5: rank 0 runs reduce(2, part 1), which is not in the plan"]
+
+
+# Parts.
+
+
+def test_a_message_to_the_wrong_part_is_refused():
+    """The ranks are the same, so only the part tells one message from the other."""
+
+    def edit(lists: Lists) -> None:
+        at = [n for n, op in enumerate(lists[0]) if op.kind is Kind.SEND_FORWARD and op.part == 0][1]
+        wait = lists[0].index(Op(Kind.WAIT, lists[0][at].index, Kind.SEND_FORWARD))
+        lists[0][at] = replace(lists[0][at], part=2)
+        lists[0][wait] = replace(lists[0][wait], part=2)
+
+    refused(
+        with_lists(a_plan(), edit),
+        "R2: rank 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
+        "R3: rank 0 must run forward(1, part 2) before send_forward(1, part 2)",
+        "R4: rank 0 issues send_forward(1, part 2) twice",
+    )
+
+
+def test_messages_of_two_parts_in_the_wrong_order_are_refused():
+    def edit(lists: Lists) -> None:
+        i, j = (lists[0].index(Op(Kind.SEND_FORWARD, m, part=p)) for m, p in ((1, 2), (2, 0)))
+        lists[0][i], lists[0][j] = lists[0][j], lists[0][i]
+
+    refused(with_lists(a_plan(), edit), "R2: rank 0 sends send_forward")
+
+
+def test_a_part_before_the_one_that_it_continues_is_refused():
+    """Part 2 of rank 0 needs what rank 1 makes of part 0 of rank 0."""
+
+    def edit(lists: Lists) -> None:
+        move(lists[0], Op(F, 0), Op(F, 0, part=2), after=True)
+        move(lists[0], Op(Kind.SEND_FORWARD, 0), Op(F, 0), after=True)
+
+    plan = with_lists(a_plan(), edit)
+    refused(plan, "R7: rank 0 stands at op")
+
+
+def folded(edit) -> StepPlan:
+    return with_lists(make_plan(Shape(2, parts=2, fold=True), 2, [], build_in_turn), edit)
+
+
+@pytest.mark.parametrize(
+    "early, late", [(Op(F, 1, part=1), Op(F, 1, part=2)), (Op(B, 1, part=2), Op(B, 1, part=1))], ids=str
+)
+def test_a_part_that_hands_on_within_its_rank_comes_first(early, late):
+    assert not problems(folded(lambda lists: None))
+    plan = folded(lambda lists: move(lists[1], early, late, after=True))
+    refused(plan, f"R3: rank 1 must run {early} before {late}")
+
+
+def test_a_message_within_a_rank_is_refused():
+    """No rank sends to itself: the next part finds what it needs."""
+    added = [Op(Kind.SEND_FORWARD, 1, part=1), Op(Kind.RECV_FORWARD, 1, part=2)]
+    plan = folded(lambda lists: lists[1].extend(added))
+    assert problems(plan) == [f"R5: rank 1 runs {op}, which is not in the plan" for op in added]
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        Op(F, 0, part=1),
+        Op(B, 0, part=4),
+        Op(Kind.SEND_BACKWARD, 0),
+        Op(Kind.RECV_FORWARD, 0),
+        Op(Kind.SHIP, 0, part=2),
+        Op(Kind.ENCODE, 0, part=2),
+        Op(Kind.WAIT, 0),
+        Op(Kind.WAIT, 0, F),
+        Op(Kind.WAIT, 0, Kind.SHIP, grad=INPUT),
+        Op(F, 0, Kind.SHIP),
+    ],
+    ids=str,
+)
+def test_an_op_that_a_rank_of_these_parts_cannot_run_is_refused(op):
+    plan = with_lists(a_plan(), lambda lists: lists[0].append(op))
+    assert problems(plan) == [f"R5: rank 0 runs {op}, which is not in the plan"]
+
+
+@pytest.mark.parametrize(
+    "holds, words",
+    [
+        (((0, 2), (1, 3, 3)), "{0: 1, 1: 1, 2: 1, 3: 2}"),
+        (((0, 2), (1, 4)), "{0: 1, 1: 1, 2: 1, 4: 1}"),
+        (((0, 2), (0, 2), (1, 3)), "{0: 2, 1: 1, 2: 2, 3: 1}"),
+        (((0, 2), (), (1, 3)), "stand before some"),
+        (((0, 2), (1, 3), ()), "2 op lists for 3 teams"),
+    ],
+)
+def test_a_table_that_holds_a_part_on_too_few_or_too_many_teams_is_refused(holds, words):
+    """A message to a part goes to the team at the same place among its holders: it must have one."""
+    found = problems(with_domain(a_plan(), holds=holds))
+    (text,) = found
+    assert text.startswith("R5: ")
+    assert words in text
+
+
+@pytest.mark.parametrize("holds", [((0, 2), (1,)), ((0, 1, 2, 3), ())])
+def test_a_table_without_the_parts_of_the_ops_is_refused(holds):
+    found = problems(with_domain(a_plan(), holds=holds))
+    assert found
+    assert all(text.startswith("R5: rank") and "not in the plan" in text for text in found)
+
+
+def test_teams_of_a_stage_that_hold_different_parts_are_refused():
+    """Each part is on two teams, but the ranks of a stage share its layers."""
+    plan = make_plan(Shape(2, pool=2, parts=2), 2, [], build_in_turn)
+    assert not problems(plan)
+    (text,) = problems(with_domain(plan, holds=((0, 2), (1, 3), (0, 2), (1, 3))))
+    assert "R5: teams of one stage hold different parts" in text
+
+
+# Teams.
+
+
+def team_plan() -> StepPlan:
+    """Two stages of four ranks in teams of two; chunk 0 on one team, chunk 1 on two teams as two slots."""
+    work = [Work("image", 0, (0, 1), (2,)), Work("image", 1, (0, 1, 2, 3), (2, 3), slots=2)]
+    return make_plan(Shape(2, pool=2, tp=2, party=2, team=2), 2, work, "encode_first")
+
+
+def with_chunk(plan: StepPlan, number: int, ranks: tuple[int, ...], slots: int = 1) -> StepPlan:
+    """One chunk on other ranks, with the rows that these put out."""
+    chunks = list(plan.domain.chunks)
+    lengths = chunks[number].layout.lengths
+    layout = SequenceLayout.whole(lengths, [0] * len(lengths), slots)
+    outputs = outputs_of(chunks[number].items, plan.domain.items, layout, len(ranks) // slots)
+    chunks[number] = replace(chunks[number], ranks=ranks, layout=layout, outputs=outputs)
+    return with_domain(plan, chunks=tuple(chunks))
+
+
+@pytest.mark.parametrize(
+    "ranks, slots", [((0,), 1), ((1, 2), 1), ((0, 1, 2), 1), ((0, 1), 2), ((0, 1, 2, 3), 4)]
+)
+def test_a_chunk_that_is_not_of_whole_teams_is_refused(ranks, slots):
+    """A team has one list, so that all of its ranks would encode it, and the same items."""
+    assert not problems(team_plan())
+    (text,) = problems(with_chunk(team_plan(), 0, ranks, slots))
+    assert text == f"R5: chunk 0 is on {slots} slots of ranks {ranks}, which are not whole teams of 2"
+
+
+def test_homes_that_are_not_of_whole_teams_are_refused():
+    plan = team_plan()
+    (text,) = problems(with_domain(plan, homes=((0, 8), (0, 3), (0, 8))))
+    assert "are not all whole teams of 2" in text
+
+
+def test_what_a_team_does_wrong_names_its_ranks():
+    plan = with_lists(team_plan(), lambda lists: lists[2].clear())
+    found = problems(plan)
+    why = "a microbatch passes every part"
+    assert f"R5: the team of ranks 4 to 5 runs forward(0, part 1) 0 times, not 1: {why}" in found
+    assert found[-1].startswith("R7: rank 0 stands at op")
+    assert "waiting for rank 4 to take part" in found[-1]
+
+
+# Messages that are issued twice.
+
+
+@pytest.mark.parametrize("kind, rank, other", [(Kind.SEND_FORWARD, 0, 1), (Kind.SEND_BACKWARD, 1, 0)])
+def test_a_message_that_both_ends_exchange_twice_is_refused(kind, rank, other):
+    """Both ends agree and wait for both, but nobody made the second one."""
+    plan = make_plan(2, 2, [], "one_f_one_b")
+    receive = Kind.RECV_FORWARD if kind is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
+
+    def edit(lists: Lists) -> None:
+        for ops, end, part in ((lists[rank], kind, rank), (lists[other], receive, other)):
+            at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
+            ops[at:at] = [Op(end, 1, part=part), Op(Kind.WAIT, 1, end, part)]
+
+    refused(with_lists(plan, edit), f"R4: rank {rank} issues {Op(kind, 1, part=rank)} twice")
+
+
+@pytest.mark.parametrize("kind", [Kind.SHIP, Kind.RETURN])
+def test_a_collective_that_all_ranks_issue_twice_is_refused(kind):
+    def edit(lists: Lists) -> None:
+        for ops in lists:
+            at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
+            ops[at:at] = [Op(kind, 3), Op(Kind.WAIT, 3, kind)]
+
+    refused(with_lists(a_plan(), edit), f"R4: rank 0 issues {kind}(3) twice")
+
+
+# Bytes.
+
+
+def kept(rank: int, op: Op) -> int:
+    """A pass keeps more of a later microbatch, a chunk as much as its number says."""
+    return 10 ** (op.index + 1) if op.kind is F else 1 + op.index
+
+
+def on_one_rank(split: float) -> StepPlan:
+    def build(domain: DomainPlan, costs: Costs) -> list[list[Op]]:
+        encode = [Op(Kind.ENCODE, c) for c in range(3)]
+        passes = [Op(F, 0), Op(B, 0), Op(F, 1), Op(B, 1), Op(F, 2), Op(B, 2)]
+        return [[*encode, *passes, *(Op(Kind.ENCODE_BACKWARD, c) for c in range(3))]]
+
+    work = [Work("image", m, (0,), (2,)) for m in range(3)]
+    plan = make_plan(1, 3, work, build)
+    if not split:
+        return plan
+
+    def edit(lists: Lists) -> None:
+        first, weight = halves_of(Op(B, 1))
+        at = lists[0].index(Op(B, 1))
+        lists[0][at : at + 1] = [first]
+        lists[0].insert(lists[0].index(Op(F, 2)) + 1, weight)
+
+    return with_lists(plan, edit)
+
+
+@pytest.mark.parametrize("split, most", [(0, 1000), (1, 1100)])
+def test_activations_over_their_bound_in_bytes_are_refused(split, most):
+    """A split pass keeps its activations until the half for weights: here into the next forward."""
+    plan = on_one_rank(split)
+    assert what_happens(plan) is None
+    assert not problems(with_domain(plan, bounds=(("llm/0", most),)), kept=kept)
+    assert problems(with_domain(plan, bounds=(("llm/0", most - 1),)), kept=kept) == [
+        f"R6: rank 0 holds {most} bytes of activations of llm/0 at forward(2), more than its bound of "
+        f"{most - 1}"
+    ]
+
+
+def test_activations_of_encoders_have_bounds_too():
+    plan = on_one_rank(0)
+    assert not problems(with_domain(plan, bounds=(("image", 1 + 2 + 3),)), kept=kept)
+    assert problems(with_domain(plan, bounds=(("image", 5),)), kept=kept) == [
+        "R6: rank 0 holds 6 bytes of activations of image at encode(2), more than its bound of 5"
+    ]
+
+
+def test_a_bound_is_that_of_one_part():
+    plan = a_plan(0)
+    assert not problems(with_domain(plan, bounds=()))
+    held = {part: max(_held(plan, part)) for part in (0, 2)}
+    for part, most in held.items():
+        assert not problems(with_domain(plan, bounds=((f"llm/{part}", most),)))
+        (text,) = problems(with_domain(plan, bounds=((f"llm/{part}", most - 1),)))
+        assert f"activations of llm/{part}" in text
+
+
+def _held(plan: StepPlan, part: int) -> list[int]:
+    live = [0]
+    for op in plan.domain.ops[0]:
+        if op.part == part and op.kind in (F, B):
+            live.append(live[-1] + (1 if op.kind is F else -1))
+    return live
+
+
+# Quanta and rows.
+
+
+def quanta(taps: tuple[Point, ...] = ()) -> StepPlan:
+    """Rank 0 encodes for microbatches 0 and 1 at once, then for 0 again; rank 1 for microbatch 1."""
+    work = [Work("image", (0, 1), (0,), (2, 1)), Work("image", 0, (0,), (1,)), Work("image", 1, (1,), (2,))]
+    return make_plan(Shape(2, parts=2, taps=taps), 2, work, build_in_turn)
+
+
+@pytest.mark.parametrize("m, chunk", [(0, 0), (0, 1), (1, 0)])
+def test_a_microbatch_that_ships_before_its_last_quantum_is_refused(m, chunk):
+    assert not problems(quanta())
+    assert what_happens(quanta()) is None
+    plan = with_lists(
+        quanta(), lambda lists: move(lists[0], Op(Kind.ENCODE, chunk), Op(Kind.SHIP, m), after=True)
+    )
+    refused(plan, f"R3: rank 0 must run encode({chunk}) before ship({m})")
+
+
+@pytest.mark.parametrize("m", [0, 1])
+def test_a_quantum_goes_back_after_the_gradients_of_all_its_microbatches(m):
+    wait, back = Op(Kind.WAIT, m, Kind.RETURN), Op(Kind.ENCODE_BACKWARD, 0)
+    plan = with_lists(quanta(), lambda lists: move(lists[0], wait, back, after=True))
+    refused(plan, f"R3: rank 0 must run {wait} before {back}")
+
+
+TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on rank 0
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_return_before_the_backward_of_a_part_with_rows_is_refused(part):
+    """Rows enter at two parts of rank 0; the gradients of a microbatch go back when both have theirs."""
+    plan = quanta(TAPS)
+    assert not problems(plan)
+    assert what_happens(plan) is None
+    assert plan.domain.parts_with_rows(0) == (0, 2)
+    back, returned = Op(B, 1, part=part), Op(Kind.RETURN, 1)
+
+    def edit(lists: Lists) -> None:
+        lists[0].remove(returned)
+        lists[0].insert(lists[0].index(back), returned)
+        wait = Op(Kind.WAIT, 1, Kind.SHIP)
+        if wait in lists[0][lists[0].index(returned) :]:
+            move(lists[0], wait, returned)
+
+    refused(with_lists(plan, edit), f"R3: rank 0 must run {back} before {returned}")
+
+
+def test_rows_are_waited_for_before_each_part_that_they_enter():
+    wait = Op(Kind.WAIT, 1, Kind.SHIP)
+    for part in (0, 2):
+        plan = with_lists(
+            quanta(TAPS), lambda lists, part=part: move(lists[0], wait, Op(F, 1, part=part), after=True)
+        )
+        refused(plan, f"R3: rank 0 must run {wait} before {Op(F, 1, part=part)}")
+
+
+def test_rows_for_another_part_of_the_same_rank_are_refused():
+    plan = quanta(TAPS)
+    route = plan.domain.routes[0]
+    assert {s.point for s in route.segments} == {0, 1, 2}
+    wrong = tuple(replace(s, point=2 if s.point == 1 else s.point) for s in route.segments)
+    plan = with_domain(plan, routes=(replace(route, segments=wrong), plan.domain.routes[1]))
+    assert problems(plan) == [
+        "R5: the route of microbatch 0 does not bring each row to the place of its item"
+    ]
+
+
+def test_items_that_overlap_are_refused():
+    plan = quanta()
+    items = list(plan.domain.items)
+    items[1] = replace(items[1], start=items[3].start)
+    (text,) = problems(with_domain(plan, items=tuple(items)))
+    assert text.startswith("R5: rows have no place, or that of others: ")
