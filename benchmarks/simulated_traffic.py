@@ -70,8 +70,10 @@ TWO_ENCODERS = [
     "layout.llm.pp=2",
     "data.heldout={}",
     "data.on_long=truncate",
-    "data.microbatch_tokens=2048",
-    "data.step_tokens=8192",
+    "model.encoders.image.patch=14",
+    "+layout.encoders.audio.tp=2",
+    "data.microbatch_tokens=8192",
+    "data.step_tokens=32768",
     "train.precision=bf16",
     "cluster.ranks_per_node=4",
 ]

@@ -14,6 +14,7 @@ from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
+from parallel.work import even_load
 from pipeline.plan import StepPlan
 
 STEPS = 2
@@ -41,10 +42,10 @@ def flops_by_hand(job: Job, plans: list[StepPlan], path: Path) -> dict[str, floa
             targets = int(tokenize(sample, meta, job.tokenizer)[2].sum())
             tokens = next(s.length for s in plan.domain.samples if s.id == meta.id)
             parts = [job.work[f"llm/{part}"] for part in range(job.layout.num_parts)]
-            llm += sum(part.flops(tokens, tokens * tokens) for part in parts) * job.layout.tp
-            llm -= job.output_flops * (tokens - targets)
+            load = even_load(tokens, tokens * tokens, targets=targets)
+            llm += sum(part.forward(load).flops for part in parts) * job.layout.tp
             encoder = job.work["image"]
-            image += sum(encoder.flops(item.tokens, item.tokens**2) for item in meta.items)
+            image += sum(encoder.forward(even_load(i.tokens, i.tokens**2)).flops for i in meta.items)
     return {"llm": 3 * llm, "image": 3 * image}
 
 
