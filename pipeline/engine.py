@@ -342,7 +342,7 @@ class _Step:
             if not is_communication(error):
                 raise
             peers = self.engine.ranks if op.kind in COLLECTIVE else (self.peer(op),)
-            where = f"wait({op}) of step {self.plan.step}"
+            where = f"{Op(Kind.WAIT, op.index, op.kind, op.part)} of step {self.plan.step}"
             raise stall(where, peers, self.engine.ranks[self.position], error) from error
 
     def assert_nothing_left(self) -> None:

@@ -147,7 +147,7 @@ def _stall(rank: int, line: list[str], at_engine: bool) -> str:
 @pytest.mark.parametrize(
     ("more", "at_engine", "where"),
     [
-        (["layout=pp2"], True, r"wait\(\w+\(\d\)\) of step 1"),
+        (["layout=pp2"], True, r"wait\(\w+ \d\) of step 1"),
         (["layout=pp2"], False, "step 1: sharing which items are bad"),
         ([], False, "the gradients of llm"),
     ],
