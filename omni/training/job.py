@@ -27,7 +27,8 @@ from omni.models.llm import (
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
 from omni.training.choices import Chosen, chosen_placement, chosen_policies
-from omni.training.planner import Boundary, Planner, Policies
+from omni.training.domain_planner import Boundary, Policies
+from omni.training.planner import Planner
 from omni.training.pools import sharing_of
 from omni.training.schedules import check_optim, frozen_components
 from omni.training.work import cost_table, part_work

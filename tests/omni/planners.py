@@ -12,7 +12,8 @@ from dataloader.global_batch import Budget, Lengths
 from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
-from omni.training.planner import Boundary, Planner, Policies
+from omni.training.domain_planner import Boundary, Policies
+from omni.training.planner import Planner
 from omni.training.sharing import Sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.layout import Arrangement, Layout, arrange

@@ -1,0 +1,269 @@
+"""Compose the plan of one domain, from its samples to op lists: one decision after the other, each a policy.
+
+    packing     samples of a replica → packs, without padding
+    pairing     packs of a domain's replicas → microbatches, which they pass together
+    sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
+    placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
+                items of a microbatch that all slots share are one chunk
+    boundary    rows → the rank that holds their position, by the cheapest transport
+    schedule    chunks and microbatches → ordered ops
+
+Pure: no clock, no rank. All ranks of the domain call it with the same arguments and get the same.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd, lcm
+
+from dataloader.global_batch import Budget
+from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from dataloader.tokens import SampleMeta, item_row_offsets, length
+from omni.training.sharing import Chunking, Sharing, lay_out, make_chunks
+from parallel.boundary import Route
+from parallel.costs import CostTable, Links
+from parallel.layout import Arrangement
+from parallel.transport_policies import TransportPolicy
+from parallel.transports import node_map, transport_ns
+from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
+from pipeline.costs import Costs, plan_costs, plan_memory
+from pipeline.expand import expand
+from pipeline.plan import (
+    DomainPlan,
+    Kind,
+    Microbatch,
+    Op,
+    PlannedItem,
+    Point,
+    Taken,
+)
+from pipeline.policies import Slot
+from pipeline.routes import plan_routes
+from pipeline.serial import serialise
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Who takes which samples, in which microbatches, and in which order they run."""
+
+    balance: BalancePolicy
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    schedule: SchedulePolicy
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """How rows travel: by the transport that a policy chooses for each route."""
+
+    transport: TransportPolicy
+    ranks_per_node: int
+    row_bytes: int
+    links: Links
+
+    def send(self, route: Route, ranks: Sequence[int]) -> Route:
+        """Choose the transport of a route over global `ranks`, and note its time."""
+        if route.is_local:
+            return route.over("local")
+        nodes, rows = node_map(ranks, self.ranks_per_node), route.traffic()
+        transport = self.transport(rows, nodes, self.row_bytes, self.links)
+        return route.over(transport, nodes, transport_ns(transport, rows, nodes, self.row_bytes, self.links))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainPlanner:
+    """Plans a domain over the ranks of `arrangement`.
+
+    `encoders` maps a modality to the component that takes it; `sharing` says how each component shares
+    sequences, `feeds` where its rows enter; `single_queue` asks for op lists that are safe where all
+    communication of a rank shares one queue; `chunking` makes quanta of work of a domain's items.
+    """
+
+    encoders: Mapping[str, str]
+    components: tuple[str, ...]
+    arrangement: Arrangement
+    llm: str
+    sharing: Mapping[str, Sharing]
+    boundary: Boundary
+    feeds: tuple[tuple[str, tuple[Point, ...]], ...]
+    policies: Policies
+    budget: Budget
+    table: CostTable
+    single_queue: bool = False
+    chunking: Chunking = make_chunks
+
+    def sample_ns(self, meta: SampleMeta) -> int:
+        """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
+        tokens = length(meta)
+        stages = (
+            sum(self.table.parts[f"{self.llm}/{part}"].marginal_ns(tokens, tokens * tokens) for part in parts)
+            for parts in self.arrangement.stage_parts
+        )
+        llm = max(stages) // self.arrangement.llm.cp
+        return llm + sum(
+            self._item_cost(item.modality, item.tokens)
+            * self.arrangement.replicas
+            // len(self._slots[self.encoders[item.modality]])
+            for item in meta.items
+        )
+
+    def _item_cost(self, modality: str, tokens: int) -> int:
+        return self._tokens_cost(self.encoders[modality], tokens)
+
+    def _tokens_cost(self, component: str, tokens: int) -> int:
+        return self.table.parts[component].marginal_ns(tokens, tokens * tokens)
+
+    @cached_property
+    def _slots(self) -> dict[str, tuple[Slot, ...]]:
+        return {name: self.arrangement.slots(name) for name in self.encoders.values()}
+
+    def plan_domain(
+        self,
+        number: int,
+        members: Sequence[Sequence[int]],
+        taken: Taken,
+        metas: Sequence[SampleMeta],
+        costs: Sequence[int],
+        frozen: tuple[str, ...],
+        train: bool,
+    ) -> DomainPlan:
+        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds."""
+        world = self.arrangement
+        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs)
+        items = [
+            item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
+        ]
+        domain = DomainPlan(
+            team=self._team,
+            holds=self._holds,
+            pool=world.pool,
+            tp=world.llm.tp,
+            party=self._party,
+            llm=self.components.index(self.llm),
+            homes=tuple(self._home(component) for component in self.components),
+            samples=(),
+            microbatches=microbatches,
+            items=tuple(items),
+            chunks=self.chunking(items, self._slots, self.sharing, self._tokens_cost),
+            routes=(),
+            ops=(),
+            reductions=self._reductions(frozen) if train else (),
+            feeds=self.feeds,
+        )
+        domain = replace(domain, routes=self._routes(domain, world.domain_ranks(number)))
+        domain = replace(domain, bounds=self._bounds(domain))
+        plan_ns = plan_costs(domain, self.table)
+        domain = replace(domain, ops=self._ops(domain, plan_ns, frozen, train))
+        if not self.single_queue:
+            return domain
+        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_ns))))
+
+    def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
+        """Plan the way of every microbatch's rows over a domain of global `ranks`."""
+        return tuple(
+            None if route is None else self.boundary.send(route, ranks) for route in plan_routes(domain)
+        )
+
+    def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
+        """The order in which gradients are reduced: components in theirs, the LLM's parts from the last on,
+        since its gradients are complete first.
+        """
+        num_parts = sum(map(len, self.arrangement.stage_parts))
+        return tuple(
+            (number, part)
+            for number, component in enumerate(self.components)
+            if component not in frozen
+            for part in reversed(range(num_parts if component == self.llm else 1))
+        )
+
+    def _bounds(self, domain: DomainPlan) -> tuple[tuple[str, int], ...]:
+        """Bytes of each part's activations: of the most microbatches that the schedule has in flight."""
+        kept, bounds = plan_memory(domain, self.table), []
+        for part in range(domain.num_parts):
+            most = self.policies.schedule.in_flight(domain.num_parts, part)
+            first = domain.holder(part, 0)
+            sizes = (
+                sorted(
+                    (kept(rank, Op(Kind.FORWARD, m, part=part)) for m in range(len(domain.microbatches))),
+                    reverse=True,
+                )
+                for rank in range(first, first + domain.stage_size, domain.tp)
+            )
+            bounds.append((f"{self.llm}/{part}", max(sum(of[:most]) for of in sizes)))
+        return tuple(bounds)
+
+    @cached_property
+    def _team(self) -> int:
+        """Neighbouring positions that share every layer that they run."""
+        world = self.arrangement
+        return gcd(world.llm.tp, *world.encoder_tp.values(), world.domain_size - world.llm_size)
+
+    @cached_property
+    def _holds(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of the LLM of each team, none beside it."""
+        world = self.arrangement
+        stage = world.stage_size // self._team
+        llm = [parts for parts in world.stage_parts for _ in range(stage)]
+        return (*llm, *((),) * ((world.domain_size - world.llm_size) // self._team))
+
+    def _home(self, component: str) -> tuple[int, int]:
+        """The first position that holds a component, and the one after the last."""
+        if component not in self._slots:
+            return 0, self.arrangement.llm_size
+        slots = self._slots[component]
+        return slots[0][0], slots[-1][-1] + 1
+
+    @property
+    def _party(self) -> int:
+        """Neighbouring ranks of a stage whose layers communicate, for any reason."""
+        world = self.arrangement
+        # Attention exchanges over all members of the stage, whoever shares a sequence.
+        if self.sharing[self.llm].pool.num_ranks > 1:
+            return world.stage_size
+        return lcm(world.llm.tp, world.llm.ep)
+
+    def _microbatches(
+        self, members: Sequence[Sequence[int]], lengths: Sequence[int], costs: Sequence[int]
+    ) -> tuple[Microbatch, ...]:
+        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica."""
+        size = self.budget.microbatch_tokens
+        packs = [
+            [[mine[i] for i in of] for of in self.policies.packing([lengths[i] for i in mine], size)]
+            for mine in members
+        ]
+        together = self.policies.pairing([[sum(costs[i] for i in pack) for pack in own] for own in packs])
+        return tuple(
+            lay_out(
+                [[] if pack is None else own[pack] for own, pack in zip(packs, chosen, strict=True)],
+                lengths,
+                self.sharing[self.llm],
+            )
+            for chosen in together
+        )
+
+    def _items(
+        self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]
+    ) -> list[PlannedItem]:
+        items = []
+        start = 0
+        for sample in samples:
+            meta = metas[sample]
+            for index, (item, offset) in enumerate(zip(meta.items, item_row_offsets(meta), strict=True)):
+                component = self.encoders[item.modality]
+                items.append(
+                    PlannedItem(component, sample, index, microbatch, item.tokens, item.rows, start + offset)
+                )
+            start += length(meta)
+        return items
+
+    def _ops(
+        self, domain: DomainPlan, costs: Costs, frozen: tuple[str, ...], train: bool
+    ) -> tuple[tuple[Op, ...], ...]:
+        order = self.policies.schedule(domain, costs) if train else build_forward_only(domain)
+        lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
+        reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
+        for number, part in domain.reductions:
+            op = Op(Kind.REDUCE, number, part=part)
+            for team in domain.reducing(op) if op not in reduced else ():
+                lists[team].append(op)
+        return tuple(map(tuple, lists))
