@@ -7,7 +7,7 @@ every class, so that different plans make different arrays; the array is hashed.
 
 import sys
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import blake2b
@@ -22,8 +22,9 @@ def digest_of(value: Any) -> int:
     Raises:
         TypeError: for anything else, and for integers beyond 64 bits.
     """
-    out = array("q")
-    _write(value, out.append, out.extend, {})
+    writer = _Writer()
+    writer.write(value)
+    out = writer.out
     if sys.byteorder == "big":
         out.byteswap()
     return int.from_bytes(blake2b(out.tobytes(), digest_size=8).digest(), "little") >> 1
@@ -42,35 +43,48 @@ def _fields(kind: Hashable) -> tuple[int, tuple[str, ...]]:
     return _number(kind.__name__), tuple(field.name for field in fields(kind))
 
 
-def _write(
-    value: Any, put: Callable[[int], None], put_all: Callable[[Any], None], texts: dict[str, int]
-) -> None:
-    kind: Any = type(value)
-    if kind is int or kind is bool:
-        put(value)
-    elif kind is tuple:
-        put(_TUPLE)
-        put(len(value))
-        if value and type(value[0]) is int and all(type(entry) is int for entry in value):
-            put_all(value)
-        else:
-            for entry in value:
-                _write(entry, put, put_all, texts)
-    elif value is None:
-        put(_NONE)
-    elif isinstance(value, str):
-        put(_NAMED)
-        number = texts.get(value)  # plans repeat a few texts many times
-        if number is None:
-            number = texts[value] = _number(str(value))
-        put(number)
-    else:
-        number, names = _fields(kind)
-        put(number)
-        own = value.__dict__
-        for name in names:
-            entry = own[name]
-            if type(entry) is int:
-                put(entry)
+class _Writer:
+    """Writes values into `out`. Plans repeat texts, and the lists of many ranks the same ops: an object that
+    was written before is copied.
+    """
+
+    def __init__(self) -> None:
+        self.out = array("q")
+        self.texts: dict[str, int] = {}
+        self.written: dict[int, array[int]] = {}  # by identity; whoever holds the plan keeps its objects
+
+    def write(self, value: Any) -> None:
+        kind: Any = type(value)
+        out = self.out
+        if kind is int or kind is bool:
+            out.append(value)
+        elif kind is tuple:
+            out.append(_TUPLE)
+            out.append(len(value))
+            if value and type(value[0]) is int and all(type(entry) is int for entry in value):
+                out.extend(value)
             else:
-                _write(entry, put, put_all, texts)
+                for entry in value:
+                    self.write(entry)
+        elif value is None:
+            out.append(_NONE)
+        elif isinstance(value, str):
+            out.append(_NAMED)
+            number = self.texts.get(value)
+            if number is None:
+                number = self.texts[value] = _number(str(value))
+            out.append(number)
+        elif id(value) in self.written:
+            out.extend(self.written[id(value)])
+        else:
+            start = len(out)
+            number, names = _fields(kind)
+            out.append(number)
+            own = value.__dict__
+            for name in names:
+                entry = own[name]
+                if type(entry) is int:
+                    out.append(entry)
+                else:
+                    self.write(entry)
+            self.written[id(value)] = out[start:]

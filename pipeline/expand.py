@@ -14,9 +14,10 @@
 
 from collections import defaultdict, deque
 
-from pipeline.plan import BACKWARDS, DomainPlan, Kind, Op
+from pipeline.plan import BACKWARDS, DomainPlan, Grad, Kind, Op
 
 _Flight = tuple[Kind, int, int]
+_Fields = tuple[Kind, int, Kind | None, int, Grad]
 
 
 def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
@@ -31,7 +32,8 @@ def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
     went_back = (op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.part == 0)
     returns = [op.index for op in went_back if op.index in returned]
     places = [_places(ops) for ops in order]
-    return [_Expanded(domain, team, ops, returns, places).run() for team, ops in enumerate(order)]
+    made: dict[_Fields, Op] = {}
+    return [_Expanded(domain, team, ops, returns, places, made).run() for team, ops in enumerate(order)]
 
 
 def _places(order: list[Op]) -> dict[_Flight, int]:
@@ -54,8 +56,10 @@ class _Expanded:
         order: list[Op],
         returns: list[int],
         places: list[dict[_Flight, int]],
+        made: dict[_Fields, Op],
     ) -> None:
         self.domain, self.order, self.places = domain, order, places
+        self.made = made  # teams share the ops that are equal
         self.rank = team * domain.team
         self.parts = domain.holds[team]
         self.takes_rows = bool(domain.parts_with_rows(self.rank))
@@ -96,7 +100,7 @@ class _Expanded:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
             elif op.kind is Kind.REDUCE or (op.kind in BACKWARDS and not op.makes_input):
-                self.out.append(op)
+                self.run_op(op)
             elif op.kind is Kind.BACKWARD:
                 self.backward(op)
             elif op.kind is Kind.ENCODE:
@@ -109,7 +113,7 @@ class _Expanded:
         return self.out
 
     def encode(self, op: Op) -> None:
-        self.out.append(op)
+        self.run_op(op)
         for m in self.domain.chunks[op.index].microbatches:
             self.unencoded[m] -= 1
         self.ship_ready()
@@ -120,21 +124,21 @@ class _Expanded:
             self.return_ready()
         for m in self.domain.chunks[op.index].microbatches:
             self.wait(Kind.RETURN, m)
-        self.out.append(op)
+        self.run_op(op)
 
     def forward(self, op: Op) -> None:
         m, part = op.index, op.part
         if self.takes_rows:
             self.wait(Kind.SHIP, m)
         self.take(Kind.RECV_FORWARD, m, part, (Kind.FORWARD, m, part - 1))
-        self.out.append(op)
+        self.run_op(op)
         if part < self.domain.num_parts - 1 and part + 1 not in self.parts:
             self.send(Kind.SEND_FORWARD, m, part, (Kind.FORWARD, m, part + 1))
 
     def backward(self, op: Op) -> None:
         m, part = op.index, op.part
         self.take(Kind.RECV_BACKWARD, m, part, (Kind.BACKWARD, m, part + 1))
-        self.out.append(op)
+        self.run_op(op)
         if part and part - 1 not in self.parts:
             self.send(Kind.SEND_BACKWARD, m, part, (Kind.BACKWARD, m, part - 1))
         self.unpassed[m] -= 1
@@ -157,14 +161,25 @@ class _Expanded:
         team = self.domain.holder(compute[2], self.rank) // self.domain.team
         return team, self.places[team][compute]
 
+    def run_op(self, op: Op) -> None:
+        self.put(op.kind, op.index, op.on, op.part, op.grad)
+
+    def put(self, kind: Kind, index: int, on: Kind | None, part: int, grad: Grad = Grad.BOTH) -> None:
+        """Append an op to the list."""
+        key = kind, index, on, part, grad
+        op = self.made.get(key)
+        if op is None:
+            op = self.made[key] = Op(*key)
+        self.out.append(op)
+
     def issue(self, kind: Kind, m: int, part: int = 0) -> None:
-        self.out.append(Op(kind, m, part=part))
+        self.put(kind, m, None, part)
         self.unwaited[kind, m, part] = None
 
     def wait(self, kind: Kind, m: int, part: int = 0) -> None:
         if (kind, m, part) in self.unwaited:
             del self.unwaited[kind, m, part]
-            self.out.append(Op(Kind.WAIT, m, kind, part))
+            self.put(Kind.WAIT, m, kind, part)
 
     def receive(self, kind: Kind) -> None:
         if self.receives[kind]:

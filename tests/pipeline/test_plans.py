@@ -171,6 +171,15 @@ def test_where_one_tuple_ends_and_the_next_begins_is_hashed():
     assert len(set(digests)) == len(values)
 
 
+def test_objects_that_are_shared_are_hashed_as_those_that_are_not():
+    def op() -> Op:
+        return Op(Kind.BACKWARD, 3, part=1, grad=Grad.WEIGHT)
+
+    shared = op()
+    assert digest_of((shared, shared, (shared,))) == digest_of((op(), op(), (op(),)))
+    assert digest_of((shared, shared)) != digest_of((shared,))
+
+
 def test_what_a_plan_may_not_hold_has_no_digest():
     for value in (1.5, [1], {1: 2}, frozenset({1}), object()):
         with pytest.raises(TypeError):
