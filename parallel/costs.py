@@ -117,7 +117,7 @@ class WorkCost:
         """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`;
         what a layer exchanges takes `exchange_ns`.
         """
-        return self._compute_ns(tokens, squares) + self.forward_talk.ns(tokens) + self.exchanges * exchange_ns
+        return self._compute_ns(tokens, squares) + self.talk_ns(tokens, exchange_ns)
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
@@ -132,15 +132,22 @@ class WorkCost:
         of_weights = self.overhead_ns + weight_fs * tokens // _FS_PER_NS + self.weight_talk.ns(tokens)
         if grad is Grad.WEIGHT:
             return of_weights
-        exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
         both = (
             self.backward_factor * self._compute_ns(tokens, squares)
             + self.attention_again * self.square_fs * squares // _FS_PER_NS
-            + self.input_talk.ns(tokens)
-            + self.weight_talk.ns(tokens)
-            + exchanged
+            + self.talk_ns(tokens, exchange_ns, Grad.BOTH)
         )
         return both if grad is Grad.BOTH else both - of_weights
+
+    def talk_ns(self, tokens: int, exchange_ns: int = 0, grad: Grad | None = None) -> int:
+        """Nanoseconds of a pass, a forward or the backward that makes `grad`, that its layers communicate."""
+        if grad is None:
+            return self.forward_talk.ns(tokens) + self.exchanges * exchange_ns
+        if grad is Grad.WEIGHT:
+            return self.weight_talk.ns(tokens)
+        exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
+        later = self.weight_talk.ns(tokens) if grad is Grad.BOTH else 0
+        return self.input_talk.ns(tokens) + later + exchanged
 
     def _compute_ns(self, tokens: int, squares: int) -> int:
         return self.overhead_ns + (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS

@@ -4,10 +4,11 @@ Compute includes the collectives inside layers; a shipment takes the time that i
 Times are integer nanoseconds, sizes integer bytes.
 """
 
+from dataclasses import dataclass
 from functools import cache
 
 from parallel.costs import CostTable, WorkCost
-from pipeline.plan import COLLECTIVE, DomainPlan, Kind, Op, Work
+from pipeline.plan import BACKWARDS, COLLECTIVE, COMPUTE, DomainPlan, Kind, Op, Work
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 from pipeline.verifier import Kept
 
@@ -63,6 +64,35 @@ def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[W
         return table.parts[table.components[op.index]], None
     chunk = domain.chunks[op.index]
     return table.parts[chunk.component], chunk.work(rank)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
+    reducing gradients, and of waiting for other ranks, messages between parts and rows of encoders included.
+    """
+
+    compute_ns: int
+    layers_ns: int
+    reducing_ns: int
+    waiting_ns: int
+
+
+def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
+    """Divide the time of a simulated step of a position; the parts add up to the makespan."""
+    compute_ns, _ = plan_costs(timeline.domain, table)
+    computed = layers = reducing = 0
+    for op in timeline.domain.ops_of(rank):
+        if op.kind is Kind.REDUCE:
+            reducing += compute_ns(rank, op)
+        elif op.kind in COMPUTE:
+            cost, work = _cost_of(timeline.domain, table, rank, op)
+            assert work is not None
+            tokens, _, exchange_ns = work
+            computed += compute_ns(rank, op)
+            layers += cost.talk_ns(tokens, exchange_ns, op.grad if op.kind in BACKWARDS else None)
+    waiting = timeline.makespan_ns - computed - reducing
+    return Spent(computed - layers, layers, reducing, waiting)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:

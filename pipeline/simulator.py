@@ -65,14 +65,10 @@ class Timeline:
         """End of the last op of any rank."""
         return max((ends[-1] for ends in self.ends_ns if ends), default=0)
 
-    def spent_ns(self, rank: int, *kinds: Kind) -> int:
-        """Time that a position spent in ops of some kinds; a WAIT that others made it wait counts as one."""
-        events = self.events[rank // self.domain.team]
-        return sum(e.end_ns - e.start_ns for e in events if e.op.kind in kinds)
-
     def waited_ns(self, rank: int) -> int:
         """Time that a position spent waiting."""
-        return self.spent_ns(rank, Kind.WAIT)
+        events = self.events[rank // self.domain.team]
+        return sum(e.end_ns - e.start_ns for e in events if e.op.kind is Kind.WAIT)
 
 
 class Transfer:

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from pipeline.simulator import Timeline
 
 WIDTH = 72  # characters of a timeline
-_LETTERS = {"encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "wait": "."}
+_LETTERS = {
+    "encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "reduce": "r", "wait": "."
+}  # fmt: skip
 _DESCRIPTION = """\
 Plans a training step from metadata alone, as every rank will, checks it against rules R1 to R7, and times it
 with the cost table. Times are simulated. Overrides as for `omni train`; launch.ranks is two unless given.
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for key, value in figures(job, plan, timeline).items():
         print(f"{key:28} {value}")
-    print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, . wait")
+    print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait")
     ranks, team = job.arrangement.domain_ranks(plan.number), plan.domain.team
     names = [_ranks(ranks[first : first + team]) for first in range(0, len(ranks), team)]
     for number, name in enumerate(names):
@@ -94,10 +96,19 @@ def plan_of_step(job: "Job", step: int, domain: int = 0) -> "StepPlan":
 
 def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, object]:
     """What a plan amounts to, as plain values."""
+    from pipeline.costs import spent_on
+
     domain, taken = plan.domain, plan.taken
     rows = sum(item.rows for item in domain.items)
     moved = sum(route.moved_rows() for route in domain.routes if route is not None)
-    busy = sum(timeline.makespan_ns - timeline.waited_ns(rank) for rank in range(domain.num_ranks))
+    spent = [spent_on(timeline, job.table, rank) for rank in range(0, domain.num_ranks, domain.team)]
+    whole = max(1, timeline.makespan_ns * len(spent))
+    shares = {
+        "compute": sum(each.compute_ns for each in spent) / whole,
+        "inside layers": sum(each.layers_ns for each in spent) / whole,
+        "reduction": sum(each.reducing_ns for each in spent) / whole,
+        "waiting": sum(each.waiting_ns for each in spent) / whole,
+    }
     return {
         "step": plan.step,
         "digests": " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels),
@@ -112,7 +123,7 @@ def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, obj
         "rows, of them shipped": f"{rows}, {moved}",
         "verifier": "accepted, rules R1 to R7",
         "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
-        "simulated busy share": round(busy / max(1, timeline.makespan_ns * domain.num_ranks), 3),
+        "simulated shares of it": ", ".join(f"{name} {share:.3f}" for name, share in shares.items()),
         "simulated on": job.cluster.name,
     }
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from omni.models.llm import NAME as LLM
 from omni.training.ahead import Prepared
@@ -135,7 +136,8 @@ def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float |
     ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    simulated = simulate(prepared.plan.domain, job.table).makespan_ns / 1e9
+    events = chain.from_iterable(simulate(prepared.plan.domain, job.table).events)
+    simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
     return simulated / (ran[-1][1] - ran[0][0]) - 1
 
 

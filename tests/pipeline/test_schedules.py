@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
 
-from parallel.costs import CostTable, Link, Links, WorkCost
-from pipeline.costs import simulate
+from parallel.costs import CostTable, Link, Links, Talk, WorkCost
+from pipeline.costs import simulate, spent_on
 from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run
@@ -345,3 +345,21 @@ def test_ranks_beside_the_llm_encode_all_then_go_back(plan):
         kinds = [op.kind for op in domain.ops[rank] if op.kind in COMPUTE]
         assert kinds == sorted(kinds, key=[Kind.ENCODE, Kind.ENCODE_BACKWARD].index)
         assert not {op.kind for op in domain.ops[rank]} & POINT_TO_POINT
+
+
+def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting():
+    work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
+    domain = make_plan(Shape(stages=2, tp=2, party=2), 3, work, "encode_first").domain
+    talk = Talk(fixed_ns=7)
+    cost = WorkCost(0, 0, 100, forward_talk=talk, input_talk=talk, weight_talk=Talk(fixed_ns=2), reduce_ns=50)
+    parts = dict.fromkeys(("llm/0", "llm/1", "image", "audio"), cost)
+    table_ = CostTable(0, parts, Links(FREE, Link(10, 1)), 0, COMPONENTS)
+    timeline = simulate(domain, table_)
+    for rank in range(4):
+        spent = spent_on(timeline, table_, rank)
+        passes = 3 + (3 if rank < 2 else 0)  # microbatches, and chunks of the first two ranks
+        assert spent.compute_ns == passes * (100 + 200)
+        assert spent.layers_ns == passes * (7 + 7 + 2)
+        assert spent.reducing_ns == 50 * sum(op.kind is Kind.REDUCE for op in domain.ops[rank])
+        assert spent.waiting_ns >= 0
+        assert sum(vars(spent).values()) == timeline.makespan_ns
