@@ -202,9 +202,11 @@ def test_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
 def test_the_child_of_a_killed_parent_ends_at_once_and_lets_go_of_its_output(tmp_path: Path) -> None:
     process = forked("parent", tmp_path)
     assert process.stdout is not None
-    child = psutil.Process(int(process.stdout.readline()))
-    assert child.name() == "omni-planner"
-    process.kill()
+    try:
+        child = psutil.Process(int(process.stdout.readline()))
+        assert child.name() == "omni-planner"
+    finally:
+        process.kill()
     process.communicate(timeout=30)  # waits for the end of the output, which the child had from its parent
     _, alive = psutil.wait_procs([child], 10)
     assert not [left for left in alive if left.status() != psutil.STATUS_ZOMBIE]
