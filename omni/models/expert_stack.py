@@ -243,6 +243,16 @@ class ExpertStack:
         return rows * (self.dense.hidden * self.element + FP32 + 6 * self.ffn * self.element)
 
     def _forward_workspace(self, load: Load) -> int:
+        """Rows on their way and, in a layer that will be recomputed and so keeps nothing, for the moment rows
+        in the order of experts, probabilities, and the outputs of norm, attention and shared expert.
+        """
+        if self.dense.recompute != "full":
+            return self._on_their_way(load)
+        ordered = self._received(load) * self.dense.hidden * self.element
+        halves = 3 * self.stream(load.tokens) + self._kept_by_router(self.dense.between(load.tokens))
+        return self._on_their_way(load) + ordered + halves
+
+    def _on_their_way(self, load: Load) -> int:
         """When experts are done: rows as they were sent and as they came, what each expert puts out, and all
         of it together. Of a single expert, and within a single rank, there is one copy less.
         """
@@ -251,16 +261,16 @@ class ExpertStack:
         return (sent + came * (3 if self.local > 1 else 1)) * self.dense.hidden * self.element
 
     def _workspace(self, load: Load) -> int:
-        """The backward of a layer needs most when gradients of rows are brought into the order of experts,
-        or at the start of an expert.
+        """The backward of a layer needs most when gradients of rows are brought into the order of experts, at
+        the start of an expert, or when the layer is computed anew.
         """
-        row = self.dense.hidden * self.element
-        rows, out = self._received(load), self.stream(load.tokens)
+        row, out = self.dense.hidden * self.element, self.stream(load.tokens)
+        rows = self._received(load)
         expert = (-(-rows // self.local) + self.dense.hidden) * self.ffn * self.element
-        start = out + rows * row + max(rows * row, expert)
+        start = rows * row + max(rows * row, expert)
         if self.dense.recompute != "full":
-            return start
-        return start + self._kept(load, "none")
+            return out + start
+        return out + max(start, self._on_their_way(load)) + self._kept(load, "none")
 
     def _kept_for_weights(self, load: Load) -> int:
         """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
