@@ -37,7 +37,8 @@ from parallel.costs import Axes, Talk, WorkCost, collectives_ns
 from parallel.transports import node_map, transport_ns
 from parallel.work import Grad, Load, Part, even_load
 from pipeline.costs import plan_costs
-from pipeline.plan import Kind, Op, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import StepPlan
 
 SMALL = (
     "experiment=llama3_70b",

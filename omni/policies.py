@@ -10,8 +10,10 @@ from parallel.policies import Pool, SharingPolicy
 from parallel.policy import Policy, PolicyError
 from parallel.sequence import SequenceLayout, Shard
 from parallel.transport_policies import TransportPolicy
+from parallel.work import Grad
 from pipeline.builders import SchedulePolicy
-from pipeline.plan import DomainPlan, Grad, Kind, Op
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan
 
 __all__ = [
     "BalancePolicy",

@@ -14,7 +14,8 @@ from typing import ClassVar
 
 from parallel.policy import Policy
 from pipeline.costs import Costs
-from pipeline.plan import DomainPlan, Kind, Op
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan
 
 Order = list[list[Op]]
 Builder = Callable[[DomainPlan, Costs], Order]

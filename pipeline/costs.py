@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from parallel.costs import CostTable, WorkCost
-from pipeline.plan import BACKWARDS, COLLECTIVE, COMPUTE, DomainPlan, Kind, Op, Work
+from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
+from pipeline.plan import DomainPlan, Work
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 from pipeline.verifier import Kept
 

@@ -22,8 +22,10 @@ from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
 from parallel.transports import Lane, Work
 from parallel.waiting import is_communication, stall
+from parallel.work import Grad
 from pipeline.anchor import Anchor, Pending, Stage, StepInputs
-from pipeline.plan import BACKWARDS, COLLECTIVE, EMBEDDING, Grad, Kind, Op, StepPlan
+from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
+from pipeline.plan import EMBEDDING, StepPlan
 
 
 @dataclass

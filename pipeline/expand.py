@@ -14,7 +14,9 @@
 
 from collections import defaultdict, deque
 
-from pipeline.plan import BACKWARDS, DomainPlan, Grad, Kind, Op
+from parallel.work import Grad
+from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.plan import DomainPlan
 
 _Flight = tuple[Kind, int, int]
 _Fields = tuple[Kind, int, Kind | None, int, Grad]

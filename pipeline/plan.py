@@ -21,74 +21,14 @@ runs. A plan holds no tensor, no clock reading and no float, and it can be writt
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile
-from parallel.work import Grad
 from pipeline.digest import digest_of
-
-
-class Kind(StrEnum):
-    """What an op does. Communication is issued by one op and waited for by another."""
-
-    ENCODE = "encode"
-    ENCODE_BACKWARD = "encode_backward"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    SHIP = "ship"
-    RETURN = "return"
-    SEND_FORWARD = "send_forward"
-    RECV_FORWARD = "recv_forward"
-    SEND_BACKWARD = "send_backward"
-    RECV_BACKWARD = "recv_backward"
-    WAIT = "wait"
-    REDUCE = "reduce"
-
-    __hash__ = str.__hash__  # an enumeration's own is in Python, and plans are full of kinds
-
-
-COMPUTE = frozenset({Kind.ENCODE, Kind.ENCODE_BACKWARD, Kind.FORWARD, Kind.BACKWARD})
-BACKWARDS = frozenset({Kind.ENCODE_BACKWARD, Kind.BACKWARD})
-COLLECTIVE = frozenset({Kind.SHIP, Kind.RETURN})
-POINT_TO_POINT = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
-ISSUED = COLLECTIVE | POINT_TO_POINT
-
-
-@dataclass(frozen=True)
-class Op:
-    """One action of one rank.
-
-    `index` is a chunk for encode ops, a component for REDUCE, else a microbatch. `part` is the part of the
-    LLM that the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its input,
-    SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE sums its
-    gradients. Encoders have one part, 0. `grad` tells what a backward makes. A WAIT is for the op of kind
-    `on` with the same index and part.
-    """
-
-    kind: Kind
-    index: int
-    on: Kind | None = None
-    part: int = 0
-    grad: Grad = Grad.BOTH
-
-    def __str__(self) -> str:
-        part = f", part {self.part}" if self.part else ""
-        grad = f", {self.grad}" if self.grad is not Grad.BOTH else ""
-        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{part}{grad})"
-
-    @property
-    def makes_input(self) -> bool:
-        """Whether a backward makes the gradient that goes on to other parts or ranks."""
-        return self.grad is not Grad.WEIGHT
-
-    @property
-    def makes_weight(self) -> bool:
-        """Whether a backward makes the gradients of weights."""
-        return self.grad is not Grad.INPUT
+from pipeline.ops import Kind, Op
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipeline.plan import COLLECTIVE, ISSUED, DomainPlan, Kind, Op
+from pipeline.ops import COLLECTIVE, ISSUED, Kind, Op
+from pipeline.plan import DomainPlan
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]

@@ -20,17 +20,9 @@ from itertools import pairwise
 from operator import attrgetter
 
 from parallel.boundary import Route
-from pipeline.plan import (
-    BACKWARDS,
-    COLLECTIVE,
-    ISSUED,
-    POINT_TO_POINT,
-    DomainPlan,
-    Grad,
-    Kind,
-    Op,
-    StepPlan,
-)
+from parallel.work import Grad
+from pipeline.ops import BACKWARDS, COLLECTIVE, ISSUED, POINT_TO_POINT, Kind, Op
+from pipeline.plan import DomainPlan, StepPlan
 from pipeline.routes import outputs_of, plan_routes
 from pipeline.simulator import StuckError, run
 

@@ -19,7 +19,8 @@ from omni.training.job import Job
 from parallel.axes import group_of
 from parallel.buckets import buckets, by_replicas
 from parallel.work import FP32, INDEX, Grad, Part
-from pipeline.plan import BACKWARDS, Kind, Op, StepPlan
+from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.plan import StepPlan
 
 Held = dict[tuple[str, int, int], tuple[str, int]]
 """What is alive, by what it is, its number and its part: kind and bytes."""

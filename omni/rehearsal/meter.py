@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from omni.rehearsal.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
-from pipeline.plan import Op
+from pipeline.ops import Op
 
 _DEVICE = torch.ops.prim.device.default
 # Without a fake kernel in torch: what they would put out is there already.

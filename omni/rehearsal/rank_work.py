@@ -11,7 +11,8 @@ from omni.training.job import Job
 from ops.device import dtype_of
 from parallel.work import Load, Part
 from pipeline.loads import chunk_load, pass_load
-from pipeline.plan import DomainPlan, Kind, Op, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan, StepPlan
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
 from pipeline.anchor import StepInputs
-from pipeline.plan import Kind, Op, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import StepPlan
 
 _CPU = torch.device("cpu")
 # What is made during an op counts as; everything else is a buffer.

@@ -25,7 +25,8 @@ from ops import attention
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import Lane
-from pipeline.plan import DomainPlan, Op
+from pipeline.ops import Op
+from pipeline.plan import DomainPlan
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
 from parallel.work import Collective
-from pipeline.plan import BACKWARDS, COMPUTE, Kind, Op
+from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
 
 Messages = Mapping[int, int]
 Call = tuple[str, str, Messages, int]

@@ -23,7 +23,8 @@ from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
 from pipeline.engine import Engine
-from pipeline.plan import EMBEDDING, Op
+from pipeline.ops import Op
+from pipeline.plan import EMBEDDING
 
 
 @dataclass(frozen=True)

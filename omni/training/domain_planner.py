@@ -28,15 +28,8 @@ from parallel.transports import node_map, transport_ns
 from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
 from pipeline.costs import Costs, plan_costs, plan_memory
 from pipeline.expand import expand
-from pipeline.plan import (
-    DomainPlan,
-    Kind,
-    Microbatch,
-    Op,
-    PlannedItem,
-    Point,
-    Taken,
-)
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan, Microbatch, PlannedItem, Point, Taken
 from pipeline.policies import Slot
 from pipeline.routes import plan_routes
 from pipeline.serial import serialise

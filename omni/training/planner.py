@@ -19,12 +19,7 @@ from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, length
 from omni.training.domain_planner import DomainPlanner
 from pipeline.costs import plan_memory
-from pipeline.plan import (
-    DomainPlan,
-    GroupPlan,
-    StepPlan,
-    Taken,
-)
+from pipeline.plan import DomainPlan, GroupPlan, StepPlan, Taken
 from pipeline.verifier import verify
 
 

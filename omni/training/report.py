@@ -14,7 +14,8 @@ from parallel.sequence import SequenceLayout
 from parallel.work import Load, even_load
 from pipeline.costs import simulate
 from pipeline.engine import StepResult
-from pipeline.plan import Kind, StepPlan
+from pipeline.ops import Kind
+from pipeline.plan import StepPlan
 
 # Causes of idling, in the order in which ranks add up their seconds; data is the wait before the step.
 CAUSES = ("pipeline", "boundary", "data")

@@ -38,7 +38,8 @@ from omni.training.state import read_state, write_state
 from parallel.consensus import Consensus, DivergenceError, explain
 from parallel.waiting import waiting
 from pipeline.engine import StepResult
-from pipeline.plan import Op, StepPlan, diff
+from pipeline.ops import Op
+from pipeline.plan import StepPlan, diff
 
 
 class BadDataError(RuntimeError):

@@ -14,7 +14,7 @@ from omni.models.llm import attach_points
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare
-from pipeline.plan import Kind, Op
+from pipeline.ops import Kind, Op
 
 # Rows enter at the embedding, before layer 1 and before layer 2 of 4.
 TAPS = ("model.encoders.image.layers=3", "+model.encoders.image.taps=[1,2]")

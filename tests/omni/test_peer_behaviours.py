@@ -14,7 +14,7 @@ from omni.models.encoders.vit_module import ViT
 from omni.training import parity
 from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare
-from pipeline.plan import Kind
+from pipeline.ops import Kind
 
 HEADS = ("model.llm.heads=4", "model.llm.kv_heads=4")
 

@@ -30,7 +30,8 @@ from omni.training.planner import Planner
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import ENCODE_FIRST
-from pipeline.plan import Chunk, DomainPlan, Kind, Op, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import Chunk, DomainPlan, StepPlan
 
 
 def trained_on(plans: Iterable[StepPlan]) -> Counter:

@@ -9,7 +9,8 @@ from small import overrides, write_mixed
 from omni.compose import compose_config
 from omni.config import POLICIES, ConfigError
 from omni.training.job import Job, prepare_job
-from pipeline.plan import Kind, StepPlan
+from pipeline.ops import Kind
+from pipeline.plan import StepPlan
 from pipeline.verifier import verify
 
 MODULE = """

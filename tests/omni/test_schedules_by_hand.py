@@ -30,8 +30,10 @@ from omni.training.job import Job, prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from omni.training.sharing import make_chunks
 from omni.training.trainer import Trainer
+from parallel.work import Grad
 from pipeline import engine
-from pipeline.plan import BACKWARDS, Chunk, Grad, Kind, Op
+from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.plan import Chunk
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError
 

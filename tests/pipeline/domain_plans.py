@@ -14,14 +14,13 @@ from pipeline.builders import (
     without_frozen,
 )
 from pipeline.expand import expand
+from pipeline.ops import Kind, Op
 from pipeline.plan import (
     EMBEDDING,
     Chunk,
     DomainPlan,
     GroupPlan,
-    Kind,
     Microbatch,
-    Op,
     PlannedItem,
     PlannedSample,
     Point,

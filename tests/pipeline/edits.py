@@ -7,7 +7,9 @@ from random import Random
 from domain_plans import one
 from random_ranks import DataError, DeadlockError, RandomRanks
 
-from pipeline.plan import BACKWARDS, Grad, Kind, Op, StepPlan
+from parallel.work import Grad
+from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.plan import StepPlan
 from pipeline.verifier import Kept, violations
 
 Lists = list[list[Op]]

@@ -12,7 +12,9 @@ nothing before all that comes before it in the order of its own plan. `RandomRan
 from random import Random
 
 from parallel.boundary import Route
-from pipeline.plan import Grad, Kind, Op, StepPlan
+from parallel.work import Grad
+from pipeline.ops import Kind, Op
+from pipeline.plan import StepPlan
 
 ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 PASS = (Kind.FORWARD, Kind.BACKWARD)

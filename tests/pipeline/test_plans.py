@@ -11,8 +11,10 @@ from domain_plans import Shape, Work, make_plan
 from wide_plans import build_interleaved, with_split_backwards
 
 from parallel.tiles import Tile
+from parallel.work import Grad
 from pipeline.digest import digest_of
-from pipeline.plan import DomainPlan, Grad, Kind, Op, Point, StepPlan, diff
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan, Point, StepPlan, diff
 
 HERE = Path(__file__).parent
 

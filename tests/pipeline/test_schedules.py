@@ -9,7 +9,8 @@ from random_ranks import RandomRanks
 
 from parallel.costs import CostTable, Link, Links, Talk, WorkCost
 from pipeline.costs import simulate, spent_on
-from pipeline.plan import COMPUTE, POINT_TO_POINT, DomainPlan, Kind, Op, StepPlan
+from pipeline.ops import COMPUTE, POINT_TO_POINT, Kind, Op
+from pipeline.plan import DomainPlan, StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run
 from pipeline.verifier import verify, violations

@@ -25,7 +25,8 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
-from pipeline.plan import Block, Kind, Op, Point, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import Block, Point, StepPlan
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError, verify
 

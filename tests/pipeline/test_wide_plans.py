@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from random_ranks import RandomRanks
 from wide_plans import build_in_turn, build_interleaved, random_wide_plan, with_split_backwards
 
-from pipeline.plan import BACKWARDS, ISSUED, Grad, Kind, Op, StepPlan
+from parallel.work import Grad
+from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
+from pipeline.plan import StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import run
 from pipeline.verifier import violations

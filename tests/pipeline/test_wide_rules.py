@@ -8,8 +8,10 @@ from edits import Lists, problems, what_happens, with_domain, with_lists
 from wide_plans import build_in_turn, build_interleaved, with_split_backwards
 
 from parallel.sequence import SequenceLayout
+from parallel.work import Grad
 from pipeline.costs import Costs
-from pipeline.plan import DomainPlan, Grad, Kind, Op, Point, StepPlan
+from pipeline.ops import Kind, Op
+from pipeline.plan import DomainPlan, Point, StepPlan
 from pipeline.routes import outputs_of
 
 F, B, LLM = Kind.FORWARD, Kind.BACKWARD, 2

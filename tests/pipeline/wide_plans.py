@@ -8,10 +8,12 @@ from random import Random
 
 from domain_plans import BUILDERS, SCHEDULES, Shape, Work, make_plan, random_shape, random_work
 
+from parallel.work import Grad
 from pipeline.builders import Builder, Order, chunks_by_team
 from pipeline.costs import Costs
 from pipeline.expand import expand
-from pipeline.plan import BACKWARDS, COMPUTE, DomainPlan, Grad, Kind, Op, Point, StepPlan
+from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
+from pipeline.plan import DomainPlan, Point, StepPlan
 from pipeline.simulator import run
 
 Times = dict[tuple[int, Op], int]
