@@ -37,7 +37,7 @@ from omni.models.stack import Stack
 from omni.training.optimizer import ComponentOptimizer
 from omni.training.state import Shard, shards
 from parallel.groups import make_groups
-from parallel.layout import Layout, arrange
+from parallel.layout import Layout, arrange, split_evenly
 from parallel.megatron import (
     MoELayer,
     ProcessGroupCollection,
@@ -452,7 +452,9 @@ def test_every_row_that_is_sent_to_experts_arrives() -> None:
         load = replace(even_load(2 * routed[rank], routed=routed), router=rank)
         rows, _, back = (c for c in stack.forward(load).collectives if c.kind == "all_to_all")
         sent.append((rows.to, back.to))
-        assert sum(rows.to) <= routed[rank] * MOE.topk * WIDTH * 2
+        shares, local = split_evenly(routed[rank] * MOE.topk, MOE.experts), MOE.experts // 4
+        to = [sum(shares[peer * local : (peer + 1) * local]) * (peer != rank) for peer in range(4)]
+        assert rows.to == tuple(count * WIDTH * 2 for count in to)
     for rank in range(4):
         for peer in range(4):
             assert sent[rank][0][peer] == sent[peer][1][rank]
