@@ -12,11 +12,13 @@ from parallel.sequence import SequenceLayout, Shard
 from parallel.transport_policies import TransportPolicy
 from parallel.work import Grad
 from pipeline.builders import SchedulePolicy
+from pipeline.costs import Costs
 from pipeline.ops import Kind, Op
 from pipeline.plan import DomainPlan
 
 __all__ = [
     "BalancePolicy",
+    "Costs",
     "DomainPlan",
     "DomainSizes",
     "Grad",

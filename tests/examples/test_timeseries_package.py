@@ -146,6 +146,51 @@ def test_an_installed_policy_is_chosen_on_the_command_line(site: Path, data: Pat
     assert "balance=snake" in json.loads(done.out)["policies"]
 
 
+EVERY_KIND = (
+    "balance=snake",
+    "packing=next_fit",
+    "pairing=by_cost",
+    "placement=last_stage",
+    "llm_sp=by_two",
+    "encoder_sp=by_two",
+    "boundary=once_across",
+    "pipeline=gpipe",
+)
+
+
+def test_an_unknown_policy_is_refused_by_naming_the_installed_ones(
+    site: Path, data: Path, tmp_path: Path
+) -> None:
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    line = ["-m", "omni", "train", "experiment=quickstart", "balance=snail"]
+    done = Running(line, tmp_path, {"PYTHONPATH": paths}).finish()
+    assert done.code == 2
+    assert "balance/snail" in done.err
+    assert [name for name in ("lpt", "none", "snake") if name not in done.err] == []
+
+
+def test_policies_of_every_kind_shape_the_plan(site: Path, data: Path, tmp_path: Path) -> None:
+    keys = [
+        f"hydra.searchpath=[file://{EXAMPLE / 'conf'}]",
+        "experiment=timeseries",
+        f"data.sources.series.path={data / 'train'}",
+        f"data.heldout.series.path={data / 'heldout'}",
+        "launch.ranks=4",
+        "layout=pp2",
+        "layout.domain=2",
+        *EVERY_KIND,
+        *SMALL,
+    ]
+    paths = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = Running(["-m", "omni", "plan", "--json", *keys], tmp_path, {"PYTHONPATH": paths}).finish()
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert set(EVERY_KIND) == set(found["policies"].split(", "))
+    assert found["verifier"].startswith("accepted")
+    shared = [int(count) for count in found["sequences, items shared"].split(", ")]
+    assert min(shared) > 0, "sequences of the LLM and items are cut in two"
+
+
 def test_samples_are_dealt_back_and_forth() -> None:
     assert SNAKE([9, 7, 5, 3, 1, 0, 8], 3) == (0, 2, 2, 1, 0, 0, 1)
     assert SNAKE([], 2) == ()
@@ -358,6 +403,18 @@ def test_under_the_installed_policy_two_ranks_equal_one(ranks: RankPool, site: P
     assert "balance=snake" in policies
     assert compare(one, two)[0].relative <= TOLERANCE
     assert compare_weights(one, two)[0].relative <= WEIGHT_TOLERANCE
+
+
+def test_under_policies_of_every_kind_four_ranks_equal_one(
+    ranks: RankPool, site: Path, tmp_path: Path
+) -> None:
+    write_uneven(tmp_path / "uneven")
+    one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
+    more = line(tmp_path / "uneven", tmp_path / "four", "layout=pp2", "layout.domain=2", *EVERY_KIND)
+    four, policies = ranks.run(4, measure_installed, site, more, 4)[0]
+    assert set(EVERY_KIND) == set(policies.split(", "))
+    assert compare(one, four)[0].relative <= TOLERANCE
+    assert compare_weights(one, four)[0].relative <= WEIGHT_TOLERANCE
 
 
 def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:

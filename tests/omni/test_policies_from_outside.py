@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from packages import install
+from planners import plans_of_all_domains
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
@@ -11,7 +12,6 @@ from omni.config import POLICIES, ConfigError
 from omni.training.job import Job, prepare_job
 from pipeline.ops import Kind
 from pipeline.plan import StepPlan
-from pipeline.verifier import verify
 
 MODULE = """
 from omni.policies import *  # every kind, and what their functions are given
@@ -23,14 +23,15 @@ def first_two(lengths, pool):
         return (Shard(0, 0, half), Shard(1, half, length - half)) if half < length else (Shard(0, 0, length),)
     return SequenceLayout(pool.num_ranks, tuple(map(shards, lengths)))
 
-def one_after_the_other(domain):
+def one_after_the_other(domain, costs):
     def ops(rank):
         for m in range(len(domain.microbatches)):
-            mine = [c for c, of in enumerate(domain.chunks) if of.microbatch == m and rank in of.ranks]
+            mine = [c for c, of in enumerate(domain.chunks) if of.microbatches == (m,) and rank in of.ranks]
             yield from (Op(Kind.ENCODE, c) for c in mine)
-            yield from (Op(Kind.FORWARD, m), Op(Kind.BACKWARD, m))
+            yield from (Op(Kind.FORWARD, m, part=part) for part in domain.parts(rank))
+            yield from (Op(Kind.BACKWARD, m, part=part) for part in reversed(domain.parts(rank)))
             yield from (Op(Kind.ENCODE_BACKWARD, c) for c in mine)
-    return [list(ops(rank)) for rank in range(domain.num_ranks)]
+    return [list(ops(team * domain.team)) for team in domain.teams]
 
 def apart(costs):
     packs = [(r, p) for r, own in enumerate(costs) for p in range(len(own))]
@@ -59,13 +60,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, ranks: int, *more: str) -> tuple[Job, StepPlan]:
-    """The first step of a small run, as the verifier accepts it."""
+def planned(folder: Path, ranks: int, *more: str) -> tuple[Job, list[StepPlan]]:
+    """The first step of a small run, as all its domains plan it and the verifier accepts it."""
     config = compose_config(overrides(folder / "mixed", folder / "run", *more))
     job = prepare_job(config, ranks)
-    plan = job.planner.next_step(1, 0)
-    verify(plan, max_in_flight=job.layout.pp)
-    return job, plan
+    plans = plans_of_all_domains(job.planner, 1, 0)
+    for plan in plans:
+        job.planner.verify(plan)
+    return job, plans
 
 
 @pytest.mark.parametrize("section, key", [(section, key) for section, key, _ in POLICIES])
@@ -76,39 +78,39 @@ def test_every_section_offers_it_and_its_name_is_what_is_printed(folder, section
 
 
 def test_balance_is_asked_for_domains_and_then_for_their_replicas(folder):
-    _, plan = planned(folder, 4, "balance=mine", "layout.domain=2")
-    held = [{s.rank for b in d.microbatches for of in b.layout.shards for s in of} for d in plan.domains]
+    _, plans = planned(folder, 4, "balance=mine", "layout.domain=2")
+    held = [{s.rank for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
     assert held == [set(), {1}]
 
 
 def test_packing_makes_the_packs(folder):
-    _, plan = planned(folder, 1, "packing=mine")
-    assert [len(batch.samples) for batch in plan.domains[0].microbatches] == [1] * 8
+    _, plans = planned(folder, 1, "packing=mine")
+    assert [len(batch.samples) for batch in plans[0].domain.microbatches] == [1] * 8
 
 
 def test_pairing_says_which_packs_pass_together(folder):
-    _, plan = planned(folder, 2, "pairing=mine", "layout.domain=2")
-    members = [{s.rank for of in b.layout.shards for s in of} for b in plan.domains[0].microbatches]
+    _, plans = planned(folder, 2, "pairing=mine", "layout.domain=2")
+    members = [{s.rank for of in b.layout.shards for s in of} for b in plans[0].domain.microbatches]
     assert members == sorted(members, key=min)
     assert all(len(of) == 1 for of in members)
     assert set.union(*members) == {0, 1}
 
 
 def test_placement_says_where_encoders_live(folder):
-    job, plan = planned(folder, 2, "placement=mine", "layout=pp2")
-    assert plan.domains[0].homes[1] == job.arrangement.home == (1, 2)
-    assert {chunk.ranks for chunk in plan.domains[0].chunks} == {(1,)}
+    job, plans = planned(folder, 2, "placement=mine", "layout=pp2")
+    assert plans[0].domain.homes[1] == job.arrangement.home == (1, 2)
+    assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(1,)}
 
 
 def test_a_placement_may_take_ranks_beside_the_llm_and_those_of_the_llm(folder):
-    job, plan = planned(folder, 3, "placement=beside_all")
+    job, plans = planned(folder, 3, "placement=beside_all")
     assert (job.layout.dp, job.arrangement.encoder_ranks, job.arrangement.home) == (2, 1, (0, 3))
-    assert {chunk.ranks for chunk in plan.domains[0].chunks} == {(0,), (1,), (2,)}
+    assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(0,), (1,), (2,)}
 
 
 def test_sharing_serves_the_llm_and_encoders(folder):
-    _, plan = planned(folder, 3, "llm_sp=mine", "encoder_sp=mine", "layout.domain=3")
-    domain = plan.domains[0]
+    _, plans = planned(folder, 3, "llm_sp=mine", "encoder_sp=mine", "layout.domain=3")
+    domain = plans[0].domain
     parts = [of for batch in domain.microbatches for of in batch.layout.shards]
     assert {tuple(s.rank for s in shards) for shards in parts} == {(0, 1)}
     assert {chunk.ranks for chunk in domain.chunks} == {(0, 1, 2)}
@@ -116,14 +118,14 @@ def test_sharing_serves_the_llm_and_encoders(folder):
 
 
 def test_transport_carries_every_route_that_leaves_its_rank(folder):
-    _, plan = planned(folder, 2, "boundary=mine", "layout=pp2")
-    assert {route.transport for route in plan.domains[0].routes if route is not None} == {"all_gather"}
+    _, plans = planned(folder, 2, "boundary=mine", "layout=pp2")
+    assert {route.transport for route in plans[0].domain.routes if route is not None} == {"all_gather"}
 
 
 def test_schedule_orders_the_work(folder):
-    _, plan = planned(folder, 1, "pipeline=mine", "packing=mine")
+    _, plans = planned(folder, 1, "pipeline=mine", "packing=mine")
     compute = (Kind.ENCODE, Kind.FORWARD, Kind.BACKWARD, Kind.ENCODE_BACKWARD)
-    kinds = [op.kind for op in plan.domains[0].ops[0] if op.kind in compute]
+    kinds = [op.kind for op in plans[0].domain.ops[0] if op.kind in compute]
     first = kinds.index(Kind.BACKWARD)
     assert kinds[: first + 1].count(Kind.FORWARD) == 1
     assert Kind.ENCODE in kinds[first:], "later microbatches are encoded after the first went back"
@@ -136,5 +138,7 @@ def test_a_choice_that_an_experiment_overrules_is_still_refused(folder):
     )
     more = [f"hydra.searchpath=[file://{folder / 'conf'}]", "experiment=own", "balance=mine"]
     line = [key for key in overrides(folder / "mixed", folder / "run", *more) if key != "~experiment"]
-    with pytest.raises(ConfigError, match=r"balance=mine sets balance\.policy=mine, but .*=none"):
+    with pytest.raises(
+        ConfigError, match=r"balance=mine sets balance.policy=mine, but .* has balance.policy=none"
+    ):
         compose_config(line)

@@ -1,8 +1,29 @@
-"""A policy in a package of its own: how the samples of a step are divided over replicas."""
+"""Policies in a package of its own, one of each kind: simple ones, to begin your own from.
 
-from collections.abc import Sequence
+Everything here comes from `omni.policies`; docs/policies.md says what each kind is given and must promise.
+"""
 
-from omni.policies import BalancePolicy
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+from omni.policies import (
+    BalancePolicy,
+    Costs,
+    DomainPlan,
+    DomainSizes,
+    Kind,
+    Links,
+    Op,
+    PackingPolicy,
+    PairingPolicy,
+    PlacementPolicy,
+    Pool,
+    SchedulePolicy,
+    SequenceLayout,
+    Shard,
+    SharingPolicy,
+    TransportPolicy,
+)
 
 
 def deal_back_and_forth(costs: Sequence[int], n: int) -> tuple[int, ...]:
@@ -17,4 +38,79 @@ def deal_back_and_forth(costs: Sequence[int], n: int) -> tuple[int, ...]:
     return tuple(bins)
 
 
+def pack_in_order(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
+    """Next fit: fill a pack in the order of the stream, and open the next where a sample has no room."""
+    packs: list[list[int]] = []
+    room = 0
+    for sample, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(sample)
+        room -= length
+    return tuple(map(tuple, packs))
+
+
+def pair_by_cost(costs: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
+    """The costliest packs of all replicas pass together, then the next ones: nobody waits for a short one."""
+    ordered = [sorted(range(len(own)), key=lambda pack: (-own[pack], pack)) for own in costs]
+    return tuple(zip_longest(*ordered))
+
+
+def on_last_stage(sizes: DomainSizes) -> tuple[int, int]:
+    """Encoders live with the last stage of the pipeline, which waits longest for its first microbatch."""
+    return sizes.llm_size - sizes.stage_size, sizes.llm_size
+
+
+def share_by_two(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Each sequence in two halves on neighbouring ranks, pair after pair, whether it pays or not."""
+    shards = []
+    for number, length in enumerate(lengths):
+        first = 2 * number % (pool.num_ranks - pool.num_ranks % 2) if pool.num_ranks > 1 else 0
+        units = -(-length // pool.unit)
+        half = min(length, -(-units // 2) * pool.unit)
+        if pool.num_ranks == 1 or half == length:
+            shards.append((Shard(first, 0, length),))
+        else:
+            shards.append((Shard(first, 0, half), Shard(first + 1, half, length - half)))
+    return SequenceLayout(pool.num_ranks, tuple(shards))
+
+
+def cross_nodes_once(
+    traffic: Mapping[tuple[int, int], int], nodes: Sequence[int], row_bytes: int, links: Links
+) -> str:
+    """Two levels as soon as a row crosses nodes, else the direct way, whatever they cost."""
+    crosses = any(nodes[source] != nodes[destination] for source, destination in traffic)
+    return "two_level" if crosses else "direct"
+
+
+def all_forward_then_all_backward(domain: DomainPlan, costs: Costs) -> list[list[Op]]:
+    """GPipe (Huang et al., 2019, section 2.3): all forward passes, then all backward passes, with the
+    encoders before and after. A part of the LLM holds the activations of every microbatch.
+    """
+    order = []
+    for team, parts in enumerate(domain.holds):
+        first = team * domain.team
+        chunks = [number for number, chunk in enumerate(domain.chunks) if first in chunk.ranks]
+        passes = [(m, part) for m in range(len(domain.microbatches)) for part in parts]
+        order.append(
+            [Op(Kind.ENCODE, chunk) for chunk in chunks]
+            + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
+            + [Op(Kind.BACKWARD, m, part=part) for m, part in passes]
+            + [Op(Kind.ENCODE_BACKWARD, chunk) for chunk in chunks]
+        )
+    return order
+
+
+def every_microbatch(num_parts: int, part: int) -> int:
+    """More microbatches than a step has."""
+    return 1 << 30
+
+
 SNAKE = BalancePolicy("snake", deal_back_and_forth)
+NEXT_FIT = PackingPolicy("next_fit", pack_in_order)
+BY_COST = PairingPolicy("by_cost", pair_by_cost)
+LAST_STAGE = PlacementPolicy("last_stage", on_last_stage)
+BY_TWO = SharingPolicy("by_two", share_by_two, forced=True)
+ONCE_ACROSS = TransportPolicy("once_across", cross_nodes_once)
+GPIPE = SchedulePolicy("gpipe", all_forward_then_all_backward, in_flight=every_microbatch)
