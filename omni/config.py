@@ -155,7 +155,7 @@ class BoundaryConfig:
 @dataclass
 class BalanceConfig:
     """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
-    neighbouring domains; null is as many as hold 32 replicas.
+    neighbouring domains; null is as many as hold 16 replicas.
     """
 
     policy: str = MISSING

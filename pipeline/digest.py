@@ -61,7 +61,7 @@ class _Writer:
         elif kind is tuple:
             out.append(_TUPLE)
             out.append(len(value))
-            if value and type(value[0]) is int and all(type(entry) is int for entry in value):
+            if set(map(type, value)) == {int}:
                 out.extend(value)
             else:
                 for entry in value:

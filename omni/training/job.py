@@ -40,7 +40,7 @@ from pipeline.builders import SchedulePolicy
 from pipeline.plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
-GROUP_REPLICAS = 32
+GROUP_REPLICAS = 16
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
