@@ -120,7 +120,8 @@ def explain(
     lines = [
         f"ranks planned step {plan.step} differently; nothing of it has run.",
         f"  It is the plan of {where}: {digests.count(digests[0])} of {len(ranks)} ranks have that of rank "
-        f"{first}, {digests.count(found[other][1])} that of rank {other}; there are {len(set(digests))}.",
+        f"{first}, {digests.count(found[other][1])} that of rank {other}; there are {len(set(digests))} "
+        "plans.",
         *(f"  rank {first} against rank {other}: {line}" for line in differences[:10]),
         "Check that all ranks read the same data, configuration and code.",
     ]
