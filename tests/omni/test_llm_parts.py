@@ -27,7 +27,9 @@ from parallel.groups import make_groups
 from parallel.layout import Layout, LayoutError, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
 from parallel.packed import Sharding, pack_tokens
+from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
+from parallel.work import even_load
 
 CPU = torch.device("cpu")
 LLM = LLMConfig(layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_multiple=8)
@@ -80,7 +82,7 @@ class Built:
 
 
 def build(case: Case, seed: int) -> Built:
-    made = make_groups(arrange(case.layout, {}, "colocated", 0), "llm", timedelta(seconds=60))
+    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
     groups = made.components["llm"]
     tp, ep = groups.tp.rank(), groups.ep.rank()
     model_parallel_cuda_manual_seed(1, tp_rank=tp, ep_rank=ep, etp_rank=0, force_reset_rng=True)
@@ -366,9 +368,10 @@ def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
     assert len(layers) == 6
     assert sum(layers) == 12
     works = llm_work(llm, VOCABULARY, layout, 4)
-    assert [work.exchanges for work in works] == list(layers)
+    assert [work.layers for work in works] == list(layers)
     whole = llm_work(llm, VOCABULARY, Layout(), 4)[0]
-    assert sum(work.flops_per_token for work in works) == whole.flops_per_token
+    load = even_load(64, targets=64)
+    assert sum(work.forward(load).flops for work in works) == whole.forward(load).flops
     points = attach_points(["llm.layers.0", f"llm.layers.{sum(layers[:4])}"], layers)
     assert [(point.part, point.place) for point in points.values()] == [(0, 0), (0, 1), (4, 0)]
 

@@ -75,7 +75,8 @@ def measure_shifted(rank: int, config: Config, world: int) -> Measurement | None
 
 def shifted_ends(route: Route, rank: int, device: torch.device) -> Ends:
     ends = make_ends(route, rank, device)
-    return replace(ends, receive=ends.receive - 1)
+    landings = tuple((point, rows, tokens - 1) for point, rows, tokens in ends.landings)
+    return replace(ends, landings=landings)
 
 
 def measure_loud(rank: int, config: Config, world: int) -> Measurement | None:
