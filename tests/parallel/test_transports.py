@@ -228,7 +228,9 @@ def test_the_ends_of_the_way_back_are_the_transposed_ends(random, transport):
         route.is_local,
     )
     for rank in range(route.num_ranks):
-        assert_same(make_ends(route, rank, CPU).transpose(), make_ends(back, rank, CPU))
+        # Gradients land nowhere: they go back to the chunks that put the rows out.
+        expected = replace(make_ends(back, rank, CPU), landings=())
+        assert_same(make_ends(route, rank, CPU).transpose(), expected)
 
 
 def assert_same(here, there):
