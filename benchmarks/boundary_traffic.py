@@ -33,7 +33,7 @@ import torch.distributed as dist
 from parallel.boundary import Route, Rows, make_ends, make_route, ship
 from parallel.costs import Link, Links
 from parallel.sequence import SequenceLayout, Shard
-from parallel.transports import choose_transport, node_map, volume
+from parallel.transports import choose_transport, node_map, route_bytes
 
 ROW_BYTES = 8192 * 2  # a row of an LLM of hidden 8192 in bf16
 RANKS_PER_NODE = 8
@@ -125,11 +125,11 @@ def print_bytes(seed: int) -> None:
         route = make_case(case, seed)
         traffic, nodes = route.traffic(), node_map(range(case.num_ranks), RANKS_PER_NODE)
         bound = lower_bound(route) * ROW_BYTES
-        direct = volume("direct", traffic, nodes, ROW_BYTES).total
+        direct = route_bytes("direct", traffic, nodes, ROW_BYTES).total
         leader = gather_then_broadcast(route, case.tp * case.cp) * ROW_BYTES
         assert direct == bound, f"{case.name}: direct sends {direct} bytes, {bound} are enough"
         chosen = choose_transport(traffic, nodes, ROW_BYTES, LINKS)
-        moved = volume(chosen, traffic, nodes, ROW_BYTES)
+        moved = route_bytes(chosen, traffic, nodes, ROW_BYTES)
         print(
             f"{case.name:34}{case.num_ranks:6}{route.num_rows:8}{bound / 1e6:9.1f}{direct / 1e6:9.1f}"
             f"{leader / 1e6:10.1f}{leader / direct:7.1f}  {chosen}"

@@ -17,10 +17,10 @@ from random import Random
 
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
+from omni.planning.run_spec import RunSpec, planned_ranks, prepare_run
 from omni.rehearsal.footprint import KINDS, Footprint
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.rehearse import for_gpus, owned_parameters, rehearse
-from omni.training.job import Job, planned_ranks, prepare_job
 from pipeline.plan import StepPlan
 from pipeline.verifier import verify
 
@@ -32,14 +32,14 @@ def total_sent(footprint: Footprint) -> int:
     return sum(sent.total for sent in footprint.traffic.values())
 
 
-def check(job: Job, plan: StepPlan, rank: int) -> dict[str, float]:
+def check(spec: RunSpec, plan: StepPlan, rank: int) -> dict[str, float]:
     """Rehearse and model one rank, print both, and return the deviations."""
-    rehearsal, modelled = rehearse(job, plan, rank), model_footprint(job, plan, rank)
+    rehearsal, modelled = rehearse(spec, plan, rank), model_footprint(spec, plan, rank)
     found = rehearsal.footprint
     off = {kind: (modelled.peak[kind] - found.peak[kind]) / found.bytes for kind in KINDS}
     off["memory"] = modelled.bytes / found.bytes - 1
     off["sent"] = total_sent(modelled) / max(1, total_sent(found)) - 1
-    at = job.arrangement.mesh.coordinates(rank)
+    at = spec.arrangement.mesh.coordinates(rank)
     place = " ".join(f"{at[axis]:3}" for axis in ("tp", "cp", "dp", "pp"))
     print(
         f"{rank:4} {place}  {found.bytes / GIB:9.3f} {modelled.bytes / GIB:9.3f} {off['memory']:+9.4%}"
@@ -64,19 +64,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])
         use_trace(config, arguments.trace, Path(folder) / "trace")
-        job = for_gpus(prepare_job(config, planned_ranks(config)))
-        plan = job.planner.next_step(1, 0)
-        verify(plan, job.layout.pp, job.planner.single_queue)
-        world = job.arrangement.llm.world
+        spec = for_gpus(prepare_run(config, planned_ranks(config)))
+        plan = spec.planner.next_step(1, 0)
+        verify(plan, spec.layout.pp, spec.planner.single_queue)
+        world = spec.arrangement.llm.world
         ranks = sorted(Random(arguments.seed).sample(range(world), min(arguments.ranks, world)))
-        print(f"{job.arrangement.describe()}; {sum(sample.length for sample in plan.samples)} tokens")
+        print(f"{spec.arrangement.describe()}; {sum(sample.length for sample in plan.samples)} tokens")
         print("rank  tp  cp  dp  pp   held GiB  modelled       off   sent GiB  modelled       off  fullest")
-        found = [check(job, plan, rank) for rank in ranks]
+        found = [check(spec, plan, rank) for rank in ranks]
         worst = {key: max((off[key] for off in found), key=abs) for key in found[0]}
         print("largest: " + ", ".join(f"{key} {value:+.4%}" for key, value in worst.items()))
         if arguments.parameters:
-            owned = [owned_parameters(job, rank) for rank in range(job.arrangement.world)]
-            for name in job.components:
+            owned = [owned_parameters(spec, rank) for rank in range(spec.arrangement.world)]
+            for name in spec.components:
                 print(f"parameters of {name}: {sum(of.get(name, 0) for of in owned):,}")
     return int(max(abs(worst["memory"]), abs(worst["sent"])) > TOLERANCE)
 

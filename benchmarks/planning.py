@@ -28,8 +28,8 @@ from typing import Any
 
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
+from omni.planning.run_spec import RunSpec, prepare_run
 from omni.rehearsal.rehearse import for_gpus
-from omni.training.job import Job, prepare_job
 from pipeline.costs import simulate
 
 SAMPLES_A_REPLICA = 16
@@ -39,8 +39,8 @@ GROWTH = 1.5
 SAMPLES = 16_384  # of the trace, before those that no encoder takes are left out
 
 
-def prepare(folder: Path, gpus: int, replicas: int) -> Job:
-    """The job of so many GPUs in domains of so many replicas."""
+def prepare(folder: Path, gpus: int, replicas: int) -> RunSpec:
+    """The run of so many GPUs in domains of so many replicas."""
     config = compose_config(
         [
             "experiment=llama3_70b",
@@ -62,12 +62,12 @@ def prepare(folder: Path, gpus: int, replicas: int) -> Job:
         config.data.heldout = {}
     else:
         use_trace(config, "longtail", path, SAMPLES)
-    return for_gpus(prepare_job(config, gpus))
+    return for_gpus(prepare_run(config, gpus))
 
 
-def measure(job: Job, steps: int) -> dict[str, Any]:
+def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
     """Plan `steps` steps, after one to warm up, for a domain in the middle."""
-    number, cursor, found = job.arrangement.num_domains // 2, 0, []
+    number, cursor, found = spec.arrangement.num_domains // 2, 0, []
     plan = None
     for step in range(1, steps + 2):
         plan = None
@@ -81,19 +81,19 @@ def measure(job: Job, steps: int) -> dict[str, Any]:
             spent[name] = (time.process_time() - start) * 1e3
 
         with timed("compose"):
-            plan = job.planner.next_step(step, cursor, number)
+            plan = spec.planner.next_step(step, cursor, number)
         with timed("verify"):
-            job.planner.verify(plan)
+            spec.planner.verify(plan)
         with timed("hash"):
             _ = plan.digests
         spent["all"] = sum(spent.values())
-        wanted = job.config.data.step_samples
+        wanted = spec.config.data.step_samples
         assert len(plan.taken) == wanted, f"the step has {len(plan.taken)} of {wanted} samples"
         cursor = plan.taken.next_cursor
         found.append(spent)
     assert plan is not None
     median = {name: statistics.median(of[name] for of in found[1:]) for name in found[0]}
-    simulated = simulate(plan.domain, job.table, single_fifo=True).makespan_ns / 1e6
+    simulated = simulate(plan.domain, spec.table, single_fifo=True).makespan_ns / 1e6
     return {
         **{f"{name}_ms": round(value, 1) for name, value in median.items()},
         "bytes": len(pickle.dumps(plan)),

@@ -31,8 +31,8 @@ import torch
 
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
-from omni.training.job import planned_ranks, prepare_job
-from omni.training.plan_process import Planned, PlannerProcess, PlanStep, plan_step
+from omni.planning.plan_process import Planned, PlannerProcess, PlanStep, plan_step
+from omni.planning.run_spec import planned_ranks, prepare_run
 
 OPERATORS = 200  # of a batch, of some microseconds each
 LIMIT = 1.10
@@ -97,15 +97,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config(arguments.overrides or DEFAULT)
         use_trace(config, "longtail", Path(folder) / "trace")
-        job = prepare_job(config, planned_ranks(config))
-        process = PlannerProcess(job.planner, timeout_s=600)
+        spec = prepare_run(config, planned_ranks(config))
+        process = PlannerProcess(spec.planner, timeout_s=600)
         before = private_bytes(process.pid)
-        figures = measure(partial(plan_step, job.planner), process, arguments.rounds)
+        figures = measure(partial(plan_step, spec.planner), process, arguments.rounds)
         figures["process_private_mb"] = round(private_bytes(process.pid) / 1e6, 1)
         figures["process_private_at_fork_mb"] = round(before / 1e6, 1)
         process.close()
-    figures["layout"] = job.arrangement.describe()
-    figures["domain_ranks"] = job.arrangement.domain_size
+    figures["layout"] = spec.arrangement.describe()
+    figures["domain_ranks"] = spec.arrangement.domain_size
     passed = float(figures["slowdown_process"]) <= LIMIT  # type: ignore[arg-type]
     print(f"the loop beside the process takes at most {LIMIT}: {'yes' if passed else 'NO'}")
     print(json.dumps({"benchmark": "planning_contention", "passed": passed, **figures}))

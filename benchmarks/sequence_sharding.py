@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.layers import layer_submodules, transformer_config
-from omni.training.sharing import Sharing
+from omni.planning.sharing import Sharing
 from parallel.costs import Cluster, table_from_work
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, model_parallel_cuda_manual_seed
 from parallel.packed import PackedTokens, Sharding

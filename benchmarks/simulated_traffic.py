@@ -28,11 +28,11 @@ from omni.commands.plan import plan_of_step
 from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.models.llm import NAME as LLM
+from omni.planning.run_spec import RunSpec, planned_ranks, prepare_run
+from omni.planning.work import part_axes
 from omni.rehearsal.rank_work import RankWork, rank_work
 from omni.rehearsal.rehearse import for_gpus, rehearse
 from omni.rehearsal.traffic import traffic
-from omni.training.job import Job, planned_ranks, prepare_job
-from omni.training.work import part_axes
 from parallel.costs import Axes, Talk, WorkCost, collectives_ns
 from parallel.transports import node_map, transport_ns
 from parallel.work import Grad, Load, Part, even_load
@@ -82,30 +82,32 @@ FULL = ["experiment=llama3_70b"]
 TOLERANCE = 1e-3
 
 
-def charge_off(job: Job, work: RankWork, axes: dict[str, Axes]) -> float:
+def charge_off(spec: RunSpec, work: RankWork, axes: dict[str, Axes]) -> float:
     """The largest deviation of what passes are charged for collectives from their stated bytes and calls."""
-    alone = {name: without_talk(job, name) for name in job.table.parts}
+    alone = {name: without_talk(spec, name) for name in spec.table.parts}
     worst = 0.0
     for op in work.domain.ops_of(work.position):
         if op.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.ENCODE, Kind.ENCODE_BACKWARD):
             continue
         component, part, load = work.of(op)
         name = f"{LLM}/{op.part}" if component == LLM else component
-        load = all_targets(load, part, 2 * job.config.model.llm.loss_chunk if component == LLM else part.tp)
+        load = all_targets(load, part, 2 * spec.config.model.llm.loss_chunk if component == LLM else part.tp)
         if op.kind in (Kind.FORWARD, Kind.ENCODE):
             stated = part.forward(load).collectives
-            taken = [cost.forward_ns(load.tokens, 0) for cost in (job.table.parts[name], alone[name])]
+            taken = [cost.forward_ns(load.tokens, 0) for cost in (spec.table.parts[name], alone[name])]
         else:
             stated = part.backward(load, Grad.BOTH).collectives
-            taken = [cost.backward_ns(load.tokens, 0) for cost in (job.table.parts[name], alone[name])]
+            taken = [cost.backward_ns(load.tokens, 0) for cost in (spec.table.parts[name], alone[name])]
         expected, charged = collectives_ns(stated, axes[name]), taken[0] - taken[1]
-        worst = max(worst, abs(charged - expected) / max(1, job.table.parts[name].forward_ns(load.tokens, 0)))
+        worst = max(
+            worst, abs(charged - expected) / max(1, spec.table.parts[name].forward_ns(load.tokens, 0))
+        )
     return worst
 
 
-def without_talk(job: Job, name: str) -> WorkCost:
+def without_talk(spec: RunSpec, name: str) -> WorkCost:
     """The costs of a part whose ranks have nothing to tell each other."""
-    cost = job.table.parts[name]
+    cost = spec.table.parts[name]
     return replace(cost, forward_talk=Talk(), input_talk=Talk(), weight_talk=Talk())
 
 
@@ -118,15 +120,17 @@ def all_targets(load: Load, part: Part, unit: int) -> Load:
     return even_load(tokens, targets=tokens, routed=routed)
 
 
-def routes_off(job: Job, plan: StepPlan) -> int:
+def routes_off(spec: RunSpec, plan: StepPlan) -> int:
     """How many shipments are simulated with another time than that of their transport."""
-    domain, (_, message) = plan.domain, plan_costs(plan.domain, job.table)
-    nodes = node_map(job.arrangement.domain_ranks(plan.number), job.cluster.ranks_per_node)
+    domain, (_, message) = plan.domain, plan_costs(plan.domain, spec.table)
+    nodes = node_map(spec.arrangement.domain_ranks(plan.number), spec.cluster.ranks_per_node)
     wrong = 0
     for m, route in enumerate(domain.routes):
         if route is not None:
             for kind, way in ((Kind.SHIP, route), (Kind.RETURN, route.transpose())):
-                ns = transport_ns(way.transport, way.traffic(), nodes, job.table.row_bytes, job.cluster.links)
+                ns = transport_ns(
+                    way.transport, way.traffic(), nodes, spec.table.row_bytes, spec.cluster.links
+                )
                 wrong += message(Op(kind, m)) != ns
     return wrong
 
@@ -137,24 +141,24 @@ def check(name: str, line: list[str], seed: int, num_ranks: int) -> dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*line, f"run.dir={folder}"])
         use_trace(config, "balanced", Path(folder) / "trace")
-        job = for_gpus(prepare_job(config, planned_ranks(config)))
-        axes = part_axes(job.work, job.encoders, job.arrangement, job.cluster)
-        world = job.arrangement.world
+        spec = for_gpus(prepare_run(config, planned_ranks(config)))
+        axes = part_axes(spec.work, spec.encoders, spec.arrangement, spec.cluster)
+        world = spec.arrangement.world
         ranks = sorted(Random(seed).sample(range(world), min(num_ranks, world)))
         off = {"bytes": 0.0, "charge": 0.0, "routes": 0.0}
         sent = shipped = 0
         for rank in ranks:
-            plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-            work = rank_work(job, plan, rank)
-            found, stated = rehearse(job, plan, rank).footprint.traffic, traffic(job, work)
+            plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+            work = rank_work(spec, plan, rank)
+            found, stated = rehearse(spec, plan, rank).footprint.traffic, traffic(spec, work)
             off["bytes"] += sum(found.get(key) != stated.get(key) for key in {*found, *stated})
-            off["charge"] = max(off["charge"], charge_off(job, work, axes))
-            off["routes"] += routes_off(job, plan)
+            off["charge"] = max(off["charge"], charge_off(spec, work, axes))
+            off["routes"] += routes_off(spec, plan)
             sent += sum(of.total for of in found.values())
             shipped += sum(route is not None and not route.is_local for route in plan.domain.routes)
         seconds = time.process_time() - start
         print(
-            f"{name:12} {job.arrangement.describe():34} ranks {ranks}: {sent / 2**20:9.1f} MiB sent, "
+            f"{name:12} {spec.arrangement.describe():34} ranks {ranks}: {sent / 2**20:9.1f} MiB sent, "
             f"{int(off['bytes'])} groups differ; charge off by {off['charge']:.1e}; {shipped} routes, "
             f"{int(off['routes'])} differ; {seconds:.0f} s",
             flush=True,

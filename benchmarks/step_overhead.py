@@ -28,7 +28,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.training.job import prepare_job
+from omni.planning.run_spec import prepare_run
 from omni.training.trainer import Trainer
 
 LAYERS, WIDTH, HEADS, FFN, LENGTH, BATCH, VOCABULARY = 4, 256, 8, 704, 512, 2, 264
@@ -135,7 +135,7 @@ def make_trainer(folder: Path, steps: int) -> Trainer:
             f"optim.weight_decay={WEIGHT_DECAY}", f"optim.eps={EPS}", f"run.dir={folder / 'run'}",
         ]
     )  # fmt: skip
-    return Trainer(prepare_job(config, 1), RunFolder.create(folder / "run"), 0, torch.device("cpu"))
+    return Trainer(prepare_run(config, 1), RunFolder.create(folder / "run"), 0, torch.device("cpu"))
 
 
 def main() -> None:

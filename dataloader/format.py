@@ -146,7 +146,7 @@ def _validate_item(name: str, item: Item) -> None:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DataFile:
     """One Parquet file of a dataset: its name, size in bytes and number of samples."""
 
     file: str
@@ -155,7 +155,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Totals:
+class DatasetTotals:
     """Sums over a dataset; `items` counts them by modality, `bytes` is payload (text and items)."""
 
     text_tokens: int
@@ -172,10 +172,10 @@ class Manifest:
     tokenizer: str
     num_samples: int
     rows_per_group: int
-    shards: tuple[Shard, ...]
-    index: Shard
+    shards: tuple[DataFile, ...]
+    index: DataFile
     modalities: tuple[str, ...]
-    totals: Totals
+    totals: DatasetTotals
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -204,10 +204,10 @@ def read_manifest(path: Path) -> Manifest:
         manifest = Manifest(
             **{
                 **raw,
-                "shards": tuple(Shard(**shard) for shard in raw["shards"]),
-                "index": Shard(**raw["index"]),
+                "shards": tuple(DataFile(**shard) for shard in raw["shards"]),
+                "index": DataFile(**raw["index"]),
                 "modalities": tuple(raw["modalities"]),
-                "totals": Totals(**raw["totals"]),
+                "totals": DatasetTotals(**raw["totals"]),
             }
         )
     except (KeyError, TypeError) as error:

@@ -15,10 +15,10 @@ from dataloader.format import (
     MANIFEST,
     SHARD_SCHEMA,
     DataError,
+    DataFile,
+    DatasetTotals,
     Manifest,
     Sample,
-    Shard,
-    Totals,
     check_files,
     read_manifest,
     validate_sample,
@@ -68,7 +68,7 @@ class DatasetWriter:
         self._shard: pq.ParquetWriter | None = None
         self._groups_in_shard = 0
         self._rows_in_shard = 0
-        self._shards: list[Shard] = []
+        self._shards: list[DataFile] = []
         self._modalities: dict[str, int] = {}
         self._item_counts: dict[str, int] = {}
         self._num_samples = 0
@@ -147,7 +147,7 @@ class DatasetWriter:
         self._shard.close()
         self._shard = None
         name = f"shard-{len(self._shards):05d}.parquet"
-        self._shards.append(Shard(name, _sync(self._partial / name), self._rows_in_shard))
+        self._shards.append(DataFile(name, _sync(self._partial / name), self._rows_in_shard))
         self._groups_in_shard = self._rows_in_shard = 0
 
     def _write_index(self) -> None:
@@ -162,7 +162,7 @@ class DatasetWriter:
         if self._index_rows:
             self._write_index()
         self._index.close()
-        index = Shard(INDEX_FILE, _sync(self._partial / INDEX_FILE), self._num_samples)
+        index = DataFile(INDEX_FILE, _sync(self._partial / INDEX_FILE), self._num_samples)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             recipe=self._recipe,
@@ -172,7 +172,7 @@ class DatasetWriter:
             shards=tuple(self._shards),
             index=index,
             modalities=tuple(self._modalities),
-            totals=Totals(self._text_tokens, self._bytes, self._item_counts),
+            totals=DatasetTotals(self._text_tokens, self._bytes, self._item_counts),
         )
         write_manifest(self._partial, manifest)
         _sync(self._partial / MANIFEST)

@@ -24,7 +24,7 @@ def attended(
     local = runs = 0
     before = True  # whether the tokens just before were exchanged
     pieces = [
-        (bool(of), sum(shard.length for shard in shards if shard.rank == rank))
+        (bool(of), sum(shard.length for shard in shards if shard.member == rank))
         for shards, of in zip(layout.shards, tiles, strict=True)
     ]
     for shared, length in [*pieces, (False, tail)]:

@@ -29,11 +29,11 @@ from parallel.sequence import Interval
 from parallel.transports import (
     TRANSPOSED,
     TWO_LEVEL,
+    Handle,
     Ints,
     Lane,
     Slots,
     Stop,
-    Work,
     all_gather,
     all_to_all,
     reduce_scatter,
@@ -349,7 +349,7 @@ class Shipment:
 
     rows: torch.Tensor
     outgoing: torch.Tensor
-    work: Work | None
+    work: Handle | None
 
 
 def ship(
@@ -373,7 +373,7 @@ def ship(
     return Shipment(incoming, outgoing, start() if lane is None else lane.run(start))
 
 
-def _start(ends: Ends, incoming: torch.Tensor, outgoing: torch.Tensor, group: dist.ProcessGroup) -> Work:
+def _start(ends: Ends, incoming: torch.Tensor, outgoing: torch.Tensor, group: dist.ProcessGroup) -> Handle:
     if ends.slots is not None:
         collective = reduce_scatter if ends.transport == "reduce_scatter" else all_gather
         return collective(incoming, outgoing, ends.slots, group)

@@ -104,7 +104,7 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
     """Time that each rank's exchanges take in the forward pass of one layer, with the tiles that
     `choose_tiles` gives; empty if nothing is shared.
     """
-    volumes = np.zeros((layout.num_ranks, 4), np.int64)
+    volumes = np.zeros((layout.num_members, 4), np.int64)
     for shards in layout.shards:
         if found := _choose_tiling(shards, cost):
             ranks, tiling = found
@@ -130,7 +130,7 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
         return ()
     ranks, tiling = found
     tiles = tuple(
-        Tile(ranks[t.rank], t.head_start, t.head_count, t.row_start, t.row_count) for t in tiling.tiles
+        Tile(ranks[t.member], t.head_start, t.head_count, t.row_start, t.row_count) for t in tiling.tiles
     )
     check_tiles(tiles, sum(s.length for s in shards), cost.shape)
     return tiles
@@ -142,7 +142,7 @@ def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[in
         return None
     held = [s for s in shards if s.length]
     numbers: dict[int, int] = {}
-    pieces = tuple((numbers.setdefault(s.rank, len(numbers)), s.length) for s in held)
+    pieces = tuple((numbers.setdefault(s.member, len(numbers)), s.length) for s in held)
     return (list(numbers), _tiling_of(pieces, cost)) if len(numbers) > 1 else None
 
 
@@ -159,7 +159,7 @@ def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost) -> Tilin
     for work, rows in zip(works.tolist(), busier(volumes).tolist(), strict=True):
         beyond = [cost.attention_ns(w) + cost.transfer_ns(r) for w, r in zip(work, rows, strict=True)]
         for shard in shards:
-            beyond[shard.rank] -= total * shard.length // ends[-1]
+            beyond[shard.member] -= total * shard.length // ends[-1]
         slowest.append(max(beyond))
     chosen = slowest.index(min(slowest))
     return Tiling(candidates[chosen], works[chosen], volumes[chosen])
@@ -195,15 +195,15 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
 
     Ranks are taken to wait for each other once, at the end, not in every layer.
     """
-    local = [0] * layout.num_ranks
-    tiled = np.zeros(layout.num_ranks, np.int64)
-    volumes = np.zeros((layout.num_ranks, 4), np.int64)
+    local = [0] * layout.num_members
+    tiled = np.zeros(layout.num_members, np.int64)
+    volumes = np.zeros((layout.num_members, 4), np.int64)
     for shards in layout.shards:
         found = _choose_tiling(shards, cost)
         if found is None:
             length = sum(s.length for s in shards)
             pairs = pairs_before(length, length, cost.shape)
-            local[next((s.rank for s in shards if s.length), 0)] += pairs * cost.shape.heads
+            local[next((s.member for s in shards if s.length), 0)] += pairs * cost.shape.heads
             continue
         ranks, tiling = found
         tiled[ranks] += tiling.work

@@ -86,23 +86,23 @@ def plan_tiles(
         _parts_by_rank(sequence, length, shape) if sequence else {}
         for sequence, length in zip(tiles, layout.lengths, strict=True)
     ]
-    groups, homes = _group_parts([by_rank.get(rank, []) for by_rank in parts])
-    to_tiles: list[list[Parcel]] = [[] for _ in range(layout.num_ranks)]
-    from_tokens: list[list[Parcel]] = [[] for _ in range(layout.num_ranks)]
+    groups, places_of = _group_parts([by_rank.get(rank, []) for by_rank in parts])
+    to_tiles: list[list[Parcel]] = [[] for _ in range(layout.num_members)]
+    from_tokens: list[list[Parcel]] = [[] for _ in range(layout.num_members)]
     held = 0
-    for shards, by_rank, own_homes in zip(layout.shards, parts, homes, strict=True):
+    for shards, by_rank, own_places in zip(layout.shards, parts, places_of, strict=True):
         if not by_rank:
             continue
-        holds = any(shard.rank == rank for shard in shards)
+        holds = any(shard.member == rank for shard in shards)
         needs = {peer: list(_needs(its)) for peer, its in by_rank.items() if holds or peer == rank}
         own = by_rank.get(rank, [])
         for shard in shards:
-            if shard.rank == rank:
+            if shard.member == rank:
                 for peer, its in needs.items():
                     to_tiles[peer] += [(_held_block(need, shard, held),) for need in _within(its, shard)]
                 held += shard.length
-            from_tokens[shard.rank] += [
-                tuple(_tile_block(need, own[i], own_homes[i], len(groups)) for i in need.readers)
+            from_tokens[shard.member] += [
+                tuple(_tile_block(need, own[i], own_places[i], len(groups)) for i in need.readers)
                 for need in _within(needs.get(rank, ()), shard)
             ]
     token_shapes = [(held, heads, head_dim) for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
@@ -131,7 +131,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Home:
+class _Place:
     """Where a part lies on its rank: its group, and where its rows and its context begin there."""
 
     group: int
@@ -165,7 +165,7 @@ def _parts_by_rank(tiles: Sequence[Tile], length: int, shape: AttentionShape) ->
             kv_head = head // group
             kv_heads = (head + heads - 1) // group + 1 - kv_head
             part = _Part(head, heads, tile.row_start, tile.row_count, kv_head, kv_heads, *reach)
-            parts.setdefault(tile.rank, []).append(part)
+            parts.setdefault(tile.member, []).append(part)
     return parts
 
 
@@ -178,21 +178,21 @@ def _even_heads(head: int, heads: int, group: int) -> Iterator[tuple[int, int]]:
         yield begin, end - begin
 
 
-def _group_parts(own: Sequence[Sequence[_Part]]) -> tuple[tuple[TileGroup, ...], list[list[_Home]]]:
+def _group_parts(own: Sequence[Sequence[_Part]]) -> tuple[tuple[TileGroup, ...], list[list[_Place]]]:
     """Group one rank's parts of every sequence by how many heads they have, and say where each part lies."""
     spans: dict[tuple[int, int], list[Span]] = {}
-    ends: dict[tuple[int, int], _Home] = {}  # where the next part of each group will lie
-    homes: list[list[_Home]] = [[] for _ in own]
-    for parts, places in zip(own, homes, strict=True):
+    ends: dict[tuple[int, int], _Place] = {}  # where the next part of each group will lie
+    places_of: list[list[_Place]] = [[] for _ in own]
+    for parts, places in zip(own, places_of, strict=True):
         for part in parts:
             kind = part.heads, part.kv_heads
-            home = ends.setdefault(kind, _Home(len(ends), 0, 0))
+            place = ends.setdefault(kind, _Place(len(ends), 0, 0))
             span = Span(part.rows, part.stop - part.start, part.row - part.start)
             spans.setdefault(kind, []).append(span)
-            places.append(home)
-            ends[kind] = _Home(home.group, home.row + span.rows, home.context + span.context)
+            places.append(place)
+            ends[kind] = _Place(place.group, place.row + span.rows, place.context + span.context)
     groups = [TileGroup(*heads, tuple(members)) for heads, members in spans.items()]
-    return tuple(groups or [TileGroup(1, 1, ())]), homes
+    return tuple(groups or [TileGroup(1, 1, ())]), places_of
 
 
 def _within(needs: Iterable[_Need], shard: Shard) -> Iterator[_Need]:
@@ -223,13 +223,13 @@ def _held_block(need: _Need, shard: Shard, held: int) -> Block:
     return Block(need.kind, held + need.start - shard.start, need.stop - need.start, need.head, need.heads)
 
 
-def _tile_block(need: _Need, part: _Part, home: _Home, num_groups: int) -> Block:
+def _tile_block(need: _Need, part: _Part, place: _Place, num_groups: int) -> Block:
     """Where the reading rank puts it for one of its parts."""
     if need.kind == QUERY:
-        row, head = home.row + need.start - part.row, need.head - part.head
+        row, head = place.row + need.start - part.row, need.head - part.head
     else:
-        row, head = home.context + need.start - part.start, need.head - part.kv_head
-    return Block(need.kind * num_groups + home.group, row, need.stop - need.start, head, need.heads)
+        row, head = place.context + need.start - part.start, need.head - part.kv_head
+    return Block(need.kind * num_groups + place.group, row, need.stop - need.start, head, need.heads)
 
 
 def _tile_shapes(groups: Sequence[TileGroup], head_dim: int) -> list[tuple[int, int, int]]:

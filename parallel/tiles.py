@@ -28,10 +28,10 @@ Run = tuple[int, int, int, int]
 @dataclass(frozen=True)
 class Tile:
     """Query rows [row_start, row_start + row_count) of heads [head_start, head_start + head_count), computed
-    by `rank` of the parent group. Key/value heads and, if causal, the context follow from these.
+    by `member` of the pool. Key/value heads and, if causal, the context follow from these.
     """
 
-    rank: int
+    member: int
     head_start: int
     head_count: int
     row_start: int
@@ -90,7 +90,7 @@ def gather_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile, 
     """All heads of the rank's own rows: queries stay, keys and values travel (Llama 3; Grattafiori et al.,
     2024, section 3.3.2). Causal rows are unequal work.
     """
-    return tuple(Tile(s.rank, 0, shape.heads, s.start, s.length) for s in shards if s.length)
+    return tuple(Tile(s.member, 0, shape.heads, s.start, s.length) for s in shards if s.length)
 
 
 def hybrid_tiles(shards: Sequence[Shard], shape: AttentionShape, head_ways: int) -> tuple[Tile, ...]:
@@ -160,7 +160,7 @@ def _whole_heads(
     for shard in block:
         end = _nearest(shape.heads * (shard.start + shard.length - first), tokens)
         if end > head:
-            yield Tile(shard.rank, head, end - head, start, stop - start)
+            yield Tile(shard.member, head, end - head, start, stop - start)
         head = end
 
 
@@ -177,15 +177,15 @@ def _head_line(
         end, rest = divmod(shape.heads * work * after // tokens, work)
         end_row = _row_at(above + rest, length, shape)
         if head == end:
-            yield Tile(shard.rank, head, 1, row, end_row - row)
+            yield Tile(shard.member, head, 1, row, end_row - row)
         else:
             whole = head + (row > start)
             if row > start:
-                yield Tile(shard.rank, head, 1, row, stop - row)
+                yield Tile(shard.member, head, 1, row, stop - row)
             if end > whole:
-                yield Tile(shard.rank, whole, end - whole, start, stop - start)
+                yield Tile(shard.member, whole, end - whole, start, stop - start)
             if end_row > start:
-                yield Tile(shard.rank, end, 1, start, end_row - start)
+                yield Tile(shard.member, end, 1, start, end_row - start)
         head, row = end, end_row
 
 
@@ -210,7 +210,7 @@ def attention_work(tiles: Sequence[Tile], length: int, shape: AttentionShape) ->
     work: dict[int, int] = defaultdict(int)
     for t in tiles:
         pairs = pairs_before(t.row_start + t.row_count, length, shape)
-        work[t.rank] += (pairs - pairs_before(t.row_start, length, shape)) * t.head_count
+        work[t.member] += (pairs - pairs_before(t.row_start, length, shape)) * t.head_count
     return dict(work)
 
 
@@ -239,8 +239,8 @@ def exchange_volume(
     A row of a key/value head travels once to each rank that needs it, however many tiles there read it.
     """
     length = sum(s.length for s in shards)
-    ranks = sorted({s.rank for s in shards} | {t.rank for t in tiles})
-    queries = [(t.rank, t.head_count, t.row_start, t.row_start + t.row_count) for t in tiles]
+    ranks = sorted({s.member for s in shards} | {t.member for t in tiles})
+    queries = [(t.member, t.head_count, t.row_start, t.row_start + t.row_count) for t in tiles]
     # The tiles are a partition: every token's query is wanted once by each head.
     query_sent, query_received = _crossing(queries, shards, ranks, shape.heads)
     keys = _wanted_keys(tiles, length, shape)
@@ -264,7 +264,7 @@ def _wanted_keys(tiles: Sequence[Tile], length: int, shape: AttentionShape) -> l
     read: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = defaultdict(list)
     for t in tiles:
         heads = t.head_start // group, (t.head_start + t.head_count - 1) // group + 1
-        read[t.rank].append((heads, context(t.row_start, t.row_count, length, shape)))
+        read[t.member].append((heads, context(t.row_start, t.row_count, length, shape)))
     wanted: list[Run] = []
     for rank, needs in read.items():
         if len({keys for _, keys in needs}) == 1:
@@ -300,8 +300,8 @@ def _crossing(
     up_to = _demand(wanted) if everywhere is None else None
     for s in shards:
         stop = s.start + s.length
-        own[s.rank].append((s.start, stop))
-        sent[s.rank] += up_to(stop) - up_to(s.start) if up_to else (everywhere or 0) * s.length
+        own[s.member].append((s.start, stop))
+        sent[s.member] += up_to(stop) - up_to(s.start) if up_to else (everywhere or 0) * s.length
     for rank, heads, start, stop in wanted:
         received[rank] += heads * (stop - start)
         for first, end in own[rank]:

@@ -30,24 +30,24 @@ def compare(
     """Work [C, R] and volumes [C, R, 4] of C ways to tile one sequence over the ranks 0 … R - 1: what
     `attention_work` and `exchange_volume` say, of all at once, for a search that asks for many.
     """
-    num_ranks = 1 + max(s.rank for s in shards)
+    num_members = 1 + max(s.member for s in shards)
     if shape.window is not None:
-        return _compare_windows(tilings, shards, shape, num_ranks)
+        return _compare_windows(tilings, shards, shape, num_members)
     length = sum(s.length for s in shards)
     fields = chain.from_iterable(
-        (number, t.rank, t.head_start, t.head_count, t.row_start, t.row_count)
+        (number, t.member, t.head_start, t.head_count, t.row_start, t.row_count)
         for number, tiles in enumerate(tilings)
         for t in tiles
     )
     tiling, rank, head, heads, row, rows = np.fromiter(fields, np.int64).reshape(-1, 6).T
-    holder, start, tokens = np.array([(s.rank, s.start, s.length) for s in shards], np.int64).T
-    holds = holder[:, None] == np.arange(num_ranks)  # [S, R]
-    own, stop, reader = tokens @ holds, row + rows, tiling * num_ranks + rank
+    holder, start, tokens = np.array([(s.member, s.start, s.length) for s in shards], np.int64).T
+    holds = holder[:, None] == np.arange(num_members)  # [S, R]
+    own, stop, reader = tokens @ holds, row + rows, tiling * num_members + rank
 
     def of_reader(values: Table) -> Table:
-        out = np.zeros(len(tilings) * num_ranks, np.int64)
+        out = np.zeros(len(tilings) * num_members, np.int64)
         np.add.at(out, reader, values)
-        return out.reshape(len(tilings), num_ranks)
+        return out.reshape(len(tilings), num_members)
 
     pairs = (stop * (stop + 1) - row * (row + 1)) // 2 if shape.causal else rows * length
     work = of_reader(heads * pairs)
@@ -58,9 +58,9 @@ def compare(
     # Without a window a rank reads the keys of each key/value head from the first on: up to reach [C, R, K].
     group, kv = shape.heads // shape.kv_heads, np.arange(shape.kv_heads)
     reads = (kv >= (head // group)[:, None]) & (kv <= ((head + heads - 1) // group)[:, None])
-    ends = np.zeros((len(tilings) * num_ranks, shape.kv_heads), np.int64)
+    ends = np.zeros((len(tilings) * num_members, shape.kv_heads), np.int64)
     np.maximum.at(ends, reader, reads * (stop[:, None] if shape.causal else length))
-    reach = ends.reshape(len(tilings), num_ranks, shape.kv_heads)
+    reach = ends.reshape(len(tilings), num_members, shape.kv_heads)
     own_keys = np.maximum(np.minimum(reach[:, holder] - start[:, None], tokens[:, None]), 0)
     all_keys = np.maximum(np.minimum(reach.reshape(len(tilings), -1, 1) - start, tokens), 0)
     stay, wanted = own_keys.sum(2) @ holds, all_keys.sum(1) @ holds
@@ -70,11 +70,11 @@ def compare(
 
 
 def _compare_windows(
-    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape, num_ranks: int
+    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape, num_members: int
 ) -> tuple[Table, Table]:
     length = sum(s.length for s in shards)
-    work = np.zeros((len(tilings), num_ranks), np.int64)
-    volumes = np.zeros((len(tilings), num_ranks, 4), np.int64)
+    work = np.zeros((len(tilings), num_members), np.int64)
+    volumes = np.zeros((len(tilings), num_members, 4), np.int64)
     for number, tiles in enumerate(tilings):
         for rank, pairs in attention_work(tiles, length, shape).items():
             work[number, rank] = pairs

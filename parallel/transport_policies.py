@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from parallel.costs import Links
 from parallel.policy import Policy
-from parallel.transports import TRANSPOSED, Traffic, choose_transport
+from parallel.transports import TRANSPOSED, RowCounts, choose_transport
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class TransportPolicy(Policy):
     """
 
     group: ClassVar[str] = "omni.transport"
-    decide: Callable[[Traffic, Sequence[int], int, Links], str]
+    decide: Callable[[RowCounts, Sequence[int], int, Links], str]
 
-    def __call__(self, traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
+    def __call__(self, traffic: RowCounts, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
         """Return the name of the transport."""
         name = self.decide(traffic, nodes, row_bytes, links)
         known = [transport for transport in TRANSPOSED if transport != "local"]

@@ -41,12 +41,12 @@ TRANSPOSED: Mapping[str, str] = {
 }
 TWO_LEVEL = frozenset({"two_level", "two_level_back"})
 
-Traffic = Mapping[tuple[int, int], int]  # rows by (source, destination)
+RowCounts = Mapping[tuple[int, int], int]  # rows by (source, destination)
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Volume:
+class RouteBytes:
     """Bytes sent inside nodes and across nodes, over all ranks; the most that one rank sends or receives."""
 
     inside: int
@@ -84,7 +84,7 @@ def relays(transport: str, nodes: Sequence[int]) -> Callable[[int, int], int]:
     return relay if transport == "two_level" else lambda source, destination: relay(destination, source)
 
 
-def hops(transport: str, traffic: Traffic, nodes: Sequence[int]) -> list[Traffic]:
+def hops(transport: str, traffic: RowCounts, nodes: Sequence[int]) -> list[RowCounts]:
     """Return what travels between different ranks, hop after hop: rows by (sender, receiver).
 
     The buffers of reduce_scatter and all_gather travel in ⌈log2 n⌉ steps, as in the concatenation algorithm
@@ -109,11 +109,11 @@ def hops(transport: str, traffic: Traffic, nodes: Sequence[int]) -> list[Traffic
     return [_between_ranks(traffic)]
 
 
-def _between_ranks(traffic: Traffic) -> Traffic:
+def _between_ranks(traffic: RowCounts) -> RowCounts:
     return {(a, b): rows for (a, b), rows in traffic.items() if a != b and rows}
 
 
-def _largest(traffic: Traffic, end: int) -> int:
+def _largest(traffic: RowCounts, end: int) -> int:
     """The most rows of any source (end 0) or destination (end 1): what every rank's share is padded to."""
     rows_of: Counter[int] = Counter()
     for pair, rows in traffic.items():
@@ -121,8 +121,8 @@ def _largest(traffic: Traffic, end: int) -> int:
     return max(rows_of.values(), default=0)
 
 
-def _gathering(block: int, num_ranks: int) -> list[Traffic]:
-    out: list[Traffic] = []
+def _gathering(block: int, num_ranks: int) -> list[RowCounts]:
+    out: list[RowCounts] = []
     distance = 1
     while distance < num_ranks and block:
         rows = block * min(distance, num_ranks - distance)
@@ -131,7 +131,7 @@ def _gathering(block: int, num_ranks: int) -> list[Traffic]:
     return out
 
 
-def volume(transport: str, traffic: Traffic, nodes: Sequence[int], row_bytes: int) -> Volume:
+def route_bytes(transport: str, traffic: RowCounts, nodes: Sequence[int], row_bytes: int) -> RouteBytes:
     """Return the bytes that a transport moves; those of the transposed traffic back are the same."""
     tiers = {False: 0, True: 0}
     of_rank: Counter[tuple[int, bool]] = Counter()
@@ -140,10 +140,12 @@ def volume(transport: str, traffic: Traffic, nodes: Sequence[int], row_bytes: in
             tiers[nodes[sender] != nodes[receiver]] += rows * row_bytes
             of_rank[sender, True] += rows * row_bytes
             of_rank[receiver, False] += rows * row_bytes
-    return Volume(tiers[False], tiers[True], max(of_rank.values(), default=0))
+    return RouteBytes(tiers[False], tiers[True], max(of_rank.values(), default=0))
 
 
-def transport_ns(transport: str, traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> int:
+def transport_ns(
+    transport: str, traffic: RowCounts, nodes: Sequence[int], row_bytes: int, links: Links
+) -> int:
     """Return the modelled time of a transport: of each hop, that of the busiest link of any rank.
 
     The way back, over the transposed traffic, takes as long.
@@ -151,7 +153,7 @@ def transport_ns(transport: str, traffic: Traffic, nodes: Sequence[int], row_byt
     return _Clock(traffic, nodes, row_bytes, links).ns(transport)
 
 
-def choose_transport(traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
+def choose_transport(traffic: RowCounts, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
     """Return the transport that takes the least modelled time; among equals, the simplest."""
     if not any(rows and a != b for (a, b), rows in traffic.items()):
         return "local"
@@ -165,7 +167,7 @@ class _Clock:
     A planner asks for each microbatch of up to a thousand ranks, so this is arrays where `hops` is readable.
     """
 
-    def __init__(self, traffic: Traffic, nodes: Sequence[int], row_bytes: int, links: Links) -> None:
+    def __init__(self, traffic: RowCounts, nodes: Sequence[int], row_bytes: int, links: Links) -> None:
         pairs = np.array([(a, b, rows) for (a, b), rows in traffic.items() if rows], np.int64).reshape(-1, 3)
         self.sources, self.destinations, self.rows = pairs.T
         self.nodes = np.unique(np.array(nodes, np.int64), return_inverse=True)[1]
@@ -234,7 +236,7 @@ def _totals(keys: Ints, values: Ints, size: int) -> Ints:
 # From here on: tensors and ranks. D is the width of a row.
 
 
-class Work(Protocol):
+class Handle(Protocol):
     """Communication under way. A timeout of zero stands for that of the group."""
 
     def wait(self, timeout: timedelta = ...) -> object:
@@ -280,9 +282,9 @@ def all_to_all(
     receive_counts: Sequence[int],
     send_counts: Sequence[int],
     group: dist.ProcessGroup,
-) -> Work:
+) -> Handle:
     """Start one uneven all-to-all from `outgoing` [rows out, D] to `incoming` [rows in, D]."""
-    work: Work = dist.all_to_all_single(
+    work: Handle = dist.all_to_all_single(
         incoming, outgoing, list(receive_counts), list(send_counts), group=group, async_op=True
     )
     return work
@@ -295,7 +297,7 @@ def two_hops(
     send_counts: Sequence[int],
     stop: Stop,
     group: dist.ProcessGroup,
-) -> Work:
+) -> Handle:
     """Run the first all-to-all to its end and start the second. Call it on a Lane."""
     held = outgoing.new_empty(len(stop.order), outgoing.shape[1])
     all_to_all(held, outgoing, stop.receive_counts, send_counts, group).wait()
@@ -304,7 +306,7 @@ def two_hops(
 
 def reduce_scatter(
     incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
-) -> Work:
+) -> Handle:
     """Start bringing `outgoing` to the places of `slots`, and this rank's first places into `incoming`.
 
     The buffer is filled with -0.0, the only value with x + fill = x for every x, the sign of zero included.
@@ -318,7 +320,7 @@ def reduce_scatter(
 
 def all_gather(
     incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
-) -> Work:
+) -> Handle:
     """Start bringing `outgoing` to every rank, and from it all the places of `slots` into `incoming`."""
     mine = outgoing.new_zeros(slots.block, outgoing.shape[1])
     mine[: len(outgoing)] = outgoing
@@ -331,7 +333,7 @@ def all_gather(
 class _Then:
     """Communication, and what its receiver does once it is there."""
 
-    work: Work
+    work: Handle
     then: Callable[[], object]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
@@ -353,13 +355,13 @@ class Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: _Turn | None = None
 
-    def run(self, job: Callable[[], Work]) -> Work:
+    def run(self, job: Callable[[], Handle]) -> Handle:
         """Start a job that issues one collective: at once, unless a longer one is still under way."""
         if self._last is None or self._last.is_over():
             return job()
         return self.run_long(job)
 
-    def run_long(self, job: Callable[[], Work]) -> Work:
+    def run_long(self, job: Callable[[], Handle]) -> Handle:
         """Start a job that issues several collectives, each after waiting for the one before it."""
         if self._stream is None:
             self._last = _Turn(job, self._last)
@@ -372,12 +374,12 @@ class Lane:
 class _Turn:
     """A job on a thread, which begins when the turn before it has ended."""
 
-    def __init__(self, job: Callable[[], Work], before: "_Turn | None") -> None:
+    def __init__(self, job: Callable[[], Handle], before: "_Turn | None") -> None:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True)
         self._thread.start()
 
-    def _run(self, job: Callable[[], Work], before: "_Turn | None") -> None:
+    def _run(self, job: Callable[[], Handle], before: "_Turn | None") -> None:
         try:
             if before is not None:
                 before.wait()

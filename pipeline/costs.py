@@ -9,7 +9,7 @@ from functools import cache
 
 from parallel.costs import CostTable, WorkCost
 from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
-from pipeline.plan import DomainPlan, Work
+from pipeline.plan import DomainPlan, Share
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 from pipeline.verifier import Kept
 
@@ -23,14 +23,14 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     times: dict[tuple[object, ...], int] = {}
 
     def compute(rank: int, op: Op) -> int:
-        cost, work = _cost_of(domain, table, rank, op)
-        if work is None:
+        cost, share = _cost_of(domain, table, rank, op)
+        if share is None:
             return cost.reduce_ns
-        key = (id(cost), op.kind, op.grad, work)
+        key = (id(cost), op.kind, op.grad, share)
         ns = times.get(key)
         if ns is None:
             forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-            ns = times[key] = cost.forward_ns(*work) if forward else cost.backward_ns(*work, grad=op.grad)
+            ns = times[key] = cost.forward_ns(*share) if forward else cost.backward_ns(*share, op.grad)
         return ns
 
     @cache
@@ -49,22 +49,22 @@ def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
     """Return the bytes that each forward of a planned domain keeps for its backward."""
 
     def kept(rank: int, op: Op) -> int:
-        cost, work = _cost_of(domain, table, rank, op)
-        return 0 if work is None else cost.kept_bytes(work[0])
+        cost, share = _cost_of(domain, table, rank, op)
+        return 0 if share is None else cost.kept_bytes(share.tokens)
 
     return kept
 
 
-def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[WorkCost, Work | None]:
+def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[WorkCost, Share | None]:
     """The costs of the part that an op runs at a position, and what it processes; a reduction nothing."""
     if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].work(domain.member(rank))
+        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].share(domain.member(rank))
     if op.kind is Kind.REDUCE:
         if op.index == domain.llm:
             return table.llm_part(domain.llm, op.part), None
         return table.parts[table.components[op.index]], None
     chunk = domain.chunks[op.index]
-    return table.parts[chunk.component], chunk.work(rank)
+    return table.parts[chunk.component], chunk.share(rank)
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,10 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
         if op.kind is Kind.REDUCE:
             reducing += compute_ns(rank, op)
         elif op.kind in COMPUTE:
-            cost, work = _cost_of(timeline.domain, table, rank, op)
-            assert work is not None
-            tokens, _, exchange_ns = work
+            cost, share = _cost_of(timeline.domain, table, rank, op)
+            assert share is not None
             computed += compute_ns(rank, op)
-            layers += cost.talk_ns(tokens, exchange_ns, op.grad if op.kind in BACKWARDS else None)
+            layers += cost.talk_ns(share.tokens, share.exchange_ns, op.grad if op.kind in BACKWARDS else None)
     waiting = timeline.makespan_ns - computed - reducing
     return Spent(computed - layers, layers, reducing, waiting)
 

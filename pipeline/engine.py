@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ops.rows import gather_rows, scatter_rows
 from parallel.boundary import Ends, Shipment, ship
 from parallel.groups import Groups
-from parallel.transports import Lane, Work
+from parallel.transports import Handle, Lane
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, Pending, Stage, StepInputs
@@ -334,7 +334,7 @@ class _Step:
         elif kind is Kind.RETURN:
             self.hand_back(m, flight.rows)
 
-    def wait_for(self, work: Work, op: Op) -> None:
+    def wait_for(self, work: Handle, op: Op) -> None:
         if self.engine.device.type == "cuda":
             work.wait()  # orders streams; the communicator's own timeout covers a missing peer
             return

@@ -16,7 +16,7 @@ def pass_load(domain: DomainPlan, m: int, position: int, part: Part, *, losses: 
     first = position - position % part.ep if part.ep else 0
     return Load(
         seen=attended(batch.layout, batch.tiles, member, tail, part.shape, part.head_dim),
-        squares=batch.work(member)[1],
+        squares=batch.share(member).squares,
         sequences=_sequences(batch.layout.shards, member),
         targets=_targets(domain, batch, m, member) if losses else 0,
         routed=tuple(
@@ -31,7 +31,7 @@ def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part) -> L
     slot = chunk.slot(position)
     return Load(
         seen=attended(chunk.layout, chunk.tiles, slot, 0, part.shape, part.head_dim),
-        squares=chunk.work(position)[1],
+        squares=chunk.share(position).squares,
         sequences=_sequences(chunk.layout.shards, slot),
         rows=chunk.rows_of(position),
         most_rows=max(chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]),
@@ -40,7 +40,7 @@ def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part) -> L
 
 def _sequences(shards: Sequence[Sequence[Shard]], rank: int) -> int:
     """Sequences of which a rank holds a part."""
-    return sum(any(shard.rank == rank and shard.length for shard in of) for of in shards)
+    return sum(any(shard.member == rank and shard.length for shard in of) for of in shards)
 
 
 def _targets(domain: DomainPlan, batch: Microbatch, m: int, member: int) -> int:
@@ -55,7 +55,7 @@ def _targets(domain: DomainPlan, batch: Microbatch, m: int, member: int) -> int:
     at, begin = 0, 0
     for shards, length in zip(batch.layout.shards, batch.layout.lengths, strict=True):
         for shard in shards:
-            if shard.rank != member:
+            if shard.member != member:
                 continue
             first, last = begin + shard.start, begin + shard.start + shard.length
             _count(counts, share, at, shard.length, 1)

@@ -22,7 +22,7 @@ runs. A plan holds no tensor, no clock reading and no float, and it can be writt
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
@@ -67,8 +67,14 @@ class Point:
 EMBEDDING = Point("llm.embed", 0, 0)
 
 
-Work = tuple[int, int, int]
-"""Tokens, the share in squared lengths that attention costs, and nanoseconds of exchanges in a layer."""
+class Share(NamedTuple):
+    """What a member has of a microbatch, or a slot of a chunk: tokens, their part of the sum of squared
+    lengths, which attention costs, and nanoseconds of exchanges in a layer.
+    """
+
+    tokens: int
+    squares: int
+    exchange_ns: int
 
 
 @dataclass(frozen=True)
@@ -86,17 +92,17 @@ class Microbatch:
     tiles: tuple[tuple[Tile, ...], ...]
     exchange_ns: tuple[int, ...] = ()
 
-    def work(self, member: int) -> Work:
-        """Return the work of a member of the pool."""
-        return self._works[member]
+    def share(self, member: int) -> Share:
+        """Return what a member of the pool has of it."""
+        return self._shares[member]
 
     @cached_property
-    def _works(self) -> tuple[Work, ...]:
-        return _works(self.layout, self.exchange_ns)
+    def _shares(self) -> tuple[Share, ...]:
+        return _shares(self.layout, self.exchange_ns)
 
 
 @dataclass(frozen=True)
-class Block:
+class ItemRows:
     """Rows [first, first + rows) of an item for one attach point, by its number among those of the item's
     component.
     """
@@ -122,13 +128,13 @@ class Chunk:
     items: tuple[int, ...]
     layout: SequenceLayout
     tiles: tuple[tuple[Tile, ...], ...]
-    outputs: tuple[tuple[Block, ...], ...]
+    outputs: tuple[tuple[ItemRows, ...], ...]
     exchange_ns: tuple[int, ...] = ()
 
     @property
     def tp(self) -> int:
         """Ranks of a slot."""
-        return len(self.ranks) // self.layout.num_ranks
+        return len(self.ranks) // self.layout.num_members
 
     def slot(self, rank: int) -> int:
         """Return which slot of the chunk the position `rank` belongs to."""
@@ -143,22 +149,22 @@ class Chunk:
         """Rows that the position `rank` puts out."""
         return self.rows[self.ranks.index(rank)]
 
-    def work(self, rank: int) -> Work:
-        """Return the work of the slot of `rank`."""
-        return self._works[self.slot(rank)]
+    def share(self, rank: int) -> Share:
+        """Return what the slot of `rank` has of it."""
+        return self._shares[self.slot(rank)]
 
     @cached_property
-    def _works(self) -> tuple[Work, ...]:
-        return _works(self.layout, self.exchange_ns)
+    def _shares(self) -> tuple[Share, ...]:
+        return _shares(self.layout, self.exchange_ns)
 
 
-def _works(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Work, ...]:
-    squares = [0] * layout.num_ranks
+def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Share, ...]:
+    squares = [0] * layout.num_members
     for pieces, length in zip(layout.shards, layout.lengths, strict=True):
         for piece in pieces:
-            squares[piece.rank] += piece.length * length
-    exchanges = exchange_ns or (0,) * layout.num_ranks
-    return tuple((layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
+            squares[piece.member] += piece.length * length
+    exchanges = exchange_ns or (0,) * layout.num_members
+    return tuple(Share(layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
 
 
 @dataclass(frozen=True)

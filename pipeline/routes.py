@@ -5,19 +5,19 @@ from collections.abc import Iterator, Sequence
 from parallel.boundary import Route, Rows, Segment, make_route
 from parallel.layout import split_evenly
 from parallel.sequence import Interval, SequenceLayout
-from pipeline.plan import Block, DomainPlan, PlannedItem
+from pipeline.plan import DomainPlan, ItemRows, PlannedItem
 
 
 def outputs_of(
     numbers: Sequence[int], items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
-) -> tuple[tuple[Block, ...], ...]:
+) -> tuple[tuple[ItemRows, ...], ...]:
     """Return the rows that each rank of a chunk puts out: those of its slot, evenly divided over `tp`.
 
     `numbers` are the chunk's `items`, in the order of the sequences of `layout`. They have rows for each of
     `num_points` attach points, one point after the other. A shard is cut at whole units of its encoder, so
     its rows are whole too.
     """
-    slots: list[list[Block]] = [[] for _ in range(layout.num_ranks)]
+    slots: list[list[ItemRows]] = [[] for _ in range(layout.num_members)]
     for point in range(num_points):
         for number, pieces in zip(numbers, layout.shards, strict=True):
             item = items[number]
@@ -26,11 +26,11 @@ def outputs_of(
                 first = piece.start * item.rows // tokens
                 stop = (piece.start + piece.length) * item.rows // tokens
                 if stop > first:
-                    slots[piece.rank].append(Block(number, point, first, stop - first))
+                    slots[piece.member].append(ItemRows(number, point, first, stop - first))
     return tuple(part for blocks in slots for part in _divided(blocks, tp))
 
 
-def _divided(blocks: list[Block], tp: int) -> Iterator[tuple[Block, ...]]:
+def _divided(blocks: list[ItemRows], tp: int) -> Iterator[tuple[ItemRows, ...]]:
     """Cut the rows of a slot into those of its ranks."""
     if tp == 1:
         yield tuple(blocks)
@@ -41,7 +41,7 @@ def _divided(blocks: list[Block], tp: int) -> Iterator[tuple[Block, ...]]:
         while share:
             block = blocks[at]
             rows = min(share, block.rows - taken)
-            own.append(Block(block.item, block.point, block.first + taken, rows))
+            own.append(ItemRows(block.item, block.point, block.first + taken, rows))
             share, taken = share - rows, taken + rows
             if taken == block.rows:
                 at, taken = at + 1, 0

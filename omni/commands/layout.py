@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omni.models.registry import Encoder
-    from omni.training.choices import Chosen
+    from omni.planning.choices import Chosen
     from parallel.layout import Arrangement, Mesh
     from parallel.policies import SharingPolicy
     from parallel.work import Collective, Part
@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.config import ConfigError, require
     from omni.models.llm import check_llm
     from omni.models.registry import make_encoder
-    from omni.training.choices import chosen_policies
-    from omni.training.job import check_layout, planned_ranks, resolve_layout, tokenizer_of
-    from omni.training.work import part_work
+    from omni.planning.choices import chosen_policies
+    from omni.planning.run_spec import check_layout, planned_ranks, resolve_layout, tokenizer_of
+    from omni.planning.work import part_work
     from ops.device import dtype_of
 
     try:

@@ -72,13 +72,13 @@ def _measure(overrides: list[str], steps: int, path: Path):  # type: ignore[no-u
     from infra.launch import launch_local
     from infra.run_folder import RunFolder, write_text
     from omni.compose import compose_config
-    from omni.training.job import count_ranks, prepare_job
+    from omni.planning.run_spec import count_ranks, prepare_run
     from omni.training.parity import FILE, OVERRIDES, load
 
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]
     config = compose_config([*overrides, *own])
     ranks = count_ranks(config)
-    prepare_job(config, ranks)
+    prepare_run(config, ranks)
     folder = RunFolder.create(path)
     write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     code = launch_local(folder.config, ranks, "omni.training.parity")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from omni.training.job import Job
+    from omni.planning.run_spec import RunSpec
     from pipeline.plan import Chunk, Microbatch, StepPlan
     from pipeline.simulator import Timeline
 
@@ -40,38 +40,38 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.training.job import planned_ranks, prepare_job
-    from omni.training.pools import without_effect
+    from omni.planning.pools import without_effect
+    from omni.planning.run_spec import planned_ranks, prepare_run
     from pipeline.costs import simulate
     from pipeline.verifier import PlanRefusedError
 
     try:
         config = compose_config(arguments.overrides)
-        job = prepare_job(config, planned_ranks(config))
-        if arguments.step < 1 or not 0 <= arguments.domain < job.arrangement.num_domains:
+        spec = prepare_run(config, planned_ranks(config))
+        if arguments.step < 1 or not 0 <= arguments.domain < spec.arrangement.num_domains:
             raise ConfigError(
                 f"--step {arguments.step} --domain {arguments.domain}: steps begin at 1, "
-                f"and there are domains 0 to {job.arrangement.num_domains - 1}"
+                f"and there are domains 0 to {spec.arrangement.num_domains - 1}"
             )
-        plan = plan_of_step(job, arguments.step, arguments.domain)
+        plan = plan_of_step(spec, arguments.step, arguments.domain)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        job.planner.verify(plan)
+        spec.planner.verify(plan)
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    for text in without_effect(job.planner.sharing):
+    for text in without_effect(spec.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
-    timeline = simulate(plan.domain, job.table)
+    timeline = simulate(plan.domain, spec.table)
     if arguments.json:
-        print(json.dumps(figures(job, plan, timeline), indent=2))
+        print(json.dumps(figures(spec, plan, timeline), indent=2))
         return 0
-    for key, value in figures(job, plan, timeline).items():
+    for key, value in figures(spec, plan, timeline).items():
         print(f"{key:28} {value}")
     print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait")
-    ranks, team = job.arrangement.domain_ranks(plan.number), plan.domain.team
+    ranks, team = spec.arrangement.domain_ranks(plan.number), plan.domain.team
     names = [_ranks(ranks[first : first + team]) for first in range(0, len(ranks), team)]
     for number, name in enumerate(names):
         print(f"  {name:{max(map(len, names))}}  {draw(timeline, number)}")
@@ -86,22 +86,22 @@ def _ranks(ranks: "Sequence[int]") -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
 
 
-def plan_of_step(job: "Job", step: int, domain: int = 0) -> "StepPlan":
+def plan_of_step(spec: "RunSpec", step: int, domain: int = 0) -> "StepPlan":
     """Plan steps 1 … `step` for a domain: where a step begins in the stream depends on those before it."""
-    plan = job.planner.next_step(1, 0, domain)
+    plan = spec.planner.next_step(1, 0, domain)
     for number in range(2, step + 1):
-        plan = job.planner.next_step(number, plan.taken.next_cursor, domain)
+        plan = spec.planner.next_step(number, plan.taken.next_cursor, domain)
     return plan
 
 
-def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, object]:
+def figures(spec: "RunSpec", plan: "StepPlan", timeline: "Timeline") -> dict[str, object]:
     """What a plan amounts to, as plain values."""
     from pipeline.costs import spent_on
 
     domain, taken = plan.domain, plan.taken
     rows = sum(item.rows for item in domain.items)
     moved = sum(route.moved_rows() for route in domain.routes if route is not None)
-    spent = [spent_on(timeline, job.table, rank) for rank in range(0, domain.num_ranks, domain.team)]
+    spent = [spent_on(timeline, spec.table, rank) for rank in range(0, domain.num_ranks, domain.team)]
     whole = max(1, timeline.makespan_ns * len(spent))
     shares = {
         "compute": sum(each.compute_ns for each in spent) / whole,
@@ -115,8 +115,8 @@ def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, obj
         "stream positions": f"{taken.cursor} to {taken.next_cursor - 1}",
         "samples": len(taken),
         "tokens": taken.tokens,
-        "layout": job.arrangement.describe(),
-        "policies": job.policies.describe(),
+        "layout": spec.arrangement.describe(),
+        "policies": spec.policies.describe(),
         "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
         "sequences, items shared": f"{_shared(domain.microbatches)}, {_shared(domain.chunks)}",
@@ -124,7 +124,7 @@ def figures(job: "Job", plan: "StepPlan", timeline: "Timeline") -> dict[str, obj
         "verifier": "accepted, rules R1 to R7",
         "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
         "simulated shares of it": ", ".join(f"{name} {share:.3f}" for name, share in shares.items()),
-        "simulated on": job.cluster.name,
+        "simulated on": spec.cluster.name,
     }
 
 

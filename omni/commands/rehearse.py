@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omni.config import Config
+    from omni.planning.run_spec import RunSpec
     from omni.rehearsal.footprint import Footprint
     from omni.rehearsal.rehearse import Rehearsal
-    from omni.training.job import Job
 
 _GIB = 1 << 30
 _DESCRIPTION = """\
@@ -88,31 +88,31 @@ def use_trace(config: "Config", name: str, path: Path, num_samples: int | None =
 def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
-    from omni.training.job import planned_ranks, prepare_job
+    from omni.planning.run_spec import planned_ranks, prepare_run
 
-    job = prepare_job(config, planned_ranks(config))
+    spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
     from omni.rehearsal.memory import model_footprint
     from omni.rehearsal.rehearse import for_gpus, rehearse
 
-    job = for_gpus(job)
-    wrong = [rank for rank in ranks if not 0 <= rank < job.arrangement.world]
+    spec = for_gpus(spec)
+    wrong = [rank for rank in ranks if not 0 <= rank < spec.arrangement.world]
     if wrong or step < 1:
         raise ConfigError(
             f"--rank {','.join(map(str, ranks))} --step {step}: there are ranks 0 to "
-            f"{job.arrangement.world - 1}, and steps begin at 1"
+            f"{spec.arrangement.world - 1}, and steps begin at 1"
         )
-    domains = sorted({job.arrangement.domain(rank) for rank in ranks})
-    plans = {domain: plan_of_step(job, step, domain) for domain in domains}
+    domains = sorted({spec.arrangement.domain(rank) for rank in ranks})
+    plans = {domain: plan_of_step(spec, step, domain) for domain in domains}
     for plan in plans.values():
-        job.planner.verify(plan)
+        spec.planner.verify(plan)
     for rank in ranks:
-        plan = plans[job.arrangement.domain(rank)]
-        rehearsal, modelled = rehearse(job, plan, rank), model_footprint(job, plan, rank)
+        plan = plans[spec.arrangement.domain(rank)]
+        rehearsal, modelled = rehearse(spec, plan, rank), model_footprint(spec, plan, rank)
         if as_json:
             yield json.dumps(figures(rehearsal, modelled))
         else:
-            yield from _lines(job, rehearsal, modelled)
+            yield from _lines(spec, rehearsal, modelled)
 
 
 def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
@@ -135,9 +135,9 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
     return out
 
 
-def _lines(job: "Job", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterator[str]:
+def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterator[str]:
     rank, found = rehearsal.rank, rehearsal.footprint
-    yield f"rank {rank} of {job.arrangement.world} ({job.arrangement.describe()}): {_place(job, rank)}"
+    yield f"rank {rank} of {spec.arrangement.world} ({spec.arrangement.describe()}): {_place(spec, rank)}"
     yield "parameters here: " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items())
     yield f"\n{'GiB held at ' + found.at:34} {'rehearsed':>12} {'modelled':>12}"
     for kind, size in [*found.peak.items(), ("all", found.bytes)]:
@@ -152,8 +152,8 @@ def _lines(job: "Job", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterato
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
 
 
-def _place(job: "Job", rank: int) -> str:
-    if rank not in job.arrangement.mesh:
+def _place(spec: "RunSpec", rank: int) -> str:
+    if rank not in spec.arrangement.mesh:
         return "encoders only"
-    at = job.arrangement.mesh.coordinates(rank)
+    at = spec.arrangement.mesh.coordinates(rank)
     return ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))

@@ -67,18 +67,18 @@ def train(composed: DictConfig) -> int:
         ValueError: for every mistake that can be found before a rank starts.
     """
     from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.planning.run_spec import count_ranks, prepare_run
     from omni.training.fingerprint import check_fingerprint, fingerprint
-    from omni.training.job import count_ranks, prepare_job
 
     config: Config = to_config(composed)
     ranks = count_ranks(config)
-    job = prepare_job(config, ranks)
+    spec = prepare_run(config, ranks)
     path = Path(config.run.dir).absolute()
     checkpoint = latest_checkpoint(RunFolder(path).checkpoints)
     if checkpoint is not None:
         # Before config.yaml is written: a refused continuation leaves the run as it was.
         try:
-            check_fingerprint(read_manifest(checkpoint)["fingerprint"], fingerprint(job), checkpoint)
+            check_fingerprint(read_manifest(checkpoint)["fingerprint"], fingerprint(spec), checkpoint)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
     folder = RunFolder.create(path)

@@ -23,7 +23,7 @@ from omni.models.moe import (
     update_expert_bias,
 )
 from omni.models.regions import Numbering, mark_parallel
-from omni.models.weight_gradients import Deferral, Pending, put_off_in
+from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from parallel.layout import Layout
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
@@ -55,7 +55,7 @@ class MicrobatchInputs:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartModule:
     """A part of the LLM: neighbouring layers, after the embedding in the first one, before the output in the
     last. `model` is bare; the wrapper that reduces its gradients shares its parameters.
     """
@@ -125,7 +125,7 @@ class LLMStage:
                     # A lasting hook, because recomputation passes the layer again, long after this pass.
                     layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
 
-    def _part(self, number: int, layers: Sequence[int]) -> Part:
+    def _part(self, number: int, layers: Sequence[int]) -> PartModule:
         """Build part `number` of a model whose parts have so many `layers` each."""
         config, groups = self.config, self.groups
         first = sum(layers[:number])
@@ -156,7 +156,7 @@ class LLMStage:
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
         )
-        return Part(model, numbering, is_first, is_last)
+        return PartModule(model, numbering, is_first, is_last)
 
     def _tie(self) -> torch.nn.Parameter | None:
         """Return the weight of the output, None where the last part is not. If it is tied to an embedding
@@ -223,7 +223,7 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
-    def weights_later(self) -> AbstractContextManager[Pending]:
+    def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
         return self.deferral.weights_later()
 

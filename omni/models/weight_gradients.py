@@ -3,17 +3,18 @@
 What other ranks wait for is the gradient of a pass's input. That of its weights only has to be there at the
 end of the step, so it can fill time in which a rank would wait (Qi et al., Zero Bubble Pipeline Parallelism,
 2023). While a pass puts them off, each linear computes the gradient of its input, with the communication that
-this takes, and notes its input and the gradient of its output; `Pending.run` makes the rest of them, and adds
-it to `main_grad` as the hooks of megatron's DistributedDataParallel would.
+this takes, and notes its input and the gradient of its output; `PendingProducts.run` makes the rest of them,
+and adds it to `main_grad` as the hooks of megatron's DistributedDataParallel would.
 
 Only megatron's parallel linears put off: attention, feed-forward, shared expert, experts one after the other.
 Everything else is computed in the input pass: norms, biases, the router (narrow), embedding and output, plain
 torch linears of an encoder, Transformer Engine's grouped experts, and fused accumulation. Where nothing is
 put off, megatron's own code runs. Frozen weights have nothing to put off.
 
-Memory: input and output gradient of each linear live until `Pending.run` has used them; with recomputation,
-that is when the recomputed inputs go. Under sequence parallelism the input is kept divided, and gathered over
-the tensor-parallel ranks a second time: their ranks run the same pending gradients in the same order.
+Memory: input and output gradient of each linear live until `PendingProducts.run` has used them; with
+recomputation, that is when the recomputed inputs go. Under sequence parallelism the input is kept
+divided, and gathered over the tensor-parallel ranks a second time: their ranks run the same pending gradients
+in the same order.
 """
 
 from collections import deque
@@ -60,7 +61,7 @@ def _gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
-class Pending:
+class PendingProducts:
     """The gradients of weights that one backward pass has put off."""
 
     def __init__(self) -> None:
@@ -90,13 +91,13 @@ class Deferral:
     """
 
     def __init__(self) -> None:
-        self.pending: Pending | None = None
+        self.pending: PendingProducts | None = None
 
     @contextmanager
-    def weights_later(self) -> Iterator[Pending]:
+    def weights_later(self) -> Iterator[PendingProducts]:
         """Put off in the backward passes of the `with` block, which are run in it to their end."""
         assert self.pending is None, "a backward pass inside another"
-        self.pending = pending = Pending()
+        self.pending = pending = PendingProducts()
         try:
             yield pending
         finally:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from omni.models.llm import NAME as LLM
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import KINDS, Footprint
 from omni.rehearsal.rank_work import RankWork, rank_work
 from omni.rehearsal.traffic import traffic
-from omni.training.job import Job
 from parallel.axes import group_of
 from parallel.buckets import buckets, by_replicas
 from parallel.work import FP32, INDEX, Grad, Part
@@ -26,12 +26,12 @@ Held = dict[tuple[str, int, int], tuple[str, int]]
 """What is alive, by what it is, its number and its part: kind and bytes."""
 
 
-def model_footprint(job: Job, plan: StepPlan, rank: int) -> Footprint:
+def model_footprint(spec: RunSpec, plan: StepPlan, rank: int) -> Footprint:
     """Model what `rank` holds and sends in the plan of its domain, to be compared with rehearsals. No plan is
     refused for its memory yet.
     """
-    work = rank_work(job, plan, rank)
-    constant = _constant(job, work)
+    work = rank_work(spec, plan, rank)
+    constant = _constant(spec, work)
     peak, at = max(_walk(work), key=lambda state: sum(state[0].values()))
     return Footprint(
         parameters={
@@ -40,16 +40,16 @@ def model_footprint(job: Job, plan: StepPlan, rank: int) -> Footprint:
         },
         peak={kind: constant[kind] + peak[kind] for kind in KINDS},
         at=at,
-        traffic=traffic(job, work),
+        traffic=traffic(spec, work),
     )
 
 
-def _constant(job: Job, work: RankWork) -> Counter[str]:
+def _constant(spec: RunSpec, work: RankWork) -> Counter[str]:
     """Bytes that are held throughout: state, inputs of the step, and megatron's scratch memory."""
     held = Counter(buffers=INDEX * (sum(work.rows_in) + sum(work.rows_out)))
     for name, parts in work.components.items():
         for part in parts.values():
-            held += _state(job, work, name, part)
+            held += _state(spec, work, name, part)
     for (_, number), load in work.passes.items():
         held["buffers"] += work.llm[number].input_bytes(load)
     for number, part in work.llm.items():
@@ -60,13 +60,13 @@ def _constant(job: Job, work: RankWork) -> Counter[str]:
     return held
 
 
-def _state(job: Job, work: RankWork, name: str, part: Part) -> Counter[str]:
+def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Counter[str]:
     """Weights, gradients and optimizer state of a part."""
     held: Counter[str] = Counter()
     # Main weights for those of half precision, and two moments of what learns.
     copies = (work.element < FP32) + 2 * (name in work.trained)
     for axis, own in by_replicas(part.weights()).items():
-        ranks = group_of(job.arrangement, None if name == LLM else name, axis, work.rank)
+        ranks = group_of(spec.arrangement, None if name == LLM else name, axis, work.rank)
         laid = buckets(own, len(ranks))
         held["weights"] += laid.total * work.element
         held["gradients"] += laid.total * FP32

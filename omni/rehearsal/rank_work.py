@@ -1,13 +1,13 @@
 """What one rank does in a step, in numbers: the common ground of the memory and the byte model.
 
-From a plan and the statements of work of the job's parts; nothing is built.
+From a plan and the statements of work of the run's parts; nothing is built.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from omni.models.llm import NAME as LLM
-from omni.training.job import Job
+from omni.planning.run_spec import RunSpec
 from ops.device import dtype_of
 from parallel.work import Load, Part
 from pipeline.loads import chunk_load, pass_load
@@ -52,34 +52,36 @@ class RankWork:
         return name, self.encoders[name], self.encodings[op.index]
 
 
-def rank_work(job: Job, plan: StepPlan, rank: int) -> RankWork:
+def rank_work(spec: RunSpec, plan: StepPlan, rank: int) -> RankWork:
     """Describe the work of `rank` in the plan of its domain."""
-    arrangement, domain = job.arrangement, plan.domain
+    arrangement, domain = spec.arrangement, plan.domain
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
     position = arrangement.domain_ranks(number).index(rank)
-    element = dtype_of(job.config.train.precision).itemsize
-    llm = {part: job.work[f"{LLM}/{part}"] for part in domain.parts(position)}
+    element = dtype_of(spec.config.train.precision).itemsize
+    llm = {part: spec.work[f"{LLM}/{part}"] for part in domain.parts(position)}
     segments = [route.segments if route is not None else () for route in domain.routes]
     return RankWork(
         rank=rank,
         position=position,
         domain=domain,
         llm=llm,
-        encoders={name: job.work[name] for name in job.encoders if rank in arrangement.encoder_meshes[name]},
+        encoders={
+            name: spec.work[name] for name in spec.encoders if rank in arrangement.encoder_meshes[name]
+        },
         passes={
             (m, p): pass_load(domain, m, position, part, losses=p == domain.num_parts - 1)
             for m in range(len(domain.microbatches))
             for p, part in llm.items()
         },
         encodings={
-            c: chunk_load(domain, chunk, position, job.work[chunk.component])
+            c: chunk_load(domain, chunk, position, spec.work[chunk.component])
             for c, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         },
         rows_in=tuple(sum(s.length for s in of if s.destination == position) for of in segments),
         rows_out=tuple(sum(s.length for s in of if s.source == position) for of in segments),
         trained=tuple(name for name in plan.components if plan.trains(name)),
-        row_bytes=job.config.model.llm.hidden * element,
+        row_bytes=spec.config.model.llm.hidden * element,
         element=element,
     )

@@ -23,13 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.regions import Named, all_parameters
+from omni.planning.run_spec import RunSpec
+from omni.rank.build import Rank, build_rank
+from omni.rank.optimizer import StepTotals
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.stand_in_data import stand_in
 from omni.rehearsal.stand_ins import even_routing, stand_ins
-from omni.training.build import Rank, build_rank
-from omni.training.job import Job
-from omni.training.optimizer import Totals
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
@@ -60,14 +60,14 @@ class Rehearsal:
     step_s: float
 
 
-def for_gpus(job: Job) -> Job:
-    """Return the job as it is planned where GPUs are: op lists that are safe with one queue a rank."""
-    planner = replace(job.planner, single_queue=job.arrangement.domain_size > 1)
-    return replace(job, planner=planner)
+def for_gpus(spec: RunSpec) -> RunSpec:
+    """Return the run as it is planned where GPUs are: op lists that are safe with one queue a rank."""
+    planner = replace(spec.planner, single_queue=spec.arrangement.domain_size > 1)
+    return replace(spec, planner=planner)
 
 
-def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
-    """Run rank `rank` of `job` through the plan of its domain. No process group may exist, and none is left.
+def rehearse(spec: RunSpec, plan: StepPlan, rank: int) -> Rehearsal:
+    """Run rank `rank` of `spec` through the plan of its domain. No process group may exist, and none is left.
 
     The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
     on plans, less than a kilobyte, is left out.
@@ -76,10 +76,10 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
         ConfigError: for a rank that there is not.
     """
     start = time.process_time()
-    with _built(job, rank) as (own, mode, meter):
-        inputs = _inputs(job, plan, own, mode)
-        ranks = job.arrangement.domain_ranks(own.domain)
-        routed_evenly = even_routing(plan.domain, ranks, job.config.model.llm.moe, lambda: meter.where)
+    with _built(spec, rank) as (own, mode, meter):
+        inputs = _inputs(spec, plan, own, mode)
+        ranks = spec.arrangement.domain_ranks(own.domain)
+        routed_evenly = even_routing(plan.domain, ranks, spec.config.model.llm.moe, lambda: meter.where)
         with mode, meter, routed_evenly:
             own.optimizer.begin(plan.step)
             _update(own, plan, meter)
@@ -101,12 +101,12 @@ def rehearse(job: Job, plan: StepPlan, rank: int) -> Rehearsal:
         return Rehearsal(rank, footprint, built - start, time.process_time() - built)
 
 
-def owned_parameters(job: Job, rank: int) -> dict[str, int]:
+def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:
     """Count the parameters by component that `rank` holds and no rank before it: over all ranks, every
     parameter of the model once. The rank is built, and runs nothing.
     """
     counts = {}
-    with _built(job, rank) as (own, _, _):
+    with _built(spec, rank) as (own, _, _):
         for name, component in own.components.items():
             counts[name] = sum(
                 named.parameter.numel()
@@ -123,15 +123,15 @@ def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
 
 
 @contextlib.contextmanager
-def _built(job: Job, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Meter]]:
+def _built(spec: RunSpec, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Meter]]:
     """Build a rank in a world of its own; fake tensors and meter are to be entered for what it then does."""
-    if not 0 <= rank < job.arrangement.world:
-        raise ConfigError(f"rank {rank}: there are ranks 0 to {job.arrangement.world - 1}")
-    meter = Meter(node_map(range(job.arrangement.world), job.cluster.ranks_per_node))
+    if not 0 <= rank < spec.arrangement.world:
+        raise ConfigError(f"rank {rank}: there are ranks 0 to {spec.arrangement.world - 1}")
+    meter = Meter(node_map(range(spec.arrangement.world), spec.cluster.ranks_per_node))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _world(rank, job.arrangement.world), stand_ins(meter):
+    with _world(rank, spec.arrangement.world), stand_ins(meter):
         with mode, meter:
-            own = build_rank(job, rank, _CPU, lambda op: _note(meter, op))
+            own = build_rank(spec, rank, _CPU, lambda op: _note(meter, op))
         yield own, mode, meter
 
 
@@ -149,9 +149,9 @@ def _world(rank: int, size: int) -> Iterator[None]:
 # What the rank runs on, and how it is measured.
 
 
-def _inputs(job: Job, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
+def _inputs(spec: RunSpec, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
     """The tensors of a step as training assembles them, of planned shapes and no content."""
-    fetched = stand_in(own.assembler.fetch_of(plan.domain, job.planner.metas_of(plan.domain)))
+    fetched = stand_in(own.assembler.fetch_of(plan.domain, spec.planner.metas_of(plan.domain)))
     inputs = own.assembler.assemble(plan.domain, fetched, predict=False)
     faked: StepInputs = _mapped(inputs, mode.from_tensor)
     return faked
@@ -180,7 +180,7 @@ def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
         own.optimizer.tie()
         own.optimizer.squares()
         ones = (1.0,) * len(plan.components)
-        own.optimizer.update(plan.step, Totals((1.0,), (1.0,), ones, (), (), 0.0, 0, False))
+        own.optimizer.update(plan.step, StepTotals((1.0,), (1.0,), ones, (), (), 0.0, 0, False))
         if own.stage is not None:
             own.stage.balance_experts(LLM not in own.optimizer.frozen)
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.config import MoEConfig
+from omni.rank import build
 from omni.rehearsal.meter import Meter
-from omni.training import build
 from ops import attention
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer

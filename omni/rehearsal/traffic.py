@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
 from omni.rehearsal.rank_work import RankWork
-from omni.training.job import Job
 from parallel.axes import group_of
 from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
@@ -23,74 +23,76 @@ Call = tuple[str, str, Messages, int]
 """Group, collective, bytes by receiving rank, number of calls."""
 
 
-def traffic(job: Job, work: RankWork) -> Traffic:
+def traffic(spec: RunSpec, work: RankWork) -> Traffic:
     """Count what `work.rank` sends in a step, update included."""
-    nodes = node_map(range(job.arrangement.world), job.cluster.ranks_per_node)
+    nodes = node_map(range(spec.arrangement.world), spec.cluster.ranks_per_node)
     total: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
-    for group, collective, messages, calls in _calls(job, work):
+    for group, collective, messages, calls in _calls(spec, work):
         total[group, collective] += send(nodes, work.rank, messages).times(calls)
     return dict(sorted(total.items()))
 
 
-def _calls(job: Job, work: RankWork) -> Iterator[Call]:
+def _calls(spec: RunSpec, work: RankWork) -> Iterator[Call]:
     for op in work.domain.ops_of(work.position):
         if op.kind in COMPUTE:
             component, part, load = work.of(op)
             done = part.backward(load, op.grad) if op.kind in BACKWARDS else part.forward(load)
-            yield from _of_part(job, work, component, done.collectives)
+            yield from _of_part(spec, work, component, done.collectives)
         elif op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            yield _hand_on(job, work, op)
+            yield _hand_on(spec, work, op)
         elif op.kind in (Kind.SHIP, Kind.RETURN):
-            yield from _boundary_calls(job, work, op)
+            yield from _boundary_calls(spec, work, op)
         elif op.kind is Kind.REDUCE:
-            yield from _update_calls(job, work, job.components[op.index], op.part)
+            yield from _update_calls(spec, work, spec.components[op.index], op.part)
 
 
-def _of_part(job: Job, work: RankWork, component: str, collectives: Iterable[Collective]) -> Iterator[Call]:
+def _of_part(
+    spec: RunSpec, work: RankWork, component: str, collectives: Iterable[Collective]
+) -> Iterator[Call]:
     """Say who receives what a part states that it sends."""
     encoder = None if component == LLM else component
     for one in collectives:
-        ranks = group_of(job.arrangement, encoder, one.axis, work.rank)
+        ranks = group_of(spec.arrangement, encoder, one.axis, work.rank)
         to = dict(zip(ranks, one.to, strict=True)) if one.to else {ring(ranks, work.rank): one.bytes}
-        yield f"{component} {_carrier(job, encoder, one.axis, work.rank)}", one.kind, to, one.calls
+        yield f"{component} {_carrier(spec, encoder, one.axis, work.rank)}", one.kind, to, one.calls
 
 
-def _carrier(job: Job, encoder: str | None, axis: str, rank: int) -> str:
+def _carrier(spec: RunSpec, encoder: str | None, axis: str, rank: int) -> str:
     """The name of a group in footprints: that of the first axis which connects the same ranks."""
     if axis != "tp_dp_cp":
         return axis.replace("expt", "expert")
-    own = group_of(job.arrangement, encoder, axis, rank)
-    return next(a for a in ("tp", REPLICAS, axis) if group_of(job.arrangement, encoder, a, rank) == own)
+    own = group_of(spec.arrangement, encoder, axis, rank)
+    return next(a for a in ("tp", REPLICAS, axis) if group_of(spec.arrangement, encoder, a, rank) == own)
 
 
-def _update_calls(job: Job, work: RankWork, component: str, number: int) -> Iterator[Call]:
+def _update_calls(spec: RunSpec, work: RankWork, component: str, number: int) -> Iterator[Call]:
     encoder = None if component == LLM else component
     axes = ("tp", REPLICAS) if encoder else ("tp", REPLICAS, EXPERT_REPLICAS, ENDS, "tp_dp_cp")
-    ranks = {axis: len(group_of(job.arrangement, encoder, axis, work.rank)) for axis in axes}
-    yield from _of_part(job, work, component, work.components[component][number].reduction(ranks))
+    ranks = {axis: len(group_of(spec.arrangement, encoder, axis, work.rank)) for axis in axes}
+    yield from _of_part(spec, work, component, work.components[component][number].reduction(ranks))
 
 
 # Between parts.
 
 
-def _at(job: Job, work: RankWork, positions: Iterable[int]) -> tuple[int, ...]:
+def _at(spec: RunSpec, work: RankWork, positions: Iterable[int]) -> tuple[int, ...]:
     """Global ranks at positions of this rank's domain."""
-    ranks = job.arrangement.domain_ranks(job.arrangement.domain(work.rank))
+    ranks = spec.arrangement.domain_ranks(spec.arrangement.domain(work.rank))
     return tuple(ranks[position] for position in positions)
 
 
-def _hand_on(job: Job, work: RankWork, op: Op) -> Call:
-    (to,) = _at(job, work, [work.domain.sender(op, work.position)[1]])
+def _hand_on(spec: RunSpec, work: RankWork, op: Op) -> Call:
+    (to,) = _at(spec, work, [work.domain.sender(op, work.position)[1]])
     size = work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
     return "forward" if op.kind is Kind.SEND_FORWARD else "backward", "send", {to: size}, 1
 
 
-def _boundary_calls(job: Job, work: RankWork, op: Op) -> Iterator[Call]:
+def _boundary_calls(spec: RunSpec, work: RankWork, op: Op) -> Iterator[Call]:
     route = work.domain.routes[op.index]
     assert route is not None
     label = "ship" if op.kind is Kind.SHIP else "back"
     route = route if op.kind is Kind.SHIP else route.transpose()
-    ranks = _at(job, work, range(route.num_ranks))
+    ranks = _at(spec, work, range(route.num_ranks))
     if route.is_local:
         return
     if route.transport in ("reduce_scatter", "all_gather"):

@@ -1,1 +1,1 @@
-"""Planner, trainer, optimizer, evaluation, parity."""
+"""The run: trainer, evaluation, parity, and what is reported."""

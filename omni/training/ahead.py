@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dataloader.loader import Failure, Loader
-from omni.training.inputs import Assembler
-from omni.training.plan_process import Planned, PlanStep
-from omni.training.planner import Planner
+from omni.planning.plan_process import Planned, PlanStep
+from omni.planning.planner import Planner
+from omni.rank.inputs import Assembler
 from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
 

@@ -16,9 +16,9 @@ from dataloader.loader import Fetched
 from dataloader.reader import Reader
 from dataloader.tokens import SampleMeta, fit, length, tokenize
 from omni.models.llm_stage import MicrobatchInputs
-from omni.training.build import Rank
-from omni.training.inputs import TextArrays
-from omni.training.job import Job
+from omni.planning.run_spec import RunSpec
+from omni.rank.build import Rank
+from omni.rank.inputs import TextArrays
 from pipeline.plan import Microbatch, StepPlan
 
 MAX_NEW_TOKENS = 128
@@ -43,7 +43,7 @@ class Transcription:
 class Evaluator:
     """Evaluates the current weights on held-out data. Every rank of the run calls its methods together."""
 
-    job: Job
+    spec: RunSpec
     rank: Rank
     readers: Mapping[str, Reader]
 
@@ -52,8 +52,8 @@ class Evaluator:
         metas = self._metas(source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         for group in _grouped(metas, self._tokens_at_once()):
-            domains = self.job.arrangement.num_domains
-            plan = self.job.planner.evaluation(step, group, domains, self.rank.domain)
+            domains = self.spec.arrangement.num_domains
+            plan = self.spec.planner.evaluation(step, group, domains, self.rank.domain)
             domain, own = plan.domain, _own(plan, group)
             texts = {i: self._text(source, own[i]) for i in self.rank.assembler.texts(domain)}
             for _, inputs, losses in self._run(plan, own, texts, predict=False):
@@ -70,7 +70,7 @@ class Evaluator:
 
         Domains work on samples of their own; the ranks of one agree on every token.
         """
-        arrangement = self.job.arrangement
+        arrangement = self.spec.arrangement
         domain, domains = self.rank.domain, arrangement.num_domains
         metas = self._metas(source, num_samples)[domain::domains]
         mine = []
@@ -82,7 +82,7 @@ class Evaluator:
         return [transcription for first in firsts for transcription in gathered[first]]
 
     def _transcribe_group(self, step: int, source: str, metas: Sequence[SampleMeta]) -> list[Transcription]:
-        eos = self.job.tokenizer.eos
+        eos = self.spec.tokenizer.eos
         samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
         prompts = [replace(meta, text_tokens=meta.items[-1].at if meta.items else 0) for meta in metas]
         ids = [
@@ -100,19 +100,19 @@ class Evaluator:
                 sample=sample.id,
                 items=len(sample.items),
                 expected=sample.text.rpartition(PLACEHOLDER)[2],
-                generated=self.job.tokenizer.decode(tokens),
+                generated=self.spec.tokenizer.decode(tokens),
             )
             for sample, tokens in zip(samples, new, strict=True)
         ]
 
     def _fits(self, prompt: SampleMeta, new: Sequence[int]) -> bool:
-        return length(_grown(prompt, new)) <= self.job.config.data.microbatch_tokens
+        return length(_grown(prompt, new)) <= self.spec.config.data.microbatch_tokens
 
     def _next_tokens(self, step: int, metas: Sequence[SampleMeta], texts: Sequence[np.ndarray]) -> list[int]:
         """The likeliest next token of each sequence, on all ranks of the domain."""
         if not metas:
             return []
-        plan = self.job.planner.evaluation(step, metas, 1)
+        plan = self.spec.planner.evaluation(step, metas, 1)
         domain = plan.domain
         arrays = {i: (ids, ids, ids) for i, ids in enumerate(texts)}  # labels and mask are not looked at
         tokens = torch.full((len(metas),), -1, dtype=torch.int64)
@@ -135,7 +135,7 @@ class Evaluator:
         """Run a forward-only plan of samples with `metas`; where the last part is, return every microbatch,
         its inputs and outputs.
         """
-        self.job.planner.verify(plan)
+        self.spec.planner.verify(plan)
         domain = plan.domain
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(domain, metas)
@@ -149,23 +149,23 @@ class Evaluator:
         ]
 
     def _metas(self, source: str, num_samples: int) -> list[SampleMeta]:
-        total = len(self.job.heldout[source])
+        total = len(self.spec.heldout[source])
         num_samples = min(num_samples, total)
-        metas = [self.job.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
-        budget = self.job.config.data.microbatch_tokens
+        metas = [self.spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
+        budget = self.spec.config.data.microbatch_tokens
         return [meta for meta in metas if fit(meta, budget, "drop") is not None]
 
     def _tokens_at_once(self) -> int:
         """Tokens of one evaluation plan: a few microbatches for each replica."""
-        return 4 * self.job.layout.dp * self.job.config.data.microbatch_tokens
+        return 4 * self.spec.layout.dp * self.spec.config.data.microbatch_tokens
 
     def _text(self, source: str, meta: SampleMeta) -> TextArrays:
         sample = self.readers[source].read(meta.id, text=True, items=False)
-        return tokenize(sample, meta, self.job.tokenizer)
+        return tokenize(sample, meta, self.spec.tokenizer)
 
     def _item(self, source: str, sample: int, index: int) -> np.ndarray:
         item = self.readers[source].read(sample, text=False, items=True).items[index]
-        encoder = next(e for e in self.job.encoders.values() if e.modality == item.modality)
+        encoder = next(e for e in self.spec.encoders.values() if e.modality == item.modality)
         try:
             return encoder.decode(item)
         except DataError as error:

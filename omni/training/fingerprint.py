@@ -9,19 +9,19 @@ from omegaconf import OmegaConf
 
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError
-from omni.training.job import Job
+from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
 _FREE = re.compile(r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped")
 
 
-def fingerprint(job: Job) -> dict[str, Any]:
+def fingerprint(spec: RunSpec) -> dict[str, Any]:
     """Return the parts of a run that decide its samples and its losses, as flat plain values.
 
     Layout, policies, cadence, tracking, the number of steps and what `_FREE` names are left out: they may
     change on resume.
     """
-    config: Any = OmegaConf.to_container(OmegaConf.structured(job.config))
+    config: Any = OmegaConf.to_container(OmegaConf.structured(spec.config))
     parts = {key: config[key] for key in ("model", "optim")}
     parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
     data = config["data"]
@@ -29,9 +29,9 @@ def fingerprint(job: Job) -> dict[str, Any]:
         "sources": {
             name: {
                 "weight": source["weight"],
-                "num_samples": len(job.indexes[name]),
-                "rows_per_group": job.indexes[name].manifest.rows_per_group,
-                "content": _content(job.indexes[name]),
+                "num_samples": len(spec.indexes[name]),
+                "rows_per_group": spec.indexes[name].manifest.rows_per_group,
+                "content": _content(spec.indexes[name]),
             }
             for name, source in data["sources"].items()
         },

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from infra.run_folder import RunFolder
 from omni.models.llm import NAME as LLM
+from omni.planning.plan_process import PlanStep
+from omni.planning.run_spec import RunSpec
+from omni.rank.state import Owned, owned
 from omni.training.ahead import PLANS_AHEAD
-from omni.training.job import Job
-from omni.training.plan_process import PlanStep
-from omni.training.state import Shard, shards
 from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -60,7 +60,7 @@ class Difference:
 
 
 def measure(
-    job: Job,
+    spec: RunSpec,
     folder: RunFolder,
     rank: int,
     device: torch.device,
@@ -68,7 +68,7 @@ def measure(
     plan_step: PlanStep | None = None,
 ) -> Measurement | None:
     """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
-    trainer = Trainer(job, folder, rank, device, plan_step)
+    trainer = Trainer(spec, folder, rank, device, plan_step)
     loss, gradients = math.nan, None
     squares: dict[str, float] = {}
     with trainer.ahead() as ahead:
@@ -85,28 +85,28 @@ def measure(
                 gradients = collect(trainer, partial(_gradient, totals.num_targets))
             trainer.update(step, totals)
             trainer.offer(ahead, step + PLANS_AHEAD)
-    weights = collect(trainer, lambda shard: shard.main.detach())
+    weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)
     if gradients is None or weights is None or buffers is None:
         return None
     return Measurement(loss, squares, gradients, weights | buffers)
 
 
-def _gradient(targets: float, shard: Shard) -> torch.Tensor | None:
-    return None if shard.main.grad is None else shard.main.grad / targets
+def _gradient(targets: float, own: Owned) -> torch.Tensor | None:
+    return None if own.main.grad is None else own.main.grad / targets
 
 
 def collect(
-    trainer: Trainer, value: Callable[[Shard], torch.Tensor | None]
+    trainer: Trainer, value: Callable[[Owned], torch.Tensor | None]
 ) -> dict[str, torch.Tensor] | None:
-    """Assemble full tensors on rank 0 from `value` of every shard of every rank."""
+    """Assemble full tensors on rank 0 from `value` of every own of every rank."""
     pieces = []
     for component, optimizer in trainer.rank.components.items():
-        for shard in shards(optimizer, trainer.rank.names[component]):
-            tensor = value(shard)
+        for own in owned(optimizer, trainer.rank.names[component]):
+            tensor = value(own)
             if tensor is not None:
                 flat = tensor.detach().float().cpu().reshape(-1).numpy()
-                pieces.append((component, shard.name, shard.copy, shard.region.shape, shard.places(), flat))
+                pieces.append((component, own.name, own.copy, own.region.shape, own.places(), flat))
     gathered = _gather(trainer, pieces)
     return None if gathered is None else _assemble(gathered)
 
@@ -207,8 +207,8 @@ def main(config_path: Path) -> None:
     """One rank of a measurement, as torchrun starts it."""
     from omni.training.worker import joined
 
-    with joined(config_path) as (job, folder, rank, device, plan_step):
-        measurement = measure(job, folder, rank, device, job.config.train.steps, plan_step)
+    with joined(config_path) as (spec, folder, rank, device, plan_step):
+        measurement = measure(spec, folder, rank, device, spec.config.train.steps, plan_step)
         if measurement is not None:
             save(measurement, folder.path / FILE)
 

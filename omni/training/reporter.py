@@ -12,12 +12,12 @@ from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
 from infra.tracker import Tracker
 from infra.tracking import make_tracker
+from omni.planning.pools import without_effect
+from omni.planning.run_spec import RunSpec
+from omni.rank.optimizer import JointOptimizer, StepTotals
 from omni.training.ahead import Prepared
 from omni.training.evaluate import Transcription
-from omni.training.job import Job
-from omni.training.optimizer import JointOptimizer, Totals
-from omni.training.pools import without_effect
-from omni.training.report import Progression, metrics_of
+from omni.training.figures import Progression, metrics_of
 from pipeline.engine import StepResult
 from pipeline.plan import StepPlan
 
@@ -28,9 +28,9 @@ class Reporter:
     """Writes the run folder and the screen on the first rank; on the others (`active` false) does nothing."""
 
     def __init__(
-        self, job: Job, folder: RunFolder, progression: Progression, resumed: int | None, active: bool
+        self, spec: RunSpec, folder: RunFolder, progression: Progression, resumed: int | None, active: bool
     ) -> None:
-        self.job = job
+        self.spec = spec
         self.progression = progression
         self.active = active
         self.started = time.time()
@@ -38,13 +38,13 @@ class Reporter:
         self.loss = float("nan")
         if not active:
             return
-        config: Any = OmegaConf.to_container(OmegaConf.structured(job.config))
-        tracking = job.config.tracking
+        config: Any = OmegaConf.to_container(OmegaConf.structured(spec.config))
+        tracking = spec.config.tracking
         self.tracker: Tracker = make_tracker(
             tracking.kind,
             folder,
             config,
-            job.config.run.name,
+            spec.config.run.name,
             tracking.project,
             tracking.group,
             tracking.mode,
@@ -54,15 +54,15 @@ class Reporter:
             last = read_metrics(folder.metrics)[-1]
             self.loss = last["loss/train"]
             self.heldout = {key: value for key, value in last.items() if key.startswith("loss/eval/")}
-        self.samples = _open_records(folder.samples, resumed) if job.config.data.record_samples else None
-        self.progress = Progress(job.config.train.steps)
-        self.progress.note(_opening(job, folder, resumed))
+        self.samples = _open_records(folder.samples, resumed) if spec.config.data.record_samples else None
+        self.progress = Progress(spec.config.train.steps)
+        self.progress.note(_opening(spec, folder, resumed))
 
     def step(
         self,
         prepared: Prepared,
         result: StepResult,
-        totals: Totals,
+        totals: StepTotals,
         optimizer: JointOptimizer,
         loads: Sequence[int],
         step_s: float,
@@ -75,7 +75,7 @@ class Reporter:
         norms = optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(
-            self.job, prepared, result, totals, norms, rates, loads, self.progression, step_s
+            self.spec, prepared, result, totals, norms, rates, loads, self.progression, step_s
         )
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
@@ -97,10 +97,10 @@ class Reporter:
         if not self.active:
             return
         summary: dict[str, object] = {
-            "steps": self.job.config.train.steps,
+            "steps": self.spec.config.train.steps,
             "tokens": self.progression.tokens,
             "seconds": round(time.time() - self.started, 1),
-            "layout": self.job.arrangement.describe(),
+            "layout": self.spec.arrangement.describe(),
             "loss/train": self.loss,
             **self.heldout,
         }
@@ -144,16 +144,16 @@ class Reporter:
         sys.stdout.flush()
 
 
-def _opening(job: Job, folder: RunFolder, resumed: int | None) -> str:
-    config = job.config
+def _opening(spec: RunSpec, folder: RunFolder, resumed: int | None) -> str:
+    config = spec.config
     model = f"LLM of {config.model.llm.layers} layers, width {config.model.llm.hidden}"
-    encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in job.encoders.items()) or "none"
+    encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in spec.encoders.items()) or "none"
     start = "from the start" if resumed is None else f"continued after step {resumed}"
     lines = (
         f"run folder {folder.path}",
-        f"{model}; encoders: {encoders}; {job.arrangement.world} ranks, {job.arrangement.describe()}; "
-        f"{job.policies.placement.name}, {job.policies.pipeline.name}; {start}",
-        *(f"note: {text}" for text in without_effect(job.planner.sharing)),
+        f"{model}; encoders: {encoders}; {spec.arrangement.world} ranks, {spec.arrangement.describe()}; "
+        f"{spec.policies.placement.name}, {spec.policies.pipeline.name}; {start}",
+        *(f"note: {text}" for text in without_effect(spec.planner.sharing)),
     )
     return "\n".join(lines)
 

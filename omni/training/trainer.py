@@ -24,17 +24,17 @@ from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.llm import NAME as LLM
+from omni.planning.plan_process import PlanStep, plan_step
+from omni.planning.run_spec import RunSpec
+from omni.rank.build import Rank, build_rank
+from omni.rank.inputs import mask_tombstones, share_tombstones
+from omni.rank.optimizer import StepTotals, reduce_totals
+from omni.rank.state import read_state, write_state
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
-from omni.training.build import Rank, build_rank
 from omni.training.evaluate import Evaluator, Transcription
+from omni.training.figures import Progression, busiest, idle_seconds, planned_sums
 from omni.training.fingerprint import check_fingerprint, fingerprint
-from omni.training.inputs import mask_tombstones, share_tombstones
-from omni.training.job import Job
-from omni.training.optimizer import Totals, reduce_totals
-from omni.training.plan_process import PlanStep, plan_step
-from omni.training.report import Progression, busiest, idle_seconds, planned_sums
 from omni.training.reporter import Reporter
-from omni.training.state import read_state, write_state
 from parallel.consensus import Consensus, DivergenceError, explain
 from parallel.waiting import waiting
 from pipeline.engine import StepResult
@@ -58,26 +58,26 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
+        spec: RunSpec,
         folder: RunFolder,
         rank: int,
         device: torch.device,
         plan_step: PlanStep | None = None,
     ) -> None:
-        self.job = job
-        self.config: Config = job.config
+        self.spec = spec
+        self.config: Config = spec.config
         self.folder = folder
         self.plan_step = plan_step
         self.where = "start-up"
         self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
-        self.rank: Rank = build_rank(job, rank, device, self.on_op)
-        planner = job.planner
+        self.rank: Rank = build_rank(spec, rank, device, self.on_op)
+        planner = spec.planner
         self.consensus = Consensus(
-            self.rank.groups.control, (1, planner.num_groups, job.arrangement.num_domains)
+            self.rank.groups.control, (1, planner.num_groups, spec.arrangement.num_domains)
         )
-        self.readers = {name: Reader(index.path) for name, index in job.indexes.items()}
-        heldout = {name: Reader(index.path) for name, index in job.heldout.items()}
-        self.evaluator = Evaluator(job, self.rank, heldout)
+        self.readers = {name: Reader(index.path) for name, index in spec.indexes.items()}
+        heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
+        self.evaluator = Evaluator(spec, self.rank, heldout)
         self.step = 0
         self.cursor = 0
         self.progression = Progression()
@@ -121,11 +121,11 @@ class Trainer:
     def ahead(self) -> Iterator[Ahead]:
         """Start preparing steps, and offer the digests of the first two."""
         first, last = self.step + 1, self.config.train.steps
-        decoders = {encoder.modality: encoder.decode for encoder in self.job.encoders.values()}
+        decoders = {encoder.modality: encoder.decode for encoder in self.spec.encoders.values()}
         ahead = Ahead(
-            self.job.planner,
-            self.plan_step or partial(plan_step, self.job.planner),
-            Loader(self.readers, self.job.tokenizer, decoders, self.config.data.loader_threads),
+            self.spec.planner,
+            self.plan_step or partial(plan_step, self.spec.planner),
+            Loader(self.readers, self.spec.tokenizer, decoders, self.config.data.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,
             first=first,
@@ -145,7 +145,7 @@ class Trainer:
         if step <= ahead.last:
             plan = ahead.plan(step)
             numbers = (0, plan.group.number, plan.number)
-            self.consensus.offer(step, plan.digests, numbers, busiest(self.job, plan))
+            self.consensus.offer(step, plan.digests, numbers, busiest(self.spec, plan))
 
     def agree_on(self, plan: StepPlan) -> tuple[int, ...]:
         """Settle that all ranks hold the same plans, level by level, before any of them runs.
@@ -174,24 +174,24 @@ class Trainer:
             self.rank.optimizer.tie()
         return result, len(tombstones) if self.rank.engine.position == 0 else 0
 
-    def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> Totals:
+    def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> StepTotals:
         """Learn what the step did over all ranks."""
         self.where = f"step {prepared.plan.step}: totals"
         squares = self.rank.optimizer.squares()
         with waiting(self.where, self.rank.groups.world):
             return reduce_totals(
                 result.sums,
-                len(self.job.sources),
+                len(self.spec.sources),
                 squares,
                 idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
                 self.expert_load,
-                planned_sums(self.job, prepared.plan, counts=self.rank.engine.position == 0),
+                planned_sums(self.spec, prepared.plan, counts=self.rank.engine.position == 0),
                 tombstones,
                 stop,
                 self.rank.groups.world,
             )
 
-    def update(self, step: int, totals: Totals) -> bool:
+    def update(self, step: int, totals: StepTotals) -> bool:
         """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm."""
         updated = self.rank.optimizer.update(step, totals)
         if self.rank.stage is not None:
@@ -201,7 +201,7 @@ class Trainer:
                 self.expert_load = self.rank.stage.balance_experts(learns)
         return updated
 
-    def advance(self, prepared: Prepared, totals: Totals, updated: bool) -> None:
+    def advance(self, prepared: Prepared, totals: StepTotals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""
         plan = prepared.plan
         self.step, self.cursor = plan.step, plan.taken.next_cursor
@@ -219,7 +219,7 @@ class Trainer:
             )
         self.watchdog.beat()
 
-    def check_updates(self, totals: Totals) -> None:
+    def check_updates(self, totals: StepTotals) -> None:
         """Stop a run that no longer learns: all ranks at the same step, since all have the same totals."""
         if self.skipped_in_a_row < self.config.optim.max_skipped:
             return
@@ -281,9 +281,9 @@ class Trainer:
             {
                 "cursor": self.cursor,
                 "progression": asdict(self.progression),
-                "layout": self.job.arrangement.describe(),
-                "cost_table": self.job.table.number,
-                "fingerprint": fingerprint(self.job),
+                "layout": self.spec.arrangement.describe(),
+                "cost_table": self.spec.table.number,
+                "fingerprint": fingerprint(self.spec),
             },
             self.config.train.keep_checkpoints,
             self.rank.groups.control,
@@ -296,7 +296,7 @@ class Trainer:
         if path is None:
             return None
         manifest = read_manifest(path)
-        check_fingerprint(manifest["fingerprint"], fingerprint(self.job), path)
+        check_fingerprint(manifest["fingerprint"], fingerprint(self.spec), path)
         files = sorted(manifest["files"])
         read_state(path, files, self.rank.components, self.rank.names, self.rank.stage, self.rank.rank)
         self.step, self.cursor = manifest["step"], manifest["cursor"]
@@ -307,7 +307,7 @@ class Trainer:
     def reporting(self, resumed: int | None) -> Iterator[Reporter]:
         """Report on the first rank; close the trackers whatever happens."""
         dist.barrier(self.rank.groups.control)  # every rank has read the folder before it is written to
-        reporter = Reporter(self.job, self.folder, self.progression, resumed, active=self.rank.is_first)
+        reporter = Reporter(self.spec, self.folder, self.progression, resumed, active=self.rank.is_first)
         try:
             yield reporter
         except BaseException:

@@ -17,8 +17,8 @@ from infra.checkpoint import CheckpointError
 from infra.run_folder import RunFolder
 from omni.compose import load_config
 from omni.config import ConfigError
-from omni.training.job import Job, prepare_job
-from omni.training.plan_process import PlannerEndedError, PlanStep, planning_apart
+from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
+from omni.planning.run_spec import RunSpec, prepare_run
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
@@ -26,26 +26,26 @@ from parallel.layout import LayoutError
 
 
 @contextlib.contextmanager
-def joined(config_path: Path) -> Iterator[tuple[Job, RunFolder, int, torch.device, PlanStep]]:
+def joined(config_path: Path) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
     """Join the world that torchrun describes, and leave it together with all other ranks."""
     config = load_config(config_path)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    job = prepare_job(config, world)
+    spec = prepare_run(config, world)
     # The planner process is forked here: there is no device context, no process group and no thread yet.
-    with planning_apart(job.planner, config.train.timeout_s) as plan_step:
+    with planning_apart(spec.planner, config.train.timeout_s) as plan_step:
         device = select_device()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         dist.init_process_group(backend_name(), timeout=timedelta(seconds=config.train.timeout_s))
-        yield job, RunFolder.create(config_path.parent), rank, device, plan_step
+        yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.barrier()
         dist.destroy_process_group()
 
 
 def main(config_path: Path) -> None:
     """Train as this process's rank; all ranks of the world run this."""
-    with joined(config_path) as (job, folder, rank, device, plan_step):
-        Trainer(job, folder, rank, device, plan_step).run()
+    with joined(config_path) as (spec, folder, rank, device, plan_step):
+        Trainer(spec, folder, rank, device, plan_step).run()
 
 
 def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:

@@ -103,9 +103,11 @@ def allocate_ranks(times: Times) -> tuple[int, ...] | None:
     disjoint and have at most `times.shape[1]` ranks together. Of equally good degrees a group takes the
     smallest, the last group first. None if the groups need more ranks. O(groups · ranks²).
     """
-    num_ranks = times.shape[1]
-    before = np.arange(num_ranks + 1)[:, None] - np.arange(1, num_ranks + 1)  # ranks left to earlier groups
-    least = np.zeros(num_ranks + 1, np.int64)  # makespan of the groups so far on j ranks
+    num_members = times.shape[1]
+    before = np.arange(num_members + 1)[:, None] - np.arange(
+        1, num_members + 1
+    )  # ranks left to earlier groups
+    least = np.zeros(num_members + 1, np.int64)  # makespan of the groups so far on j ranks
     chosen = []
     for row in times:
         outcomes = np.where(before >= 0, np.maximum(least[before], row), NEVER)
@@ -113,7 +115,7 @@ def allocate_ranks(times: Times) -> tuple[int, ...] | None:
         least = outcomes.min(1)
     if least[-1] >= NEVER:
         return None
-    left, degrees = num_ranks, []
+    left, degrees = num_members, []
     for choice in reversed(chosen):
         degrees.append(int(choice[left]) + 1)
         left -= degrees[-1]

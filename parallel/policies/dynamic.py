@@ -53,10 +53,10 @@ class Case:
 def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = False) -> SequenceLayout:
     """Each sequence over as many ranks as it needs; `powers_of_two` allows only such numbers, cut evenly."""
     if not lengths:
-        return SequenceLayout(pool.num_ranks, ())
+        return SequenceLayout(pool.num_members, ())
     times = degree_times(lengths, pool)
     if powers_of_two:
-        degrees = np.arange(1, pool.num_ranks + 1)
+        degrees = np.arange(1, pool.num_members + 1)
         times[:, degrees & (degrees - 1) > 0] = NEVER
     rows = times.tolist()
     times = within_memory(lengths, times, pool)
@@ -99,7 +99,7 @@ def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:
     build = Build(case.lengths, case.rows, case.pool)
     degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
     for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
-        emptiest = sorted(range(case.pool.num_ranks), key=build.ns.__getitem__)
+        emptiest = sorted(range(case.pool.num_members), key=build.ns.__getitem__)
         build.share(number, sorted(emptiest[: degree_of[number]]))
     if build.makespan >= limit or not build.fits:
         return None
@@ -112,7 +112,7 @@ def _best_poured(case: Case, limit: int) -> Build | None:
     """
     rows, order, pool = case.rows, case.order, case.pool
     whole = sum(row[0] for row in rows)
-    mean = whole // pool.num_ranks
+    mean = whole // pool.num_members
     longest = sum(row[0] > mean * 17 // 16 for row in rows)
     best: Build | None = None
     least, amounts = limit, {}
@@ -120,7 +120,7 @@ def _best_poured(case: Case, limit: int) -> Build | None:
         poured = {s: _amount(rows[s], mean) for s in order[:count]}
         amount = sum(poured.values())
         rest = whole - sum(rows[s][0] for s in poured)
-        if (amount + rest) // pool.num_ranks >= least:
+        if (amount + rest) // pool.num_members >= least:
             break
         build = Build(case.lengths, rows, pool)
         if build.place(order[count:]):
@@ -140,7 +140,7 @@ def _filled(case: Case) -> Build:
     assert pool.tokens_per_rank is not None, "without a limit, all sequences find room"
     units = {number: -(-length // pool.unit) for number, length in enumerate(case.lengths)}
     build = Build(case.lengths, case.rows, pool)
-    for number, parts in fill(units, [pool.tokens_per_rank // pool.unit] * pool.num_ranks).items():
+    for number, parts in fill(units, [pool.tokens_per_rank // pool.unit] * pool.num_members).items():
         build.pour(number, parts)
     if not build.fits:
         raise no_room(case.lengths, pool)
@@ -189,10 +189,10 @@ def fill(amounts: Mapping[int, int], rooms: Sequence[int]) -> dict[int, list[tup
 def _timed(whole: Build, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Build:
     """Add poured sequences to whole ones, and the times of the tiles that they get."""
     build = Build(whole.lengths, whole.rows, whole.pool)
-    build.homes, build.tokens = whole.homes, [*whole.tokens]
+    build.placed, build.tokens = whole.placed, [*whole.tokens]
     for number, of_ranks in parts.items():
         build.pour(number, of_ranks)
-    shared = SequenceLayout(whole.pool.num_ranks, tuple(build.shards(number) for number in parts))
+    shared = SequenceLayout(whole.pool.num_members, tuple(build.shards(number) for number in parts))
     added = rank_times(shared, whole.pool.cost)
     build.ns = [ns + time.total_ns for ns, time in zip(whole.ns, added, strict=True)]
     return build

@@ -32,7 +32,7 @@ class Pool:
     """
 
     cost: SequenceCost
-    num_ranks: int
+    num_members: int
     unit: int
     tokens_per_rank: int | None
 
@@ -42,19 +42,21 @@ class Pool:
         slowest rank's part of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the
         sequence.
         """
-        return tuple(_scheme_shares(self.cost, degree) for degree in range(1, self.num_ranks + 1))
+        return tuple(_scheme_shares(self.cost, degree) for degree in range(1, self.num_members + 1))
 
 
-def make_pool(cost: SequenceCost, num_ranks: int, unit: int = 1, tokens_per_rank: int | None = None) -> Pool:
-    """Return a pool of `num_ranks`. ValueError for sizes that cannot be."""
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks}: a pool has at least one rank")
+def make_pool(
+    cost: SequenceCost, num_members: int, unit: int = 1, tokens_per_rank: int | None = None
+) -> Pool:
+    """Return a pool of so many members. ValueError for sizes that cannot be."""
+    if num_members < 1:
+        raise ValueError(f"num_members={num_members}: a pool has at least one member")
     if unit < 1:
         raise ValueError(f"unit={unit}: a splittable unit has at least one token")
     if tokens_per_rank is not None and tokens_per_rank < unit:
         raise ValueError(f"tokens_per_rank={tokens_per_rank}: a rank must hold a unit of {unit} tokens")
     assert cost.shape.window is None, "windowed layers belong to the cost of a token"
-    return Pool(cost, num_ranks, unit, tokens_per_rank)
+    return Pool(cost, num_members, unit, tokens_per_rank)
 
 
 def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ...]:
@@ -81,11 +83,11 @@ def degree_times(lengths: Sequence[int], pool: Pool) -> Times:
     most = max(map(len, pool.shares))
     table = np.array([[*s, *[s[-1]] * (most - len(s))] for s in pool.shares], np.int64)  # [P, schemes, 2]
     tokens = np.array(lengths, np.int64)[:, None]
-    degrees = np.arange(1, pool.num_ranks + 1)
+    degrees = np.arange(1, pool.num_members + 1)
     pairs = tokens * (tokens + 1) // 2 if cost.shape.causal else tokens * tokens
     millions, rest = np.divmod(pairs, 1_000_000)  # femtoseconds of the whole could overflow
     attention = millions * cost.pair_fs + rest * cost.pair_fs // 1_000_000
-    spent = np.full((len(lengths), pool.num_ranks), NEVER)
+    spent = np.full((len(lengths), pool.num_members), NEVER)
     for scheme in range(most):
         share, exchange_fs = table[:, scheme, 0], table[:, scheme, 1]
         np.minimum(spent, attention * share // _SCALE + tokens * exchange_fs // 1_000_000, out=spent)
@@ -100,7 +102,7 @@ def within_memory(lengths: Sequence[int], times: Times, pool: Pool) -> Times:
     """Times with NEVER where so few ranks do not hold a sequence's tokens."""
     if pool.tokens_per_rank is None:
         return times
-    room = np.arange(1, pool.num_ranks + 1) * pool.tokens_per_rank
+    room = np.arange(1, pool.num_members + 1) * pool.tokens_per_rank
     return np.where(np.array(lengths, np.int64)[:, None] > room, NEVER, times)
 
 
@@ -122,7 +124,7 @@ def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard
 
 def most_ranks(length: int, pool: Pool) -> int:
     """Ranks that a sequence can be cut over: at most one for each unit."""
-    return max(1, min(pool.num_ranks, -(-length // pool.unit)))
+    return max(1, min(pool.num_members, -(-length // pool.unit)))
 
 
 def costliest_first(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -137,9 +139,9 @@ class Build:
 
     def __init__(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool) -> None:
         self.lengths, self.rows, self.pool = lengths, rows, pool
-        self.ns = [0] * pool.num_ranks
-        self.tokens = [0] * pool.num_ranks
-        self.homes: dict[int, int] = {}
+        self.ns = [0] * pool.num_members
+        self.tokens = [0] * pool.num_members
+        self.placed: dict[int, int] = {}
         self.parts: dict[int, Sequence[tuple[int, int]]] = {}
         self.sharing: set[int] = set()
 
@@ -157,7 +159,7 @@ class Build:
         self.parts[number] = parts
         if self.pool.tokens_per_rank is not None:
             for shard in cut(self.lengths[number], parts, self.pool.unit):
-                self.tokens[shard.rank] += shard.length
+                self.tokens[shard.member] += shard.length
 
     def place(self, order: Iterable[int]) -> bool:
         """Put each sequence of `order` whole on the least loaded rank with room; tell if all found one.
@@ -166,7 +168,7 @@ class Build:
         """
         heap = [(ns, rank) for rank, ns in enumerate(self.ns)]
         heapq.heapify(heap)
-        cap, tokens, rows, homes = self.pool.tokens_per_rank, self.tokens, self.rows, self.homes
+        cap, tokens, rows, placed = self.pool.tokens_per_rank, self.tokens, self.rows, self.placed
         full: list[tuple[int, int]] = []
         for number in order:
             if cap is not None:
@@ -178,7 +180,7 @@ class Build:
                 tokens[heap[0][1]] += length
             ns, rank = heap[0]
             heapq.heapreplace(heap, (ns + rows[number][0], rank))
-            homes[number] = rank
+            placed[number] = rank
             while full:
                 heapq.heappush(heap, full.pop())
         for ns, rank in heap:
@@ -200,17 +202,17 @@ class Build:
         """The shards of a sequence that was placed, shared or poured."""
         if number in self.parts:
             return cut(self.lengths[number], self.parts[number], self.pool.unit)
-        return (Shard(self.homes[number], 0, self.lengths[number]),)
+        return (Shard(self.placed[number], 0, self.lengths[number]),)
 
     def layout(self) -> SequenceLayout:
         """The finished layout."""
-        return SequenceLayout(self.pool.num_ranks, tuple(map(self.shards, range(len(self.lengths)))))
+        return SequenceLayout(self.pool.num_members, tuple(map(self.shards, range(len(self.lengths)))))
 
 
 def no_room(lengths: Sequence[int], pool: Pool) -> ValueError:
     """The error of a policy whose sequences do not fit."""
     return ValueError(
         f"tokens_per_rank={pool.tokens_per_rank}: {len(lengths)} sequences of {sum(lengths)} tokens, the "
-        f"longest {max(lengths)}, find no room on {pool.num_ranks} ranks with this policy; raise it, take "
+        f"longest {max(lengths)}, find no room on {pool.num_members} ranks with this policy; raise it, take "
         "fewer samples a step, or choose a policy that splits sequences"
     )

@@ -46,8 +46,8 @@ class SharingPolicy(Policy):
         """Return the shards of each sequence."""
         layout = self.decide(lengths, pool)
         self.require(
-            layout.num_ranks == pool.num_ranks and layout.lengths == tuple(lengths),
-            f"{len(lengths)} sequences are laid out over {pool.num_ranks} ranks, each with all its tokens",
+            layout.num_members == pool.num_members and layout.lengths == tuple(lengths),
+            f"{len(lengths)} sequences are laid out over {pool.num_members} ranks, each with all its tokens",
         )
         self.require(
             all(shard.start % pool.unit == 0 for shards in layout.shards for shard in shards),

@@ -9,7 +9,16 @@ from dataset_samples import write_dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import INDEX_SCHEMA, PLACEHOLDER, Item, Manifest, Sample, SampleError, Shard, Totals
+from dataloader.format import (
+    INDEX_SCHEMA,
+    PLACEHOLDER,
+    DataFile,
+    DatasetTotals,
+    Item,
+    Manifest,
+    Sample,
+    SampleError,
+)
 from dataloader.index import Index
 from dataloader.item_counts import REFUSED, RememberedCounts
 from dataloader.tokenizer import ByteTokenizer
@@ -167,7 +176,7 @@ def test_lengths_of_thousands_of_samples_are_known_in_milliseconds(tmp_path):
         for _ in range(batches):
             file.write_batch(pa.RecordBatch.from_arrays(batch, schema=INDEX_SCHEMA))
     total = rows * batches
-    manifest = Manifest(1, "", "", total, 32, (), Shard("", 0, 0), ("image",), Totals(0, 0, {}))
+    manifest = Manifest(1, "", "", total, 32, (), DataFile("", 0, 0), ("image",), DatasetTotals(0, 0, {}))
     index = Index(tmp_path, manifest, pa.memory_map(str(tmp_path / "index.arrow")).read_buffer())
     remembered = RememberedCounts(lambda modality, size: (4 * size[0], size[0]))
     ids = rng.integers(0, total, 8_192)

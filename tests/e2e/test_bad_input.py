@@ -17,7 +17,7 @@ from dataloader.format import PLACEHOLDER, SHARD_SCHEMA, DataError, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import length
 from omni.compose import compose_config
-from omni.training.job import Job, prepare_job
+from omni.planning.run_spec import RunSpec, prepare_run
 
 RADAR = Sample("radar-0", PLACEHOLDER + "an echo", (Item("radar", "raw", (16,), b"0123456789abcdef"),))
 
@@ -45,22 +45,22 @@ def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def job(data: Path, *keys: str, ranks: int = 2) -> Job:
+def resolve(data: Path, *keys: str, ranks: int = 2) -> RunSpec:
     """What `omni train` does before it starts ranks."""
     own = data_keys(data / "strips", data / "docs")
-    return prepare_job(compose_config([*TINY, *own, "train.steps=4", "run.dir=unused", *keys]), ranks)
+    return prepare_run(compose_config([*TINY, *own, "train.steps=4", "run.dir=unused", *keys]), ranks)
 
 
 def refused(data: Path, *keys: str, ranks: int = 2) -> str:
     """The message with which a configuration is refused."""
     with pytest.raises(ValueError) as caught:  # what the command line shows without a traceback
-        job(data, *keys, ranks=ranks)
+        resolve(data, *keys, ranks=ranks)
     return str(caught.value)
 
 
 def test_the_configuration_that_these_tests_break_is_sound(data):
-    assert job(data).layout.dp == 2
-    assert job(data, "layout=pp2").layout.pp == 2
+    assert resolve(data).layout.dp == 2
+    assert resolve(data, "layout=pp2").layout.pp == 2
 
 
 # Each key with what its message must name besides the key: the value, and the remedy.
@@ -190,7 +190,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process_group(data, ra
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_layouts_that_fit_are_accepted(data, ranks, keys, described):
-    assert job(data, *keys, ranks=ranks).arrangement.describe() == described
+    assert resolve(data, *keys, ranks=ranks).arrangement.describe() == described
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_number_that_would_spoil_the_weights_is_refused_by_name(data, key, val
 def test_entries_of_mappings_can_be_added_by_name(data):
     # Mappings, never lists, so that one entry can be set on the command line.
     more = [f"+data.{use}.more.path={data / 'docs'}" for use in ("sources", "heldout")]
-    made = job(data, "+optim.components.image.lr_scale=0.5", *more)
+    made = resolve(data, "+optim.components.image.lr_scale=0.5", *more)
     assert made.config.optim.components["image"].lr_scale == 0.5
     assert made.sources == ("strips", "docs", "more")
     assert list(made.heldout) == ["more"]
@@ -401,10 +401,10 @@ def long_data(tmp_path_factory) -> Path:
     return write(path / "mixed", [Sample("long", text, images) if i == 3 else strip(i) for i in range(16)])
 
 
-def plans(path: Path, policy: str, budget: int = 32, steps: int = 8) -> tuple[Job, list]:
+def plans(path: Path, policy: str, budget: int = 32, steps: int = 8) -> tuple[RunSpec, list]:
     own = [*data_keys(path), f"data.on_long={policy}", f"data.microbatch_tokens={budget}"]
     config = compose_config([*TINY, *own, "data.step_tokens=64", "train.steps=8", "run.dir=unused"])
-    made = prepare_job(config, 1)
+    made = prepare_run(config, 1)
     out, cursor = [], 0
     for step in range(1, steps + 1):
         out.append(made.planner.next_step(step, cursor, 0))
@@ -452,7 +452,7 @@ def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
     assert [item.rows for item in planned] == [rows] * len(cut.items)
 
 
-def job_meta(made: Job, sample: int):
+def job_meta(made: RunSpec, sample: int):
     return made.planner.metas("strips", sample)
 
 
@@ -476,7 +476,7 @@ def wide(folder: Path) -> Path:
 def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(tmp_path, policy):
     own = [*data_keys(wide(tmp_path / "wide")), f"data.on_long={policy}", "data.step_tokens=64"]
     keys = [*TINY, *own, "train.steps=8", "run.dir=unused", "model.encoders.image.max_side=12"]
-    planner = prepare_job(compose_config(keys), 1).planner
+    planner = prepare_run(compose_config(keys), 1).planner
     if policy == "error":
         with pytest.raises(DataError) as caught:
             [planner.meta("strips", i) for i in range(12)]

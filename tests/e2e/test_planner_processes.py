@@ -12,7 +12,7 @@ from runs import TINY, Running, data_keys, learnt, read_lines, start_training, s
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.training.job import prepare_job
+from omni.planning.run_spec import prepare_run
 from omni.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")
@@ -73,8 +73,8 @@ def test_a_killed_planner_ends_the_run_and_is_named(keys: list[str], tmp_path: P
 
 
 def _train_here(rank: int, line: list[str]) -> None:
-    job = prepare_job(compose_config(line), 2)
-    Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu")).run()
+    spec = prepare_run(compose_config(line), 2)
+    Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
 
 
 def test_a_run_equals_one_that_plans_on_threads_to_the_bit(

@@ -31,10 +31,10 @@ from omni.config import ConfigError
 from omni.encoders import Sharding, attention_flops
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
+from omni.planning.run_spec import prepare_run
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.training import parity
-from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.work import Grad, even_load
 
@@ -309,10 +309,10 @@ def test_the_statement_counts_the_multiplications() -> None:
 def test_the_statement_is_what_a_rehearsal_measures(tmp_path: Path, more: list[str]) -> None:
     write_uneven(tmp_path / "series")
     keys = line(tmp_path / "series", tmp_path / "run", "train.precision=bf16", *more)
-    job = prepare_job(compose_config(keys), 2)
+    spec = prepare_run(compose_config(keys), 2)
     for rank in range(2):
-        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+        found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.parameters == found.parameters
         assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
@@ -377,9 +377,9 @@ def line(data: Path, folder: Path, *more: str) -> list[str]:
 
 
 def measure(rank: int, overrides: list[str], world: int) -> Measurement | None:
-    job = prepare_job(compose_config(overrides), world)
-    folder = RunFolder.create(Path(job.config.run.dir))
-    return parity.measure(job, folder, rank, torch.device("cpu"), steps=job.config.train.steps)
+    spec = prepare_run(compose_config(overrides), world)
+    folder = RunFolder.create(Path(spec.config.run.dir))
+    return parity.measure(spec, folder, rank, torch.device("cpu"), steps=spec.config.train.steps)
 
 
 def measure_installed(
@@ -388,7 +388,7 @@ def measure_installed(
     """Measure with the package installed on this rank; also says by which policy samples were divided."""
     sys.path.append(str(site))
     try:
-        return measure(rank, overrides, world), prepare_job(
+        return measure(rank, overrides, world), prepare_run(
             compose_config(overrides), world
         ).policies.describe()
     finally:

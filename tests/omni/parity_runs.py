@@ -20,9 +20,9 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
+from omni.planning.run_spec import prepare_run
 from omni.training import parity
 from omni.training.ahead import PLANS_AHEAD
-from omni.training.job import prepare_job
 from omni.training.parity import Difference, Measurement
 from omni.training.trainer import Trainer
 from parallel.megatron import MoELayer
@@ -102,10 +102,10 @@ def _release() -> None:
 
 
 def _measure(rank: int, config: Config, world: int, single_queue: bool) -> Measurement | None:
-    job = prepare_job(config, world)
-    job = replace(job, planner=replace(job.planner, single_queue=single_queue))
+    spec = prepare_run(config, world)
+    spec = replace(spec, planner=replace(spec.planner, single_queue=single_queue))
     folder = RunFolder.create(Path(config.run.dir))
-    return parity.measure(job, folder, rank, torch.device("cpu"), steps=config.train.steps)
+    return parity.measure(spec, folder, rank, torch.device("cpu"), steps=config.train.steps)
 
 
 def run(ranks: RankPool, config: Config, world: int, single_queue: bool = False) -> Measurement:
@@ -145,7 +145,7 @@ def narrowest_choices(rank: int, config: Config) -> list[float]:
 
 def _narrowest_choices(config: Config) -> Iterator[float]:
     folder = RunFolder.create(Path(config.run.dir))
-    trainer = Trainer(prepare_job(config, 1), folder, 0, torch.device("cpu"))
+    trainer = Trainer(prepare_run(config, 1), folder, 0, torch.device("cpu"))
     assert trainer.rank.stage is not None
     with trainer.ahead() as ahead:
         for step in range(1, config.train.steps + 1):

@@ -12,9 +12,9 @@ from dataloader.global_batch import Budget, Lengths
 from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
-from omni.training.domain_planner import Boundary, Policies
-from omni.training.planner import Planner
-from omni.training.sharing import Sharing
+from omni.planning.domain_planner import Policies, TransportChoice
+from omni.planning.planner import Planner
+from omni.planning.sharing import Sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.layout import Arrangement, Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, PlacementPolicy
@@ -115,7 +115,7 @@ def planner(
             arrangement=world,
             llm="llm",
             sharing=sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
-            boundary=Boundary(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
+            transport=TransportChoice(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
             feeds=(),
             policies=policies_of(LPT, ENCODE_FIRST),
             budget=BUDGET,

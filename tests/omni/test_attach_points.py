@@ -11,8 +11,8 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.llm import attach_points
+from omni.planning.run_spec import prepare_run
 from omni.training import parity
-from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare
 from pipeline.ops import Kind, Op
 
@@ -45,9 +45,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(rank: int, line: list[str], world: int) -> Measurement | None:
-    job = prepare_job(compose_config(line), world)
-    folder = RunFolder.create(Path(job.config.run.dir))
-    return parity.measure(job, folder, rank, torch.device("cpu"), steps=1)
+    spec = prepare_run(compose_config(line), world)
+    folder = RunFolder.create(Path(spec.config.run.dir))
+    return parity.measure(spec, folder, rank, torch.device("cpu"), steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_every_row_is_delivered_once_for_each_point_and_stages_wait_for_theirs(
     data: Path, tmp_path: Path
 ) -> None:
     line = overrides(data, tmp_path, *TAPS, "layout.llm.pp=4")
-    domain = prepare_job(compose_config(line), 4).planner.next_step(1, 0, 0).domain
+    domain = prepare_run(compose_config(line), 4).planner.next_step(1, 0, 0).domain
     assert [len(domain.points(rank)) for rank in range(4)] == [1, 1, 1, 0]
     for m, route in enumerate(domain.routes):
         if route is None:

@@ -27,9 +27,9 @@ from omni.config import ConfigError
 from omni.models.encoders.audio import AudioConfig, AudioEncoder
 from omni.models.encoders.audio_module import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
+from omni.planning.run_spec import prepare_run
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.rehearse import rehearse
-from omni.training.job import prepare_job
 from omni.training.parity import Measurement, compare
 from omni.training.trainer import Trainer
 from parallel.packed import Sharding
@@ -173,7 +173,7 @@ def test_a_mistake_in_one_of_two_encoders_says_in_which(tmp_path: Path) -> None:
     for key, words in keys.items():
         line = [*line_of(tmp_path / "data", tmp_path / "run"), key]
         with pytest.raises(ConfigError, match=words):
-            prepare_job(compose_config(line), 4)
+            prepare_run(compose_config(line), 4)
 
 
 def test_work_counts_the_multiplications() -> None:
@@ -204,9 +204,9 @@ def test_the_statement_of_both_encoders_is_what_a_rehearsal_measures(
     data: Path, tmp_path: Path, world: int, rank: int, more: list[str]
 ) -> None:
     line = line_of(data, tmp_path, "train.precision=bf16", *more)
-    job = prepare_job(compose_config(line), world)
-    plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-    found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+    spec = prepare_run(compose_config(line), world)
+    plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+    found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
     assert modelled.traffic == found.traffic
     assert modelled.parameters == found.parameters
     assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
@@ -230,11 +230,11 @@ def test_sinusoids_are_those_of_the_paper() -> None:
 
 def _rows(rank: int, line: list[str]) -> dict[str, torch.Tensor]:
     """Encode recordings of several lengths: together, alone, in another order, behind others."""
-    from omni.training.build import build_rank
+    from omni.rank.build import build_rank
 
-    job = prepare_job(compose_config(line), 1)
-    built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
-    encoder, module = job.encoders["audio"], built.components["audio"].modules[0]
+    spec = prepare_run(compose_config(line), 1)
+    built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
+    encoder, module = spec.encoders["audio"], built.components["audio"].modules[0]
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():  # biases begin at zero, and would hide what they leak
@@ -272,11 +272,11 @@ def test_recordings_in_a_pack_do_not_see_each_other(ranks: RankPool, data: Path,
 
 def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
     """The stem of packed recordings, and torch's own convolutions of each by itself."""
-    from omni.training.build import build_rank
+    from omni.rank.build import build_rank
 
-    job = prepare_job(compose_config(line), 1)
-    built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
-    encoder, module = job.encoders["audio"], built.components["audio"].modules[0]
+    spec = prepare_run(compose_config(line), 1)
+    built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
+    encoder, module = spec.encoders["audio"], built.components["audio"].modules[0]
     torch.manual_seed(0)
     lengths = [4, 2, 10]
     values = torch.randn(sum(lengths), 32)
@@ -301,8 +301,8 @@ def test_the_stem_pads_each_recording_with_zeros(ranks: RankPool, data: Path, tm
 
 
 def test_the_batch_holds_both_kinds_on_both_ranks(data: Path, tmp_path: Path) -> None:
-    job = prepare_job(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
-    domain = job.planner.next_step(1, 0, 0).domain
+    spec = prepare_run(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
+    domain = spec.planner.next_step(1, 0, 0).domain
     assert {(chunk.component, rank) for chunk in domain.chunks for rank in chunk.ranks} == {
         (component, rank) for component in ("audio", "image") for rank in (0, 1)
     }
@@ -369,13 +369,13 @@ def test_encoders_with_layouts_of_their_own_equal_one_rank(
 @pytest.mark.parametrize("case", OWN_LAYOUTS)
 def test_in_these_layouts_slots_of_both_encoders_have_items(data: Path, tmp_path: Path, case: str) -> None:
     world, more = OWN_LAYOUTS[case]
-    job = prepare_job(compose_config(line_of(data, tmp_path, *more)), world)
-    plans = plans_of_all_domains(job.planner, 1, 0)
+    spec = prepare_run(compose_config(line_of(data, tmp_path, *more)), world)
+    plans = plans_of_all_domains(spec.planner, 1, 0)
     chunks = [chunk for plan in plans for chunk in plan.domain.chunks]
     sizes = {
         component: {c.tp for c in chunks if c.component == component} for component in ("audio", "image")
     }
-    assert sizes == {name: {layout.tp} for name, layout in job.config.layout.encoders.items()}
+    assert sizes == {name: {layout.tp} for name, layout in spec.config.layout.encoders.items()}
     ones = {c.ranks for c in chunks if c.tp == 1}
     assert len(ones) > 1, "the encoder with tp1 is on several slots"
 
@@ -398,8 +398,8 @@ def test_one_of_two_encoders_is_frozen(ranks: RankPool, data: Path, tmp_path: Pa
 
 
 def _train(rank: int, line: list[str]) -> None:
-    job = prepare_job(compose_config(line), 2)
-    Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu")).run()
+    spec = prepare_run(compose_config(line), 2)
+    Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
 
 
 def test_a_recording_of_another_pitch_gives_another_loss(ranks: RankPool, tmp_path: Path) -> None:

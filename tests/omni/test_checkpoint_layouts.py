@@ -19,9 +19,9 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.moe import expert_biases
 from omni.models.regions import all_parameters
-from omni.training.job import prepare_job
+from omni.planning.run_spec import prepare_run
+from omni.rank.state import MOMENTS, Owned
 from omni.training.parity import collect
-from omni.training.state import MOMENTS, Shard
 from omni.training.trainer import Trainer
 
 ENCODER_TP2 = "+layout.encoders.image.tp=2"
@@ -102,8 +102,8 @@ def line(data: Path, folder: Path, *more: str) -> list[str]:
 
 
 def make_trainer(rank: int, keys: list[str], world: int) -> Trainer:
-    job = prepare_job(compose_config(keys), world)
-    return Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu"))
+    spec = prepare_run(compose_config(keys), world)
+    return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
 
 
 def _train(rank: int, keys: list[str], world: int) -> list[dict[str, torch.Tensor] | None]:
@@ -111,7 +111,7 @@ def _train(rank: int, keys: list[str], world: int) -> list[dict[str, torch.Tenso
     trainer = make_trainer(rank, keys, world)
     trainer.run()
 
-    def held(shard: Shard, key: str) -> torch.Tensor:
+    def held(shard: Owned, key: str) -> torch.Tensor:
         return shard.main if key == "main" else shard.adam[key]
 
     return [collect(trainer, partial(held, key=key)) for key in STATE]

@@ -8,8 +8,8 @@ from small import overrides, write_mixed
 
 from infra.checkpoint import CheckpointError
 from omni.compose import compose_config
+from omni.planning.run_spec import prepare_run
 from omni.training.fingerprint import check_fingerprint, fingerprint
-from omni.training.job import prepare_job
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of(data: Path, *more: str) -> dict[str, Any]:
-    return fingerprint(prepare_job(compose_config(overrides(data, data / "run", *more)), 2))
+    return fingerprint(prepare_run(compose_config(overrides(data, data / "run", *more)), 2))
 
 
 @pytest.mark.parametrize(

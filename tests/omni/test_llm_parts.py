@@ -21,8 +21,8 @@ from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
 from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
-from omni.training.optimizer import ComponentOptimizer
-from omni.training.state import read_state, shards, write_state
+from omni.rank.optimizer import ComponentOptimizer
+from omni.rank.state import read_state, shards, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, LayoutError, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed

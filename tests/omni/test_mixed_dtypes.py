@@ -10,8 +10,8 @@ from torch import nn
 from omni.config import OptimConfig
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
-from omni.training.optimizer import ComponentOptimizer
-from omni.training.state import read_state, shards, write_state
+from omni.rank.optimizer import ComponentOptimizer
+from omni.rank.state import read_state, shards, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED

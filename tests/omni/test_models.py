@@ -22,9 +22,9 @@ from omni.models.initialise import initialise
 from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
 from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, naming, registered
-from omni.training.anchors import EncoderAnchor
-from omni.training.inputs import ChunkInputs
-from omni.training.job import prepare_job
+from omni.planning.run_spec import prepare_run
+from omni.rank.anchors import EncoderAnchor
+from omni.rank.inputs import ChunkInputs
 from parallel.layout import Layout
 from parallel.packed import PackedTokens, Sharding
 from parallel.work import Grad, even_load
@@ -205,11 +205,11 @@ def test_weights_depend_on_seed_and_name_only() -> None:
 
 def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
     """Encode three images alone and packed together, in both orders."""
-    from omni.training.build import build_rank
+    from omni.rank.build import build_rank
 
-    job = prepare_job(compose_config(line), 1)
-    built = build_rank(job, rank, torch.device("cpu"), lambda op: None)
-    encoder = job.encoders["image"]
+    spec = prepare_run(compose_config(line), 1)
+    built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
+    encoder = spec.encoders["image"]
     module = built.components["image"].modules[0]
     rng = np.random.default_rng(0)
     images = [rng.integers(0, 256, (8, width, 1), dtype=np.uint8) for width in (8, 24, 16)]

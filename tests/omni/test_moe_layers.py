@@ -34,8 +34,8 @@ from omni.models.moe import (
 )
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.stack import Stack
-from omni.training.optimizer import ComponentOptimizer
-from omni.training.state import Shard, shards
+from omni.rank.optimizer import ComponentOptimizer
+from omni.rank.state import Owned, owned
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange, split_evenly
 from parallel.megatron import (
@@ -201,9 +201,9 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     component.reduce(0)
     busiest = update_expert_bias(block, groups, case.moe.bias_update_rate)
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
-    gradients = [placed(shard, shard.main.grad) for shard in shards(component, {0: numbering})]
+    gradients = [placed(shard, shard.main.grad) for shard in owned(component, {0: numbering})]
     component.update(0.01)
-    weights = [placed(shard, shard.main) for shard in shards(component, {0: numbering})]
+    weights = [placed(shard, shard.main) for shard in owned(component, {0: numbering})]
     return {
         "at": (groups.dp.rank(), groups.tp.rank()),
         "outputs": outputs,
@@ -220,7 +220,7 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     }
 
 
-def placed(shard: Shard, values: torch.Tensor) -> tuple[Any, ...]:
+def placed(shard: Owned, values: torch.Tensor) -> tuple[Any, ...]:
     return shard.name, shard.copy != (0, 0), shard.region.shape, shard.places(), values.detach().clone()
 
 

@@ -17,9 +17,9 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.config import Config
-from omni.training import inputs
-from omni.training.job import prepare_job
-from omni.training.optimizer import JointOptimizer
+from omni.planning.run_spec import prepare_run
+from omni.rank import inputs
+from omni.rank.optimizer import JointOptimizer
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.boundary import Ends, Route, make_ends
 
@@ -129,8 +129,8 @@ def test_models_and_policies_equal_one_rank(ranks: RankPool, data: Path, tmp_pat
 
 
 def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
-    job = prepare_job(compose_config(overrides(data, tmp_path, "layout=pp2")), 2)
-    domain = job.planner.next_step(1, 0, 0).domain
+    spec = prepare_run(compose_config(overrides(data, tmp_path, "layout=pp2")), 2)
+    domain = spec.planner.next_step(1, 0, 0).domain
     assert None in domain.routes, "no microbatch is without items"
     rows = [sum(c.rows_of(rank) for c in domain.chunks if rank in c.ranks) for rank in (0, 1)]
     assert rows[0] != rows[1]

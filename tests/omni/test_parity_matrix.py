@@ -24,8 +24,8 @@ from planners import plans_of_all_domains
 from ranks import RankPool
 
 from omni.compose import compose_config
-from omni.training import job as jobs
-from omni.training.job import prepare_job
+from omni.planning import run_spec as jobs
+from omni.planning.run_spec import prepare_run
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
 from pipeline.plan import DomainPlan, StepPlan
 
@@ -105,7 +105,7 @@ def test_the_choice_of_experts_does_not_hang_on_rounding(ranks: RankPool, folder
 
 
 def plans_of(case: Case, folder: Path) -> list[StepPlan]:
-    return plans_of_all_domains(prepare_job(configure(case, folder), case.world).planner, 1, 0)
+    return plans_of_all_domains(prepare_run(configure(case, folder), case.world).planner, 1, 0)
 
 
 def idle_encoders(domain: DomainPlan) -> int:
@@ -161,8 +161,8 @@ def expected_refusal(case: Case) -> str | None:
 
 
 def test_refused_is_exactly_what_is_no_combination(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every combination of the issue's axes, valid or not, with and without experts, through prepare_job."""
-    one = prepare_job(configure(Case(), folder), 1)  # data and encoder have nothing to do with the layout
+    """Every combination of the issue's axes, valid or not, with and without experts, through prepare_run."""
+    one = prepare_run(configure(Case(), folder), 1)  # data and encoder have nothing to do with the layout
     monkeypatch.setattr(jobs, "_open", lambda *unused: one.indexes["mixed"])
     monkeypatch.setattr(jobs, "make_encoder", lambda *unused: one.encoders["image"])
     configs = {model: configure(Case(model=model), folder) for model in AXES["model"]}
@@ -177,12 +177,12 @@ def test_refused_is_exactly_what_is_no_combination(folder: Path, monkeypatch: py
         config.placement.policy, config.placement.ranks = case.placement, case.beside
         reason = expected_refusal(case)
         if reason is None:
-            prepare_job(config, case.world)
+            prepare_run(config, case.world)
             accepted.add(replace(case, model="dense"))
         else:
             refused += 1
             with pytest.raises(ValueError, match=re.escape(reason)):
-                prepare_job(config, case.world)
+                prepare_run(config, case.world)
     assert accepted == set(layouts())
     assert refused > 1000
 

@@ -11,8 +11,8 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.encoders.vit import ViTEncoder
 from omni.models.encoders.vit_module import ViT
+from omni.planning.run_spec import prepare_run
 from omni.training import parity
-from omni.training.job import prepare_job
 from omni.training.parity import TOLERANCE, Measurement, compare
 from pipeline.ops import Kind
 
@@ -28,9 +28,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(rank: int, line: list[str], world: int) -> Measurement | None:
-    job = prepare_job(compose_config(line), world)
-    folder = RunFolder.create(Path(job.config.run.dir))
-    return parity.measure(job, folder, rank, torch.device("cpu"), steps=1)
+    spec = prepare_run(compose_config(line), world)
+    folder = RunFolder.create(Path(spec.config.run.dir))
+    return parity.measure(spec, folder, rank, torch.device("cpu"), steps=1)
 
 
 # One image among texts: the ranks' losses count very different numbers of targets, and all but one of the
@@ -68,8 +68,8 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
         "pipeline=one_f_one_b",
         "+optim.components={image: {frozen: [[1, 9]]}}",
     ]
-    job = prepare_job(compose_config(overrides(data / "mixed", tmp_path, *more)), stages)
-    domain = job.planner.next_step(1, 0, 0).domain
+    spec = prepare_run(compose_config(overrides(data / "mixed", tmp_path, *more)), stages)
+    domain = spec.planner.next_step(1, 0, 0).domain
     for stage, ops in enumerate(domain.ops):
         assert not any(op.kind is Kind.ENCODE_BACKWARD for op in ops)
         encoded = [domain.chunks[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]

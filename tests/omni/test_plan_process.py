@@ -17,9 +17,9 @@ import pytest
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
+from omni.planning.plan_process import PlannerEndedError, PlannerProcess, plan_step
+from omni.planning.run_spec import RunSpec, prepare_run
 from omni.training.ahead import Ahead
-from omni.training.job import Job, prepare_job
-from omni.training.plan_process import PlannerEndedError, PlannerProcess, plan_step
 from pipeline.verifier import PlanRefusedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")
@@ -48,9 +48,9 @@ def passes(name: str, folder: Path) -> None:
     assert process.returncode == 0, f"{out}\n{err}"
 
 
-def job_of(folder: Path) -> Job:
+def job_of(folder: Path) -> RunSpec:
     write_mixed(folder / "mixed")
-    return prepare_job(compose_config(overrides(folder / "mixed", folder / "run", "layout=pp2")), 4)
+    return prepare_run(compose_config(overrides(folder / "mixed", folder / "run", "layout=pp2")), 4)
 
 
 class Broken:

@@ -26,7 +26,7 @@ from dataloader.global_batch import Budget
 from dataloader.policies import LPT, NONE
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
-from omni.training.planner import Planner
+from omni.planning.planner import Planner
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import ENCODE_FIRST
@@ -110,7 +110,7 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
                     assert sum(held[first : first + world.llm.cp]) <= most
                 for shards, n in zip(batch.layout.shards, batch.layout.lengths, strict=True):
                     assert {piece.length for piece in shards} <= {n // world.llm.cp, -(-n // world.llm.cp)}
-                    assert len({piece.rank // world.llm.cp for piece in shards}) == 1
+                    assert len({piece.member // world.llm.cp for piece in shards}) == 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -150,7 +150,7 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
             everyone = tuple(rank for slot in slots for rank in slot)
             assert chunk.ranks in (*slots, everyone)
             is_shared = any(len(shards) > 1 for shards in chunk.layout.shards)
-            assert is_shared == (chunk.layout.num_ranks > 1)
+            assert is_shared == (chunk.layout.num_members > 1)
             assert not (is_shared and chosen["encoder_sp"] == "none")
             for shards, tiles in zip(chunk.layout.shards, chunk.tiles, strict=True):
                 assert all(shard.start % UNIT == 0 for shard in shards), "cut between rows"
@@ -160,12 +160,12 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
 def rows_of(chunk: Chunk, domain: DomainPlan) -> list[tuple[int, tuple[int, int]]]:
     """(rank, (microbatch, packed position)) of every row of a chunk, one at a time, in each rank's order."""
     out = []
-    for slot in range(chunk.layout.num_ranks):
+    for slot in range(chunk.layout.num_members):
         rows = []
         for number, shards in zip(chunk.items, chunk.layout.shards, strict=True):
             item = domain.items[number]
             for shard in shards:
-                if shard.rank == slot:
+                if shard.member == slot:
                     first, stop = shard.start // UNIT, (shard.start + shard.length) // UNIT
                     rows += [(item.microbatch, item.start + row) for row in range(first, stop)]
         share, rest = divmod(len(rows), chunk.tp)
@@ -183,8 +183,8 @@ def holders_of(domain: DomainPlan, microbatch: int) -> list[tuple[int, int]]:
     for shards in layout.shards:
         for shard in shards:
             for _ in range(shard.length):
-                tokens.append((shard.rank, filled[shard.rank]))
-                filled[shard.rank] += 1
+                tokens.append((shard.member, filled[shard.member]))
+                filled[shard.member] += 1
     share = {member: max(1, -(-filled[member] // domain.tp)) for member in range(domain.pool)}
     return [(member * domain.tp + at // share[member], at % share[member]) for member, at in tokens]
 
@@ -242,7 +242,7 @@ def test_replicas_of_a_domain_pass_their_packs_together():
     assert len(plans) == 2
     for domain in (plan.domain for plan in plans):
         assert (domain.pool, domain.tp, domain.party) == (2, 2, 2)
-        members = [{s.rank for s in batch.layout.shards for s in s} for batch in domain.microbatches]
+        members = [{s.member for s in batch.layout.shards for s in s} for batch in domain.microbatches]
         assert members[0] == {0, 1}
         assert all(of <= {0, 1} for of in members)
 
@@ -284,7 +284,7 @@ def test_long_items_are_shared_where_the_policy_says_so():
             for policy in ("none", "all")
         )
         assert [chunk.ranks for chunk in own] == [(0,)]
-        assert [(chunk.ranks, chunk.layout.num_ranks, chunk.rows) for chunk in shared] == [
+        assert [(chunk.ranks, chunk.layout.num_members, chunk.rows) for chunk in shared] == [
             ((0, 1), 2, (500, 500))
         ]
 

@@ -9,7 +9,7 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.config import POLICIES, ConfigError
-from omni.training.job import Job, prepare_job
+from omni.planning.run_spec import RunSpec, prepare_run
 from pipeline.ops import Kind
 from pipeline.plan import StepPlan
 
@@ -19,9 +19,9 @@ from omni.policies import *  # every kind, and what their functions are given
 def first_two(lengths, pool):
     def shards(length):
         units = -(-length // pool.unit)
-        half = min(length, -(-units // min(2, pool.num_ranks)) * pool.unit)
+        half = min(length, -(-units // min(2, pool.num_members)) * pool.unit)
         return (Shard(0, 0, half), Shard(1, half, length - half)) if half < length else (Shard(0, 0, length),)
-    return SequenceLayout(pool.num_ranks, tuple(map(shards, lengths)))
+    return SequenceLayout(pool.num_members, tuple(map(shards, lengths)))
 
 def one_after_the_other(domain, costs):
     def ops(rank):
@@ -60,26 +60,26 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(folder: Path, ranks: int, *more: str) -> tuple[Job, list[StepPlan]]:
+def planned(folder: Path, ranks: int, *more: str) -> tuple[RunSpec, list[StepPlan]]:
     """The first step of a small run, as all its domains plan it and the verifier accepts it."""
     config = compose_config(overrides(folder / "mixed", folder / "run", *more))
-    job = prepare_job(config, ranks)
-    plans = plans_of_all_domains(job.planner, 1, 0)
+    spec = prepare_run(config, ranks)
+    plans = plans_of_all_domains(spec.planner, 1, 0)
     for plan in plans:
-        job.planner.verify(plan)
-    return job, plans
+        spec.planner.verify(plan)
+    return spec, plans
 
 
 @pytest.mark.parametrize("section, key", [(section, key) for section, key, _ in POLICIES])
 def test_every_section_offers_it_and_its_name_is_what_is_printed(folder, section, key):
-    job, _ = planned(folder, 2, f"{section}=mine")
-    assert getattr(getattr(job.config, section), key) == "mine"
-    assert f"{section}=mine" in job.policies.describe()
+    spec, _ = planned(folder, 2, f"{section}=mine")
+    assert getattr(getattr(spec.config, section), key) == "mine"
+    assert f"{section}=mine" in spec.policies.describe()
 
 
 def test_balance_is_asked_for_domains_and_then_for_their_replicas(folder):
     _, plans = planned(folder, 4, "balance=mine", "layout.domain=2")
-    held = [{s.rank for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
+    held = [{s.member for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
     assert held == [set(), {1}]
 
 
@@ -90,21 +90,21 @@ def test_packing_makes_the_packs(folder):
 
 def test_pairing_says_which_packs_pass_together(folder):
     _, plans = planned(folder, 2, "pairing=mine", "layout.domain=2")
-    members = [{s.rank for of in b.layout.shards for s in of} for b in plans[0].domain.microbatches]
+    members = [{s.member for of in b.layout.shards for s in of} for b in plans[0].domain.microbatches]
     assert members == sorted(members, key=min)
     assert all(len(of) == 1 for of in members)
     assert set.union(*members) == {0, 1}
 
 
 def test_placement_says_where_encoders_live(folder):
-    job, plans = planned(folder, 2, "placement=mine", "layout=pp2")
-    assert plans[0].domain.homes[1] == job.arrangement.home == (1, 2)
+    spec, plans = planned(folder, 2, "placement=mine", "layout=pp2")
+    assert plans[0].domain.homes[1] == spec.arrangement.home == (1, 2)
     assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(1,)}
 
 
 def test_a_placement_may_take_ranks_beside_the_llm_and_those_of_the_llm(folder):
-    job, plans = planned(folder, 3, "placement=beside_all")
-    assert (job.layout.dp, job.arrangement.encoder_ranks, job.arrangement.home) == (2, 1, (0, 3))
+    spec, plans = planned(folder, 3, "placement=beside_all")
+    assert (spec.layout.dp, spec.arrangement.encoder_ranks, spec.arrangement.home) == (2, 1, (0, 3))
     assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(0,), (1,), (2,)}
 
 
@@ -112,9 +112,9 @@ def test_sharing_serves_the_llm_and_encoders(folder):
     _, plans = planned(folder, 3, "llm_sp=mine", "encoder_sp=mine", "layout.domain=3")
     domain = plans[0].domain
     parts = [of for batch in domain.microbatches for of in batch.layout.shards]
-    assert {tuple(s.rank for s in shards) for shards in parts} == {(0, 1)}
+    assert {tuple(s.member for s in shards) for shards in parts} == {(0, 1)}
     assert {chunk.ranks for chunk in domain.chunks} == {(0, 1, 2)}
-    assert {s.rank for chunk in domain.chunks for of in chunk.layout.shards for s in of} == {0, 1}
+    assert {s.member for chunk in domain.chunks for of in chunk.layout.shards for s in of} == {0, 1}
 
 
 def test_transport_carries_every_route_that_leaves_its_rank(folder):

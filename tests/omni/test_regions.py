@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering, Region, canonical_name, named_parameters
-from omni.training.state import _overlaps
+from omni.rank.state import _overlaps
 
 
 @st.composite

@@ -23,11 +23,11 @@ from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
+from omni.planning.run_spec import RunSpec, prepare_run
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
-from omni.training.job import Job, prepare_job
 from omni.training.trainer import Trainer
 from parallel.layout import Layout
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
@@ -58,9 +58,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def small_job(data: Path, world: int, *more: str) -> Job:
+def small_job(data: Path, world: int, *more: str) -> RunSpec:
     line = overrides(data, data / "run", "train.precision=bf16", "cluster.ranks_per_node=2", *more)
-    return prepare_job(compose_config(line), world)
+    return prepare_run(compose_config(line), world)
 
 
 # The meter, on real ranks.
@@ -139,12 +139,12 @@ class RoundRobin:
 
 def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dict[str, int]]:
     """Train two steps and measure the second."""
-    job = prepare_job(compose_config(line), world)
+    spec = prepare_run(compose_config(line), world)
     get_global_memory_buffer().buffer.clear()
-    trainer = Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, CPU)
+    trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, CPU)
     for router in routers(trainer.rank.stage.models).values():
         router.router_replay = RoundRobin()
-    meter = PatientMeter(node_map(range(world), job.cluster.ranks_per_node))
+    meter = PatientMeter(node_map(range(world), spec.cluster.ranks_per_node))
     gc.disable()
     with trainer.ahead() as ahead:
         for step in (1, 2):
@@ -185,10 +185,10 @@ def test_a_rehearsal_equals_a_real_run(
     # Norms of which CPU and GPU keep the same, and single precision, where attention is the CPU's own.
     norms = ["model.llm.norm=LayerNorm", "model.encoders.image.norm=LayerNorm"]
     line = overrides(data, tmp_path / "run", "cluster.ranks_per_node=2", *norms, *more)
-    job = prepare_job(compose_config(line), world)
+    spec = prepare_run(compose_config(line), world)
     for rank, (traffic, held, parameters) in enumerate(ranks.run(world, real_step, line, world)):
-        plan = plan_of_step(job, 2, job.arrangement.domain(rank))
-        found = rehearse(job, plan, rank).footprint
+        plan = plan_of_step(spec, 2, spec.arrangement.domain(rank))
+        found = rehearse(spec, plan, rank).footprint
         assert found.traffic == {key: sent for key, sent in traffic.items() if key[0] not in HOST}
         assert found.parameters == parameters
         assert found.bytes == pytest.approx(held, rel=1e-3)
@@ -198,9 +198,9 @@ def test_a_rehearsal_equals_a_real_run(
 
 
 def test_experts_are_owned_once(data: Path) -> None:
-    job = small_job(data, 8, EXPERTS, "layout.llm.tp=2", "layout.llm.ep=4")
+    spec = small_job(data, 8, EXPERTS, "layout.llm.tp=2", "layout.llm.ep=4")
     whole = owned_parameters(small_job(data, 1, EXPERTS), 0)
-    owned = [owned_parameters(job, rank) for rank in range(8)]
+    owned = [owned_parameters(spec, rank) for rank in range(8)]
     assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
     # All layers but the first have 12 experts, a shared one and a router in place of an MLP.
     dense = owned_parameters(small_job(data, 1), 0)
@@ -209,19 +209,19 @@ def test_experts_are_owned_once(data: Path) -> None:
 
 
 def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data: Path) -> None:
-    job = small_job(data, 8, "layout.llm.tp=2", "layout.llm.pp=2")
+    spec = small_job(data, 8, "layout.llm.tp=2", "layout.llm.pp=2")
     whole = owned_parameters(small_job(data, 1), 0)
-    owned = [owned_parameters(job, rank) for rank in range(8)]
+    owned = [owned_parameters(spec, rank) for rank in range(8)]
     assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
     for rank in range(8):
-        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-        found = rehearse(job, plan, rank).footprint
-        modelled = model_footprint(job, plan, rank)
+        plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+        found = rehearse(spec, plan, rank).footprint
+        modelled = model_footprint(spec, plan, rank)
         assert found.parameters == modelled.parameters
         assert found.traffic == modelled.traffic
         # Padding and weights divide over ranks unevenly, so the shards differ.
         assert modelled.peak["optimizer"] == pytest.approx(found.peak["optimizer"], rel=1e-3)
-        domain, ranks = plan.domain, job.arrangement.domain_ranks(plan.number)
+        domain, ranks = plan.domain, spec.arrangement.domain_ranks(plan.number)
         position = ranks.index(rank)
         layouts = [batch.layout for batch in domain.microbatches]
         tokens = sum(layout.padded_tokens(domain.member(position), 2) for layout in layouts)
@@ -269,10 +269,10 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
 def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
     data: Path, world: int, ranks: list[int], more: list[str]
 ) -> None:
-    job = for_gpus(small_job(data, world, *more))
+    spec = for_gpus(small_job(data, world, *more))
     for rank in ranks:
-        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+        found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.parameters == found.parameters
         assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
@@ -284,10 +284,10 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     cut = ["model.llm.layers=8", "model.encoders.image.layers=2", "data.step_tokens=65536"]
     config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
     use_trace(config, "longtail", tmp_path / "trace")
-    job = for_gpus(prepare_job(config, 128))
+    spec = for_gpus(prepare_run(config, 128))
     for rank in (5, 101):
-        plan = plan_of_step(job, 1, job.arrangement.domain(rank))
-        found, modelled = rehearse(job, plan, rank).footprint, model_footprint(job, plan, rank)
+        plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+        found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
         for kind, size in found.peak.items():
@@ -310,8 +310,8 @@ def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = small_job(data, 2, "layout.llm.tp=2")
-    plan = plan_of_step(job, 1)
+    spec = small_job(data, 2, "layout.llm.tp=2")
+    plan = plan_of_step(spec, 1)
 
     def replaced() -> list[object]:
         dispatcher = MoEAlltoAllTokenDispatcher
@@ -330,10 +330,10 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def fails(*args: object) -> None:
         raise RuntimeError("broken on purpose")
 
-    rehearse(job, plan, 1)
+    rehearse(spec, plan, 1)
     monkeypatch.setattr("omni.rehearsal.rehearse.classify", fails)
     with pytest.raises(RuntimeError, match="on purpose"):
-        rehearse(job, plan, 1)
+        rehearse(spec, plan, 1)
     assert replaced() == before
     assert not dist.is_initialized()
     assert all(type(x) is torch.Tensor for x in get_global_memory_buffer().buffer.values())
@@ -341,10 +341,10 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_cannot_be_rehearsed_is_refused(data: Path, tmp_path: Path) -> None:
-    job = small_job(data, 2)
-    plan = plan_of_step(job, 1)
+    spec = small_job(data, 2)
+    plan = plan_of_step(spec, 1)
     with pytest.raises(ConfigError, match="there are ranks 0 to 1"):
-        rehearse(job, plan, 2)
+        rehearse(spec, plan, 2)
     config = compose_config(overrides(data, tmp_path))
     with pytest.raises(ValueError, match="unknown trace 'other': known are"):
         use_trace(config, "other", tmp_path / "other")

@@ -12,7 +12,7 @@ from dataloader.reader import Reader
 from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
-from omni.training.job import Job, prepare_job
+from omni.planning.run_spec import RunSpec, prepare_run
 from omni.training.trainer import Trainer
 from parallel.work import even_load
 from pipeline.plan import StepPlan
@@ -28,37 +28,37 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _train(rank: int, line: list[str], world: int) -> None:
-    job = prepare_job(compose_config(line), world)
-    Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu")).run()
+    spec = prepare_run(compose_config(line), world)
+    Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
 
 
-def flops_by_hand(job: Job, plans: list[StepPlan], path: Path) -> dict[str, float]:
+def flops_by_hand(spec: RunSpec, plans: list[StepPlan], path: Path) -> dict[str, float]:
     """FLOPs of a step by component: those of each sample and of each item, three times."""
     llm = image = 0
     reader = Reader(path)
     for plan in plans:
-        for meta in job.planner.metas_of(plan.domain):
+        for meta in spec.planner.metas_of(plan.domain):
             sample = reader.read(meta.id, text=True, items=False)
-            targets = int(tokenize(sample, meta, job.tokenizer)[2].sum())
+            targets = int(tokenize(sample, meta, spec.tokenizer)[2].sum())
             tokens = next(s.length for s in plan.domain.samples if s.id == meta.id)
-            parts = [job.work[f"llm/{part}"] for part in range(job.layout.num_parts)]
+            parts = [spec.work[f"llm/{part}"] for part in range(spec.layout.num_parts)]
             load = even_load(tokens, tokens * tokens, targets=targets)
-            llm += sum(part.forward(load).flops for part in parts) * job.layout.tp
-            encoder = job.work["image"]
+            llm += sum(part.forward(load).flops for part in parts) * spec.layout.tp
+            encoder = spec.work["image"]
             image += sum(encoder.forward(even_load(i.tokens, i.tokens**2)).flops for i in meta.items)
     return {"llm": 3 * llm, "image": 3 * image}
 
 
-def loads_by_hand(job: Job, plans: list[StepPlan]) -> dict[str, list[int]]:
+def loads_by_hand(spec: RunSpec, plans: list[StepPlan]) -> dict[str, list[int]]:
     """Planned nanoseconds of forward passes: the first part of each domain, and each rank's items."""
     found: dict[str, list[int]] = {"llm": [], "image": []}
     for plan in plans:
         domain = plan.domain
         packs = [[domain.samples[i].length for i in batch.samples] for batch in domain.microbatches]
-        cost = job.table.parts["llm/0"]
+        cost = spec.table.parts["llm/0"]
         found["llm"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in packs))
-        cost = job.table.parts["image"]
-        for rank in range(job.arrangement.domain_size):
+        cost = spec.table.parts["image"]
+        for rank in range(spec.arrangement.domain_size):
             items = [[domain.items[i].tokens for i in c.items] for c in domain.chunks if c.ranks == (rank,)]
             found["image"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in items))
     return found
@@ -74,22 +74,22 @@ def test_figures_of_a_step_are_those_of_all_domains(
 ) -> None:
     line = overrides(data, tmp_path, *more, f"train.steps={STEPS}", samples=7)
     ranks.run(world, _train, line, world)
-    job = prepare_job(compose_config(line), world)
-    assert job.arrangement.num_domains == 2
+    spec = prepare_run(compose_config(line), world)
+    assert spec.arrangement.num_domains == 2
     cursor, seen = 0, 0
     for step, metrics in enumerate(read_metrics(tmp_path / "metrics.jsonl"), 1):
-        plans = plans_of_all_domains(job.planner, step, cursor)
+        plans = plans_of_all_domains(spec.planner, step, cursor)
         taken = plans[0].taken
         cursor, seen = taken.next_cursor, seen + sum(taken.lengths)
         assert metrics["progress/tokens"] == seen
 
-        flops = flops_by_hand(job, plans, data)
-        peak = job.cluster.flops * world * metrics["perf/step_s"]
+        flops = flops_by_hand(spec, plans, data)
+        peak = spec.cluster.flops * world * metrics["perf/step_s"]
         for name, value in flops.items():
             assert metrics[f"perf/mfu/{name}"] * peak == pytest.approx(value, rel=1e-9), name
         assert metrics["perf/mfu"] * peak == pytest.approx(sum(flops.values()), rel=1e-9)
 
-        for name, loads in loads_by_hand(job, plans).items():
+        for name, loads in loads_by_hand(spec, plans).items():
             assert len(loads) == (2 if name == "llm" else world)
             even = sum(loads) / len(loads)
             assert metrics[f"balance/max_over_mean/{name}"] == pytest.approx(max(loads) / even, rel=1e-9)

@@ -24,11 +24,11 @@ from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.llm_stage import LLMStage
-from omni.models.weight_gradients import Pending
+from omni.models.weight_gradients import PendingProducts
+from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.sharing import make_chunks
 from omni.training import parity
-from omni.training.job import Job, prepare_job
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
-from omni.training.sharing import make_chunks
 from omni.training.trainer import Trainer
 from parallel.work import Grad
 from pipeline import engine
@@ -103,23 +103,23 @@ def configure(folder: Path, *more: str) -> Config:
     return compose_config(overrides(folder / "mixed", folder / "run", "train.steps=2", *more, samples=16))
 
 
-def prepare(case: Case, config: Config) -> Job:
-    """The job of a case, where its package may not be on the path yet."""
+def prepare(case: Case, config: Config) -> RunSpec:
+    """The run of a case, where its package may not be on the path yet."""
     package = str(Path(config.run.dir).parent / "package")
     if package not in sys.path:
         sys.path.append(package)
-    job = prepare_job(config, case.world)
+    spec = prepare_run(config, case.world)
     changes: dict[str, Any] = {"single_queue": case.single_queue}
     if case.merged:
         changes["chunking"] = merged_chunks
-    return replace(job, planner=replace(job.planner, **changes))
+    return replace(spec, planner=replace(spec.planner, **changes))
 
 
 def merged_chunks(items: Any, slots: Any, sharing: Any, cost_ns: Any) -> tuple[Chunk, ...]:
     """Two by two, the image chunks that follow each other on a slot; others as they are."""
     of_slot: dict[Any, list[Chunk]] = defaultdict(list)
     for chunk in make_chunks(items, slots, sharing, cost_ns):
-        of_slot[chunk.component, chunk.ranks, chunk.layout.num_ranks].append(chunk)
+        of_slot[chunk.component, chunk.ranks, chunk.layout.num_members].append(chunk)
     merged = []
     for chunks in of_slot.values():
         size = 2 if chunks[0].component == "image" else 1
@@ -143,9 +143,9 @@ def merge(chunks: list[Chunk], items: Any, sharing: Any) -> Chunk:
 
 
 def measure(rank: int, case: Case, config: Config) -> Measurement | None:
-    job = prepare(case, config)
+    spec = prepare(case, config)
     folder = RunFolder.create(Path(config.run.dir))
-    return parity.measure(job, folder, rank, torch.device("cpu"), steps=config.train.steps)
+    return parity.measure(spec, folder, rank, torch.device("cpu"), steps=config.train.steps)
 
 
 _references: dict[tuple[str, ...], Measurement] = {}
@@ -308,7 +308,7 @@ def _same_part(forward: Any) -> Any:
 
 
 CHANGES = {
-    "a weight is forgotten": Change(Pending, "run", _forget_one),
+    "a weight is forgotten": Change(PendingProducts, "run", _forget_one),
     "the wrong part runs": Change(LLMStage, "forward", _same_part),
 }
 
@@ -346,9 +346,9 @@ def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None
         r"set layout\.llm\.parts=1, or choose a schedule that interleaves"
     )
     with pytest.raises(ConfigError, match=words):
-        prepare_job(configure(folder, "layout.llm.parts=2"), 1)
+        prepare_run(configure(folder, "layout.llm.parts=2"), 1)
     with pytest.raises(ConfigError, match=r"layout\.llm\.parts=3: .*=by_hand_2 orders at most 2"):
-        prepare_job(configure(folder, "layout.llm.parts=3", "pipeline=by_hand_2"), 1)
+        prepare_run(configure(folder, "layout.llm.parts=3", "pipeline=by_hand_2"), 1)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
-from omni.training.schedules import check_optim, frozen_components, learning_rate
+from omni.planning.optim_schedule import check_optim, frozen_components, learning_rate
 
 COMPONENTS = ("eye", "llm")
 

@@ -7,9 +7,9 @@ from own_policies import own
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
-from omni.training.job import prepare_job
-from omni.training.pools import without_effect
-from omni.training.sharing import Sharing, make_chunks, worth_sharing
+from omni.planning.pools import without_effect
+from omni.planning.run_spec import prepare_run
+from omni.planning.sharing import Sharing, make_chunks, worth_sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
@@ -130,7 +130,7 @@ def test_a_policy_without_anybody_to_share_with_is_said(tmp_path):
 
     def notes(world, *more):
         config = compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more))
-        return without_effect(prepare_job(config, world).planner.sharing)
+        return without_effect(prepare_run(config, world).planner.sharing)
 
     shared = ("layout.domain=2", "llm_sp=dynamic", "encoder_sp=all")
     assert notes(2, *shared) == notes(2) == notes(2, "layout.llm.cp=2", "llm_sp=all") == []

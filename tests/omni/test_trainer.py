@@ -17,9 +17,9 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
+from omni.planning.run_spec import prepare_run
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
-from omni.training.job import prepare_job
 from omni.training.trainer import NoUpdateError, Trainer
 from parallel.consensus import DivergenceError
 from parallel.waiting import StallError
@@ -33,20 +33,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
-    job = prepare_job(compose_config(line), world)
-    return Trainer(job, RunFolder.create(Path(job.config.run.dir)), rank, torch.device("cpu"))
+    spec = prepare_run(compose_config(line), world)
+    return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
 
 
 def _fetched(rank: int, line: list[str]) -> tuple[list[tuple[str, int, int]], set[tuple[str, int, int]]]:
     """What a rank loads for a step, and of which items it has any tokens."""
     trainer = make_trainer(rank, line, 4)
-    domain = trainer.job.planner.next_step(1, 0, trainer.rank.domain).domain
-    metas = trainer.job.planner.metas_of(domain)
+    domain = trainer.spec.planner.next_step(1, 0, trainer.rank.domain).domain
+    metas = trainer.spec.planner.metas_of(domain)
     held = {
         (domain.samples[item.sample].source, domain.samples[item.sample].id, item.index)
         for chunk in domain.chunks
         for item, shards in zip((domain.items[i] for i in chunk.items), chunk.layout.shards, strict=True)
-        if any(chunk.ranks[shard.rank] == trainer.rank.position for shard in shards if shard.length)
+        if any(chunk.ranks[shard.member] == trainer.rank.position for shard in shards if shard.length)
     }
     return list(trainer.rank.assembler.fetch_of(domain, metas).items), held
 
@@ -72,7 +72,7 @@ ONE_EACH = PackingPolicy("one_each", lambda lengths, budget: tuple((i,) for i in
 def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
     """Plan on 4 ranks, `other` differently, and return what is said of it."""
     trainer = make_trainer(rank, line, 4)
-    planner = trainer.job.planner
+    planner = trainer.spec.planner
     if rank == other:
         if what == "cursor":
             trainer.cursor = 1
@@ -82,7 +82,7 @@ def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
             "balance": replace(planner, policies=replace(planner.policies, balance=ALL_TO_ONE)),
             "packing": replace(planner, policies=replace(planner.policies, packing=ONE_EACH)),
         }[what]
-        trainer.job = replace(trainer.job, planner=changed)
+        trainer.spec = replace(trainer.spec, planner=changed)
     with trainer.ahead() as ahead:
         try:
             trainer.agree_on(ahead.take(1).plan)

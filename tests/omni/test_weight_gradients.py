@@ -10,7 +10,7 @@ from test_moe_layers import MOE, PACKS, Case, build, forward, make_pack
 from omni.config import OptimConfig
 from omni.models.layers import encoder_config, layer_submodules
 from omni.models.weight_gradients import Deferral, put_off_in
-from omni.training.optimizer import ComponentOptimizer
+from omni.rank.optimizer import ComponentOptimizer
 from parallel.layout import Layout
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, TransformerBlock
 

@@ -29,13 +29,13 @@ class Problem:
 
     def places(self) -> list[tuple[int, int]]:
         """Rank and local index of every packed token, one token at a time."""
-        held = [0] * self.layout.num_ranks
+        held = [0] * self.layout.num_members
         order = []
         for pieces in self.layout.shards:
             for piece in pieces:
                 for _ in range(piece.length):
-                    order.append((piece.rank, held[piece.rank]))
-                    held[piece.rank] += 1
+                    order.append((piece.member, held[piece.member]))
+                    held[piece.member] += 1
         shares = [max(1, -(-tokens // self.tp)) for tokens in held]
         return [(member * self.tp + at // shares[member], at % shares[member]) for member, at in order]
 

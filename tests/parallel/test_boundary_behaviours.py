@@ -14,7 +14,7 @@ from dataloader.loader import Fetched
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, count_text, item_row_offsets, tokenize
 from omni.config import LLMConfig
-from omni.training.inputs import Assembler, Place
+from omni.rank.inputs import Assembler, Place
 from parallel.boundary import Ends, Route, Rows, make_ends, make_route, ship
 from parallel.layout import split_evenly
 from parallel.packed import PackedTokens

@@ -42,7 +42,7 @@ def test_whole_sequences_are_one_shard_each():
 @pytest.mark.parametrize(
     "shards, what",
     [
-        ([Shard(2, 0, 4)], "rank 2 not in group"),
+        ([Shard(2, 0, 4)], "member 2 not in the pool"),
         ([Shard(-1, 0, 4)], "rank -1 not in group"),
         ([Shard(0, 0, 4), Shard(1, 5, 1)], "token 4 is not covered once"),
         ([Shard(0, 0, 4), Shard(1, 3, 2)], "token 4 is not covered once"),

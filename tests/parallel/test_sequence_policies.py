@@ -50,7 +50,7 @@ def makespan(layout: SequenceLayout, cost: SequenceCost) -> int:
 
 def ideal(lengths: list[int], pool: Pool) -> float:
     """Nanoseconds if all work were spread evenly and nothing had to travel."""
-    return int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_ranks
+    return int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_members
 
 
 lengths_of = st.lists(st.integers(0, 60) | st.integers(0, 100_000), max_size=12)
@@ -70,10 +70,10 @@ def pools(draw) -> Pool:
 @given(lengths=lengths_of, pool=pools())
 def test_every_layout_holds_the_sequences_cut_at_units(name, lengths, pool):
     layout = POLICIES[name](lengths, pool)
-    assert layout.num_ranks == pool.num_ranks
+    assert layout.num_members == pool.num_members
     assert layout.lengths == tuple(lengths)
     for shards in layout.shards:
-        assert len({s.rank for s in shards}) == len(shards)
+        assert len({s.member for s in shards}) == len(shards)
         assert all(s.start % pool.unit == 0 for s in shards)
         assert all(s.length for s in shards) or len(shards) == 1
     assert POLICIES[name](lengths, pool) == layout
@@ -119,7 +119,7 @@ def test_dynamic_fails_only_where_units_outnumber_room(lengths, num_ranks, unit)
 
 @pytest.mark.parametrize(
     "arguments, what",
-    [((0,), "num_ranks=0"), ((2, 0), "unit=0"), ((2, 4, 3), "tokens_per_rank=3")],
+    [((0,), "num_members=0"), ((2, 0), "unit=0"), ((2, 4, 3), "tokens_per_rank=3")],
 )
 def test_pools_that_cannot_be_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):
@@ -144,14 +144,14 @@ def test_cuts_follow_weights_to_the_nearest_unit(length, weights, unit):
     parts = [(rank + 3, weight) for rank, weight in enumerate(weights)]
     shards = cut(length, parts, unit)
     units = -(-length // unit)
-    ends = {s.rank: s.start + s.length for s in shards}
+    ends = {s.member: s.start + s.length for s in shards}
     before = 0
     for rank, weight in parts:
         before += weight
         if rank in ends:
             nearest = units * before / sum(weights)
             assert abs(-(-ends[rank] // unit) - nearest) <= 0.5 + 1e-9
-    assert [s.rank for s in shards] == sorted(s.rank for s in shards)
+    assert [s.member for s in shards] == sorted(s.member for s in shards)
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -187,7 +187,7 @@ def test_times_know_units_and_do_not_overflow():
 def test_none_is_longest_processing_time_first():
     pool = make_pool(VIT, 3)
     layout = shard_none([50_000, 10_000, 20_000, 20_000, 30_000], pool)
-    assert [[s.rank for s in shards] for shards in layout.shards] == [[0], [2], [2], [2], [1]]
+    assert [[s.member for s in shards] for shards in layout.shards] == [[0], [2], [2], [2], [1]]
 
 
 def test_all_cuts_everything_evenly():
@@ -207,7 +207,7 @@ def long_short_by_hand(lengths: list[int], pool: Pool) -> int:
     found = []
     for count in range(len(order) + 1):
         base = sum(rows[i][most_ranks(lengths[i], pool) - 1] for i in order[:count])
-        loads = [base + pool.cost.sharing_ns * (count > 0)] * pool.num_ranks
+        loads = [base + pool.cost.sharing_ns * (count > 0)] * pool.num_members
         for i in order[count:]:
             loads[loads.index(min(loads))] += rows[i][0]
         found.append(max(loads))
@@ -251,7 +251,7 @@ def test_hybrid_takes_the_least_power_of_two_in_aligned_blocks(lengths, num_rank
         units = 1 << (length.bit_length() - 1)
         assert len(shards) == min(needed, largest, units)
         assert shards[0].rank % len(shards) == 0
-        assert [s.rank for s in shards] == list(range(shards[0].rank, shards[0].rank + len(shards)))
+        assert [s.member for s in shards] == list(range(shards[0].rank, shards[0].rank + len(shards)))
 
 
 def test_hybrid_without_a_threshold_takes_the_best_power_of_two():
@@ -394,7 +394,7 @@ def test_every_layout_gets_tiles_that_move_only_what_is_shared(name):
                 moved = moved_elements(plan_tiles(layout, (tiles,), rank, LLM.shape, 1))
                 told = volumes.get(rank, Volume())
                 assert moved.total == told.sent_in + told.sent_out
-                assert not moved.total or rank in {s.rank for s in shards}
+                assert not moved.total or rank in {s.member for s in shards}
 
 
 def test_planning_takes_milliseconds():

@@ -21,9 +21,9 @@ from parallel.transports import (
     hops,
     node_map,
     relays,
+    route_bytes,
     transport_ns,
     two_hops,
-    volume,
 )
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_direct_sends_the_lower_bound_on_every_layout(random):
     problem = random_problem(random)
     nodes = random_nodes(random, problem.num_ranks)
     apart = [(a, b) for a, _, b, _ in problem.wanted_moves() if a != b]
-    moved = volume("direct", problem.route().traffic(), nodes, 7)
+    moved = route_bytes("direct", problem.route().traffic(), nodes, 7)
     assert moved.total == 7 * len(apart)
     assert moved.across == 7 * sum(nodes[a] != nodes[b] for a, b in apart)
     of_rank = [max(sum(a == r for a, _ in apart), sum(b == r for _, b in apart)) for r in range(len(nodes))]
@@ -101,7 +101,9 @@ def test_two_levels_cross_between_nodes_once_and_in_few_messages(traffic_and_nod
         assert sum(y == b and nodes[x] == nodes[a] for x, y in second) == 1
         met = sum(x == a and nodes[y] == nodes[b] for x, y in second)
         assert met <= -(-nodes.count(nodes[b]) // nodes.count(nodes[a]))
-    assert volume("two_level", traffic, nodes, 1).across == volume("direct", traffic, nodes, 1).across
+    assert (
+        route_bytes("two_level", traffic, nodes, 1).across == route_bytes("direct", traffic, nodes, 1).across
+    )
 
 
 @settings(deadline=None, max_examples=200)
@@ -111,7 +113,7 @@ def test_the_way_back_moves_the_same_bytes_in_the_same_time(traffic_and_nodes, t
     back = hops(TRANSPOSED[transport], transposed(traffic), nodes)
     assert back == [transposed(hop) for hop in reversed(hops(transport, traffic, nodes))]
     there, again = (transport, traffic, nodes, 5), (TRANSPOSED[transport], transposed(traffic), nodes, 5)
-    assert volume(*there) == volume(*again)
+    assert route_bytes(*there) == route_bytes(*again)
     assert transport_ns(*there, LINKS) == transport_ns(*again, LINKS)
 
 
@@ -125,7 +127,7 @@ def test_buffers_reach_every_rank_in_logarithmic_steps(traffic_and_nodes):
         block = max((sum(r for pair, r in traffic.items() if pair[end] == k) for k in range(n)), default=0)
         steps = hops(transport, traffic, nodes)
         assert len(steps) == ((n - 1).bit_length() if block else 0)
-        moved = volume(transport, traffic, nodes, 3)
+        moved = route_bytes(transport, traffic, nodes, 3)
         assert moved.total == 3 * block * n * (n - 1)
         assert moved.busiest == 3 * block * (n - 1)
     # Following the steps of an all-gather, every rank ends with the block of every rank.
@@ -275,7 +277,7 @@ def test_what_is_sent_is_what_was_planned(random, transport):
     planned = hops(transport, route.traffic(), nodes)
     if ends[0].slots is not None:
         n, block = len(ends), ends[0].slots.block
-        assert volume(transport, route.traffic(), nodes, 1).total == n * (n - 1) * block
+        assert route_bytes(transport, route.traffic(), nodes, 1).total == n * (n - 1) * block
         return
     counts = [[e.send_counts for e in ends]]
     expected = [[e.receive_counts for e in ends]]

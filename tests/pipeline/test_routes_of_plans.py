@@ -57,11 +57,11 @@ def random_chunk(random, component, part, items, size, num_points):
 
 def domain_of(layout, tp, size, items, chunks, feeds):
     """A domain of one microbatch over `size` positions, of which STAGES stages hold a part each."""
-    held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_ranks * tp)]
+    held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_members * tp)]
     return DomainPlan(
         team=1,
         holds=(*held, *((),) * (size - len(held))),
-        pool=layout.num_ranks,
+        pool=layout.num_members,
         tp=tp,
         party=1,
         llm=0,
@@ -87,7 +87,7 @@ def sent_rows(chunks, items, feeds):
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True):
                 for shard in shards:
                     first, stop = shard.start // 4, (shard.start + shard.length) // 4
-                    of_slot[shard.rank] += [(i, row, point) for row in range(first, stop)]
+                    of_slot[shard.member] += [(i, row, point) for row in range(first, stop)]
         for slot, rows in of_slot.items():
             owners = [
                 rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
@@ -102,12 +102,12 @@ def sent_rows(chunks, items, feeds):
 
 def places(layout, tp):
     """Rank of the stage and local token of every packed token."""
-    held, order = [0] * layout.num_ranks, []
+    held, order = [0] * layout.num_members, []
     for shards in layout.shards:
         for shard in shards:
             for _ in range(shard.length):
-                order.append((shard.rank, held[shard.rank]))
-                held[shard.rank] += 1
+                order.append((shard.member, held[shard.member]))
+                held[shard.member] += 1
     share = [max(1, -(-tokens // tp)) for tokens in held]
     return [(member * tp + at // share[member], at % share[member]) for member, at in order]
 
@@ -118,7 +118,7 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     layout, tp, size, items, chunks, feeds = random_work(random)
     domain = domain_of(layout, tp, size, items, chunks, feeds)
     (route,) = plan_routes(domain)
-    place, stage_size = places(layout, tp), layout.num_ranks * tp
+    place, stage_size = places(layout, tp), layout.num_members * tp
     wanted = []
     for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
         rank, token = place[items[i].start + row]

@@ -57,7 +57,7 @@ def test_random_plans_hold_every_kind_of_domain():
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
         for chunk in domain.chunks:
-            seen.add(("slots", chunk.layout.num_ranks, chunk.tp))
+            seen.add(("slots", chunk.layout.num_members, chunk.tp))
             seen.add(("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks})))
             seen |= {("shards", len(shards)) for shards in chunk.layout.shards}
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}

@@ -26,7 +26,7 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from pipeline.ops import Kind, Op
-from pipeline.plan import Block, Point, StepPlan
+from pipeline.plan import ItemRows, Point, StepPlan
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError, verify
 
@@ -266,7 +266,7 @@ def test_an_item_of_no_chunk_is_refused():
     assert all(text.startswith("R5") for text in found)
 
 
-BLOCKS = (Block(0, 0, 0, 2), Block(1, 0, 0, 1))  # what chunk 0 puts out
+BLOCKS = (ItemRows(0, 0, 0, 2), ItemRows(1, 0, 0, 1))  # what chunk 0 puts out
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ BLOCKS = (Block(0, 0, 0, 2), Block(1, 0, 0, 1))  # what chunk 0 puts out
         ({"layout": SequenceLayout.whole([8], [0], 1)}, "(8,) tokens"),
         ({"layout": SequenceLayout.whole([8, 4], [0, 0], 2)}, "rows, not those"),
         ({"outputs": (BLOCKS[:1],)}, "(2,) rows"),
-        ({"outputs": ((*BLOCKS, Block(0, 0, 2, 1)),)}, "(4,) rows"),
+        ({"outputs": ((*BLOCKS, ItemRows(0, 0, 2, 1)),)}, "(4,) rows"),
         ({"outputs": (BLOCKS[::-1],)}, "(3,) rows"),
-        ({"outputs": ((Block(2, 0, 0, 2), BLOCKS[1]),)}, "(3,) rows"),
+        ({"outputs": ((ItemRows(2, 0, 0, 2), BLOCKS[1]),)}, "(3,) rows"),
         ({"outputs": (BLOCKS, ())}, "(3, 0) rows"),
         ({"ranks": (0, 1)}, "(3,) rows"),
         ({"ranks": (0, 1), "outputs": (BLOCKS, ())}, "(3, 0) rows"),
@@ -591,7 +591,7 @@ def test_a_route_to_another_rank_of_the_first_stage_is_refused():
 def test_a_plan_of_another_member_for_a_sequence_is_refused():
     plan = a_shared_plan()
     batch = plan.domain.microbatches[0]
-    pieces = [[replace(s, rank=1 - s.rank) for s in shards] for shards in batch.layout.shards]
+    pieces = [[replace(s, rank=1 - s.member) for s in shards] for shards in batch.layout.shards]
     moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
     found = problems(with_domain(plan, microbatches=(moved, *plan.domain.microbatches[1:])))
     assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]

@@ -13,11 +13,11 @@ from omni.models.llm import attach_layer
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.registry import attach_of
-from omni.training.anchors import EncoderAnchor
-from omni.training.inputs import Assembler, Place
-from omni.training.job import Job
-from omni.training.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
-from omni.training.state import Names
+from omni.planning.run_spec import RunSpec
+from omni.rank.anchors import EncoderAnchor
+from omni.rank.inputs import Assembler, Place
+from omni.rank.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
+from omni.rank.state import Names
 from ops.device import dtype_of
 from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
@@ -54,9 +54,9 @@ def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> None:
         component.reduce(part)
 
 
-def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
-    """Build rank `rank` of `job`. torch.distributed must be initialised; every rank calls it."""
-    config, arrangement = job.config, job.arrangement
+def build_rank(spec: RunSpec, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
+    """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
+    config, arrangement = spec.config, spec.arrangement
     dtype = dtype_of(config.train.precision)
     groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
@@ -66,10 +66,10 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
     names: dict[str, dict[int, Numbering]] = {}
     stage = None
     if LLM in groups.components:
-        stage = _build_stage(job, groups, dtype, device)
+        stage = _build_stage(spec, groups, dtype, device)
         modules[LLM] = {number: part.model for number, part in stage.parts.items()}
         names[LLM] = {number: part.numbering for number, part in stage.parts.items()}
-    for name, encoder in job.encoders.items():
+    for name, encoder in spec.encoders.items():
         if name in groups.components:
             own = groups.components[name]
             module = encoder.build(config.model.llm.hidden, dtype, device, own)
@@ -83,7 +83,7 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
             initialise(module, seed=config.train.seed, component=name, num_layers=depth, numbering=numbering)
 
     components = {}
-    for name in job.components:
+    for name in spec.components:
         if name in modules:
             own = groups.components[name]
             components[name] = ComponentOptimizer(name, modules[name], own, config.optim)
@@ -101,7 +101,7 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
         stage=stage,
         components=components,
         names=names,
-        optimizer=JointOptimizer(job.components, components, config.optim, config.train.steps, device),
+        optimizer=JointOptimizer(spec.components, components, config.optim, config.train.steps, device),
         engine=Engine(
             position=position,
             ranks=ranks,
@@ -110,14 +110,14 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
             dtype=dtype,
             anchors={
                 name: EncoderAnchor(modules[name][0], groups.components[name].tp, len(attach_of(encoder)))
-                for name, encoder in job.encoders.items()
+                for name, encoder in spec.encoders.items()
                 if name in modules
             },
             groups=groups,
             device=device,
             reducers={
                 (number, part): partial(_reduce, components[name], part, groups)
-                for number, name in enumerate(job.components)
+                for number, name in enumerate(spec.components)
                 if name in components
                 for part in modules[name]
             },
@@ -126,25 +126,25 @@ def build_rank(job: Job, rank: int, device: torch.device, on_op: Callable[[Op], 
         ),
         assembler=Assembler(
             llm=config.model.llm,
-            encoders=job.encoders,
-            sources=job.sources,
+            encoders=spec.encoders,
+            sources=spec.sources,
             place=Place(position, device, dtype),
         ),
     )
 
 
-def _build_stage(job: Job, groups: Groups, dtype: torch.dtype, device: torch.device) -> LLMStage:
+def _build_stage(spec: RunSpec, groups: Groups, dtype: torch.dtype, device: torch.device) -> LLMStage:
     return LLMStage(
-        job.config.model.llm,
-        job.arrangement.llm,
-        vocab_size=job.tokenizer.vocab_size,
-        num_sources=len(job.sources),
+        spec.config.model.llm,
+        spec.arrangement.llm,
+        vocab_size=spec.tokenizer.vocab_size,
+        num_sources=len(spec.sources),
         dtype=dtype,
         device=device,
         groups=groups.components[LLM],
         attach_layers=[
             attach_layer(name)
-            for encoder in job.encoders.values()
+            for encoder in spec.encoders.values()
             for name in attach_of(encoder)
             if name != EMBEDDING.name
         ],

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from omni.models.weight_gradients import Deferral, Pending, put_off_in
-from omni.training.inputs import ChunkInputs
+from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
+from omni.rank.inputs import ChunkInputs
 from parallel.slots import own_rows
 
 
@@ -42,6 +42,6 @@ class EncoderAnchor:
             )
         return own_rows(rows, inputs.row_counts, self.tp)
 
-    def weights_later(self) -> AbstractContextManager[Pending]:
+    def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""
         return self.deferral.weights_later()

@@ -1,7 +1,7 @@
 """Everything about a run that follows from its configuration and its data, before any rank exists.
 
-`prepare_job` is where a user's mistakes are found: unknown encoders, sizes that do not fit, layouts that do
-not divide the world, datasets that are missing or cut short. The same job is what the trainer runs, what
+`prepare_run` is where a user's mistakes are found: unknown encoders, sizes that do not fit, layouts that do
+not divide the world, datasets that are missing or cut short. The same spec is what the trainer runs, what
 `omni plan` prints and times.
 """
 
@@ -26,12 +26,12 @@ from omni.models.llm import (
     llm_parts,
 )
 from omni.models.registry import Encoder, attach_of, make_encoder, naming
-from omni.training.choices import Chosen, chosen_placement, chosen_policies
-from omni.training.domain_planner import Boundary, Policies
-from omni.training.planner import Planner
-from omni.training.pools import sharing_of
-from omni.training.schedules import check_optim, frozen_components
-from omni.training.work import cost_table, part_work
+from omni.planning.choices import Chosen, chosen_placement, chosen_policies
+from omni.planning.domain_planner import Policies, TransportChoice
+from omni.planning.optim_schedule import check_optim, frozen_components
+from omni.planning.planner import Planner
+from omni.planning.pools import sharing_of
+from omni.planning.work import cost_table, part_work
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
@@ -45,7 +45,7 @@ PRECISIONS = ("auto", "fp32", "bf16")
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """A run, resolved: its policies, who lives where, its components, data and planner."""
 
     config: Config
@@ -80,7 +80,7 @@ class Job:
         return self.heldout[source].meta(sample, source, partial(_count, self.encoders))
 
 
-def prepare_job(config: Config, world: int) -> Job:
+def prepare_run(config: Config, world: int) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
     Raises:
@@ -131,7 +131,7 @@ def prepare_job(config: Config, world: int) -> Job:
             for name, encoder in encoders.items()
             if attach_of(encoder) != (EMBEDDING.name,)
         ),
-        boundary=Boundary(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
+        transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
         policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
@@ -140,7 +140,7 @@ def prepare_job(config: Config, world: int) -> Job:
         # Until several GPUs have shown that separate communicators never block each other.
         single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
     )
-    return Job(
+    return RunSpec(
         config=config,
         policies=policies,
         arrangement=arrangement,

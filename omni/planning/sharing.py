@@ -33,14 +33,14 @@ Chunking = Callable[
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the `num_ranks` members of a component share sequences: by which policy, and over which pool it
+    """How the `num_members` members of a component share sequences: by which policy, and over which pool it
     decides, a replica's members or all. Items have rows for each of `num_points` attach points; if they stay
     `whole`, the policy has no say.
     """
 
     policy: SharingPolicy
     pool: Pool
-    num_ranks: int
+    num_members: int
     num_points: int = 1
     whole: bool = False
 
@@ -54,12 +54,12 @@ class Sharing:
         if not self.policy.within_replica:
             return self.policy([length for pack in packs for length in pack], self.pool)
         shards = [
-            tuple(replace(shard, rank=shard.rank + replica * self.pool.num_ranks) for shard in of)
+            tuple(replace(shard, member=shard.member + replica * self.pool.num_members) for shard in of)
             for replica, pack in enumerate(packs)
             if pack
             for of in self.policy(pack, self.pool).shards
         ]
-        return SequenceLayout(self.num_ranks, tuple(shards))
+        return SequenceLayout(self.num_members, tuple(shards))
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""
@@ -149,13 +149,13 @@ def worth_sharing(
     candidates.sort(key=lambda m: -max(lengths[m]))
     whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
     chosen: dict[int, int] = {}  # nanoseconds by shared microbatch
-    least = _step_ns(whole, chosen, sharing.num_ranks)
+    least = _step_ns(whole, chosen, sharing.num_members)
     best = 0
     for count, microbatch in enumerate(candidates, 1):
         chosen[microbatch] = sharing.slowest_ns(layouts[microbatch])
         if sum(chosen.values()) >= least:
             break
-        taken = _step_ns(whole, chosen, sharing.num_ranks)
+        taken = _step_ns(whole, chosen, sharing.num_members)
         if taken < least:
             best, least = count, taken
     return candidates[:best]
@@ -188,7 +188,7 @@ def _chunk(
     layout: SequenceLayout,
     sharing: Sharing,
 ) -> Chunk:
-    first, tp = items[numbers[0]], len(ranks) // layout.num_ranks
+    first, tp = items[numbers[0]], len(ranks) // layout.num_members
     return Chunk(
         component=first.component,
         microbatches=(first.microbatch,),

@@ -2,8 +2,8 @@
 
 Losses are sums and so are gradients: each component sums its own over its own groups, and all are divided
 once, by the number of target tokens of the whole step. One norm over all components clips them. The number
-of targets, the losses and the squared norms of all components travel in one reduction (`Totals`), so that a
-step has one point where the host learns what happened.
+of targets, the losses and the squared norms of all components travel in one reduction (`StepTotals`), so that
+a step has one point where the host learns what happened.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from omni.config import ConfigError, OptimConfig
-from omni.training.schedules import frozen_components, learning_rate
+from omni.planning.optim_schedule import frozen_components, learning_rate
 from parallel.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -29,7 +29,7 @@ from parallel.megatron import (
 
 
 @dataclass(frozen=True)
-class Totals:
+class StepTotals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
     component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
     experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad
@@ -66,7 +66,7 @@ def reduce_totals(
     tombstones: int,
     stop: bool,
     group: dist.ProcessGroup,
-) -> Totals:
+) -> StepTotals:
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
@@ -75,7 +75,7 @@ def reduce_totals(
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
     n, m = num_sources, 2 * num_sources + len(squares)
-    return Totals(
+    return StepTotals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
@@ -303,7 +303,7 @@ class JointOptimizer:
                 squares[i] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         return squares
 
-    def norms(self, totals: Totals) -> dict[str, float]:
+    def norms(self, totals: StepTotals) -> dict[str, float]:
         """Gradient norm of the mean loss, for each component that trains."""
         scale = totals.num_targets or math.nan
         return {
@@ -312,7 +312,7 @@ class JointOptimizer:
             if name not in self.frozen
         }
 
-    def update(self, step: int, totals: Totals) -> bool:
+    def update(self, step: int, totals: StepTotals) -> bool:
         """Divide, clip and step. Returns False, and changes nothing, if the norm is not finite."""
         norm = math.sqrt(sum(n * n for n in self.norms(totals).values()))
         if not math.isfinite(norm):

@@ -17,7 +17,7 @@ from dataloader.dealing import deal
 from dataloader.global_batch import Lengths, take_global_batch
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, length
-from omni.training.domain_planner import DomainPlanner
+from omni.planning.domain_planner import DomainPlanner
 from pipeline.costs import plan_memory
 from pipeline.plan import DomainPlan, GroupPlan, StepPlan, Taken
 from pipeline.verifier import verify

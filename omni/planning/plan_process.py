@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from infra.launch import ENDING
-from omni.training.planner import Planner
+from omni.planning.planner import Planner
 from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters

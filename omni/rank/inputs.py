@@ -86,7 +86,7 @@ class Assembler:
             Piece(number, sample, shard.start, shard.start + shard.length)
             for number, (sample, shards) in enumerate(zip(batch.samples, batch.layout.shards, strict=True))
             for shard in shards
-            if shard.rank == member and shard.length
+            if shard.member == member and shard.length
         ]
 
     def texts(self, domain: DomainPlan) -> list[int]:
@@ -112,7 +112,7 @@ class Assembler:
             return []
         slot = chunk.slot(self.place.position)
         found = (
-            (i, [s for s in shards if s.rank == slot and s.length])
+            (i, [s for s in shards if s.member == slot and s.length])
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
         )
         return [(i, own) for i, own in found if own]

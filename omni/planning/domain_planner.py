@@ -19,7 +19,7 @@ from math import gcd, lcm
 from dataloader.global_batch import Budget
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
-from omni.training.sharing import Chunking, Sharing, lay_out, make_chunks
+from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
@@ -46,20 +46,20 @@ class Policies:
 
 
 @dataclass(frozen=True)
-class Boundary:
+class TransportChoice:
     """How rows travel: by the transport that a policy chooses for each route."""
 
-    transport: TransportPolicy
+    policy: TransportPolicy
     ranks_per_node: int
     row_bytes: int
     links: Links
 
-    def send(self, route: Route, ranks: Sequence[int]) -> Route:
+    def choose(self, route: Route, ranks: Sequence[int]) -> Route:
         """Choose the transport of a route over global `ranks`, and note its time."""
         if route.is_local:
             return route.over("local")
         nodes, rows = node_map(ranks, self.ranks_per_node), route.traffic()
-        transport = self.transport(rows, nodes, self.row_bytes, self.links)
+        transport = self.policy(rows, nodes, self.row_bytes, self.links)
         return route.over(transport, nodes, transport_ns(transport, rows, nodes, self.row_bytes, self.links))
 
 
@@ -77,7 +77,7 @@ class DomainPlanner:
     arrangement: Arrangement
     llm: str
     sharing: Mapping[str, Sharing]
-    boundary: Boundary
+    transport: TransportChoice
     feeds: tuple[tuple[str, tuple[Point, ...]], ...]
     policies: Policies
     budget: Budget
@@ -154,7 +154,7 @@ class DomainPlanner:
     def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""
         return tuple(
-            None if route is None else self.boundary.send(route, ranks) for route in plan_routes(domain)
+            None if route is None else self.transport.choose(route, ranks) for route in plan_routes(domain)
         )
 
     def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -211,7 +211,7 @@ class DomainPlanner:
         """Neighbouring ranks of a stage whose layers communicate, for any reason."""
         world = self.arrangement
         # Attention exchanges over all members of the stage, whoever shares a sequence.
-        if self.sharing[self.llm].pool.num_ranks > 1:
+        if self.sharing[self.llm].pool.num_members > 1:
             return world.stage_size
         return lcm(world.llm.tp, world.llm.ep)
 

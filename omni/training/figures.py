@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from omni.models.llm import NAME as LLM
+from omni.planning.run_spec import RunSpec
+from omni.rank.optimizer import StepTotals
 from omni.training.ahead import Prepared
-from omni.training.job import Job
-from omni.training.optimizer import Totals
 from ops.device import device_type, peak_memory_bytes
 from parallel.sequence import SequenceLayout
 from parallel.work import Load, even_load
@@ -49,15 +49,15 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
     return tuple(idle[cause] for cause in CAUSES)
 
 
-def step_flops(job: Job, plan: StepPlan) -> dict[str, float]:
+def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
     """FLOPs of a domain's forward passes by component, without those of the output layer."""
     domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
     for batch in domain.microbatches:
         load = _whole(batch.layout)
-        parts = (job.work[f"{LLM}/{number}"] for number in range(domain.num_parts))
+        parts = (spec.work[f"{LLM}/{number}"] for number in range(domain.num_parts))
         flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
     for chunk in domain.chunks:
-        forward = job.work[chunk.component].forward(_whole(chunk.layout))
+        forward = spec.work[chunk.component].forward(_whole(chunk.layout))
         flops[chunk.component] += forward.flops * chunk.tp
     return flops
 
@@ -67,14 +67,14 @@ def _whole(layout: SequenceLayout) -> Load:
     return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
 
 
-def loads(job: Job, plan: StepPlan) -> dict[str, list[int]]:
+def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
     """Planned nanoseconds of forward passes in a domain: of each member of the pool for the LLM, with the
     first part to speak for all, and of each rank for an encoder.
     """
-    domain, first = plan.domain, job.table.parts[f"{LLM}/0"]
+    domain, first = plan.domain, spec.table.parts[f"{LLM}/0"]
     found = {
         LLM: [
-            sum(first.forward_ns(*batch.work(member)) for batch in domain.microbatches)
+            sum(first.forward_ns(*batch.share(member)) for batch in domain.microbatches)
             for member in range(domain.pool)
         ]
     }
@@ -83,43 +83,43 @@ def loads(job: Job, plan: StepPlan) -> dict[str, list[int]]:
             own = dict.fromkeys(range(*domain.homes[number]), 0)
             for chunk in domain.chunks:
                 for rank in chunk.ranks if chunk.component == name else ():
-                    own[rank] += job.table.parts[name].forward_ns(*chunk.work(rank))
+                    own[rank] += spec.table.parts[name].forward_ns(*chunk.share(rank))
             found[name] = list(own.values())
     return found
 
 
-def busiest(job: Job, plan: StepPlan) -> tuple[int, ...]:
+def busiest(spec: RunSpec, plan: StepPlan) -> tuple[int, ...]:
     """The largest load of the domain, by component: what ranks compare to find the world's."""
-    found = loads(job, plan)
+    found = loads(spec, plan)
     return tuple(max(found[name], default=0) for name in plan.components)
 
 
-def planned_sums(job: Job, plan: StepPlan, counts: bool) -> tuple[float, ...]:
+def planned_sums(spec: RunSpec, plan: StepPlan, counts: bool) -> tuple[float, ...]:
     """What the plans of all domains add up to: FLOPs and loads by component, microbatches. Only one rank of
     a domain `counts`.
     """
     if not counts:
         return (0.0,) * (2 * len(plan.components) + 1)
-    flops, found = step_flops(job, plan), loads(job, plan)
+    flops, found = step_flops(spec, plan), loads(spec, plan)
     sums = [sum(found[name]) for name in plan.components]
     return (*(flops[name] for name in plan.components), *sums, len(plan.domain.microbatches))
 
 
-def trained_flops(job: Job, plan: StepPlan, totals: Totals) -> dict[str, float]:
+def trained_flops(spec: RunSpec, plan: StepPlan, totals: StepTotals) -> dict[str, float]:
     """FLOPs of a step by component: backward counts twice the forward, recomputation not at all, the output
     layer only for the targets it ran on.
     """
     flops = dict(zip(plan.components, totals.planned, strict=False))
-    last = job.work[f"{LLM}/{plan.domain.num_parts - 1}"]
+    last = spec.work[f"{LLM}/{plan.domain.num_parts - 1}"]
     flops[LLM] += last.forward(even_load(0, targets=round(totals.num_targets))).flops * last.tp
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
 
 
-def imbalance(job: Job, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
+def imbalance(spec: RunSpec, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
     """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
     even. `most` and `sums` are those of the world, by component.
     """
-    domains = job.arrangement.num_domains
+    domains = spec.arrangement.num_domains
     ranks = [plan.domain.pool if name == LLM else stop - first for name, (first, stop) in zip(
         plan.components, plan.domain.homes, strict=True)]  # fmt: skip
     return {
@@ -129,7 +129,7 @@ def imbalance(job: Job, plan: StepPlan, most: Sequence[int], sums: Sequence[floa
     }
 
 
-def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float | None:
+def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> float | None:
     """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
     Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
@@ -137,16 +137,16 @@ def predicted_error(job: Job, prepared: Prepared, result: StepResult) -> float |
     ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    events = chain.from_iterable(simulate(prepared.plan.domain, job.table).events)
+    events = chain.from_iterable(simulate(prepared.plan.domain, spec.table).events)
     simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
     return simulated / (ran[-1][1] - ran[0][0]) - 1
 
 
 def metrics_of(
-    job: Job,
+    spec: RunSpec,
     prepared: Prepared,
     result: StepResult,
-    totals: Totals,
+    totals: StepTotals,
     norms: Mapping[str, float],
     rates: Mapping[str, float],
     loads: Sequence[int],
@@ -156,10 +156,10 @@ def metrics_of(
     """All metrics of one training step."""
     plan = prepared.plan
     tokens, count = plan.taken.tokens, len(plan.components)
-    flops = trained_flops(job, plan, totals)
-    peak = job.cluster.flops * job.arrangement.world * step_s
-    packs = totals.planned[-1] * job.arrangement.replicas
-    capacity = packs * job.config.data.microbatch_tokens
+    flops = trained_flops(spec, plan, totals)
+    peak = spec.cluster.flops * spec.arrangement.world * step_s
+    packs = totals.planned[-1] * spec.arrangement.replicas
+    capacity = packs * spec.config.data.microbatch_tokens
     metrics = {
         "progress/step": plan.step,
         "progress/tokens": progression.tokens,
@@ -167,7 +167,7 @@ def metrics_of(
         "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
         "perf/step_s": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (job.arrangement.world * step_s),
+        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (spec.arrangement.world * step_s),
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.tombstones,
@@ -177,25 +177,25 @@ def metrics_of(
         "plan/ms": prepared.plan_s * 1e3,
         "plan/cpu_ms": prepared.plan_cpu_s * 1e3,
     }
-    for source, loss, targets in zip(job.sources, totals.losses, totals.targets, strict=True):
+    for source, loss, targets in zip(spec.sources, totals.losses, totals.targets, strict=True):
         if targets:
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    uneven = imbalance(job, plan, loads, totals.planned[count:-1])
+    uneven = imbalance(spec, plan, loads, totals.planned[count:-1])
     metrics |= {f"balance/max_over_mean/{name}": value for name, value in uneven.items()}
-    if totals.expert_load and (moe := job.config.model.llm.mixture) is not None:
-        layers = job.config.model.llm.layers - moe.dense_layers
+    if totals.expert_load and (moe := spec.config.model.llm.mixture) is not None:
+        layers = spec.config.model.llm.layers - moe.dense_layers
         metrics["balance/max_over_mean/experts"] = totals.expert_load / layers
     on_gpu = device_type() == "cuda"
-    if not (on_gpu and job.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
+    if not (on_gpu and spec.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
-    shares = [seconds / (job.arrangement.world * step_s) for seconds in totals.seconds]
+    shares = [seconds / (spec.arrangement.world * step_s) for seconds in totals.seconds]
     for cause, share in zip(CAUSES, shares, strict=True):
         if cause == "data" or not on_gpu:
             metrics[f"perf/idle_frac/{cause}"] = share
-    error = None if on_gpu else predicted_error(job, prepared, result)
+    error = None if on_gpu else predicted_error(spec, prepared, result)
     if error is not None:
         metrics["plan/pred_error"] = error
     return metrics

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder, attach_of
-from omni.training.choices import Chosen
-from omni.training.sharing import Sharing
+from omni.planning.choices import Chosen
+from omni.planning.sharing import Sharing
 from parallel.costs import Cluster, CostTable, Link
 from parallel.layout import Arrangement
 from parallel.policies import SharingPolicy, make_pool
@@ -61,13 +61,15 @@ def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
         policy = of.policy
         if not policy.cuts:
             continue
-        if name == LLM and of.num_ranks == 1 and not policy.within_replica:
+        if name == LLM and of.num_members == 1 and not policy.within_replica:
             notes.append(
                 f"llm_sp={policy.name} has no effect: nobody to share with; raise layout.domain or "
                 "layout.llm.cp"
             )
         if name != LLM and of.whole:
-            why = "its items stay whole" if of.num_ranks > 1 else "a domain has one slot; raise layout.domain"
+            why = (
+                "its items stay whole" if of.num_members > 1 else "a domain has one slot; raise layout.domain"
+            )
             notes.append(f"encoder_sp={policy.name} has no effect on {name}: {why}")
     return notes
 

@@ -19,7 +19,7 @@ import torch
 from infra.checkpoint import CheckpointError
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, Region, all_parameters
-from omni.training.optimizer import ComponentOptimizer
+from omni.rank.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Names = Mapping[str, Mapping[int, Numbering]]
@@ -35,7 +35,7 @@ def write_state(
     if torch.cuda.is_available():
         state["cuda_rng"] = torch.cuda.get_rng_state()
     for component, optimizer in components.items():
-        for shard in shards(optimizer, names[component]):
+        for shard in owned(optimizer, names[component]):
             if shard.copy != (0, 0):
                 continue
             region = shard.region
@@ -77,7 +77,7 @@ def read_state(
     if stage is not None:
         stage.load_buffers(buffers)
     for component, optimizer in components.items():
-        for shard in shards(optimizer, names[component]):
+        for shard in owned(optimizer, names[component]):
             what = f"{path.name}: {component} {shard.name}"
             pieces = saved.get((component, shard.name), [])
             if not pieces or tuple(pieces[0]["shape"]) != shard.region.shape:
@@ -90,7 +90,7 @@ def read_state(
 
 
 @dataclass(frozen=True)
-class Shard:
+class Owned:
     """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
     `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
@@ -109,7 +109,7 @@ class Shard:
         return self.region.elements(self.start, self.start + self.main.numel())
 
 
-def shards(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) -> Iterator[Shard]:
+def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) -> Iterator[Owned]:
     """Yield this rank's shards of a component's parameters, by canonical name."""
     owned = optimizer.main_weights()
     for named in all_parameters(optimizer.modules, numberings):
@@ -118,10 +118,10 @@ def shards(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) -
         inner, main = owned[named.parameter]
         start = inner._get_model_param_range_map(named.parameter)["param"].start
         adam = inner.optimizer.state.get(main, {})
-        yield Shard(named.name, named.region, start, main, adam, named.copy)
+        yield Owned(named.name, named.region, start, main, adam, named.copy)
 
 
-def _fill(optimizer: ComponentOptimizer, shard: Shard, pieces: list[dict[str, Any]], what: str) -> None:
+def _fill(optimizer: ComponentOptimizer, shard: Owned, pieces: list[dict[str, Any]], what: str) -> None:
     """Copy a shard's elements and moments from the saved pieces that overlap it."""
     main = shard.main
     adam: dict[str, torch.Tensor] = {}
