@@ -22,7 +22,7 @@ from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.rank.optimizer import ComponentOptimizer
-from omni.rank.state import read_state, shards, write_state
+from omni.rank.state import owned, read_state, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, LayoutError, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
@@ -226,7 +226,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
         component.reduce(number)
     component.tie()
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
-    gradients = [placed(shard, shard.main.grad) for shard in shards(component, built.names["llm"])]
+    gradients = [placed(shard, shard.main.grad) for shard in owned(component, built.names["llm"])]
     component.update(0.01)
     load = stage.balance_experts(True)
     write_state(Path(folder) / f"rank_{rank:05d}.pt", {"llm": component}, built.names, stage)
@@ -255,7 +255,7 @@ def restore(rank: int, case: Case, folder: str) -> dict[str, Any]:
 
 
 def state(built: Built) -> dict[str, Any]:
-    own = list(shards(built.component, built.names["llm"]))
+    own = list(owned(built.component, built.names["llm"]))
     return {
         "weights": [placed(shard, shard.main) for shard in own],
         "moments": [placed(shard, shard.adam["exp_avg"]) for shard in own],

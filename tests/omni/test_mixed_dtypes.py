@@ -11,7 +11,7 @@ from omni.config import OptimConfig
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
 from omni.rank.optimizer import ComponentOptimizer
-from omni.rank.state import read_state, shards, write_state
+from omni.rank.state import owned, read_state, write_state
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED
@@ -53,7 +53,7 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
     files = [f"rank_{other:05d}.pt" for other in range(world)]
     read_state(Path(folder), files, {"x": loaded}, names, None, rank)
     weights = {name: float(p.detach().float().mean()) for name, p in loaded.modules[0].named_parameters()}
-    for shard in shards(loaded, names["x"]):
+    for shard in owned(loaded, names["x"]):
         assert shard.main.dtype == torch.float32
         assert torch.equal(shard.main, torch.full_like(shard.main, VALUES[shard.name]))
     for name, parameter in loaded.modules[0].named_parameters():
