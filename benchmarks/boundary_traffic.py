@@ -30,9 +30,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.boundary import Route, Rows, make_ends, make_route, ship
+from parallel.boundary import Route, Rows, make_route
 from parallel.costs import Link, Links
 from parallel.sequence import SequenceLayout, Shard
+from parallel.shipping import make_ends, ship
 from parallel.transports import choose_transport, node_map, route_bytes
 
 ROW_BYTES = 8192 * 2  # a row of an LLM of hidden 8192 in bf16

@@ -12,21 +12,16 @@ Invariant: every transport brings the same rows to the same places, bit for bit;
                     is written twice, so the sum is exact. Few steps, for a volume that grows with the group
     all_gather      its transpose: every rank gets all rows and takes its own
 
-The first half of this file is pure: a transport sees how many rows go from whom to whom and which node each
-rank is on. The second half runs the collectives, all over the same parent group.
+A transport sees how many rows go from whom to whom and which node each rank is on. Its collectives are in
+`parallel/collectives.py`.
 """
 
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
 
 from parallel.costs import Links
 
@@ -231,171 +226,3 @@ def _totals(keys: Ints, values: Ints, size: int) -> Ints:
     sums = np.zeros(size, np.int64)
     np.add.at(sums, keys, values)
     return sums
-
-
-# From here on: tensors and ranks. D is the width of a row.
-
-
-class Handle(Protocol):
-    """Communication under way. A timeout of zero stands for that of the group."""
-
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Return when the rows are there; on a GPU, make the current stream wait instead of the host.
-
-        Raises:
-            RuntimeError: if a peer does not answer.
-        """
-
-
-@dataclass(frozen=True)
-class Stop:
-    """What one rank passes on for others in a two-level transport.
-
-    Rows arrive in counts of `receive_counts`; taken in `order` [rows] they leave in counts of `send_counts`,
-    and `inverse` [rows] is the order of the way back.
-    """
-
-    receive_counts: tuple[int, ...]
-    order: torch.Tensor
-    inverse: torch.Tensor
-    send_counts: tuple[int, ...]
-
-    def transpose(self) -> "Stop":
-        """Return the same rank's stop of the way back."""
-        return Stop(self.send_counts, self.inverse, self.order, self.receive_counts)
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Places of this rank's rows in a buffer with `block` places for each rank of the group.
-
-    `index` [rows] are those that it writes before a reduce-scatter, or reads after an all-gather.
-    """
-
-    block: int
-    index: torch.Tensor
-
-
-def all_to_all(
-    incoming: torch.Tensor,
-    outgoing: torch.Tensor,
-    receive_counts: Sequence[int],
-    send_counts: Sequence[int],
-    group: dist.ProcessGroup,
-) -> Handle:
-    """Start one uneven all-to-all from `outgoing` [rows out, D] to `incoming` [rows in, D]."""
-    work: Handle = dist.all_to_all_single(
-        incoming, outgoing, list(receive_counts), list(send_counts), group=group, async_op=True
-    )
-    return work
-
-
-def two_hops(
-    incoming: torch.Tensor,
-    outgoing: torch.Tensor,
-    receive_counts: Sequence[int],
-    send_counts: Sequence[int],
-    stop: Stop,
-    group: dist.ProcessGroup,
-) -> Handle:
-    """Run the first all-to-all to its end and start the second. Call it on a Lane."""
-    held = outgoing.new_empty(len(stop.order), outgoing.shape[1])
-    all_to_all(held, outgoing, stop.receive_counts, send_counts, group).wait()
-    return all_to_all(incoming, held.index_select(0, stop.order), receive_counts, stop.send_counts, group)
-
-
-def reduce_scatter(
-    incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
-) -> Handle:
-    """Start bringing `outgoing` to the places of `slots`, and this rank's first places into `incoming`.
-
-    The buffer is filled with -0.0, the only value with x + fill = x for every x, the sign of zero included.
-    """
-    buffer = outgoing.new_full((slots.block * group.size(), outgoing.shape[1]), -0.0)
-    buffer.index_copy_(0, slots.index, outgoing)
-    mine = outgoing.new_empty(slots.block, outgoing.shape[1])
-    work = dist.reduce_scatter_tensor(mine, buffer, group=group, async_op=True)
-    return _Then(work, lambda: incoming.copy_(mine[: len(incoming)]))
-
-
-def all_gather(
-    incoming: torch.Tensor, outgoing: torch.Tensor, slots: Slots, group: dist.ProcessGroup
-) -> Handle:
-    """Start bringing `outgoing` to every rank, and from it all the places of `slots` into `incoming`."""
-    mine = outgoing.new_zeros(slots.block, outgoing.shape[1])
-    mine[: len(outgoing)] = outgoing
-    buffer = outgoing.new_empty(slots.block * group.size(), outgoing.shape[1])
-    work = dist.all_gather_into_tensor(buffer, mine, group=group, async_op=True)
-    return _Then(work, lambda: torch.index_select(buffer, 0, slots.index, out=incoming))
-
-
-@dataclass(frozen=True)
-class _Then:
-    """Communication, and what its receiver does once it is there."""
-
-    work: Handle
-    then: Callable[[], object]
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        self.work.wait(timeout)
-        self.then()
-
-
-class Lane:
-    """Runs the shipments of one communicator in the order of issue, those of two hops too, beside the host.
-
-    The second hop needs what the first one brings, yet all ranks must issue both before the next shipment's
-    first. If the hop were issued where the shipment is waited for, ranks that wait in different places would
-    hang: in a pipeline the last stage waits for a shipment after its backward, which needs the first stage's
-    forward, which needs the rows. So on a GPU both hops are queued at once on a stream, and on a CPU they run
-    on a thread. Whoever owns the communicator makes one lane for it, and ships everything through it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._last: _Turn | None = None
-
-    def run(self, job: Callable[[], Handle]) -> Handle:
-        """Start a job that issues one collective: at once, unless a longer one is still under way."""
-        if self._last is None or self._last.is_over():
-            return job()
-        return self.run_long(job)
-
-    def run_long(self, job: Callable[[], Handle]) -> Handle:
-        """Start a job that issues several collectives, each after waiting for the one before it."""
-        if self._stream is None:
-            self._last = _Turn(job, self._last)
-            return self._last
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            return job()
-
-
-class _Turn:
-    """A job on a thread, which begins when the turn before it has ended."""
-
-    def __init__(self, job: Callable[[], Handle], before: "_Turn | None") -> None:
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(job, before), daemon=True)
-        self._thread.start()
-
-    def _run(self, job: Callable[[], Handle], before: "_Turn | None") -> None:
-        try:
-            if before is not None:
-                before.wait()
-            with torch.no_grad():
-                job().wait()
-        except Exception as error:  # raised where the shipment is waited for
-            self._error = error
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        self._thread.join(timeout.total_seconds() or None)
-        if self._thread.is_alive():
-            raise RuntimeError(f"not done after {timeout.total_seconds()} s")
-        if self._error is not None:
-            if isinstance(self._error, RuntimeError):
-                raise self._error  # of its own class: not all of them are a peer's fault
-            raise RuntimeError(f"a shipment failed: {self._error}") from self._error

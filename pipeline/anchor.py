@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parallel.boundary import Ends
+from parallel.shipping import Ends
 
 
 class Pending(Protocol):

@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ops.rows import gather_rows, scatter_rows
-from parallel.boundary import Ends, Shipment, ship
+from parallel.collectives import Handle
 from parallel.groups import Groups
-from parallel.transports import Handle, Lane
+from parallel.lane import Lane
+from parallel.shipping import Ends, Shipment, ship
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, Pending, Stage, StepInputs

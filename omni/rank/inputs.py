@@ -24,9 +24,9 @@ from omni.config import LLMConfig
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
-from parallel.boundary import make_ends
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.sequence import Shard
+from parallel.shipping import make_ends
 from pipeline.anchor import StepInputs
 from pipeline.plan import Chunk, DomainPlan, Microbatch
 

@@ -22,9 +22,9 @@ from omni.config import MoEConfig
 from omni.rank import build
 from omni.rehearsal.meter import Meter
 from ops import attention
+from parallel.lane import Lane
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer
-from parallel.transports import Lane
 from pipeline.ops import Op
 from pipeline.plan import DomainPlan
 

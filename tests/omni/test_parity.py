@@ -21,7 +21,8 @@ from omni.planning.run_spec import prepare_run
 from omni.rank import inputs
 from omni.rank.optimizer import JointOptimizer
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
-from parallel.boundary import Ends, Route, make_ends
+from parallel.boundary import Route
+from parallel.shipping import Ends, make_ends
 
 TP2_PP2 = ["layout.llm.tp=2", "layout.llm.pp=2"]
 SELECTIVE = ["model.llm.recompute=selective", "model.encoders.image.recompute=selective"]

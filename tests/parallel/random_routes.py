@@ -6,8 +6,9 @@ from random import Random
 
 import torch
 
-from parallel.boundary import Ends, Route, Rows, make_route
+from parallel.boundary import Route, Rows, make_route
 from parallel.sequence import SequenceLayout, Shard
+from parallel.shipping import Ends
 
 Move = tuple[int, int, int, int]  # source, row, destination, token
 

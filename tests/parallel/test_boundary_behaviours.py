@@ -15,11 +15,12 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, count_text, item_row_offsets, tokenize
 from omni.config import LLMConfig
 from omni.rank.inputs import Assembler, Place
-from parallel.boundary import Ends, Route, Rows, make_ends, make_route, ship
+from parallel.boundary import Route, Rows, make_route
+from parallel.lane import Lane
 from parallel.layout import split_evenly
 from parallel.packed import PackedTokens
 from parallel.sequence import SequenceLayout
-from parallel.transports import Lane
+from parallel.shipping import Ends, make_ends, ship
 from pipeline.plan import DomainPlan, Microbatch, PlannedSample
 
 CPU = torch.device("cpu")

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_routes import Problem, moves, random_layout, random_problem
 
-from parallel.boundary import Rows, Segment, make_ends, make_route, ship
+from parallel.boundary import Rows, Segment, make_route
 from parallel.sequence import Interval, SequenceLayout, Shard
+from parallel.shipping import make_ends, ship
 
 CPU = torch.device("cpu")
 WIDTH = 3
@@ -43,7 +44,7 @@ def test_whole_sequences_are_one_shard_each():
     "shards, what",
     [
         ([Shard(2, 0, 4)], "member 2 not in the pool"),
-        ([Shard(-1, 0, 4)], "rank -1 not in group"),
+        ([Shard(-1, 0, 4)], "member -1 not in the pool"),
         ([Shard(0, 0, 4), Shard(1, 5, 1)], "token 4 is not covered once"),
         ([Shard(0, 0, 4), Shard(1, 3, 2)], "token 4 is not covered once"),
         ([Shard(0, 1, 4)], "token 0 is not covered once"),

@@ -11,19 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_routes import carry, random_problem
 
-from parallel.boundary import Route, Segment, make_ends, ship
+from parallel.boundary import Route, Segment
+from parallel.collectives import Stop, two_hops
 from parallel.costs import Link, Links
+from parallel.lane import Lane
+from parallel.shipping import make_ends, ship
 from parallel.transports import (
     TRANSPOSED,
-    Lane,
-    Stop,
     choose_transport,
     hops,
     node_map,
     relays,
     route_bytes,
     transport_ns,
-    two_hops,
 )
 
 CPU = torch.device("cpu")
