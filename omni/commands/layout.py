@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from omni.planning.choices import Chosen
     from parallel.layout import Arrangement, Mesh
     from parallel.policies import SharingPolicy
-    from parallel.work import Collective, Part
+    from parallel.work import Part
 
 SHOWN_RANKS = 8  # of a group, before the rest is only counted
 SHOWN_NODES = 32
@@ -167,35 +167,20 @@ def _stated(
 ) -> Iterator[_Group]:
     """The groups that parts on a rank name in their collectives, with the kinds of these."""
     from omni.models.llm import NAME as LLM
+    from omni.planning.work import collectives_of_passes
     from parallel.axes import axes_names, group_of, mesh_axes
 
     ranks = {axis: group_of(arrangement, encoder, axis, rank) for axis in axes_names(encoder)}
     kinds: dict[str, dict[str, None]] = {}
     for part in parts:
-        for one in _collectives(part, {axis: len(of) for axis, of in ranks.items()}, shared):
+        sizes = {axis: len(of) for axis, of in ranks.items()}
+        passes = collectives_of_passes(part, sizes["pool"] if shared else 1)
+        for one in (*passes, *part.reduction(sizes)):
             kinds.setdefault(one.axis, {})[one.kind.replace("_", "-")] = None
     for axis in (axis for axis in _CARRIES if axis in kinds):
         name = "experts" if axis in _OF_EXPERTS else encoder or LLM
         where = "ends of pp" if axis == "embd" else "·".join(mesh_axes(encoder, axis))
         yield name, where, ranks[axis], f"{_CARRIES[axis]}: {', '.join(kinds[axis])}"
-
-
-def _collectives(part: "Part", ranks: Mapping[str, int], shared: bool) -> "Iterator[Collective]":
-    """All that a part communicates in a step, of some tokens and, if asked, of a shared sequence."""
-    from parallel.work import Attended, Grad, Load
-
-    tokens = part.tp * 64
-    one_each = (1,) * ranks["pool"] if shared else ()
-    load = Load(
-        Attended(tokens, tokens, 1, 0, 0, one_each, one_each, one_each, one_each),
-        targets=tokens,
-        rows=1,
-        most_rows=1,
-        routed=(64,) * part.ep,
-    )
-    yield from part.forward(load).collectives
-    yield from part.backward(load, Grad.BOTH).collectives
-    yield from part.reduction(ranks)
 
 
 def _line(name: str, axes: str, ranks: Sequence[int], per_node: int, purpose: str) -> str:

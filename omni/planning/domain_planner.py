@@ -14,7 +14,7 @@ Pure: no clock, no rank. All ranks of the domain call it with the same arguments
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, lcm
+from math import gcd
 
 from dataloader.global_batch import Budget
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
@@ -68,7 +68,8 @@ class DomainPlanner:
     """Plans a domain over the ranks of `arrangement`.
 
     `encoders` maps a modality to the component that takes it; `sharing` says how each component shares
-    sequences, `feeds` where its rows enter; `single_queue` asks for op lists that are safe where all
+    sequences, `feeds` where its rows enter; `party` neighbouring ranks of a stage run passes of the LLM
+    together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `chunking` makes quanta of work of a domain's items.
     """
 
@@ -82,6 +83,7 @@ class DomainPlanner:
     policies: Policies
     budget: Budget
     table: CostTable
+    party: int
     single_queue: bool = False
     chunking: Chunking = make_chunks
 
@@ -131,7 +133,7 @@ class DomainPlanner:
             holds=self._holds,
             pool=world.pool,
             tp=world.llm.tp,
-            party=self._party,
+            party=self.party,
             llm=self.components.index(self.llm),
             homes=tuple(self._home(component) for component in self.components),
             samples=(),
@@ -205,15 +207,6 @@ class DomainPlanner:
             return 0, self.arrangement.llm_size
         slots = self._slots[component]
         return slots[0][0], slots[-1][-1] + 1
-
-    @property
-    def _party(self) -> int:
-        """Neighbouring ranks of a stage whose layers communicate, for any reason."""
-        world = self.arrangement
-        # Attention exchanges over all members of the stage, whoever shares a sequence.
-        if self.sharing[self.llm].pool.num_members > 1:
-            return world.stage_size
-        return lcm(world.llm.tp, world.llm.ep)
 
     def _microbatches(
         self, members: Sequence[Sequence[int]], lengths: Sequence[int], costs: Sequence[int]

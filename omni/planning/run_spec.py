@@ -31,7 +31,7 @@ from omni.planning.domain_planner import Policies, TransportChoice
 from omni.planning.optim_schedule import check_optim, frozen_components
 from omni.planning.planner import Planner
 from omni.planning.pools import sharing_of
-from omni.planning.work import cost_table, part_work
+from omni.planning.work import cost_table, part_work, party_size
 from ops.device import device_type, dtype_of, visible_devices
 from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
@@ -135,6 +135,11 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
+        party=party_size(
+            [part for name, part in work.items() if name not in encoders],
+            arrangement,
+            sharing[LLM].pool.num_members,
+        ),
         frozen=partial(frozen_components, config.optim.components),
         group_size=_group_size(config, arrangement),
         # Until several GPUs have shown that separate communicators never block each other.

@@ -1,15 +1,15 @@
-"""The statements of work of a run's parts, the groups that they talk in, and the cost table read off them."""
+"""The statements of work of a run's parts; read off them: who runs passes together, and the cost table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from omni.config import Config
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
 from omni.models.registry import Encoder
-from parallel.axes import axes_of
+from parallel.axes import axes_names, axes_of, group_of
 from parallel.costs import Axes, Cluster, CostTable, table_from_work
 from parallel.layout import Arrangement
-from parallel.work import Part
+from parallel.work import Attended, Collective, Grad, Load, Part
 
 
 def part_work(
@@ -32,6 +32,42 @@ def part_axes(
     of_llm = axes_of(arrangement, None, cluster.ranks_per_node, cluster.links)
     own = {name: axes_of(arrangement, name, cluster.ranks_per_node, cluster.links) for name in encoders}
     return {name: own.get(name, of_llm) for name in parts}
+
+
+def collectives_of_passes(part: Part, pool: int = 1) -> Iterator[Collective]:
+    """Yield all that a forward and a backward of some tokens communicate; in a pool of more than one member,
+    those of a sequence that all of them share.
+    """
+    tokens = part.tp * 64
+    one_each = (1,) * pool if pool > 1 else ()
+    load = Load(
+        Attended(tokens, tokens, 1, 0, 0, one_each, one_each, one_each, one_each),
+        targets=tokens,
+        rows=1,
+        most_rows=1,
+        routed=(64,) * part.ep,
+    )
+    yield from part.forward(load).collectives
+    yield from part.backward(load, Grad.BOTH).collectives
+
+
+def party_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> int:
+    """Return how many neighbouring ranks of a stage run passes of the LLM together: those that collectives of
+    its `parts` connect, directly or through others. A policy may share sequences over `pool` members.
+    """
+    first = arrangement.mesh.ranks[0]
+    members = {axis: group_of(arrangement, None, axis, first) for axis in axes_names(None)}
+    axes = {
+        one.axis
+        for part in parts
+        for one in collectives_of_passes(part, len(members["pool"]) if pool > 1 else 1)
+    }
+    party, found = {first}, {first}
+    while found:
+        groups = [group_of(arrangement, None, axis, rank) for axis in axes for rank in found]
+        found = {rank for group in groups for rank in group} - party
+        party |= found
+    return len(party)
 
 
 def cost_table(

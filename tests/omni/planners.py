@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import lcm
 from random import Random
 
 import numpy as np
@@ -91,6 +92,11 @@ def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget)
     return out
 
 
+def alone(world: Arrangement, llm_sp: str) -> bool:
+    """Whether members share no sequence."""
+    return (world.llm.cp if SHARING[llm_sp].within_replica else world.pool) == 1
+
+
 def colocated(dp: int = 1, pp: int = 1) -> Arrangement:
     return arrange(Layout(dp=dp, pp=pp), {"eye": 1, "ear": 1}, COLOCATED, 0)
 
@@ -120,6 +126,7 @@ def planner(
             policies=policies_of(LPT, ENCODE_FIRST),
             budget=BUDGET,
             table=table(world.llm.pp),
+            party=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
             frozen=lambda step: (),
             group_size=32,
         ),

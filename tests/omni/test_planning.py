@@ -26,7 +26,10 @@ from dataloader.global_batch import Budget
 from dataloader.policies import LPT, NONE
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
+from omni.config import LLMConfig, MoEConfig
+from omni.models.llm import llm_work
 from omni.planning.planner import Planner
+from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import ENCODE_FIRST
@@ -101,7 +104,7 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
             assert 0 < sum(batch.layout.lengths) <= most * world.replicas
             held = [batch.layout.local_tokens(member) for member in range(world.pool)]
             assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
-            work = [batch.work(member) for member in range(world.pool)]
+            work = [batch.share(member) for member in range(world.pool)]
             assert [tokens for tokens, *_ in work] == held
             assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)
             if chosen["llm_sp"] == "uniform":
@@ -247,16 +250,22 @@ def test_replicas_of_a_domain_pass_their_packs_together():
         assert all(of <= {0, 1} for of in members)
 
 
-def test_ranks_that_share_sequences_or_experts_are_one_party():
-    def party(layout: Layout, llm_sp: str = "uniform", replicas: int = 1) -> int:
-        world = arrange(layout, {"eye": 1, "ear": 1}, COLOCATED, 0, replicas)
-        return planner(world=world, llm_sp=llm_sp).next_step(1, 0, 0).domain.party
+def test_ranks_that_the_statements_of_layers_connect_are_one_party():
+    sizes = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+
+    def party(layout: Layout, pool: int = 1, replicas: int = 1, experts: int = 0) -> int:
+        world = arrange(layout, {}, COLOCATED, 0, replicas)
+        # The first part is dense: the last alone says that experts connect ranks.
+        moe = MoEConfig(experts=experts, ffn=32, dense_layers=2)
+        return party_size(llm_work(LLMConfig(**sizes, moe=moe), 64, layout, 4), world, pool)
 
     assert party(Layout(dp=2, pp=2)) == 1
-    assert party(Layout(tp=2, cp=2, dp=2)) == 4
-    assert party(Layout(cp=2, dp=2), replicas=2) == 4
-    assert party(Layout(tp=2, cp=3, dp=2, ep=4)) == 12
-    assert party(Layout(tp=2, dp=2), "dynamic", replicas=2) == 4
+    assert party(Layout(tp=2, pp=2, dp=2)) == 2
+    assert party(Layout(tp=2, cp=2, dp=2), pool=2) == 4
+    assert party(Layout(cp=2, dp=2), pool=2, replicas=2) == 4
+    assert party(Layout(tp=2, dp=2), pool=2, replicas=2) == 4
+    assert party(Layout(tp=2, dp=4, pp=2, ep=4), experts=4, replicas=2) == 4
+    assert party(Layout(tp=2, cp=3, dp=2, ep=4), pool=3, experts=4, replicas=2) == 12
 
 
 def test_components_live_where_their_placement_says():

@@ -45,7 +45,7 @@ def encode_ns(chunks: tuple[Chunk, ...]) -> int:
     clock = [0] * RANKS
     for chunk in chunks:
         start = max(clock[rank] for rank in chunk.ranks)
-        took = max(TABLE.parts["eye"].forward_ns(*chunk.work(rank)) for rank in chunk.ranks)
+        took = max(TABLE.parts["eye"].forward_ns(*chunk.share(rank)) for rank in chunk.ranks)
         for rank in chunk.ranks:
             clock[rank] = start + took
     return max(clock)

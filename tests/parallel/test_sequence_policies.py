@@ -225,12 +225,12 @@ def test_long_short_takes_the_best_threshold(lengths, num_ranks, unit):
     loads = [0] * num_ranks
     for length, row, shards in zip(lengths, rows, layout.shards, strict=True):
         if len(shards) == 1 and most_ranks(length, pool) > 1:
-            loads[shards[0].rank] += row[0]
+            loads[shards[0].member] += row[0]
         else:
             assert len(shards) == most_ranks(length, pool)
             loads = [ns + row[len(shards) - 1] for ns in loads] if len(shards) > 1 else loads
             if len(shards) == 1:
-                loads[shards[0].rank] += row[0]
+                loads[shards[0].member] += row[0]
     if any(len(shards) > 1 for shards in layout.shards):
         loads = [ns + pool.cost.sharing_ns for ns in loads]
     assert max(loads) == long_short_by_hand(lengths, pool)
@@ -250,8 +250,8 @@ def test_hybrid_takes_the_least_power_of_two_in_aligned_blocks(lengths, num_rank
             needed *= 2
         units = 1 << (length.bit_length() - 1)
         assert len(shards) == min(needed, largest, units)
-        assert shards[0].rank % len(shards) == 0
-        assert [s.member for s in shards] == list(range(shards[0].rank, shards[0].rank + len(shards)))
+        assert shards[0].member % len(shards) == 0
+        assert [s.member for s in shards] == list(range(shards[0].member, shards[0].member + len(shards)))
 
 
 def test_hybrid_without_a_threshold_takes_the_best_power_of_two():

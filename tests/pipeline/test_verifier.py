@@ -591,7 +591,7 @@ def test_a_route_to_another_rank_of_the_first_stage_is_refused():
 def test_a_plan_of_another_member_for_a_sequence_is_refused():
     plan = a_shared_plan()
     batch = plan.domain.microbatches[0]
-    pieces = [[replace(s, rank=1 - s.member) for s in shards] for shards in batch.layout.shards]
+    pieces = [[replace(s, member=1 - s.member) for s in shards] for shards in batch.layout.shards]
     moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
     found = problems(with_domain(plan, microbatches=(moved, *plan.domain.microbatches[1:])))
     assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]
