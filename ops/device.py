@@ -19,6 +19,13 @@ def select_device(local_rank: int | None = None) -> torch.device:
     return torch.device("cuda", index)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Bring a tensor to `device`. A GPU reads it from pinned memory: the host queues the copy and goes on."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def backend_name() -> str:
     """Return the torch.distributed backend that fits the device."""
     return "nccl" if device_type() == "cuda" else "gloo"

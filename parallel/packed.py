@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ops.attention import Packing
+from ops.device import to_device
 from ops.rotary import rotary_table
 from parallel.megatron import PackedSeqParams
 from parallel.sequence import SequenceLayout
@@ -105,5 +106,5 @@ def pack_tokens(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=attention,
-        rotary=rotary_table(positions.to(device), head_dim, rotary_base, dtype),
+        rotary=rotary_table(to_device(positions, device), head_dim, rotary_base, dtype),
     )

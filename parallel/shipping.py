@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ops.device import to_device
 from parallel.boundary import Route, Segment
 from parallel.collectives import Handle, Slots, Stop, all_gather, all_to_all, reduce_scatter, two_hops
 from parallel.lane import Lane
@@ -153,7 +154,7 @@ def _counts(segments: Iterable[Segment], peer: Callable[[Segment], int], num_ran
 
 def _ranges(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
     parts = [torch.arange(start, start + length) for start, length in runs]
-    return (torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)).to(device)
+    return to_device(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long), device)
 
 
 @dataclass

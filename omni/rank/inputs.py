@@ -24,6 +24,7 @@ from omni.config import LLMConfig
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
+from ops.device import to_device
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.sequence import Shard
 from parallel.shipping import make_ends
@@ -216,10 +217,7 @@ class Assembler:
         return ChunkInputs(values, positions, packed, counts, tuple(names))
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.place.device.type == "cuda":
-            return tensor.pin_memory().to(self.place.device, non_blocking=True)
-        return tensor
+        return to_device(torch.from_numpy(array), self.place.device)
 
 
 def _targets(
