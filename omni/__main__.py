@@ -40,7 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         command = commands.add_parser(name, help=text)
         if chosen == [name]:
             import_module(f"omni.commands.{name}").add_arguments(command)
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and ("overrides" not in parsed or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes positional arguments from one place alone
+        parsed.overrides = [*parsed.overrides, *rest]
     try:
         code = int(import_module(f"omni.commands.{parsed.command}").run(parsed))
         sys.stdout.flush()

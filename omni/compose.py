@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from omni.config import MAPPINGS, POLICIES, Config, ConfigError
-from parallel.policy import how_to_add, registered
+from omni.refusals import refusal
+from parallel.policy import registered
 
 ConfigStore.instance().store(name="schema", node=Config)
 
@@ -26,29 +27,26 @@ def offer_policies() -> None:
             ConfigStore.instance().store(group=section, name=name, node={key: name})
 
 
-def advice(overrides: Sequence[str]) -> list[str]:
-    """What to add to Hydra's refusal of `overrides`: how policies get into the sections that they choose."""
-    keys = {override.lstrip("+").partition("=")[0].partition(".")[0] for override in overrides}
-    return [f"{section}: {how_to_add(group)}" for section, _, group in POLICIES if section in keys]
-
-
-def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose a configuration outside `omni train`, from the same overrides.
+def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """Compose a configuration outside `omni train`, from the same overrides and a user's folder of files.
 
     Raises:
-        ConfigError: for an unknown key, a wrong type, or a choice that something else shadows.
+        ConfigError: for an unknown key, a wrong type, a choice that something else shadows, or a folder that
+            there is not.
     """
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    own = [f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"] if config_dir else []
     GlobalHydra.instance().clear()
     offer_policies()
     try:
         with initialize_config_module("hydra_conf", version_base="1.3"):
-            composed = compose("config", list(overrides))
+            composed = compose("config", [*own, *overrides])
             check_shadowed(composed, overrides)
     except ConfigError:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
-        cause = f": {error.__cause__}" if error.__cause__ else ""
-        raise ConfigError("\n".join([f"{error}{cause}", *advice(overrides)])) from error
+        raise ConfigError(refusal(error, overrides)) from error
     return to_config(composed)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from omni.commands._shared import add_configuration
+
 if TYPE_CHECKING:
     from omni.models.registry import Encoder
     from omni.planning.choices import Chosen
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="pp",
         help="tp, cp, dp, pp, ep, edp, domain or replica, or an encoder's, such as image.tp (default pp)",
     )
-    parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
+    add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ops.device import dtype_of
 
     try:
-        config = compose_config(arguments.overrides)
+        config = compose_config(arguments.overrides, arguments.config_dir)
         policies = chosen_policies(config)
         check_llm(config.model.llm)
         encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omni.commands._shared import add_config_dir
 from omni.config import ConfigError
 
 NUM_SHOWN = 8
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps before weights are compared")
+    add_config_dir(parser)
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="REFERENCE ... -- CANDIDATE ...")
 
 
@@ -33,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("error: give the candidate's overrides after --", file=sys.stderr)
         return 2
     try:
-        return _compare(reference, [*reference, *candidate], arguments.steps)
+        return _compare(reference, [*reference, *candidate], arguments.steps, arguments.config_dir)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,12 +48,12 @@ def _split(overrides: list[str]) -> tuple[list[str], bool, list[str]]:
     return overrides[:at], True, overrides[at + 1 :]
 
 
-def _compare(reference: list[str], candidate: list[str], steps: int) -> int:
+def _compare(reference: list[str], candidate: list[str], steps: int, config_dir: str | None) -> int:
     from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Difference, compare, compare_weights
 
     with tempfile.TemporaryDirectory() as folder:
-        one = _measure(reference, steps, Path(folder) / "reference")
-        two = _measure(candidate, steps, Path(folder) / "candidate")
+        one = _measure(reference, steps, Path(folder) / "reference", config_dir)
+        two = _measure(candidate, steps, Path(folder) / "candidate", config_dir)
     failed = False
     for title, differences, tolerance in (
         ("loss, squared norms and gradients of step 1", compare(one, two), TOLERANCE),
@@ -66,7 +68,7 @@ def _compare(reference: list[str], candidate: list[str], steps: int) -> int:
     return int(failed)
 
 
-def _measure(overrides: list[str], steps: int, path: Path):  # type: ignore[no-untyped-def]
+def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | None):  # type: ignore[no-untyped-def]
     from omegaconf import OmegaConf
 
     from infra.launch import launch_local
@@ -76,7 +78,7 @@ def _measure(overrides: list[str], steps: int, path: Path):  # type: ignore[no-u
     from omni.training.parity import FILE, OVERRIDES, load
 
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]
-    config = compose_config([*overrides, *own])
+    config = compose_config([*overrides, *own], config_dir)
     ranks = count_ranks(config)
     prepare_run(config, ranks)
     folder = RunFolder.create(path)

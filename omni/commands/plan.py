@@ -5,6 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
+from omni.commands._shared import add_configuration
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domain", type=int, default=0, help="which domain to show (default 0)")
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
+    add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from pipeline.verifier import PlanRefusedError
 
     try:
-        config = compose_config(arguments.overrides)
+        config = compose_config(arguments.overrides, arguments.config_dir)
         spec = prepare_run(config, planned_ranks(config))
         if arguments.step < 1 or not 0 <= arguments.domain < spec.arrangement.num_domains:
             raise ConfigError(

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.commands._shared import add_configuration
+
 if TYPE_CHECKING:
     from omni.config import Config
     from omni.planning.run_spec import RunSpec
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace", help="a synthetic trace in place of data.sources: balanced, longtail, shift"
     )
     parser.add_argument("--json", action="store_true", help="print figures as JSON, a line for each rank")
-    parser.add_argument("overrides", nargs="*", help="configuration, such as layout.llm.pp=2")
+    add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         ranks = _ranks(arguments.rank)
-        config = compose_config(arguments.overrides)
+        config = compose_config(arguments.overrides, arguments.config_dir)
         if config.train.precision == "auto":
             config.train.precision = "bf16"  # what it is on GPUs
         with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,8 @@
 """`omni train`: compose the configuration, check it, write the run folder, start the ranks."""
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
@@ -10,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from infra.launch import launch_local
 from infra.run_folder import RunFolder, write_text
-from omni.compose import advice, check_shadowed, offer_policies, to_config
+from omni.compose import check_shadowed, offer_policies, to_config
 from omni.config import Config, ConfigError
+from omni.refusals import refusal
 
 WORKER = "omni.training.worker"
 
@@ -19,22 +22,22 @@ WORKER = "omni.training.worker"
 def run(arguments: list[str]) -> int:
     """Hand the command line to Hydra. The exit code is that of the run, 2 for a user's mistake."""
     sys.argv = ["omni train", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     offer_policies()
-    composed = False
+    in_job = False
 
     def job(config: DictConfig) -> None:
-        nonlocal composed
-        composed = True
+        nonlocal in_job
+        in_job = True
         _job(config)
+        in_job = False
 
     try:
         hydra.main(version_base="1.3", config_path="pkg://hydra_conf", config_name="config")(job)()
-    except SystemExit as exit:
-        if composed or exit.code != 1:
+    except Exception as error:  # outside a job, Hydra's: all of them are about the command line
+        if in_job:
             raise
-        # Hydra could not compose the configuration, and has said why.
-        for line in advice(arguments):
-            print(line, file=sys.stderr)
+        print(f"error: {refusal(error, arguments)}", file=sys.stderr)
         return 2
     return 0
 
@@ -46,6 +49,9 @@ def _job(composed: DictConfig) -> None:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            with suppress(OSError):  # Hydra makes a folder for every job of a sweep; one in use is not empty
+                Path(HydraConfig.get().runtime.output_dir).rmdir()
     if code:
         sys.exit(code)
 
@@ -81,6 +87,11 @@ def train(composed: DictConfig) -> int:
             check_fingerprint(read_manifest(checkpoint)["fingerprint"], fingerprint(spec), checkpoint)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
-    folder = RunFolder.create(path)
-    write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+    try:
+        folder = RunFolder.create(path)
+        write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={config.run.dir}: no run folder can be written there ({error}): choose another"
+        ) from error
     return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)

@@ -67,7 +67,12 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
 @pytest.mark.parametrize(
     "keys, named",
     [
-        (["train.stepz=3"], ["train.stepz", "not in 'TrainConfig'"]),
+        (["train.stepz=3"], ["train.stepz", "not in 'TrainConfig'", "did you mean train.steps"]),
+        (["microbatch_tokens=3"], ["microbatch_tokens: there is no such key", "data.microbatch_tokens?"]),
+        (["optm=wsd"], ["optm: there is no such key; did you mean optim?"]),
+        (["data.sources.mine.path=x"], ["to add an entry to data.sources, write +data.sources.mine.path"]),
+        (["data=null"], ["data=null", "leave it out with ~data"]),
+        (["model=null"], ["model=null", "leave it out with ~model"]),
         (["layout.llm.pp=abc"], ["layout.llm.pp", "abc", "Integer"]),
         (["optim.lr=fast"], ["optim.lr", "fast", "Float"]),
         (["optim=adamw"], ["optim/adamw", "cosine", "wsd"]),
@@ -295,7 +300,11 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
 @pytest.mark.parametrize(
     "key, words",
     [
-        ("train.stepz=3", ["train.stepz"]),  # by Hydra while it composes
+        ("train.stepz=3", ["error: ", "train.stepz", "did you mean train.steps"]),  # by Hydra
+        ("model=null", ["error: ", "leave it out with ~model"]),
+        ("layout.llm.pp=abc", ["error: ", "layout.llm.pp=abc", "Integer"]),
+        ("run.dir=/dev/null", ["error: run.dir=/dev/null", "choose another"]),
+        ("run.dir=/proc/run", ["error: run.dir=/proc/run", "choose another"]),
         ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
         ("balance=foo", ["balance/foo", "lpt", "none", "entry point omni.balance"]),
         ("balance.policy=foo", ["error: balance.policy=foo", "lpt, none", "entry point omni.balance"]),
@@ -312,7 +321,8 @@ def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, ke
     own = [k for k in own if k.partition("=")[0] != key.partition("=")[0]]
     result = train([*own, key], tmp_path, timeout_s=60)
     refused_by_omni(result, *words)
-    assert not (tmp_path / "run" / "config.yaml").exists(), "a refused run leaves no run folder"
+    assert not (tmp_path / "run").exists(), "a refused run leaves no run folder"
+    assert "To append" not in result.err, "Hydra's hint is to invent the key"
 
 
 # Placeholders and items.

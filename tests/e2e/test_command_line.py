@@ -62,6 +62,30 @@ def test_numbers_below_their_least_are_refused_by_every_command(tmp_path, comman
     assert result.out == ""
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["train"], ["plan"], ["layout", "show"], ["rehearse", "--dry"], ["parity"]],
+    ids=lambda command: command[0],
+)
+def test_every_command_composes_files_of_a_users_own_folder(tmp_path, command):
+    (tmp_path / "own" / "layout").mkdir(parents=True)
+    (tmp_path / "own" / "layout" / "mine.yaml").write_text("llm: {pp: 3}\n")
+    after = ["--", "train.steps=1"] if command == ["parity"] else []
+    result = omni([*command, "--config-dir", "own", "layout=mine", *after], tmp_path)
+    assert result.code == 2
+    assert "layout.llm.pp=3" in result.err, "of two ranks"
+    assert "Traceback" not in result.err
+
+
+def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path):
+    keys = ["layout", "show", "layout.llm.pp=2", "--rank", "1", "model.llm.layers=1"]
+    result = omni(keys, tmp_path, timeout_s=60)
+    assert result.code == 2
+    assert "layout.llm.pp=2" in result.err
+    assert "model.llm.layers=1" in result.err
+    assert omni([*keys, "--rnk"], tmp_path, timeout_s=60).code == 2
+
+
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
     code = (
         "import os, subprocess, sys\n"

@@ -72,6 +72,18 @@ def test_an_entry_of_a_mapping_is_added_by_name():
     assert config.data.sources["more"].path == "folder"
 
 
+def test_a_folder_of_ones_own_is_composed(tmp_path):
+    (tmp_path / "my own" / "experiment").mkdir(parents=True)
+    (tmp_path / "my own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [override /model: tiny]\ntrain: {steps: 7}\n"
+        "data: {microbatch_tokens: 64}\n"
+    )
+    config = compose_config(["experiment=mine"], str(tmp_path / "my own"))
+    assert config.train.steps == 7
+    with pytest.raises(ConfigError, match=r"--config-dir .*nowhere"):
+        compose_config([], str(tmp_path / "nowhere"))
+
+
 # A system owns the policies; each can still be chosen.
 
 

@@ -1,0 +1,74 @@
+"""What a user reads where Hydra refuses the overrides: its reason, and how the key is really called.
+
+Hydra's own hint is to append what it does not know, which is right for entries of mappings alone.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+
+from omni.config import POLICIES, Config
+from parallel.policy import how_to_add
+
+_LEFT_OUT = ("To append", "full_key:", "reference_type=", "object_type=")  # of what Hydra says
+
+
+def refusal(error: Exception, overrides: Sequence[str]) -> str:
+    """Return Hydra's reason to refuse `overrides`, with what helps to mend them."""
+    said = f"{error}\n{error.__cause__ or ''}".splitlines()
+    reason = [line.strip() for line in said if line.strip() and not line.strip().startswith(_LEFT_OUT)]
+    return "\n".join([*dict.fromkeys(reason), *_advice(overrides)])
+
+
+def _advice(overrides: Sequence[str]) -> Iterator[str]:
+    for override in overrides:
+        key, given, value = override.lstrip("+~").partition("=")
+        if override.startswith("-") or key.startswith("hydra") or not (given or override.startswith("~")):
+            continue
+        section, _, _ = key.partition(".")
+        yield from (f"{section}: {how_to_add(group)}" for own, _, group in POLICIES if own == section)
+        if key in _groups() and value in ("null", ""):
+            yield f"{key}={value}: name one of its files, or leave it out with ~{key}"
+        elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & _groups():
+            yield from _of_key(key)
+
+
+def _of_key(key: str) -> Iterator[str]:
+    """What to say of a key that is not known, nothing of others."""
+    known, mappings = _schema()
+    mapping = next((name for name in mappings if key.startswith(name + ".")), None)
+    if mapping:
+        yield f"{key}: to add an entry to {mapping}, write +{key}"
+    elif key not in known | _groups():
+        leaf = key.rpartition(".")[2]
+        same = sorted(name for name in known if name.rpartition(".")[2] == leaf)
+        near = same or get_close_matches(key, sorted(known | _groups()), 3, 0.7)
+        meant = f"did you mean {' or '.join(near)}?" if near else "omni train --help lists all keys"
+        yield f"{key}: there is no such key; {meant}"
+
+
+@cache
+def _groups() -> frozenset[str]:
+    return frozenset(entry.name for entry in files("hydra_conf").iterdir() if entry.is_dir())
+
+
+@cache
+def _schema() -> tuple[frozenset[str], tuple[str, ...]]:
+    """All keys of the configuration, and those among them that are mappings."""
+    known, mappings = set(), []
+    for key, kind in _keys(Config, ""):
+        known.add(key)
+        if kind is dict:
+            mappings.append(key)
+    return frozenset(known), tuple(mappings)
+
+
+def _keys(schema: type, prefix: str) -> Iterator[tuple[str, object]]:
+    for field in fields(schema):
+        kind = field.default_factory
+        yield prefix + field.name, kind
+        if kind is not NO_DEFAULT and isinstance(kind, type) and is_dataclass(kind):
+            yield from _keys(kind, f"{prefix}{field.name}.")
