@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
+from omni.models.layer_sizes import encoder_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.planning.sharing import Sharing
 from parallel.costs import Cluster, table_from_work
@@ -79,10 +80,7 @@ def pack(layout: SequenceLayout, sharing: Sharing, rank: int) -> PackedTokens:
 def build(pool: dist.ProcessGroup, alone: dist.ProcessGroup) -> TransformerBlock:
     """The layers, with the same weights on every rank."""
     c = ENCODER.config
-    config = transformer_config(
-        layers=c.layers, hidden=c.hidden, heads=c.heads, kv_heads=c.heads, ffn=c.ffn, norm=c.norm,
-        norm_eps=1e-5, gated=False, bias=True, qkv_bias=True, recompute="none", dtype=torch.float32,
-    )  # fmt: skip
+    config = transformer_config(encoder_layers(c), torch.float32)
     groups = ProcessGroupCollection()
     groups.tp = groups.cp = groups.pp = groups.tp_cp = alone
     groups.pool = pool

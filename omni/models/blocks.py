@@ -6,7 +6,6 @@ does around them. Shapes: T tokens, E width of the encoder, R rows, D width of t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from omni.models.stack import Stack, linear_weights, norm_weights, plain
 from ops.linear import linear_flops
@@ -67,13 +66,13 @@ class FinalNorm:
     """
 
     hidden: int
-    layer_norm: bool
+    norm: str
     partial: bool = False
     tp: int = 1
 
     def weights(self) -> tuple[Weight, ...]:
         """Scale, and shift of a LayerNorm."""
-        return norm_weights(self.hidden, self.layer_norm, self.partial)
+        return norm_weights(self.hidden, self.norm, self.partial)
 
     def forward(self, load: Load) -> Work:
         """It keeps what it divided by."""
@@ -203,29 +202,6 @@ class EncoderPart:
     def input_bytes(self, load: Load) -> int:
         """Values, positions and the rotation of each token."""
         return load.tokens * (self.token_bytes + self.head_dim * self.element)
-
-
-def encoder_stack(sizes: Any, element: int, tp: int = 1) -> Stack:
-    """The layers of our encoders: biases, no gate, as many key/value heads as heads, all tokens on all ranks.
-
-    `sizes` is an encoder's configuration, with the keys that `check_transformer` reads.
-    """
-    return Stack(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        kv_heads=sizes.heads,
-        ffn=sizes.ffn,
-        gated=False,
-        causal=False,
-        bias=True,
-        qkv_bias=True,
-        layer_norm=sizes.norm == "LayerNorm",
-        recompute=sizes.recompute,
-        tp=tp,
-        splits_tokens=False,
-        element=element,
-    )
 
 
 def value_bytes(values: int, axes: int) -> int:

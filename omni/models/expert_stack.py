@@ -95,7 +95,7 @@ class ExpertStack:
         router = Weight(self.experts * dense.hidden, partial=dense.splits_tokens)
         expert = tuple(Weight(i * o, expert=True) for i, o in dense.feed_forward_linears(self.ffn))
         shared = plain(*(i * o // dense.tp for i, o in self._shared()))
-        return (*dense.attention_weights(), *dense.norm, router, *expert * self.local, *shared)
+        return (*dense.attention_weights(), *dense.one_norm, router, *expert * self.local, *shared)
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters of all layers."""

@@ -1,15 +1,77 @@
-"""Sizes of transformer layers, dense and with experts: which fit together.
+"""Sizes of transformer layers, as the configurations of LLM and encoders give them, and which fit together.
 
 The modules are made elsewhere, so that checking and planning need not import megatron-core.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-from omni.config import ConfigError, MoEConfig, require
+from omni.config import ConfigError, LLMConfig, MoEConfig, require
 from ops.norm import NORMS
 
 RECOMPUTE = ("none", "selective", "full")
 SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes:
+    """`layers` transformer layers, all alike. Their module (`transformer_config`) and the statement of their
+    work (`Stack`) are made from the same sizes.
+
+    `bias` is that of all linears, `qkv_bias` that of queries, keys and values even without it; `gated` makes
+    the feed-forward a SwiGLU instead of a GELU.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    gated: bool
+    causal: bool
+    bias: bool
+    qkv_bias: bool
+    norm: str
+    recompute: str
+    norm_eps: float = 1e-5
+
+
+def encoder_layers(config: Any) -> LayerSizes:
+    """The layers of our encoders: biases, no gate, as many key/value heads as heads.
+
+    `config` is an encoder's, with the keys that `check_transformer` reads.
+    """
+    return LayerSizes(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.heads,
+        ffn=config.ffn,
+        gated=False,
+        causal=False,
+        bias=True,
+        qkv_bias=True,
+        norm=config.norm,
+        recompute=config.recompute,
+    )
+
+
+def llm_layers(config: LLMConfig) -> LayerSizes:
+    """The layers of the LLM; where it has experts, those without them."""
+    return LayerSizes(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        ffn=config.ffn,
+        gated=True,
+        causal=True,
+        bias=False,
+        qkv_bias=config.qkv_bias,
+        norm=config.norm,
+        recompute=config.recompute,
+        norm_eps=config.norm_eps,
+    )
 
 
 def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -> None:

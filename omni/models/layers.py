@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.models.layer_sizes import RECOMPUTE
+from omni.models.layer_sizes import RECOMPUTE, LayerSizes
 from ops.norm import Norm
 from ops.rotary import apply_rotary
 from parallel.megatron import (
@@ -86,19 +86,9 @@ def layer_submodules(
 
 
 def transformer_config(
-    *,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    norm: str,
-    norm_eps: float,
-    gated: bool,
-    bias: bool,
-    qkv_bias: bool,
-    recompute: str,
+    sizes: LayerSizes,
     dtype: torch.dtype,
+    *,
     tp: int = 1,
     sequence_parallel: bool = False,
     stages: int = 1,
@@ -109,19 +99,20 @@ def transformer_config(
     Layers are divided over `tp` ranks. With `sequence_parallel` these divide the tokens between attention and
     feed-forward as well; without it, every one of them sees all tokens. `more` are settings beyond ours.
     """
-    assert recompute in RECOMPUTE, recompute
+    assert sizes.recompute in RECOMPUTE, sizes.recompute
+    full = sizes.recompute == "full"
     return TransformerConfig(
-        num_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_query_groups=kv_heads,
-        ffn_hidden_size=ffn,
-        normalization=norm,
-        layernorm_epsilon=norm_eps,
-        gated_linear_unit=gated,
-        activation_func=F.silu if gated else F.gelu,
-        add_bias_linear=bias,
-        add_qkv_bias=qkv_bias,
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        ffn_hidden_size=sizes.ffn,
+        normalization=sizes.norm,
+        layernorm_epsilon=sizes.norm_eps,
+        gated_linear_unit=sizes.gated,
+        activation_func=F.silu if sizes.gated else F.gelu,
+        add_bias_linear=sizes.bias,
+        add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -140,30 +131,8 @@ def transformer_config(
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
-        recompute_granularity=None if recompute == "none" else recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        recompute_granularity=None if sizes.recompute == "none" else sizes.recompute,
+        recompute_method="uniform" if full else None,
+        recompute_num_layers=1 if full else None,
         **(more or {}),
-    )
-
-
-def encoder_config(sizes: Any, dtype: torch.dtype, tp: int) -> TransformerConfig:
-    """Configure the transformer of our encoders: biases, no gate, as many key/value heads as heads.
-
-    `sizes` is an encoder's configuration, with the keys that `check_transformer` reads.
-    """
-    return transformer_config(
-        layers=sizes.layers,
-        hidden=sizes.hidden,
-        heads=sizes.heads,
-        kv_heads=sizes.heads,
-        ffn=sizes.ffn,
-        norm=sizes.norm,
-        norm_eps=1e-5,
-        gated=False,
-        bias=True,
-        qkv_bias=True,
-        recompute=sizes.recompute,
-        dtype=dtype,
-        tp=tp,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from omni.config import LLMConfig
+from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
 from omni.models.moe import (
@@ -95,18 +96,8 @@ class LLMStage:
         self.device = device
         self.num_sources = num_sources
         self.transformer = transformer_config(
-            layers=config.layers,
-            hidden=config.hidden,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            ffn=config.ffn,
-            norm=config.norm,
-            norm_eps=config.norm_eps,
-            gated=True,
-            bias=False,
-            qkv_bias=config.qkv_bias,
-            recompute=config.recompute,
-            dtype=dtype,
+            llm_layers(config),
+            dtype,
             tp=groups.tp.size(),
             sequence_parallel=True,
             stages=layout.pp,

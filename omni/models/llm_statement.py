@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from omni.config import LLMConfig, MoEConfig
 from omni.models.blocks import FinalNorm
 from omni.models.expert_stack import ExpertStack
+from omni.models.layer_sizes import llm_layers
 from omni.models.stack import Stack
 from ops.linear import linear_flops
 from parallel.buckets import reduction
@@ -241,7 +242,7 @@ def llm_part(
     return LLMPart(
         stacks=_stacks(config, layers, number, layout, element),
         embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
-        norm=FinalNorm(config.hidden, config.norm == "LayerNorm", tp > 1, tp) if last else None,
+        norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
     )
 
@@ -262,22 +263,7 @@ def _stacks(
 
 def dense_stack(config: LLMConfig, layers: int, layout: Layout, element: int) -> Stack:
     """So many dense layers of the LLM."""
-    return Stack(
-        layers=layers,
-        hidden=config.hidden,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        ffn=config.ffn,
-        gated=True,
-        causal=True,
-        bias=False,
-        qkv_bias=config.qkv_bias,
-        layer_norm=config.norm == "LayerNorm",
-        recompute=config.recompute,
-        tp=layout.tp,
-        splits_tokens=layout.tp > 1,
-        element=element,
-    )
+    return Stack.of(replace(llm_layers(config), layers=layers), element, layout.tp, layout.tp > 1)
 
 
 def expert_stack(config: LLMConfig, moe: MoEConfig, layers: int, layout: Layout, element: int) -> ExpertStack:

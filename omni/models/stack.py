@@ -13,6 +13,7 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 
 from dataclasses import dataclass, replace
 
+from omni.models.layer_sizes import LayerSizes
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from parallel.tiles import AttentionShape
@@ -44,32 +45,26 @@ def linear_weights(inputs: int, outputs: int, bias: int) -> tuple[Weight, ...]:
     return plain(inputs * outputs, bias) if bias else plain(inputs * outputs)
 
 
-def norm_weights(hidden: int, layer_norm: bool, partial: bool = False) -> tuple[Weight, ...]:
+def norm_weights(hidden: int, norm: str, partial: bool = False) -> tuple[Weight, ...]:
     """Parameters of one norm; `partial` where tensor-parallel ranks see different tokens."""
-    return (Weight(hidden, partial=partial),) * (2 if layer_norm else 1)
+    return (Weight(hidden, partial=partial),) * (2 if norm == "LayerNorm" else 1)
 
 
-@dataclass(frozen=True)
-class Stack:
-    """`layers` transformer layers as each of `tp` ranks holds them, with `element` bytes a number.
+@dataclass(frozen=True, kw_only=True)
+class Stack(LayerSizes):
+    """Layers of such sizes as each of `tp` ranks holds them, with `element` bytes a number.
 
     With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    gated: bool
-    causal: bool
-    bias: bool
-    qkv_bias: bool
-    layer_norm: bool
-    recompute: str
     tp: int
     splits_tokens: bool
     element: int
+
+    @classmethod
+    def of(cls, sizes: LayerSizes, element: int, tp: int = 1, splits_tokens: bool = False) -> "Stack":
+        """Layers of these sizes on one of `tp` ranks."""
+        return cls(**vars(sizes), element=element, tp=tp, splits_tokens=splits_tokens)
 
     @property
     def head_dim(self) -> int:
@@ -82,9 +77,9 @@ class Stack:
         return AttentionShape(self.heads // self.tp, self.kv_heads // self.tp, self.causal)
 
     @property
-    def norm(self) -> tuple[Weight, ...]:
+    def one_norm(self) -> tuple[Weight, ...]:
         """Parameters of one norm."""
-        return norm_weights(self.hidden, self.layer_norm, self.splits_tokens)
+        return norm_weights(self.hidden, self.norm, self.splits_tokens)
 
     def between(self, tokens: int) -> int:
         """Return t of T."""
@@ -108,7 +103,7 @@ class Stack:
         attended = self.hidden // self.tp
         qkv = attended + 2 * self.kv_heads * self.head_dim // self.tp
         return (
-            *self.norm,
+            *self.one_norm,
             *linear_weights(attended, self.hidden, self.hidden * self.bias),
             *linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias)),
         )
@@ -119,7 +114,7 @@ class Stack:
         first = inner * (2 if self.gated else 1)
         return (
             *self.attention_weights(),
-            *self.norm,
+            *self.one_norm,
             *linear_weights(self.hidden, first, first * self.bias),
             *linear_weights(inner, self.hidden, self.hidden * self.bias),
         )
@@ -247,7 +242,7 @@ def kept_by_layer(stack: Stack, seen: Attended) -> int:
 
 def kept_between(stack: Stack, seen: Attended) -> int:
     """Two norms and two sums, and of each norm what it divided by."""
-    return 4 * stack.stream(seen.tokens) + 2 * stack.between(seen.tokens) * len(stack.norm) * FP32
+    return 4 * stack.stream(seen.tokens) + 2 * stack.between(seen.tokens) * len(stack.one_norm) * FP32
 
 
 def kept_by_feed_forward(stack: Stack, tokens: int) -> int:

@@ -136,7 +136,7 @@ class ComponentOptimizer:
             if not transformer_config.calculate_per_token_loss:
                 raise ConfigError(
                     f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
-                    "would average its gradients over ranks; set it, as omni.encoders.transformer_config does"
+                    "would average its gradients over ranks: make it with transformer_config, or set it"
                 )
             self.wrapped[part] = DistributedDataParallel(
                 transformer_config, settings, module, pg_collection=groups

@@ -28,7 +28,8 @@ from infra.run_folder import RunFolder
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.encoders import Sharding, attention_flops
+from omni.encoder_modules import Sharding
+from omni.encoders import attention_flops
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
 from omni.planning.run_spec import prepare_run

@@ -25,7 +25,7 @@ from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.audio import AudioConfig, AudioEncoder
-from omni.models.encoders.audio_module import sinusoids, spaced
+from omni.models.encoders.audio_stem import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
 from omni.planning.run_spec import prepare_run
 from omni.rehearsal.memory import model_footprint
@@ -276,17 +276,14 @@ def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
 
     spec = prepare_run(compose_config(line), 1)
     built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
-    encoder, module = spec.encoders["audio"], built.components["audio"].modules[0]
+    module = built.components["audio"].modules[0]
     torch.manual_seed(0)
     lengths = [4, 2, 10]
     values = torch.randn(sum(lengths), 32)
-    where = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(1)
     gelu = torch.nn.functional.gelu
     with torch.no_grad():
         module.stem_in.bias.normal_()
-        packed = module._stem(
-            values, encoder.pack(Sharding.whole(lengths), where, torch.float32, torch.device("cpu"))
-        )
+        packed = module.stem.convolved(values, torch.tensor([0, *np.cumsum(lengths)]))
         frames = [item.reshape(1, -1, 16).transpose(1, 2) for item in values.split(lengths)]
         alone = [gelu(module.stem_out(gelu(module.stem_in(item))))[0].T for item in frames]
     return [packed, torch.cat(alone)]

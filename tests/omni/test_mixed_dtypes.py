@@ -8,6 +8,8 @@ from ranks import RankPool
 from torch import nn
 
 from omni.config import OptimConfig
+from omni.models.encoders.transformer import TransformerEncoderConfig
+from omni.models.layer_sizes import encoder_layers
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
 from omni.rank.optimizer import ComponentOptimizer
@@ -24,9 +26,8 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 8}
-        kinds = {"norm": "RMSNorm", "norm_eps": 1e-5, "gated": False, "bias": True, "qkv_bias": True}
-        self.config = transformer_config(**sizes, **kinds, recompute="none", dtype=torch.bfloat16)
+        sizes = encoder_layers(TransformerEncoderConfig(layers=1, hidden=8, heads=2, ffn=8))
+        self.config = transformer_config(sizes, torch.bfloat16)
         self.first = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
         self.fine = nn.Linear(8, 8, bias=False)
         self.last = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +90,16 @@ def test_the_registry_finds_encoders_and_explains_mistakes() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             make_encoder("image", options)
+
+
+def test_encoders_are_described_without_megatron() -> None:
+    """Its import takes seconds, and a package's module imports the door at its top."""
+    made = "[make_encoder('x', {'name': name}) for name in registered()]"
+    code = (
+        "import sys; import omni.encoders; from omni.models.registry import make_encoder, registered; "
+        f"{made}; sys.exit(any(m.partition('.')[0] == 'megatron' for m in sys.modules))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Unnamed:

@@ -15,10 +15,10 @@ from ranks import RankPool
 from torch.utils.flop_counter import FlopCounterMode
 
 from infra.checkpoint import CheckpointError
-from omni.config import ConfigError, MoEConfig, OptimConfig
+from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
 from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
-from omni.models.layer_sizes import check_moe
+from omni.models.layer_sizes import LayerSizes, check_moe, llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.moe import (
     expert_biases,
@@ -84,6 +84,12 @@ CASES = {
 }
 
 
+def layers(number: int, recompute: str) -> LayerSizes:
+    """So many layers, as the LLM has them."""
+    sizes = {"hidden": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS, "ffn": FFN}
+    return llm_layers(LLMConfig(layers=number, recompute=recompute, **sizes))
+
+
 def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numbering]:
     """This rank's layers, as LLMStage makes them, with biases that are not 0."""
     made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
@@ -92,18 +98,8 @@ def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numberi
     tp, ep, stage = groups.tp, groups.ep, groups.pp.rank()
     model_parallel_cuda_manual_seed(1, tp_rank=tp.rank(), ep_rank=ep.rank(), etp_rank=0, force_reset_rng=True)
     config = transformer_config(
-        layers=LAYERS,
-        hidden=WIDTH,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        ffn=FFN,
-        norm="RMSNorm",
-        norm_eps=1e-5,
-        gated=True,
-        bias=False,
-        qkv_bias=False,
-        recompute=case.recompute,
-        dtype=torch.float32,
+        layers(LAYERS, case.recompute),
+        torch.float32,
         tp=tp.size(),
         sequence_parallel=True,
         more=moe_settings(case.moe, ep.size(), torch.float32, CPU),
@@ -403,22 +399,7 @@ def test_margins_are_between_the_scores_that_choose(alone: dict[str, Any]) -> No
 
 def stacks(layout: Layout, moe: MoEConfig, element: int) -> tuple[Stack, ExpertStack]:
     """One dense layer, and one with experts."""
-    dense = Stack(
-        layers=1,
-        hidden=WIDTH,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        ffn=FFN,
-        gated=True,
-        causal=True,
-        bias=False,
-        qkv_bias=False,
-        layer_norm=False,
-        recompute="none",
-        tp=layout.tp,
-        splits_tokens=layout.tp > 1,
-        element=element,
-    )
+    dense = Stack.of(layers(1, "none"), element, layout.tp, layout.tp > 1)
     sizes = {"experts": moe.experts, "topk": moe.topk, "ffn": moe.ffn, "sigmoid": moe.score == "sigmoid"}
     return dense, ExpertStack(dense=replace(dense, ffn=moe.shared_ffn), ep=layout.ep, **sizes)
 

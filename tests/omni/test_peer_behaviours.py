@@ -9,8 +9,8 @@ from small import overrides, write_mixed, write_one_item
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
+from omni.models.encoders.transformer_module import TransformerModule
 from omni.models.encoders.vit import ViTEncoder
-from omni.models.encoders.vit_module import ViT
 from omni.planning.run_spec import prepare_run
 from omni.training import parity
 from omni.training.parity import TOLERANCE, Measurement, compare
@@ -101,7 +101,7 @@ def test_an_item_that_is_not_as_large_as_counted_is_named(
 
 def fail_in_encoder(rank: int, line: list[str], world: int) -> None:
     if rank == 1:
-        ViT.forward = lambda *inputs: (_ for _ in ()).throw(RuntimeError("the producer failed"))
+        TransformerModule.forward = lambda *inputs: (_ for _ in ()).throw(RuntimeError("the producer failed"))
     measure(rank, line, world)
 
 

@@ -8,7 +8,9 @@ from ranks import RankPool
 from test_moe_layers import MOE, PACKS, Case, build, forward, make_pack
 
 from omni.config import OptimConfig
-from omni.models.layers import encoder_config, layer_submodules
+from omni.models.encoders.transformer import TransformerEncoderConfig
+from omni.models.layer_sizes import encoder_layers
+from omni.models.layers import layer_submodules, transformer_config
 from omni.models.weight_gradients import Deferral, put_off_in
 from omni.rank.optimizer import ComponentOptimizer
 from parallel.layout import Layout
@@ -103,25 +105,15 @@ def test_frozen_weights_have_nothing_to_put_off(ranks: RankPool) -> None:
         assert torch.equal(a, b)
 
 
-@dataclass
-class Sizes:
-    """An encoder's transformer: biases and no sequence parallelism."""
-
-    layers: int = 2
-    hidden: int = 32
-    heads: int = 4
-    ffn: int = 48
-    norm: str = "LayerNorm"
-    recompute: str = "none"
+ENCODER = TransformerEncoderConfig(hidden=32, ffn=48, norm="LayerNorm")
 
 
 def encode(rank: int, later: bool) -> tuple[torch.Tensor, Gradients, int]:
     """Layers as encoders have them, shared by two ranks that see all tokens."""
     _, groups, _ = build(Case(Layout(tp=2), DENSE))
-    sizes = Sizes()
     block = TransformerBlock(
-        encoder_config(sizes, torch.float32, 2),
-        layer_submodules(sizes.layers, sizes.norm, causal=False),
+        transformer_config(encoder_layers(ENCODER), torch.float32, tp=2),
+        layer_submodules(ENCODER.layers, ENCODER.norm, causal=False),
         pg_collection=groups,
     )
     generator = torch.Generator().manual_seed(rank)
@@ -131,7 +123,7 @@ def encode(rank: int, later: bool) -> tuple[torch.Tensor, Gradients, int]:
     deferral = Deferral()
     put_off_in(block, deferral)
     pack = make_pack(0, groups)
-    hidden = torch.randn(pack.packed.tokens, 1, sizes.hidden, generator=torch.Generator().manual_seed(7))
+    hidden = torch.randn(pack.packed.tokens, 1, ENCODER.hidden, generator=torch.Generator().manual_seed(7))
     hidden.requires_grad_()
     out = block(hidden * 1.0, None, packed_seq_params=pack.packed).square().sum()
     count = 0
@@ -152,7 +144,7 @@ def encode(rank: int, later: bool) -> tuple[torch.Tensor, Gradients, int]:
 def test_layers_of_encoders_put_off_too(ranks: RankPool) -> None:
     for now, later in zip(ranks.run(2, encode, False), ranks.run(2, encode, True), strict=True):
         assert torch.equal(now[0], later[0])
-        assert later[2] == 4 * Sizes().layers
+        assert later[2] == 4 * ENCODER.layers
         assert {name for name in now[1] if not torch.equal(now[1][name], later[1][name])} == set()
 
 

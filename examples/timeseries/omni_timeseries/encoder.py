@@ -4,19 +4,17 @@ A series is normalised channel by channel, padded with zeros at its end to whole
 patches; each patch, all channels of `patch` steps, is one token. `merge` tokens become one row for the LLM.
 
 `TimeSeriesEncoder` describes the encoder to the platform, without weights: plans are made from it. Its
-`build` makes `TimeSeriesTransformer`, a plain torch module: put a model of your own in its place.
+`build` makes `TimeSeriesTransformer` (module.py), a plain torch module: put a model of your own in its place.
 
-Shapes: S steps, C channels, T tokens, P values of a token, E width of the encoder, N heads, H head size,
-R rows, D width of the LLM.
+Shapes: S steps, C channels, T tokens, P values of a token.
 """
 
 import io
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from omni.encoders import (
     Attention,
@@ -26,19 +24,17 @@ from omni.encoders import (
     FinalNorm,
     Item,
     ItemArrays,
-    PackedCoreAttention,
-    PackedTokens,
-    ProcessGroupCollection,
+    LayerSizes,
     Projector,
     SampleError,
-    Sharding,
     Stack,
-    TransformerConfig,
-    pack_tokens,
     require,
-    transformer_config,
     value_bytes,
 )
+
+if TYPE_CHECKING:
+    from omni.encoder_modules import PackedTokens, ProcessGroupCollection, Sharding
+    from omni_timeseries.module import TimeSeriesTransformer
 
 
 @dataclass
@@ -83,28 +79,12 @@ class TimeSeriesEncoder:
         return rows * c.merge, rows
 
     def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
-        """What the module below takes, in front of an LLM of `width`, with `element` bytes a number."""
+        """What the module takes, in front of an LLM of `width`, with `element` bytes a number."""
         c = self.config
-        layers = Stack(
-            layers=c.layers,
-            hidden=c.hidden,
-            heads=c.heads,
-            kv_heads=c.heads,
-            ffn=c.ffn,
-            gated=False,
-            causal=False,
-            bias=True,
-            qkv_bias=True,
-            layer_norm=False,
-            recompute="none",
-            tp=tp,
-            splits_tokens=False,
-            element=element,
-        )
         return EncoderPart(
             stem=(Embed(c.patch * c.channels, c.hidden, element),),
-            stack=layers,
-            tail=(FinalNorm(c.hidden, layer_norm=False), Projector(c.hidden, c.merge, width, element)),
+            stack=Stack.of(layer_sizes(c), element, tp),
+            tail=(FinalNorm(c.hidden, "RMSNorm"), Projector(c.hidden, c.merge, width, element)),
             width=width,
             token_bytes=value_bytes(c.patch * c.channels, 1),
         )
@@ -115,7 +95,7 @@ class TimeSeriesEncoder:
         return Attention(c.layers, c.heads, c.heads, c.hidden // c.heads, causal=False)
 
     def check_tp(self, key: str, tp: int) -> None:
-        """The layers below are torch's own, whole on every rank; megatron-core's would divide."""
+        """The module's layers are torch's own, whole on every rank; megatron-core's would divide."""
         if tp > 1:
             raise ConfigError(f"{key}={tp}: the layers of this encoder are not divided; leave it at 1")
 
@@ -153,9 +133,11 @@ class TimeSeriesEncoder:
         return ItemArrays(padded.reshape(tokens, c.patch * c.channels), np.arange(tokens)[:, None])
 
     def pack(
-        self, sharding: Sharding, positions: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> PackedTokens:
+        self, sharding: "Sharding", positions: torch.Tensor, dtype: torch.dtype, device: torch.device
+    ) -> "PackedTokens":
         """Each series attends to itself alone."""
+        from omni.encoder_modules import pack_tokens
+
         c = self.config
         return pack_tokens(
             sharding,
@@ -169,76 +151,28 @@ class TimeSeriesEncoder:
         )
 
     def build(
-        self, width: int, dtype: torch.dtype, device: torch.device, groups: ProcessGroupCollection
+        self, width: int, dtype: torch.dtype, device: torch.device, groups: "ProcessGroupCollection"
     ) -> "TimeSeriesTransformer":
         """Build the module on `device`, whole on every rank. Attention exchanges the parts of series that
         several ranks share over `groups.pool`.
         """
+        from omni_timeseries.module import TimeSeriesTransformer
+
         return TimeSeriesTransformer(self.config, width, dtype, groups).to(device)
 
 
-class TimeSeriesTransformer(nn.Module):
-    """Patches to rows: linear embedding, transformer, merging of neighbours, two-layer projector.
-
-    The platform draws the initial weights by parameter name, so that they do not depend on the layout: what
-    has one dimension becomes 0, or 1 for weights with "norm" in their name; `linear_proj` and `linear_fc2`,
-    which add to the residual stream, are scaled down by depth. It reads depth and precision from `config`.
-    """
-
-    def __init__(
-        self, sizes: TimeSeriesConfig, width: int, dtype: torch.dtype, groups: ProcessGroupCollection
-    ) -> None:
-        super().__init__()
-        self.merge = sizes.merge
-        self.config = transformer_config(
-            layers=sizes.layers,
-            hidden=sizes.hidden,
-            heads=sizes.heads,
-            kv_heads=sizes.heads,
-            ffn=sizes.ffn,
-            norm="RMSNorm",
-            norm_eps=1e-5,
-            gated=False,
-            bias=True,
-            qkv_bias=True,
-            recompute="none",
-            dtype=dtype,
-        )
-        merged = sizes.hidden * sizes.merge
-        self.patch_linear = nn.Linear(sizes.patch * sizes.channels, sizes.hidden, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(self.config, dtype, groups) for _ in range(sizes.layers))
-        self.final_norm = nn.RMSNorm(sizes.hidden, 1e-5, dtype=dtype)
-        self.projector_in = nn.Linear(merged, merged, dtype=dtype)
-        self.projector_out = nn.Linear(merged, width, dtype=dtype)
-
-    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-        """values [T, P] of packed series → rows [R, D], series by series. `packed` holds the positions."""
-        hidden = self.patch_linear(values.to(self.patch_linear.weight.dtype))
-        for layer in self.layers:
-            hidden = layer(hidden, packed)
-        merged = self.final_norm(hidden).unflatten(0, (-1, self.merge)).flatten(1)
-        rows: torch.Tensor = self.projector_out(F.gelu(self.projector_in(merged)))
-        return rows
-
-
-class Layer(nn.Module):
-    """A transformer layer, norms first. The platform's attention applies rotary and keeps items apart."""
-
-    def __init__(self, config: TransformerConfig, dtype: torch.dtype, groups: ProcessGroupCollection) -> None:
-        super().__init__()
-        width, ffn = config.hidden_size, config.ffn_hidden_size
-        self.heads = config.num_attention_heads
-        self.attention_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
-        self.linear_qkv = nn.Linear(width, 3 * width, dtype=dtype)
-        self.attention = PackedCoreAttention(config, pg_collection=groups)
-        self.linear_proj = nn.Linear(width, width, dtype=dtype)
-        self.mlp_norm = nn.RMSNorm(width, 1e-5, dtype=dtype)
-        self.linear_fc1 = nn.Linear(width, ffn, dtype=dtype)
-        self.linear_fc2 = nn.Linear(ffn, width, dtype=dtype)
-
-    def forward(self, hidden: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
-        """[T, E] → [T, E]."""
-        qkv = self.linear_qkv(self.attention_norm(hidden)).unflatten(1, (3, self.heads, -1))
-        query, key, value = qkv.unbind(1)  # each [T, N, H]
-        hidden = hidden + self.linear_proj(self.attention(query, key, value, None, packed_seq_params=packed))
-        return hidden + self.linear_fc2(F.gelu(self.linear_fc1(self.mlp_norm(hidden))))
+def layer_sizes(config: TimeSeriesConfig) -> LayerSizes:
+    """The layers of the module: what its work is stated from, and its megatron `config`."""
+    return LayerSizes(
+        layers=config.layers,
+        hidden=config.hidden,
+        heads=config.heads,
+        kv_heads=config.heads,
+        ffn=config.ffn,
+        gated=False,
+        causal=False,
+        bias=True,
+        qkv_bias=True,
+        norm="RMSNorm",
+        recompute="none",
+    )

@@ -4,11 +4,11 @@ An image is cut into patches as it is: no resizing to a square, only padding to 
 `max_tokens`, shrinking with its aspect kept. Patches of one merge window are neighbours in token order, so
 merging is a reshape. Row and column positions are learned and, in attention, rotary in two dimensions.
 
-Shapes: T patches, P values of a patch.
+Shapes: T patches, P values of a patch, E width of the encoder.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,28 +18,20 @@ import torch.nn.functional as F
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
-from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, Table, encoder_stack, value_bytes
-from omni.models.layer_sizes import check_divisible, check_transformer
-from omni.models.registry import Attention, ItemArrays
+from omni.models.blocks import Embed, Table
+from omni.models.encoders.transformer import TransformerEncoder, TransformerEncoderConfig
+from omni.models.registry import ItemArrays
+from parallel.work import Block
 
 if TYPE_CHECKING:
-    from omni.models.encoders.vit_module import ViT
-    from parallel.megatron import ProcessGroupCollection
-    from parallel.packed import PackedTokens, Sharding
+    from parallel.packed import PackedTokens
 
 
 @dataclass
-class ViTConfig:
-    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image.
+class ViTConfig(TransformerEncoderConfig):
+    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image."""
 
-    `taps` are layers after which patches are merged and projected too (DeepStack; Meng et al., 2024): the
-    rows of the first are added to what enters the LLM's second layer, and so on.
-    """
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    ffn: int = 192
+    rotary_base: float = 100.0
     patch: int = 14
     merge: int = 2
     channels: int = 3
@@ -47,32 +39,22 @@ class ViTConfig:
     std: float = 0.5
     max_side: int = 512
     max_tokens: int = 16384
-    rotary_base: float = 100.0
-    norm: str = "RMSNorm"
-    recompute: str = "none"
-    taps: list[int] = field(default_factory=list)
 
 
-class ViTEncoder:
-    """The description of the image encoder that every policy reads; `build` makes its module."""
+class ViTEncoder(TransformerEncoder):
+    """The image encoder: patches, in windows of `merge` times `merge`, each of which becomes a row."""
 
     Config = ViTConfig
     modality = "image"
+    config: ViTConfig
 
     def __init__(self, config: ViTConfig) -> None:
-        check_transformer("encoder", config, rotary_axes=2)
-        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens", "rotary_base")
+        super().__init__(config, values=config.patch**2 * config.channels, row_tokens=config.merge**2, axes=2)
+        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens")
         require("encoder", config, "mean", least=-math.inf)
         require("encoder", config, "std", least=1e-6)
         if config.channels not in (1, 3):
             raise ConfigError(f"encoder.channels={config.channels}: choose 1 (grey) or 3 (colour)")
-        if config.taps != sorted(set(config.taps)) or not set(config.taps) <= set(range(1, config.layers)):
-            raise ConfigError(
-                f"encoder.taps={config.taps}: must be layers between 1 and {config.layers - 1}, in order"
-            )
-        self.config = config
-        self.unit = config.merge**2
-        self.attach = ("llm.embed", *(f"llm.layers.{number}" for number in range(1, len(config.taps) + 1)))
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the patch rows and columns of an image of (height, width) pixels.
@@ -94,7 +76,7 @@ class ViTEncoder:
         """Shrink (height, width) until its patches fit `max_tokens`, keeping the aspect."""
         height, width = size[0], size[1]
         window = self.config.patch * self.config.merge
-        limit = self.config.max_tokens // self.unit
+        limit = self.config.max_tokens // self.row_tokens
         while math.ceil(height / window) * math.ceil(width / window) > limit and max(height, width) > window:
             # Rounding up to windows can exceed the limit again, so shrink a little at a time at the end.
             factor = min(0.99, math.sqrt(limit * window**2 / (height * width)))
@@ -104,29 +86,7 @@ class ViTEncoder:
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return (patches, rows) of an image of (height, width) pixels."""
         rows, columns = self.grid(size)
-        return rows * columns, rows * columns // self.unit
-
-    def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
-        """Patches and two positions, layers, and a projector at their end and after each tap."""
-        c = self.config
-        values = c.patch**2 * c.channels
-        tail = (FinalNorm(c.hidden, c.norm == "LayerNorm"), Projector(c.hidden, self.unit, width, element))
-        return EncoderPart(
-            stem=(Embed(values, c.hidden, element), *(Table(c.max_side, c.hidden),) * 2),
-            stack=encoder_stack(c, element, tp),
-            tail=tail * (1 + len(c.taps)),
-            width=width,
-            token_bytes=value_bytes(values, 2),
-        )
-
-    def attention(self) -> Attention:
-        """Every token sees all of its item."""
-        c = self.config
-        return Attention(c.layers, c.heads, c.heads, c.hidden // c.heads, causal=False)
-
-    def check_tp(self, key: str, tp: int) -> None:
-        """Heads and feed-forward are what tensor parallelism divides."""
-        check_divisible("encoder", self.config, key, tp, "heads", "ffn")
+        return rows * columns, rows * columns // self.row_tokens
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""
@@ -156,31 +116,29 @@ class ViTEncoder:
         patches = windows.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
         return ItemArrays(patches.contiguous().numpy(), _window_positions(rows, columns, c.merge))
 
-    def pack(
-        self, sharding: "Sharding", positions: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> "PackedTokens":
-        """Each image attends to itself alone."""
-        from parallel.packed import pack_tokens
+    def stem(self, dtype: torch.dtype) -> torch.nn.Module:
+        """A linear, and learned positions."""
+        return PatchStem(self.values, self.config.hidden, self.config.max_side, dtype)
 
+    def stem_work(self, element: int) -> tuple[Block, ...]:
+        """A linear, and two tables."""
         c = self.config
-        return pack_tokens(
-            sharding,
-            positions,
-            heads=c.heads,
-            head_dim=c.hidden // c.heads,
-            rotary_base=c.rotary_base,
-            causal=False,
-            dtype=dtype,
-            device=device,
-        )
+        return (Embed(self.values, c.hidden, element), *(Table(c.max_side, c.hidden),) * 2)
 
-    def build(
-        self, width: int, dtype: torch.dtype, device: torch.device, groups: "ProcessGroupCollection"
-    ) -> "ViT":
-        """Build the module on `device`."""
-        from omni.models.encoders.vit_module import ViT
 
-        return ViT(self.config, width, dtype, groups).to(device)
+class PatchStem(torch.nn.Module):
+    """A linear of each patch, plus a learned vector of its row and one of its column."""
+
+    def __init__(self, values: int, hidden: int, max_side: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.patch_linear = torch.nn.Linear(values, hidden, dtype=dtype)
+        self.row_embedding = torch.nn.Embedding(max_side, hidden, dtype=dtype)
+        self.column_embedding = torch.nn.Embedding(max_side, hidden, dtype=dtype)
+
+    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: "PackedTokens") -> torch.Tensor:
+        """values [T, P], positions [T, 2] → [T, E]."""
+        hidden: torch.Tensor = self.patch_linear(values)
+        return hidden + self.row_embedding(positions[:, 0]) + self.column_embedding(positions[:, 1])
 
 
 def _window_positions(rows: int, columns: int, merge: int) -> np.ndarray:

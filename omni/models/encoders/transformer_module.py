@@ -1,0 +1,83 @@
+"""The module of a transformer encoder: embedding, layers, merging of neighbours, projector.
+
+Shapes: T tokens, V values of a token, A axes, E width of the encoder, R rows, D width of the LLM.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from omni.models.encoders.transformer import TransformerEncoderConfig
+from omni.models.layer_sizes import encoder_layers
+from omni.models.layers import layer_submodules, transformer_config
+from ops.norm import Norm
+from parallel.megatron import ProcessGroupCollection, TransformerBlock
+from parallel.packed import PackedTokens
+
+
+class TransformerModule(torch.nn.Module):
+    """Tokens to rows: `stem`, layers, `row_tokens` neighbours to a row, two-layer projector. After each tap,
+    neighbours are projected too.
+    """
+
+    def __init__(
+        self,
+        config: TransformerEncoderConfig,
+        stem: torch.nn.Module,
+        row_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.config = transformer_config(encoder_layers(config), dtype, tp=groups.tp.size())
+        self.merged = config.hidden * row_tokens
+        # Beside the other modules first, so that the stem's weights go by their own names.
+        for name, module in stem.named_children():
+            self.add_module(name, module)
+        self.stem = stem
+        blocks = [
+            TransformerBlock(
+                self.config,
+                layer_submodules(stop - start, config.norm, causal=False),
+                post_layer_norm=False,
+                pg_collection=groups,
+            )
+            for start, stop in pairwise([0, *config.taps, config.layers])
+        ]
+        self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
+        self.final_norm = Norm(self.config, config.hidden)
+        self.projector_in = torch.nn.Linear(self.merged, self.merged, dtype=dtype)
+        self.projector_out = torch.nn.Linear(self.merged, width, dtype=dtype)
+        self.tap_projectors = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "norm": Norm(self.config, config.hidden),
+                    "linear_in": torch.nn.Linear(self.merged, self.merged, dtype=dtype),
+                    "linear_out": torch.nn.Linear(self.merged, width, dtype=dtype),
+                }
+            )
+            for _ in config.taps
+        )
+
+    def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """values [T, V], positions [T, A] of packed items → rows [R, D], item by item, and as many again for
+        each tap.
+        """
+        hidden: Any = self.stem(values.to(self.dtype), positions, packed)
+        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed)
+        tapped = []
+        for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
+            assert isinstance(projector, torch.nn.ModuleDict)
+            tapped.append(self._rows(hidden.squeeze(1), *projector.values()))
+            hidden = block(hidden, None, packed_seq_params=packed)
+        rows = self._rows(hidden.squeeze(1), self.final_norm, self.projector_in, self.projector_out)
+        return torch.cat([rows, *tapped]) if tapped else rows
+
+    def _rows(self, hidden: torch.Tensor, norm: Any, linear_in: Any, linear_out: Any) -> torch.Tensor:
+        """Tokens [T, E] → rows [R, D]."""
+        rows: torch.Tensor = linear_out(F.gelu(linear_in(norm(hidden).reshape(-1, self.merged))))
+        return rows
