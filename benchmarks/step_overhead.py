@@ -174,13 +174,10 @@ def compare(trainer: Trainer, ahead, plain: Plain, optimizer, steps: int, profil
         inputs = prepared.inputs.microbatches[0]
         batch[:] = [x.view(BATCH, LENGTH).clone() for x in (inputs.ids, inputs.labels, inputs.weights)]
         start = time.perf_counter()
-        trainer.agree_on(prepared.plan)
-        result, tombstones = trainer.execute(prepared)
-        totals = trainer.totals(prepared, result, tombstones, stop=False)
-        updated = trainer.rank.optimizer.update(step, totals)
-        trainer.advance(prepared, totals, updated)
+        done = trainer.run_step(prepared)
+        trainer.update(done)
         trainer.offer(ahead, step + 2)
-        losses.append(totals.loss)
+        losses.append(done.totals.loss)
         return time.perf_counter() - start
 
     def by_hand(step: int) -> float:

@@ -105,6 +105,7 @@ class LLMStage:
         )
         self.groups = groups
         self.deferral = Deferral()
+        self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
         self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
         self.models = torch.nn.ModuleList(part.model for part in self.parts.values())
@@ -218,17 +219,17 @@ class LLMStage:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
         return self.deferral.weights_later()
 
-    def balance_experts(self, learns: bool) -> torch.Tensor:
+    def balance_experts(self, learns: bool) -> None:
         """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
 
-        Returns the tokens of the busiest expert over the mean, summed over this stage's layers and divided
-        by the ranks that return it, [] on the device.
+        Afterwards `expert_load` [], on the device, is the tokens of the busiest expert over the mean, summed
+        over this stage's layers and divided by the ranks that have it.
         """
         if self.config.mixture is None:
-            return torch.zeros((), device=self.device)
+            return
         rate = self.config.mixture.bias_update_rate if learns else 0.0
         loads = update_expert_bias(self.models, self.groups, rate)
-        return loads.sum() / self.groups.tp_dp_cp.size()
+        self.expert_load = loads.sum() / self.groups.tp_dp_cp.size()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """State beside the weights, by canonical name, on the one rank of a stage that saves it."""

@@ -29,7 +29,11 @@ from pipeline.plan import EMBEDDING
 
 @dataclass(frozen=True)
 class Rank:
-    """Everything that lives on one rank of a run. `stage` is None on a rank that holds encoders only."""
+    """Everything that lives on one rank of a run. `stage` is None on a rank that holds encoders only.
+
+    `note` hears where the rank stands, for whoever watches it: every op before it runs, and words for what
+    lies between.
+    """
 
     rank: int
     domain: int
@@ -42,6 +46,7 @@ class Rank:
     optimizer: JointOptimizer
     engine: Engine
     assembler: Assembler
+    note: Callable[[Op | str], None]
 
     @property
     def is_first(self) -> bool:
@@ -54,7 +59,7 @@ def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> None:
         component.reduce(part)
 
 
-def build_rank(spec: RunSpec, rank: int, device: torch.device, on_op: Callable[[Op], None]) -> Rank:
+def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[Op | str], None]) -> Rank:
     """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
     config, arrangement = spec.config, spec.arrangement
     dtype = dtype_of(config.train.precision)
@@ -122,7 +127,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, on_op: Callable[[
                 for part in modules[name]
             },
             timeout_s=config.train.timeout_s,
-            on_op=on_op,
+            on_op=note,
         ),
         assembler=Assembler(
             llm=config.model.llm,
@@ -130,6 +135,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, on_op: Callable[[
             sources=spec.sources,
             place=Place(position, device, dtype),
         ),
+        note=note,
     )
 
 

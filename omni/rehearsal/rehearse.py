@@ -21,11 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from omni.config import ConfigError
-from omni.models.llm import NAME as LLM
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.optimizer import StepTotals
+from omni.rank.step import execute, learn_totals, update
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.stand_in_data import stand_in
@@ -34,6 +33,7 @@ from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
 from pipeline.anchor import StepInputs
+from pipeline.engine import StepResult
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
 
@@ -82,13 +82,11 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int) -> Rehearsal:
         routed_evenly = even_routing(plan.domain, ranks, spec.config.model.llm.moe, lambda: meter.where)
         with mode, meter, routed_evenly:
             own.optimizer.begin(plan.step)
-            _update(own, plan, meter)
+            _update(own, plan, StepResult())
             classify(own, inputs, meter)
             built = time.process_time()
             meter.start(group_labels(own.groups))
-            own.optimizer.begin(plan.step)
-            own.engine.run(plan, inputs)
-            _update(own, plan, meter)
+            _update(own, plan, execute(own, plan, inputs))
         footprint = Footprint(
             parameters={
                 name: sum(parameter.numel() for parameter in component.parameters)
@@ -131,7 +129,7 @@ def _built(spec: RunSpec, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Met
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _world(rank, spec.arrangement.world), stand_ins(meter):
         with mode, meter:
-            own = build_rank(spec, rank, _CPU, lambda op: _note(meter, op))
+            own = build_rank(spec, rank, _CPU, lambda where: _note(meter, where))
         yield own, mode, meter
 
 
@@ -173,20 +171,15 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return value
 
 
-def _update(own: Rank, plan: StepPlan, meter: Meter) -> None:
-    """One update, of the experts' bias too, with totals made up: the host would learn them from all ranks."""
-    with meter.making("workspace"):
-        meter.where = "update"
-        own.optimizer.tie()
-        own.optimizer.squares()
-        ones = (1.0,) * len(plan.components)
-        own.optimizer.update(plan.step, StepTotals((1.0,), (1.0,), ones, (), (), 0.0, 0, False))
-        if own.stage is not None:
-            own.stage.balance_experts(LLM not in own.optimizer.frozen)
+def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
+    update(own, plan, learn_totals(own, plan, result))
 
 
-def _note(meter: Meter, op: Op) -> None:
-    meter.kind, meter.where = _KINDS.get(op.kind, "buffers"), op
+def _note(meter: Meter, where: Op | str) -> None:
+    if isinstance(where, Op):
+        meter.kind, meter.where = _KINDS.get(where.kind, "buffers"), where
+    else:  # words come after the ops: totals and update
+        meter.kind, meter.where = "workspace", "update"
 
 
 def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.config import MoEConfig
-from omni.rank import build
+from omni.rank import build, step
+from omni.rank.optimizer import StepTotals
 from omni.rehearsal.meter import Meter
 from ops import attention
 from parallel.lane import Lane
@@ -43,7 +44,8 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         put(dist, "all_gather_object", _gather_own)
         # A shipment of two hops would run on a thread, which is outside the fake world.
         put(Lane, "run_long", lambda lane, job: job())
-        # Random numbers need values. Modules are born where they live.
+        # Totals are numbers of all ranks, and random numbers need values. Modules are born where they live.
+        put(step, "reduce_totals", _made_up)
         put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
         put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
         put(torch.nn.Module, "to", lambda module, *args: module)
@@ -123,6 +125,11 @@ def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
     objects[:] = [own] * len(objects)
+
+
+def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *more: object) -> StepTotals:
+    ones = (1.0,) * len(squares)
+    return StepTotals((1.0,), (1.0,), ones, (), (), 0.0, 0, False)
 
 
 def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:

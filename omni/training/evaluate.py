@@ -19,6 +19,7 @@ from omni.models.llm_stage import MicrobatchInputs
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.inputs import TextArrays
+from omni.rank.step import execute
 from pipeline.plan import Microbatch, StepPlan
 
 MAX_NEW_TOKENS = 128
@@ -142,7 +143,7 @@ class Evaluator:
         items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]
         fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, (), 0.0)
         inputs = assembler.assemble(domain, fetched, predict)
-        result = self.rank.engine.run(plan, inputs)
+        result = execute(self.rank, plan, inputs)
         return [
             (domain.microbatches[m], inputs.microbatches[m], outputs)
             for m, outputs in sorted(result.outputs.items())

@@ -39,6 +39,18 @@ class Progression:
     tombstones: int = 0
 
 
+@dataclass(frozen=True)
+class StepRun:
+    """A step that has run and not updated yet: what was prepared, what this rank made of it, what all ranks
+    learnt, and the load of the busiest rank of the world by component.
+    """
+
+    prepared: Prepared
+    result: StepResult
+    totals: StepTotals
+    loads: tuple[int, ...]
+
+
 def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float, ...]:
     """Seconds this rank idled, by cause. On a GPU the host's clock sees no waits inside a step."""
     idle = dict.fromkeys(CAUSES, 0.0)
@@ -144,17 +156,14 @@ def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> fl
 
 def metrics_of(
     spec: RunSpec,
-    prepared: Prepared,
-    result: StepResult,
-    totals: StepTotals,
+    run: StepRun,
     norms: Mapping[str, float],
     rates: Mapping[str, float],
-    loads: Sequence[int],
     progression: Progression,
     step_s: float,
 ) -> dict[str, float]:
     """All metrics of one training step."""
-    plan = prepared.plan
+    prepared, totals, plan = run.prepared, run.totals, run.prepared.plan
     tokens, count = plan.taken.tokens, len(plan.components)
     flops = trained_flops(spec, plan, totals)
     peak = spec.cluster.flops * spec.arrangement.world * step_s
@@ -182,7 +191,7 @@ def metrics_of(
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    uneven = imbalance(spec, plan, loads, totals.planned[count:-1])
+    uneven = imbalance(spec, plan, run.loads, totals.planned[count:-1])
     metrics |= {f"balance/max_over_mean/{name}": value for name, value in uneven.items()}
     if totals.expert_load and (moe := spec.config.model.llm.mixture) is not None:
         layers = spec.config.model.llm.layers - moe.dense_layers
@@ -195,7 +204,7 @@ def metrics_of(
     for cause, share in zip(CAUSES, shares, strict=True):
         if cause == "data" or not on_gpu:
             metrics[f"perf/idle_frac/{cause}"] = share
-    error = None if on_gpu else predicted_error(spec, prepared, result)
+    error = None if on_gpu else predicted_error(spec, prepared, run.result)
     if error is not None:
         metrics["plan/pred_error"] = error
     return metrics

@@ -73,17 +73,14 @@ def measure(
     squares: dict[str, float] = {}
     with trainer.ahead() as ahead:
         for step in range(1, steps + 1):
-            prepared = ahead.take(step)
-            trainer.agree_on(prepared.plan)
-            result, tombstones = trainer.execute(prepared)
-            totals = trainer.totals(prepared, result, tombstones, stop=False)
+            done = trainer.run_step(ahead.take(step))
             if step == 1:
-                loss = totals.loss
+                loss = done.totals.loss
                 optimizer = trainer.rank.optimizer
-                by_name = zip(optimizer.names, totals.squares, strict=True)
+                by_name = zip(optimizer.names, done.totals.squares, strict=True)
                 squares = {name: square for name, square in by_name if name not in optimizer.frozen}
-                gradients = collect(trainer, partial(_gradient, totals.num_targets))
-            trainer.update(step, totals)
+                gradients = collect(trainer, partial(_gradient, done.totals.num_targets))
+            trainer.update(done)
             trainer.offer(ahead, step + PLANS_AHEAD)
     weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)

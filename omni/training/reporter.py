@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,11 +13,9 @@ from infra.tracker import Tracker
 from infra.tracking import make_tracker
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
-from omni.rank.optimizer import JointOptimizer, StepTotals
-from omni.training.ahead import Prepared
+from omni.rank.optimizer import JointOptimizer
 from omni.training.evaluate import Transcription
-from omni.training.figures import Progression, metrics_of
-from pipeline.engine import StepResult
+from omni.training.figures import Progression, StepRun, metrics_of
 from pipeline.plan import StepPlan
 
 NUM_EXAMPLES = 8
@@ -58,25 +55,14 @@ class Reporter:
         self.progress = Progress(spec.config.train.steps)
         self.progress.note(_opening(spec, folder, resumed))
 
-    def step(
-        self,
-        prepared: Prepared,
-        result: StepResult,
-        totals: StepTotals,
-        optimizer: JointOptimizer,
-        loads: Sequence[int],
-        step_s: float,
-        heldout: dict[str, float],
-    ) -> None:
+    def step(self, run: StepRun, optimizer: JointOptimizer, step_s: float, heldout: dict[str, float]) -> None:
         """Report one step that took `step_s` seconds, with any held-out losses measured after it."""
         if not self.active:
             return
-        step = prepared.plan.step
-        norms = optimizer.norms(totals)
+        plan, totals = run.prepared.plan, run.totals
+        step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(
-            self.spec, prepared, result, totals, norms, rates, loads, self.progression, step_s
-        )
+        metrics = metrics_of(self.spec, run, norms, rates, self.progression, step_s)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss = totals.loss
@@ -85,7 +71,7 @@ class Reporter:
             losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
             self.progress.note(f"held-out loss after step {step}: {losses}")
         if self.samples is not None:
-            append_line(self.samples, _record(prepared.plan))
+            append_line(self.samples, _record(plan))
 
     def note(self, text: str) -> None:
         """Say something between steps."""

@@ -2,7 +2,8 @@
 
 This is the first file to read. A step is: take what was prepared ahead, settle that all ranks hold the same
 plan, run it, learn its totals in one reduction, update, report. Everything a policy decides has been decided
-in the plan; everything a rank does is in its op list.
+in the plan; everything a rank does is in its op list. What lies between taking and reporting is written in
+`omni/rank/step.py`.
 """
 
 import contextlib
@@ -23,21 +24,19 @@ from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
-from omni.models.llm import NAME as LLM
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
 from omni.rank.inputs import mask_tombstones, share_tombstones
-from omni.rank.optimizer import StepTotals, reduce_totals
+from omni.rank.optimizer import StepTotals
 from omni.rank.state import read_state, write_state
+from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
-from omni.training.figures import Progression, busiest, idle_seconds, planned_sums
+from omni.training.figures import Progression, StepRun, busiest, idle_seconds, planned_sums
 from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.reporter import Reporter
 from parallel.consensus import Consensus, DivergenceError, explain
-from parallel.waiting import waiting
-from pipeline.engine import StepResult
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
 
@@ -70,7 +69,8 @@ class Trainer:
         self.plan_step = plan_step
         self.where = "start-up"
         self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
-        self.rank: Rank = build_rank(spec, rank, device, self.on_op)
+        self.stop = StopFlag()
+        self.rank: Rank = build_rank(spec, rank, device, self.note)
         planner = spec.planner
         self.consensus = Consensus(
             self.rank.groups.control, (1, planner.num_groups, spec.arrangement.num_domains)
@@ -82,7 +82,6 @@ class Trainer:
         self.cursor = 0
         self.progression = Progression()
         self.skipped_in_a_row = 0
-        self.expert_load = torch.zeros((), device=device)
 
     def run(self) -> None:
         """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
@@ -91,26 +90,22 @@ class Trainer:
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
             return
-        with self.watchdog, StopFlag() as stop, self.reporting(resumed) as report, self.ahead() as ahead:
+        with self.watchdog, self.stop, self.reporting(resumed) as report, self.ahead() as ahead:
             for step in range(self.step + 1, self.config.train.steps + 1):
                 start = time.perf_counter()
-                prepared = ahead.take(step)
-                loads = self.agree_on(prepared.plan)
-                result, tombstones = self.execute(prepared)
-                totals = self.totals(prepared, result, tombstones, stop.requested)
-                updated = self.update(step, totals)
-                self.advance(prepared, totals, updated)
+                done = self.run_step(ahead.take(step))
+                self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
-                heldout = {} if totals.stop else self.evaluate(step)
-                report.step(prepared, result, totals, self.rank.optimizer, loads, step_s, heldout)
-                self.check_updates(totals)
-                if totals.stop or self.is_due(step, self.config.train.checkpoint_every):
+                heldout = {} if done.totals.stop else self.evaluate(step)
+                report.step(done, self.rank.optimizer, step_s, heldout)
+                self.check_updates(done.totals)
+                if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
-                if totals.stop:
+                if done.totals.stop:
                     report.note(
-                        f"stopped after step {step}: {stop.signal_name or 'a signal to another rank'}"
+                        f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
                     )
                     return
             report.finish(self.transcribe())
@@ -152,58 +147,45 @@ class Trainer:
 
         Returns the load of the busiest rank of the world by component.
         """
-        self.where = f"step {plan.step}: comparing plans"
-        with waiting(self.where, self.rank.groups.control):
+        with waiting_at(self.rank, f"step {plan.step}: comparing plans", self.rank.groups.control):
             agreement = self.consensus.settle(plan.step)
         if agreement.divergence is not None:
             raise DivergenceError(explain(plan, agreement.divergence, diff, self.rank.groups.control))
         return agreement.figures
 
-    def execute(self, prepared: Prepared) -> tuple[StepResult, int]:
-        """Run this rank's ops. Returns the result and the number of samples lost to bad data here."""
+    def run_step(self, prepared: Prepared) -> StepRun:
+        """Run a step once all ranks agree on its plan, and learn its totals."""
+        loads = self.agree_on(prepared.plan)
         self.check_failures(prepared)
-        self.where = f"step {prepared.plan.step}: sharing which items are bad"
-        group = self.rank.groups.domain_control
-        with waiting(self.where, group):
-            tombstones = share_tombstones(prepared.plan.domain, prepared.failures, group)
-        mask_tombstones(prepared.plan.domain, prepared.inputs, tombstones)
-        self.rank.optimizer.begin(prepared.plan.step)
-        result = self.rank.engine.run(prepared.plan, prepared.inputs)
-        self.where = f"step {prepared.plan.step}: gradients of tied embeddings"
-        with waiting(self.where, self.rank.groups.world):
-            self.rank.optimizer.tie()
-        return result, len(tombstones) if self.rank.engine.position == 0 else 0
+        tombstones = self.bury(prepared)
+        result = execute(self.rank, prepared.plan, prepared.inputs)
+        speaks = self.rank.engine.position == 0  # for its domain
+        totals = learn_totals(
+            self.rank,
+            prepared.plan,
+            result,
+            seconds=idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
+            planned=planned_sums(self.spec, prepared.plan, counts=speaks),
+            tombstones=len(tombstones) if speaks else 0,
+            stop=self.stop.requested,
+        )
+        return StepRun(prepared, result, totals, loads)
 
-    def totals(self, prepared: Prepared, result: StepResult, tombstones: int, stop: bool) -> StepTotals:
-        """Learn what the step did over all ranks."""
-        self.where = f"step {prepared.plan.step}: totals"
-        squares = self.rank.optimizer.squares()
-        with waiting(self.where, self.rank.groups.world):
-            return reduce_totals(
-                result.sums,
-                len(self.spec.sources),
-                squares,
-                idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
-                self.expert_load,
-                planned_sums(self.spec, prepared.plan, counts=self.rank.engine.position == 0),
-                tombstones,
-                stop,
-                self.rank.groups.world,
-            )
+    def bury(self, prepared: Prepared) -> tuple[int, ...]:
+        """Take samples with bad items out of the loss on all ranks of the domain. Returns which they are."""
+        domain, group = prepared.plan.domain, self.rank.groups.domain_control
+        with waiting_at(self.rank, f"step {prepared.plan.step}: sharing which items are bad", group):
+            tombstones = share_tombstones(domain, prepared.failures, group)
+        mask_tombstones(domain, prepared.inputs, tombstones)
+        return tombstones
 
-    def update(self, step: int, totals: StepTotals) -> bool:
-        """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm."""
-        updated = self.rank.optimizer.update(step, totals)
-        if self.rank.stage is not None:
-            learns = updated and LLM not in self.rank.optimizer.frozen
-            stage = self.rank.groups.components[LLM].tp_dp_cp
-            with waiting(f"step {step}: the load of experts", stage):
-                self.expert_load = self.rank.stage.balance_experts(learns)
-        return updated
+    def update(self, done: StepRun) -> None:
+        """Update weights, count what the step did and move on in the stream."""
+        plan, totals = done.prepared.plan, done.totals
+        self.advance(plan, totals, update(self.rank, plan, totals))
 
-    def advance(self, prepared: Prepared, totals: StepTotals, updated: bool) -> None:
+    def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""
-        plan = prepared.plan
         self.step, self.cursor = plan.step, plan.taken.next_cursor
         self.progression.tokens += plan.taken.tokens
         self.progression.skipped_steps += not updated
@@ -241,10 +223,13 @@ class Trainer:
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
             print(f"rank {self.rank.rank}: skipped {text}", file=sys.stderr, flush=True)
 
-    def on_op(self, op: Op) -> None:
+    def note(self, where: Op | str) -> None:
         """Note where this rank stands, for the watchdog."""
-        self.where = f"step {self.step + 1}: {op}"
-        self.watchdog.beat()
+        if isinstance(where, Op):
+            self.where = f"step {self.step + 1}: {where}"
+            self.watchdog.beat()
+        else:
+            self.where = where
 
     # Now and then.
 

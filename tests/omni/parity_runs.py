@@ -149,10 +149,8 @@ def _narrowest_choices(config: Config) -> Iterator[float]:
     assert trainer.rank.stage is not None
     with trainer.ahead() as ahead:
         for step in range(1, config.train.steps + 1):
-            prepared = ahead.take(step)
-            trainer.agree_on(prepared.plan)
             with routing_margins(trainer.rank.stage.models) as margins:
-                result, tombstones = trainer.execute(prepared)
-            trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
+                done = trainer.run_step(ahead.take(step))
+            trainer.update(done)
             trainer.offer(ahead, step + PLANS_AHEAD)
             yield min(float(margin) for margin in margins)

@@ -228,7 +228,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.main.grad) for shard in owned(component, built.names["llm"])]
     component.update(0.01)
-    load = stage.balance_experts(True)
+    stage.balance_experts(True)
     write_state(Path(folder) / f"rank_{rank:05d}.pt", {"llm": component}, built.names, stage)
     dist.barrier()
     return {
@@ -241,7 +241,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
             for layer, rows in chain.pack.rows.items()
             if rows.grad is not None
         },
-        "load": load,
+        "load": stage.expert_load,
         **state(built),
     }
 

@@ -149,14 +149,12 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     with trainer.ahead() as ahead:
         for step in (1, 2):
             prepared = ahead.take(step)
-            trainer.agree_on(prepared.plan)
             with meter if step == 2 else contextlib.nullcontext():
                 if step == 2:
                     classify(trainer.rank, prepared.inputs, meter)
                     meter.adopt(get_global_memory_buffer().buffer.values(), "buffers")
                     meter.start(group_labels(trainer.rank.groups))
-                result, tombstones = trainer.execute(prepared)
-                trainer.update(step, trainer.totals(prepared, result, tombstones, stop=False))
+                trainer.update(trainer.run_step(prepared))
             trainer.offer(ahead, step + 2)
     gc.enable()
     parameters = {

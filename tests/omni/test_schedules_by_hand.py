@@ -27,6 +27,7 @@ from omni.models.llm_stage import LLMStage
 from omni.models.weight_gradients import PendingProducts
 from omni.planning.run_spec import RunSpec, prepare_run
 from omni.planning.sharing import make_chunks
+from omni.rank.step import execute
 from omni.training import parity
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from omni.training.trainer import Trainer
@@ -250,7 +251,7 @@ def hold(rank: int, case: Case, config: Config) -> tuple[Counter[int], Counter[i
             prepared = ahead.take(1)
             trainer.agree_on(prepared.plan)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-                trainer.execute(prepared)
+                execute(trainer.rank, prepared.plan, prepared.inputs)
     finally:
         engine._Step.do = do
     ops = prepared.plan.domain.ops_of(trainer.rank.position)

@@ -18,6 +18,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.planning.run_spec import prepare_run
+from omni.rank.step import execute
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.trainer import NoUpdateError, Trainer
@@ -138,7 +139,8 @@ def _stall(rank: int, line: list[str], at_engine: bool) -> str:
         try:
             if at_engine:
                 trainer.rank.engine.run(prepared.plan, prepared.inputs)
-            trainer.execute(prepared)
+            trainer.bury(prepared)
+            execute(trainer.rank, prepared.plan, prepared.inputs)
         except StallError as error:
             return str(error)
     return "ran"
@@ -259,12 +261,10 @@ def _skips(rank: int, line: list[str], updated: list[bool]) -> list[int]:
     trainer = make_trainer(rank, line, 1)
     out = []
     with trainer.ahead() as ahead:
-        prepared = ahead.take(1)
-        result, tombstones = trainer.execute(prepared)
-        totals = trainer.totals(prepared, result, tombstones, False)
+        done = trainer.run_step(ahead.take(1))
         for each in updated:
-            trainer.advance(prepared, totals, each)
-            trainer.check_updates(totals)
+            trainer.advance(done.prepared.plan, done.totals, each)
+            trainer.check_updates(done.totals)
             out.append(trainer.skipped_in_a_row)
     return out
 

@@ -1,0 +1,90 @@
+"""What one rank does in a step: run the ops of a plan, learn the totals, update.
+
+Whoever steps goes through here, in this order, and adds what is its own: training agrees on the plan before
+and reports after, parity collects gradients before the update, a rehearsal makes the totals up, evaluation
+runs ops only. Where the rank stands is noted before each wait, and a wait that fails names its peers.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from omni.models.llm import NAME as LLM
+from omni.rank.build import Rank
+from omni.rank.optimizer import StepTotals, reduce_totals
+from parallel.waiting import waiting
+from pipeline.anchor import StepInputs
+from pipeline.engine import StepResult
+from pipeline.plan import StepPlan
+
+
+@contextlib.contextmanager
+def waiting_at(rank: Rank, where: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Note that the rank stands at `where`; a collective of `group` that fails inside the block says so."""
+    rank.note(where)
+    with waiting(where, group):
+        yield
+
+
+def execute(rank: Rank, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    """Run this rank's ops of a plan that is verified and agreed on.
+
+    If the plan trains, gradients of the step before are cleared first, and afterwards every rank has its
+    shards of the summed gradients.
+
+    Raises:
+        StallError: if a peer does not answer in time.
+    """
+    if not plan.train:
+        return rank.engine.run(plan, inputs)
+    rank.optimizer.begin(plan.step)
+    result = rank.engine.run(plan, inputs)
+    with waiting_at(rank, f"step {plan.step}: gradients of tied embeddings", rank.groups.world):
+        rank.optimizer.tie()
+    return result
+
+
+def learn_totals(
+    rank: Rank,
+    plan: StepPlan,
+    result: StepResult,
+    seconds: Sequence[float] = (),
+    planned: Sequence[float] = (),
+    tombstones: int = 0,
+    stop: bool = False,
+) -> StepTotals:
+    """Learn what a training step came to over all ranks: the one point where the host waits for the device.
+
+    What `StepTotals` sums beside losses and norms is this rank's part of it, and `stop` its wish.
+
+    Raises:
+        StallError: if a peer does not answer in time.
+    """
+    squares = rank.optimizer.squares()
+    expert_load = torch.zeros((), device=rank.device) if rank.stage is None else rank.stage.expert_load
+    with waiting_at(rank, f"step {plan.step}: totals", rank.groups.world):
+        return reduce_totals(
+            result.sums,
+            len(rank.assembler.sources),
+            squares,
+            seconds,
+            expert_load,
+            planned,
+            tombstones,
+            stop,
+            rank.groups.world,
+        )
+
+
+def update(rank: Rank, plan: StepPlan, totals: StepTotals) -> bool:
+    """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm."""
+    rank.note(f"step {plan.step}: update")
+    updated = rank.optimizer.update(plan.step, totals)
+    if rank.stage is not None:
+        learns = updated and LLM not in rank.optimizer.frozen
+        peers = rank.groups.components[LLM].tp_dp_cp
+        with waiting_at(rank, f"step {plan.step}: the load of experts", peers):
+            rank.stage.balance_experts(learns)
+    return updated
