@@ -1,10 +1,13 @@
-"""Encoded images to pixels. What encoders do with the pixels (patches, normalisation) is theirs."""
+"""Encoded images to pixels. What encoders do with the pixels (patches, normalisation) is theirs.
+
+Shapes: H rows and W columns of pixels, upright; C channels.
+"""
 
 import io
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dataloader.format import Item, SampleError
 
@@ -15,13 +18,17 @@ except ImportError:  # no wheel for this machine: Pillow decodes the same files,
 
 _FORMATS = {"JPEG": "jpeg", "PNG": "png"}
 _GRAY_MODES = ("1", "L", "LA")
+_SEEN_ON_WHITE = 16  # how much darker than a white ground something of a transparent picture must be
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations whose stored rows are columns
 
 
 def decode_image(item: Item) -> npt.NDArray[np.uint8]:
-    """Pixels uint8 [H, W, C] of a JPEG or PNG item: C is 1 for grayscale, else 3 (RGB; alpha is dropped).
+    """Pixels uint8 [H, W, C] of a JPEG or PNG item, as a viewer shows them: C is 1 for grayscale, else 3
+    (RGB).
 
-    16-bit grayscale keeps its upper 8 bits. Raises SampleError if the data is corrupt, cut short, or not of
-    the size that the item states.
+    The EXIF orientation is applied. What is transparent is laid on white, or on black where nothing of the
+    picture would be seen on white. 16-bit grayscale keeps its upper 8 bits. Raises SampleError if the data is
+    corrupt, cut short, or not of the size that the item states.
     """
     pixels = None
     if item.format == "jpeg" and simplejpeg is not None:
@@ -29,7 +36,10 @@ def decode_image(item: Item) -> npt.NDArray[np.uint8]:
     if pixels is None:
         pixels = _decode_pillow(item.data, item.format)
     if pixels.shape[:2] != item.size:
-        raise SampleError(f"the image is {pixels.shape[:2]} (height, width), its metadata says {item.size}")
+        raise SampleError(
+            f"the image is {pixels.shape[:2]} (height, width, upright), its metadata says {item.size}: state "
+            "its size as it is shown, after its EXIF orientation"
+        )
     return pixels
 
 
@@ -37,9 +47,10 @@ def _decode_jpeg(data: bytes) -> npt.NDArray[np.uint8] | None:
     """Pixels, or None where Pillow should try: CMYK, rare encodings, damage (which Pillow then names)."""
     try:
         gray = simplejpeg.decode_jpeg_header(data)[2] == "Gray"
-        return simplejpeg.decode_jpeg(data, colorspace="GRAY" if gray else "RGB")
+        pixels = simplejpeg.decode_jpeg(data, colorspace="GRAY" if gray else "RGB")
     except ValueError:
         return None
+    return _upright(pixels, _orientation(_open(data)))
 
 
 def _decode_pillow(data: bytes, expected: str) -> npt.NDArray[np.uint8]:
@@ -50,19 +61,55 @@ def _decode_pillow(data: bytes, expected: str) -> npt.NDArray[np.uint8]:
         raise SampleError(f"the image cannot be decoded: {error}") from error
     if _FORMATS.get(image.format or "") != expected:
         raise SampleError(f"the image is {image.format}, its metadata says {expected}")
+    mode = "L" if image.mode in _GRAY_MODES else "RGB"
     if image.mode.startswith("I"):
         pixels = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
+    elif image.has_transparency_data:
+        pixels = _on_ground(np.array(image.convert("LA" if mode == "L" else "RGBA"), dtype=np.uint8))
     else:
-        pixels = np.array(image.convert("L" if image.mode in _GRAY_MODES else "RGB"), dtype=np.uint8)
-    return pixels if pixels.ndim == 3 else pixels[:, :, None]
+        pixels = np.array(image.convert(mode), dtype=np.uint8)
+    pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
+    return _upright(pixels, _orientation(image))
+
+
+def _on_ground(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Lay [H, W, C + 1], the last of them alpha, on white, or on black: [H, W, C]. Opaque pixels keep their
+    values.
+    """
+    alpha = pixels[..., -1:].astype(np.uint32)
+    shown = pixels[..., :-1] * alpha
+    white = ((shown + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+    seen = white.min(initial=255) <= 255 - _SEEN_ON_WHITE
+    return white if seen or bool((alpha == 255).all()) else ((shown + 127) // 255).astype(np.uint8)
+
+
+def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation of an image, 1 (upright) to 8; 1 if it says none, or nothing that can be read."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged metadata raises many kinds, and a picture is shown without them
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _upright(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """Turn stored pixels so that they stand as the EXIF orientation says (Exif 2.3, tag 274)."""
+    if orientation in _SIDEWAYS:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return np.ascontiguousarray(pixels)
 
 
 def read_image_size(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Format name and (height, width) from an image's header; SampleError if it is no JPEG or PNG."""
+    """Format name and (height, width) of the upright image; SampleError if it is no JPEG or PNG."""
     image = _open(data)
     if image.format not in _FORMATS:
         raise SampleError(f"the image is {image.format}: convert it to PNG or JPEG")
-    return _FORMATS[image.format], (image.height, image.width)
+    size = (image.height, image.width)
+    return _FORMATS[image.format], size[::-1] if _orientation(image) in _SIDEWAYS else size
 
 
 def _open(data: bytes) -> Image.Image:

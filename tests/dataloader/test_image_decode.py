@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dataset_samples import image_item
-from PIL import Image
+from PIL import Image, ImageOps
 
 from dataloader import decode
 from dataloader.decode import decode_image, read_image_size
@@ -50,6 +50,115 @@ def test_png_modes(mode, channels):
 def test_16_bit_gray_keeps_its_upper_bits():
     image = Image.fromarray(np.full((4, 4), 0xAB12, dtype=np.uint16))
     assert (decode_image(pillow_item(image, "PNG")) == 0xAB).all()
+
+
+# What EXIF calls each orientation: where the first stored row and the first stored column are shown.
+SHOWN = {
+    1: ("top", "left"),
+    2: ("top", "right"),
+    3: ("bottom", "right"),
+    4: ("bottom", "left"),
+    5: ("left", "top"),
+    6: ("right", "top"),
+    7: ("right", "bottom"),
+    8: ("left", "bottom"),
+}
+
+
+def turned_item(orientation, kind, pixels):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    image = Image.fromarray(pixels)
+    image.save(buffer, kind, exif=exif, **({"quality": 95} if kind == "JPEG" else {}))
+    size = ImageOps.exif_transpose(Image.open(buffer)).size[::-1]
+    return Item("image", kind.lower(), size, buffer.getvalue())
+
+
+@pytest.mark.parametrize("orientation", SHOWN)
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pillow, jpeg", "png"])
+def test_pictures_stand_as_their_orientation_says(orientation, decoder, monkeypatch):
+    pixels = np.zeros((16, 40, 3), np.uint8)
+    pixels[:8] += np.uint8([160, 0, 0])  # the first stored rows are red
+    pixels[:, :8] += np.uint8([0, 0, 160])  # the first stored columns are blue
+    if decoder.startswith("pillow"):
+        monkeypatch.setattr(decode, "simplejpeg", None)
+    item = turned_item(orientation, "PNG" if decoder == "png" else "JPEG", pixels)
+    decoded = decode_image(item).astype(int)
+    edges = {"top": decoded[:4], "bottom": decoded[-4:], "left": decoded[:, :4], "right": decoded[:, -4:]}
+    for channel, edge in zip((0, 2), SHOWN[orientation], strict=True):
+        others = [name for name in edges if name != edge]
+        assert edges[edge][..., channel].min() > 100, (edge, channel)
+        assert all(edges[name][..., channel].min() < 60 for name in others)
+    assert decoded.shape[:2] == ((40, 16) if orientation > 4 else (16, 40))
+    assert read_image_size(item.data) == (item.format, item.size)
+    shown = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(item.data)))).astype(int)
+    assert np.abs(decoded - shown).max() <= (0 if decoder == "png" else 24)
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0damaged", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0"])
+def test_metadata_that_cannot_be_read_turn_nothing(exif):
+    buffer = io.BytesIO()
+    Image.new("L", (20, 10)).save(buffer, "JPEG", exif=exif)
+    assert read_image_size(buffer.getvalue()) == ("jpeg", (10, 20))
+    assert decode_image(Item("image", "jpeg", (10, 20), buffer.getvalue())).shape == (10, 20, 1)
+
+
+def test_a_size_that_was_stated_before_turning_is_refused_with_the_remedy():
+    item = turned_item(6, "JPEG", np.zeros((16, 40, 3), np.uint8))
+    with pytest.raises(SampleError, match=r"\(40, 16\).*metadata says \(16, 40\).*EXIF orientation"):
+        decode_image(replace(item, size=(16, 40)))
+
+
+def glyph(mode, colour):
+    """A picture of one colour whose shape is in its alpha channel: the left half is opaque."""
+    image = Image.new(mode, (8, 4), colour)
+    alpha = Image.new("L", (8, 4))
+    alpha.paste(255, (0, 0, 4, 4))
+    image.putalpha(alpha)
+    return image
+
+
+@pytest.mark.parametrize(
+    "mode, colour, left, right",
+    [
+        ("RGB", (0, 0, 0), 0, 255),
+        ("RGB", (255, 255, 255), 255, 0),
+        ("RGB", (250, 250, 250), 250, 0),
+        ("RGB", (90, 90, 90), 90, 255),
+        ("L", 0, 0, 255),
+        ("L", 255, 255, 0),
+    ],
+)
+def test_a_picture_in_its_alpha_channel_is_seen(mode, colour, left, right):
+    decoded = decode_image(pillow_item(glyph(mode, colour), "PNG"))
+    assert decoded.shape == (4, 8, 1 if mode == "L" else 3)
+    assert (decoded[:, :4] == left).all()
+    assert (decoded[:, 4:] == right).all()
+
+
+def test_an_opaque_alpha_channel_changes_nothing():
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    for values in (pixels, np.full_like(pixels, 255)):
+        image = Image.fromarray(values)
+        image.putalpha(255)
+        np.testing.assert_array_equal(decode_image(pillow_item(image, "PNG")), values)
+
+
+def test_half_transparent_pixels_are_mixed_with_white():
+    image = Image.new("RGBA", (4, 4), (0, 100, 200, 51))
+    assert decode_image(pillow_item(image, "PNG"))[0, 0].tolist() == [204, 224, 244]
+
+
+def test_a_transparent_colour_of_a_palette_is_white():
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.putpixel((0, 0), 0)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", transparency=0)
+    decoded = decode_image(Item("image", "png", (4, 4), buffer.getvalue()))
+    assert decoded[0, 0].tolist() == [255, 255, 255]
+    assert decoded[1, 1].tolist() == [10, 20, 30]
 
 
 def test_cmyk_jpeg_falls_back():
