@@ -17,8 +17,8 @@ from random import Random
 from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
 from pipeline.builders import SchedulePolicy, expand
+from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem
 from pipeline.ops import Op
-from pipeline.plan import Chunk, DomainPlan, Microbatch, PlannedItem
 from pipeline.routes import plan_route
 from pipeline.serial import serialise
 from pipeline.simulator import StuckError, run

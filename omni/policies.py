@@ -13,8 +13,8 @@ from parallel.transport_policies import TransportPolicy
 from parallel.work import Grad
 from pipeline.builders import SchedulePolicy
 from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan
 
 __all__ = [
     "BalancePolicy",

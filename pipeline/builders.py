@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from parallel.policy import Policy
 from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan
 
 Order = list[list[Op]]
 Builder = Callable[[DomainPlan, Costs], Order]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from parallel.costs import CostTable, WorkCost
+from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
-from pipeline.plan import DomainPlan, Share
+from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
-from pipeline.verifier import Kept
 
 Costs = tuple[ComputeCost, MessageCost]
 """Nanoseconds of a compute op or a reduction at a position, and of what an op issues."""

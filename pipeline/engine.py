@@ -25,8 +25,9 @@ from parallel.shipping import Ends, Shipment, ship
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, Pending, Stage, StepInputs
+from pipeline.domain_plan import EMBEDDING
 from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
-from pipeline.plan import EMBEDDING, StepPlan
+from pipeline.plan import StepPlan
 
 
 @dataclass

@@ -15,8 +15,8 @@
 from collections import defaultdict, deque
 
 from parallel.work import Grad
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
-from pipeline.plan import DomainPlan
 
 _Flight = tuple[Kind, int, int]
 _Fields = tuple[Kind, int, Kind | None, int, Grad]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from parallel.attended import attended
 from parallel.sequence import Shard
 from parallel.work import Load, Part
-from pipeline.plan import Chunk, DomainPlan, Microbatch
+from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
 
 
 def pass_load(domain: DomainPlan, m: int, position: int, part: Part, *, losses: bool) -> Load:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from parallel.boundary import Route, Rows, Segment, make_route
 from parallel.layout import split_evenly
 from parallel.sequence import Interval, SequenceLayout
-from pipeline.plan import DomainPlan, ItemRows, PlannedItem
+from pipeline.domain_plan import DomainPlan, ItemRows, PlannedItem
 
 
 def outputs_of(

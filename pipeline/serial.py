@@ -10,8 +10,8 @@ A rank can always do so: what it issues after waiting for x is ready later than 
 
 from collections import deque
 
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
-from pipeline.plan import DomainPlan
 from pipeline.simulator import ComputeCost, MessageCost, Transfer, run
 
 

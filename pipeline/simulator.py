@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COLLECTIVE, ISSUED, Kind, Op
-from pipeline.plan import DomainPlan
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from omni.planning.run_spec import RunSpec
-    from pipeline.plan import Chunk, Microbatch, StepPlan
+    from pipeline.domain_plan import Chunk, Microbatch
+    from pipeline.plan import StepPlan
     from pipeline.simulator import Timeline
 
 WIDTH = 72  # characters of a timeline

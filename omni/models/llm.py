@@ -9,7 +9,7 @@ from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
 from parallel.layout import Layout, stage_layers
 from parallel.work import even_load
-from pipeline.plan import EMBEDDING, Point
+from pipeline.domain_plan import EMBEDDING, Point
 
 NAME = "llm"
 _REFERENCE_TOKENS = 4096

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dataloader.format import SampleError
 from omni.config import ConfigError
 from parallel.work import Part
-from pipeline.plan import EMBEDDING
+from pipeline.domain_plan import EMBEDDING
 
 if TYPE_CHECKING:
     import numpy as np

@@ -27,9 +27,10 @@ from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
 from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
 from pipeline.costs import Costs, plan_costs, plan_memory
+from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan, Microbatch, PlannedItem, Point, Taken
+from pipeline.plan import Taken
 from pipeline.policies import Slot
 from pipeline.routes import plan_routes
 from pipeline.serial import serialise

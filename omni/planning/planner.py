@@ -19,7 +19,8 @@ from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, length
 from omni.planning.domain_planner import DomainPlanner
 from pipeline.costs import plan_memory
-from pipeline.plan import DomainPlan, GroupPlan, StepPlan, Taken
+from pipeline.domain_plan import DomainPlan
+from pipeline.plan import GroupPlan, StepPlan, Taken
 from pipeline.verifier import verify
 
 

@@ -37,7 +37,7 @@ from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.work import Part
 from pipeline.builders import SchedulePolicy
-from pipeline.plan import EMBEDDING
+from pipeline.domain_plan import EMBEDDING
 
 ON_ERROR = ("fail", "skip")
 GROUP_REPLICAS = 16

@@ -15,7 +15,7 @@ from parallel.policies import Pool, SharingPolicy
 from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
-from pipeline.plan import Chunk, Microbatch, PlannedItem
+from pipeline.domain_plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
 from pipeline.routes import outputs_of
 

@@ -22,9 +22,9 @@ from ops.device import dtype_of
 from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
+from pipeline.domain_plan import EMBEDDING
 from pipeline.engine import Engine
 from pipeline.ops import Op
-from pipeline.plan import EMBEDDING
 
 
 @dataclass(frozen=True)

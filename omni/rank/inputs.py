@@ -29,7 +29,7 @@ from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.sequence import Shard
 from parallel.shipping import make_ends
 from pipeline.anchor import StepInputs
-from pipeline.plan import Chunk, DomainPlan, Microbatch
+from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 

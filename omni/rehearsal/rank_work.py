@@ -10,9 +10,10 @@ from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
 from ops.device import dtype_of
 from parallel.work import Load, Part
+from pipeline.domain_plan import DomainPlan
 from pipeline.loads import chunk_load, pass_load
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan, StepPlan
+from pipeline.plan import StepPlan
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from ops import attention
 from parallel.lane import Lane
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Op
-from pipeline.plan import DomainPlan
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.inputs import TextArrays
 from omni.rank.step import execute
-from pipeline.plan import Microbatch, StepPlan
+from pipeline.domain_plan import Microbatch
+from pipeline.plan import StepPlan
 
 MAX_NEW_TOKENS = 128
 

@@ -13,8 +13,8 @@ from functools import cache
 from parallel.work import Grad
 from pipeline.builders import Order, SchedulePolicy, chunks_by_team
 from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
-from pipeline.plan import DomainPlan
 
 DELAY = 3  # ops between the gradients of inputs and those of weights
 LONG = 64  # microbatches after which a schedule has shown how many it has in flight

@@ -13,7 +13,7 @@ from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.planning.run_spec import RunSpec, prepare_run
-from pipeline.plan import DomainPlan
+from pipeline.domain_plan import DomainPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 

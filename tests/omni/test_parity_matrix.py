@@ -27,7 +27,8 @@ from omni.compose import compose_config
 from omni.planning import run_spec as jobs
 from omni.planning.run_spec import prepare_run
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
-from pipeline.plan import DomainPlan, StepPlan
+from pipeline.domain_plan import DomainPlan
+from pipeline.plan import StepPlan
 
 DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
 CASES = {case.name: case for case in covering_array()}

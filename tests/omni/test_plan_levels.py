@@ -24,7 +24,8 @@ from dataloader.policies import LPT, NONE, BalancePolicy
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from pipeline.builders import ENCODE_FIRST
-from pipeline.plan import PlannedSample, StepPlan
+from pipeline.domain_plan import PlannedSample
+from pipeline.plan import StepPlan
 
 LONG_STEP = replace(BUDGET, step_tokens=None, step_samples=30)
 

@@ -33,8 +33,9 @@ from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import ENCODE_FIRST
+from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.plan import Chunk, DomainPlan, StepPlan
+from pipeline.plan import StepPlan
 
 
 def trained_on(plans: Iterable[StepPlan]) -> Counter:

@@ -33,8 +33,8 @@ from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compa
 from omni.training.trainer import Trainer
 from parallel.work import Grad
 from pipeline import engine
+from pipeline.domain_plan import Chunk
 from pipeline.ops import BACKWARDS, Kind, Op
-from pipeline.plan import Chunk
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError
 

@@ -14,7 +14,7 @@ from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
-from pipeline.plan import Chunk, PlannedItem
+from pipeline.domain_plan import Chunk, PlannedItem
 
 RANKS, UNIT = 8, 4
 LINK = Link(2_000, 10**11)

@@ -21,7 +21,7 @@ from parallel.layout import split_evenly
 from parallel.packed import PackedTokens
 from parallel.sequence import SequenceLayout
 from parallel.shipping import Ends, make_ends, ship
-from pipeline.plan import DomainPlan, Microbatch, PlannedSample
+from pipeline.domain_plan import DomainPlan, Microbatch, PlannedSample
 
 CPU = torch.device("cpu")
 WIDTH = 4

@@ -13,20 +13,10 @@ from pipeline.builders import (
     build_one_f_one_b,
     without_frozen,
 )
+from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
-from pipeline.plan import (
-    EMBEDDING,
-    Chunk,
-    DomainPlan,
-    GroupPlan,
-    Microbatch,
-    PlannedItem,
-    PlannedSample,
-    Point,
-    StepPlan,
-    Taken,
-)
+from pipeline.plan import GroupPlan, StepPlan, Taken
 from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")

@@ -13,8 +13,9 @@ from wide_plans import build_interleaved, with_split_backwards
 from parallel.tiles import Tile
 from parallel.work import Grad
 from pipeline.digest import digest_of
+from pipeline.domain_plan import DomainPlan, Point
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan, Point, StepPlan, diff
+from pipeline.plan import StepPlan, diff
 
 HERE = Path(__file__).parent
 

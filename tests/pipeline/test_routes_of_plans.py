@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.routes import outputs_of, plan_routes
 
 STAGES = 3

@@ -9,8 +9,9 @@ from random_ranks import RandomRanks
 
 from parallel.costs import CostTable, Link, Links, Talk, WorkCost
 from pipeline.costs import simulate, spent_on
+from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, POINT_TO_POINT, Kind, Op
-from pipeline.plan import DomainPlan, StepPlan
+from pipeline.plan import StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run
 from pipeline.verifier import verify, violations

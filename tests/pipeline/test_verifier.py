@@ -25,8 +25,9 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
+from pipeline.domain_plan import ItemRows, Point
 from pipeline.ops import Kind, Op
-from pipeline.plan import ItemRows, Point, StepPlan
+from pipeline.plan import StepPlan
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError, verify
 

@@ -10,8 +10,9 @@ from wide_plans import build_in_turn, build_interleaved, with_split_backwards
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad
 from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan, Point
 from pipeline.ops import Kind, Op
-from pipeline.plan import DomainPlan, Point, StepPlan
+from pipeline.plan import StepPlan
 from pipeline.routes import outputs_of
 
 F, B, LLM = Kind.FORWARD, Kind.BACKWARD, 2

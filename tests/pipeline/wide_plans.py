@@ -11,9 +11,10 @@ from domain_plans import BUILDERS, SCHEDULES, Shape, Work, make_plan, random_sha
 from parallel.work import Grad
 from pipeline.builders import Builder, Order, chunks_by_team
 from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan, Point
 from pipeline.expand import expand
 from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
-from pipeline.plan import DomainPlan, Point, StepPlan
+from pipeline.plan import StepPlan
 from pipeline.simulator import run
 
 Times = dict[tuple[int, Op], int]

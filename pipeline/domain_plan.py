@@ -1,0 +1,328 @@
+"""The plan of one domain: what its ranks do together, over positions, which number them.
+
+The levels above it, and how plans are compared: `pipeline/plan.py`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from parallel.boundary import Route
+from parallel.sequence import SequenceLayout
+from parallel.tiles import Tile
+from pipeline.digest import digest_of
+from pipeline.ops import Kind, Op
+
+
+@dataclass(frozen=True)
+class PlannedSample:
+    """A sample of the step: where it comes from and its tokens in the LLM after any truncation."""
+
+    source: str
+    id: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """An item: its place in its sample, its encoder tokens, its LLM rows and their start in the pack."""
+
+    component: str
+    sample: int
+    index: int
+    microbatch: int
+    tokens: int
+    rows: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """An attach point of the LLM, where rows enter: before a layer of `part`; `place` counts the points of
+    that part.
+    """
+
+    name: str
+    part: int
+    place: int
+
+
+EMBEDDING = Point("llm.embed", 0, 0)
+
+
+class Share(NamedTuple):
+    """What a member has of a microbatch, or a slot of a chunk: tokens, their part of the sum of squared
+    lengths, which attention costs, and nanoseconds of exchanges in a layer.
+    """
+
+    tokens: int
+    squares: int
+    exchange_ns: int
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What one pass of the LLM pipeline consumes: samples (by number in the domain) packed in this order.
+
+    `layout` says which members of the domain's pool hold them. A pass of several replicas is one
+    microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
+    sequence that several members share; `exchange_ns` is what exchanging them takes each member in a layer,
+    nothing if there are none.
+    """
+
+    samples: tuple[int, ...]
+    layout: SequenceLayout
+    tiles: tuple[tuple[Tile, ...], ...]
+    exchange_ns: tuple[int, ...] = ()
+
+    def share(self, member: int) -> Share:
+        """Return what a member of the pool has of it."""
+        return self._shares[member]
+
+    @cached_property
+    def _shares(self) -> tuple[Share, ...]:
+        return _shares(self.layout, self.exchange_ns)
+
+
+@dataclass(frozen=True)
+class ItemRows:
+    """Rows [first, first + rows) of an item for one attach point, by its number among those of the item's
+    component.
+    """
+
+    item: int
+    point: int
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A quantum of encoder work: items of any microbatches, encoded together.
+
+    `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
+    tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows that each
+    of `ranks` puts out, in their order, and `exchange_ns` is as for a microbatch, by slot.
+    """
+
+    component: str
+    microbatches: tuple[int, ...]
+    ranks: tuple[int, ...]
+    items: tuple[int, ...]
+    layout: SequenceLayout
+    tiles: tuple[tuple[Tile, ...], ...]
+    outputs: tuple[tuple[ItemRows, ...], ...]
+    exchange_ns: tuple[int, ...] = ()
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a slot."""
+        return len(self.ranks) // self.layout.num_members
+
+    def slot(self, rank: int) -> int:
+        """Return which slot of the chunk the position `rank` belongs to."""
+        return self.ranks.index(rank) // self.tp
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Rows that each of `ranks` puts out."""
+        return tuple(sum(block.rows for block in blocks) for blocks in self.outputs)
+
+    def rows_of(self, rank: int) -> int:
+        """Rows that the position `rank` puts out."""
+        return self.rows[self.ranks.index(rank)]
+
+    def share(self, rank: int) -> Share:
+        """Return what the slot of `rank` has of it."""
+        return self._shares[self.slot(rank)]
+
+    @cached_property
+    def _shares(self) -> tuple[Share, ...]:
+        return _shares(self.layout, self.exchange_ns)
+
+
+def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Share, ...]:
+    squares = [0] * layout.num_members
+    for pieces, length in zip(layout.shards, layout.lengths, strict=True):
+        for piece in pieces:
+            squares[piece.member] += piece.length * length
+    exchanges = exchange_ns or (0,) * layout.num_members
+    return tuple(Share(layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
+
+
+@dataclass(frozen=True)
+class DomainPlan:
+    """The work of one domain, over its ranks by position: those of the LLM, stage by stage, then encoders'.
+
+    `team` neighbouring positions share one op list, because they share every layer that they run: the ops of
+    position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
+    () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
+    `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
+    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
+    each of them, the neighbouring positions that it lives on: the first, and the one after the last. `routes[m]` is None for a
+    microbatch without items: nobody ships anything for it. Gradients are reduced in the order of
+    `reductions`, pairs of a component's number and a part of it. `bounds` are, by part ("llm/0", "image"),
+    the bytes of activations that a position may hold at once. `feeds` name the attach points of components
+    whose rows enter elsewhere than at the embedding alone.
+    """
+
+    team: int
+    holds: tuple[tuple[int, ...], ...]
+    pool: int
+    tp: int
+    party: int
+    llm: int
+    homes: tuple[tuple[int, int], ...]
+    samples: tuple[PlannedSample, ...]
+    microbatches: tuple[Microbatch, ...]
+    items: tuple[PlannedItem, ...]
+    chunks: tuple[Chunk, ...]
+    routes: tuple[Route | None, ...]
+    ops: tuple[tuple[Op, ...], ...]
+    reductions: tuple[tuple[int, int], ...] = ()
+    bounds: tuple[tuple[str, int], ...] = ()
+    feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Positions of the domain."""
+        return len(self.holds) * self.team
+
+    @cached_property
+    def teams(self) -> tuple[int, ...]:
+        """All teams, by number."""
+        return tuple(range(len(self.holds)))
+
+    @property
+    def stage_size(self) -> int:
+        """Positions of a stage."""
+        return self.pool * self.tp
+
+    @cached_property
+    def llm_size(self) -> int:
+        """Positions that hold a part of the LLM: those before the others."""
+        return sum(1 for parts in self.holds if parts) * self.team
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline: positions that one replica of one member and one tp rank has."""
+        return self.llm_size // self.stage_size
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Parts of the LLM."""
+        return 1 + max((part for parts in self.holds for part in parts), default=-1)
+
+    @cached_property
+    def _holders(self) -> tuple[tuple[int, ...], ...]:
+        """The first positions of the teams that hold each part, in order."""
+        return tuple(
+            tuple(t * self.team for t, parts in enumerate(self.holds) if part in parts)
+            for part in range(self.num_parts)
+        )
+
+    def ops_of(self, rank: int) -> tuple[Op, ...]:
+        """Return the op list of a position."""
+        return self.ops[rank // self.team]
+
+    def parts(self, rank: int) -> tuple[int, ...]:
+        """Return the parts of the LLM that a position holds, none beside it."""
+        return self.holds[rank // self.team]
+
+    def holder(self, part: int, rank: int) -> int:
+        """Return the position that holds `part` where `rank`, a position of the LLM, holds its own parts."""
+        place = self._holders[self.parts(rank)[0]].index(rank - rank % self.team)
+        return self._holders[part][place] + rank % self.team
+
+    def sender(self, op: Op, rank: int) -> tuple[int, int]:
+        """Return the positions that a message goes from and to; `rank` runs `op`, one end of it."""
+        other = {
+            Kind.SEND_FORWARD: op.part + 1,
+            Kind.RECV_FORWARD: op.part - 1,
+            Kind.SEND_BACKWARD: op.part - 1,
+            Kind.RECV_BACKWARD: op.part + 1,
+        }[op.kind]
+        peer = self.holder(other, rank)
+        return (rank, peer) if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else (peer, rank)
+
+    def hands_on(self, part: int, rank: int) -> bool:
+        """Whether the output of `part`, held by `rank`, goes to another position."""
+        return part + 1 < self.num_parts and part + 1 not in self.parts(rank)
+
+    def stage(self, rank: int) -> int | None:
+        """Return the stage of a position, None for one beside the LLM."""
+        return rank // self.stage_size if rank < self.llm_size else None
+
+    def member(self, rank: int) -> int:
+        """Return the member of the pool that a position of the LLM belongs to."""
+        return rank % self.stage_size // self.tp
+
+    def is_first(self, rank: int) -> bool:
+        """Whether a position holds the first part."""
+        return 0 in self.parts(rank)
+
+    def is_last(self, rank: int) -> bool:
+        """Whether a position holds the last part."""
+        return self.num_parts - 1 in self.parts(rank)
+
+    def fed_by(self, component: str) -> tuple[Point, ...]:
+        """Return the attach points that a component puts out rows for, in the order of its rows."""
+        return self._feeds.get(component, (EMBEDDING,))
+
+    @cached_property
+    def _feeds(self) -> dict[str, tuple[Point, ...]]:
+        return dict(self.feeds)
+
+    @cached_property
+    def all_points(self) -> tuple[Point, ...]:
+        """The attach points that rows may enter at, by part and place."""
+        fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
+        return tuple(sorted(fed, key=lambda point: (point.part, point.place)))
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks that hold items of each microbatch, in order."""
+        found: list[list[int]] = [[] for _ in self.microbatches]
+        for number, chunk in enumerate(self.chunks):
+            for m in chunk.microbatches:
+                found[m].append(number)
+        return tuple(map(tuple, found))
+
+    def joined(self, microbatch: int, rank: int) -> tuple[int, ...]:
+        """Return the chunks of a position that hold items of a microbatch, in the order in which their rows
+        are counted by its route.
+        """
+        return tuple(c for c in self.chunks_of[microbatch] if rank in self.chunks[c].ranks)
+
+    def points(self, rank: int) -> tuple[Point, ...]:
+        """Return the attach points of the parts that a position holds, by part and place."""
+        return tuple(point for point in self.all_points if point.part in self.parts(rank))
+
+    def parts_with_rows(self, rank: int) -> tuple[int, ...]:
+        """Return those parts of a position that rows may enter."""
+        fed = {point.part for point in self.all_points}
+        return tuple(part for part in self.parts(rank) if part in fed)
+
+    def reports(self, rank: int) -> bool:
+        """Whether a position reports losses: the first of the tp ranks, which all compute the same ones."""
+        return self.is_last(rank) and rank % self.tp == 0
+
+    def parties(self, op: Op, rank: int) -> range:
+        """Return the positions that run a compute op together because its layers communicate."""
+        if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
+            ranks = self.chunks[op.index].ranks
+            return range(ranks[0], ranks[-1] + 1)
+        first = rank - rank % self.party
+        return range(first, first + self.party)
+
+    def reducing(self, op: Op) -> tuple[int, ...]:
+        """Return the teams whose gradients a REDUCE sums: those of this domain that hold its part."""
+        if op.index == self.llm:
+            return tuple(rank // self.team for rank in self._holders[op.part])
+        first, stop = self.homes[op.index]
+        return self.teams[first // self.team : stop // self.team]
+
+    @cached_property
+    def digest(self) -> int:
+        """A 63-bit hash of the domain's plan."""
+        return digest_of(self)

@@ -1,0 +1,104 @@
+"""R5, first half: a plan says one thing of where parts and chunks live, and its ops are of what it has.
+
+Where it does not, no other rule can be checked.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from parallel.work import Grad
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
+from pipeline.plan import StepPlan
+from pipeline.routes import outputs_of
+from pipeline.rules.lists import Lists, who
+
+
+def unclear_table(domain: DomainPlan) -> Iterator[str]:
+    """Parts that are held unevenly, teams that are not whole: nothing else can be checked."""
+    size = domain.stage_size // domain.team
+    holds = domain.holds[: domain.llm_size // domain.team]
+    stages = [set(holds[first : first + size]) for first in range(0, len(holds), size or 1)]
+    holders = Counter(part for parts in domain.holds for part in parts)
+    homes = [rank for home in domain.homes for rank in home]
+    if any(rank % domain.team for rank in (domain.stage_size, *homes)):
+        yield (
+            f"R5: stages of {domain.stage_size} ranks and the homes {domain.homes} are not all whole teams "
+            f"of {domain.team}"
+        )
+    elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
+        yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
+    elif any(after and not before for before, after in pairwise(domain.holds)):
+        yield "R5: positions beside the LLM stand before some of the LLM's"
+    elif any(len(parts) > 1 for parts in stages):
+        yield f"R5: teams of one stage hold different parts: {domain.holds}"
+    elif len(domain.ops) != len(domain.holds):
+        yield f"R5: there are {len(domain.ops)} op lists for {len(domain.holds)} teams"
+
+
+def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
+    """Chunks that say different things of their work: nothing else can be checked."""
+    for c, chunk in enumerate(domain.chunks):
+        items = [domain.items[i] for i in chunk.items if 0 <= i < len(domain.items)]
+        slots, ranks = chunk.layout.num_members, chunk.ranks
+        if len(items) < len(chunk.items) or {i.component for i in items} != {chunk.component}:
+            yield f"R5: chunk {c} holds items of another component, or of none"
+        elif chunk.microbatches != tuple(sorted({i.microbatch for i in items})):
+            yield f"R5: chunk {c} is of microbatches {chunk.microbatches}, which are not those of its items"
+        elif chunk.layout.lengths != tuple(item.tokens for item in items):
+            yield f"R5: chunk {c} divides {chunk.layout.lengths} tokens, which are not those of its items"
+        elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
+            yield f"R5: chunk {c} is on ranks {ranks}, which are not neighbours"
+        elif ranks[0] % domain.team or (len(ranks) % slots == 0 and chunk.tp % domain.team):
+            yield (
+                f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of "
+                f"{domain.team}"
+            )
+        elif ranks[-1] >= domain.num_ranks:
+            yield f"R5: chunk {c} is on ranks {ranks} of {domain.num_ranks}"
+        elif len(ranks) % slots or chunk.outputs != outputs_of(
+            chunk.items, domain.items, chunk.layout, chunk.tp, len(domain.fed_by(chunk.component))
+        ):
+            yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {slots} slots"
+
+
+def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:
+    """Ops of chunks, components, parts or microbatches that the plan does not have."""
+    domain, components = plan.domain, len(plan.components)
+    allowed = {parts: _allowed(domain, parts) for parts in set(domain.holds)}
+    for team, ops in enumerate(lists):
+        own = domain.holds[team]
+        limits = allowed[own]
+        for op in ops:
+            kind, index, on, part, grad = op
+            if kind is Kind.WAIT:
+                known = on in ISSUED and grad is Grad.BOTH
+            else:
+                known = on is None and (grad is Grad.BOTH or kind in BACKWARDS)
+            if kind is Kind.REDUCE:
+                known = known and 0 <= index < components and part in (own if index == domain.llm else (0,))
+            elif known:
+                count, parts = limits[on or kind]
+                known = 0 <= index < count and part in parts
+            if not known:
+                yield f"R5: {who(domain, team)} runs {Op(*op)}, which is not in the plan"
+
+
+def _allowed(domain: DomainPlan, own: tuple[int, ...]) -> dict[Kind, tuple[int, tuple[int, ...]]]:
+    """How many indices there are for a kind of op, and for which parts, with the holders of parts `own`."""
+    microbatches, chunks = len(domain.microbatches), len(domain.chunks)
+    above = tuple(part for part in own if part < domain.num_parts - 1 and part + 1 not in own)
+    below = tuple(part for part in own if part and part - 1 not in own)
+    return {
+        Kind.ENCODE: (chunks, (0,)),
+        Kind.ENCODE_BACKWARD: (chunks, (0,)),
+        Kind.FORWARD: (microbatches, own),
+        Kind.BACKWARD: (microbatches, own),
+        Kind.SHIP: (microbatches, (0,)),
+        Kind.RETURN: (microbatches, (0,)),
+        Kind.SEND_FORWARD: (microbatches, above),
+        Kind.RECV_BACKWARD: (microbatches, above),
+        Kind.SEND_BACKWARD: (microbatches, below),
+        Kind.RECV_FORWARD: (microbatches, below),
+    }
