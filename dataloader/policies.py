@@ -3,13 +3,13 @@
 None of it changes what is trained on.
 """
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import ClassVar
 
 from dataloader.packing import pack
+from parallel.least_loaded import longest_first
 from parallel.policy import Policy
 
 
@@ -95,18 +95,10 @@ def assign_none(costs: Sequence[int], n: int) -> tuple[int, ...]:
 
 
 def assign_lpt(costs: Sequence[int], n: int) -> tuple[int, ...]:
-    """Longest processing time first: each sample, from the costliest, to the bin with the least so far.
-
-    Ties go to the smaller sample and bin number. The largest load is at most 4/3 of the best possible.
-    """
+    """Longest processing time first: each sample, from the costliest, to the bin with the least so far."""
     _check(costs, n)
-    loads = [(0, number) for number in range(n)]
-    assigned = [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, number = loads[0]
-        assigned[i] = number
-        heapq.heapreplace(loads, (load + costs[i], number))
-    return tuple(assigned)
+    bins, _ = longest_first(costs, n)
+    return tuple(bins)
 
 
 def _check(costs: Sequence[int], n: int) -> None:

@@ -7,7 +7,7 @@ nanoseconds, so all ranks, machines and Python versions agree on them.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from parallel.work import Collective, Grad, Load, Part, even_load
+from parallel.work import Collective, Grad, Load, Part, even_load, part_name
 
 _FS_PER_NS = 1_000_000
 # Tokens at which a statement is asked what a token takes: so many, of all usual sizes multiples, that integer
@@ -170,7 +170,7 @@ class CostTable:
 
     def llm_part(self, component: int, part: int) -> WorkCost:
         """Return the costs of a part of the LLM, which is component number `component`."""
-        return self.parts[f"{self.components[component] if self.components else 'llm'}/{part}"]
+        return self.parts[part_name(self.components[component] if self.components else "llm", part)]
 
     def message_ns(self, rows: int) -> int:
         """Nanoseconds to hand `rows` activations of the LLM's width from one part to the next."""

@@ -160,9 +160,9 @@ class Arrangement:
     The world is the LLM's ranks, then `encoder_ranks` beside them if the placement has such. It is divided
     into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and encodes
     stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's, stage by
-    stage, then those of encoders. Positions from `home[0]` to before `home[1]` encode, as the policy called
-    `placement` decided. `encoder_tp` gives the tensor-parallel size of each encoder; so many neighbouring
-    positions are a slot, which encodes as one.
+    stage, then those of encoders. The `home` of encoders are the neighbouring positions that they live on,
+    from `home[0]` to before `home[1]`, as the policy called `placement` decided. `encoder_tp` gives the
+    tensor-parallel size of each encoder; so many neighbouring positions are a slot, which encodes as one.
     """
 
     llm: Layout

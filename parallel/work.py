@@ -20,6 +20,11 @@ FP32 = 4  # bytes
 INDEX = 8  # bytes
 
 
+def part_name(llm: str, number: int) -> str:
+    """Return the name of a part of the LLM among all parts, such as "llm/0"; encoders are one part each."""
+    return f"{llm}/{number}"
+
+
 class Grad(StrEnum):
     """Which gradients a backward makes: those of its inputs, those of its weights, or both at once.
 

@@ -159,11 +159,11 @@ class DomainPlan:
     () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
     `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
     microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
-    each of them, the neighbouring positions that it lives on: the first, and the one after the last. `routes[m]` is None for a
-    microbatch without items: nobody ships anything for it. Gradients are reduced in the order of
-    `reductions`, pairs of a component's number and a part of it. `bounds` are, by part ("llm/0", "image"),
-    the bytes of activations that a position may hold at once. `feeds` name the attach points of components
-    whose rows enter elsewhere than at the embedding alone.
+    each of them, the neighbouring positions that it lives on: the first, and the one after the last, as in
+    `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything
+    for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
+    it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
+    `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
     """
 
     team: int

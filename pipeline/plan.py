@@ -15,8 +15,9 @@ of any size:
         ops            for each team of positions, the ordered list of its actions
         bounds         bytes of activations that a position may hold, by part
 
-Every rank computes its plan alone; equal plans have equal digests, compared level by level before anything
-runs. A plan holds no tensor, no clock reading and no float, and it can be written, compared and printed.
+What a domain holds is declared in `pipeline/domain_plan.py`. Every rank computes its plan alone; equal plans
+have equal digests, compared level by level before anything runs. A plan holds no tensor, no clock reading and
+no float, and it can be written, compared and printed.
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,9 @@ Slot = tuple[int, ...]
 def spread(costs: Sequence[int], slots: Sequence[Sequence[Slot]]) -> tuple[Slot, ...]:
     """Choose for each item one of its `slots`: longest items first, onto the least loaded ranks.
 
-    A slot is as loaded as the busiest of its ranks; ties go by item, then by slot. Longest processing time
-    first (Graham, 1969): where slots are single ranks, at most 4/3 - 1/(3n) of the best makespan on n ranks.
+    A slot is as loaded as the busiest of its ranks; ties go by item, then by slot. Where slots are single
+    ranks, this is `parallel.least_loaded.longest_first`; slots of several components may overlap, so that
+    one item loads many of them.
     """
     load: dict[int, int] = defaultdict(int)
     queues: dict[int, list[tuple[int, Slot]]] = {}  # (load, slot) by slots: items of a component share theirs

@@ -25,6 +25,7 @@ from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
+from parallel.work import part_name
 from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
 from pipeline.costs import Costs, plan_costs, plan_memory
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
@@ -92,7 +93,7 @@ class DomainPlanner:
         """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
         tokens = length(meta)
         stages = (
-            sum(self.table.parts[f"{self.llm}/{part}"].marginal_ns(tokens, tokens * tokens) for part in parts)
+            sum(self._tokens_cost(part_name(self.llm, part), tokens) for part in parts)
             for parts in self.arrangement.stage_parts
         )
         llm = max(stages) // self.arrangement.llm.cp
@@ -106,8 +107,8 @@ class DomainPlanner:
     def _item_cost(self, modality: str, tokens: int) -> int:
         return self._tokens_cost(self.encoders[modality], tokens)
 
-    def _tokens_cost(self, component: str, tokens: int) -> int:
-        return self.table.parts[component].marginal_ns(tokens, tokens * tokens)
+    def _tokens_cost(self, part: str, tokens: int) -> int:
+        return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
 
     @cached_property
     def _slots(self) -> dict[str, tuple[Slot, ...]]:
@@ -185,7 +186,7 @@ class DomainPlanner:
                 )
                 for rank in range(first, first + domain.stage_size, domain.tp)
             )
-            bounds.append((f"{self.llm}/{part}", max(sum(of[:most]) for of in sizes)))
+            bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
         return tuple(bounds)
 
     @cached_property

@@ -13,6 +13,7 @@ from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import SequenceCost, sequence_cost
 from parallel.tiles import AttentionShape
 from parallel.transports import node_map
+from parallel.work import part_name
 
 
 def sharing_of(
@@ -21,6 +22,7 @@ def sharing_of(
     encoders: Mapping[str, Encoder],
     arrangement: Arrangement,
     table: CostTable,
+    cluster: Cluster,
     element: int,
 ) -> dict[str, Sharing]:
     """Say for the LLM and each encoder how it shares sequences, with `element` bytes a number.
@@ -29,7 +31,6 @@ def sharing_of(
         ConfigError: for heads that a tensor-parallel size does not divide, and for a policy that items cannot
             be shared by.
     """
-    cluster = Cluster(**vars(config.cluster))
 
     def cost(name: str, part: str, attention: Attention, tp: int, positions: Sequence[int]) -> SequenceCost:
         for kind in ("heads", "kv_heads"):
@@ -44,7 +45,7 @@ def sharing_of(
     llm = config.model.llm
     attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     # The first stage speaks for all: stages take about equally long.
-    of_llm = cost(LLM, f"{LLM}/0", attention, arrangement.llm.tp, range(arrangement.stage_size))
+    of_llm = cost(LLM, part_name(LLM, 0), attention, arrangement.llm.tp, range(arrangement.stage_size))
     out = {LLM: _llm_sharing(policies.llm_sp, arrangement, config.data.microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)

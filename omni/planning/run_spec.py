@@ -17,7 +17,7 @@ from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from infra.tracker import KINDS, MODES
-from omni.config import Config, ConfigError, require
+from omni.config import Config, ConfigError, HeldoutConfig, SourceConfig, require
 from omni.models.llm import NAME as LLM
 from omni.models.llm import (
     attach_points,
@@ -37,7 +37,7 @@ from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.work import Part
 from pipeline.builders import SchedulePolicy
-from pipeline.domain_plan import EMBEDDING
+from pipeline.domain_plan import EMBEDDING, Point
 
 ON_ERROR = ("fail", "skip")
 GROUP_REPLICAS = 16
@@ -88,58 +88,39 @@ def prepare_run(config: Config, world: int) -> RunSpec:
             remedy.
     """
     check_llm(config.model.llm)
-    encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
+    encoders = _make_encoders(config)
     by_modality = _by_modality(encoders)
     arrangement = resolve_layout(config, world)
-    components = (LLM, *encoders)
-    if LLM in encoders:
-        raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
     policies = chosen_policies(config)
     _check_parts(arrangement.llm.parts, policies.pipeline)
     _check_choices(config)
-    check_optim(config.optim, components, config.train.steps)
+    check_optim(config.optim, (LLM, *encoders), config.train.steps)
     tokenizer = tokenizer_of(config)
-    indexes = {
-        name: _open(f"data.sources.{name}", s.path, tokenizer) for name, s in config.data.sources.items()
-    }
-    heldout = {
-        name: _open(f"data.heldout.{name}", h.path, tokenizer) for name, h in config.data.heldout.items()
-    }
-    for key, opened in (("data.sources", indexes), ("data.heldout", heldout)):
-        for name, index in opened.items():
-            _check_modalities(f"{key}.{name}", index, by_modality)
+    indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
+    heldout = _open_all("data.heldout", config.data.heldout, tokenizer, by_modality)
     check_layout(config, encoders, arrangement, tokenizer.vocab_size)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
     table = cost_table(config, work, encoders, arrangement, cluster, element)
-    sharing = sharing_of(config, policies, encoders, arrangement, table, element)
-    parts = llm_parts(config.model.llm, tokenizer.vocab_size, arrangement.llm)
-    points = attach_points([name for e in encoders.values() for name in attach_of(e)], parts)
+    sharing = sharing_of(config, policies, encoders, arrangement, table, cluster, element)
+    of_llm = [part for name, part in work.items() if name not in encoders]
     counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
         metas=lambda source, sample: indexes[source].meta(sample, source, counts),
         lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         encoders=by_modality,
-        components=components,
+        components=(LLM, *encoders),
         arrangement=arrangement,
         llm=LLM,
         sharing=sharing,
-        feeds=tuple(
-            (name, tuple(points[p] for p in attach_of(encoder)))
-            for name, encoder in encoders.items()
-            if attach_of(encoder) != (EMBEDDING.name,)
-        ),
+        feeds=_feeds(config, encoders, arrangement, tokenizer.vocab_size),
         transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
         policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
-        party=party_size(
-            [part for name, part in work.items() if name not in encoders],
-            arrangement,
-            sharing[LLM].pool.num_members,
-        ),
+        party=party_size(of_llm, arrangement, sharing[LLM].pool.num_members),
         frozen=partial(frozen_components, config.optim.components),
         group_size=_group_size(config, arrangement),
         # Until several GPUs have shown that separate communicators never block each other.
@@ -157,6 +138,19 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         work=work,
         table=table,
         cluster=cluster,
+    )
+
+
+def _feeds(
+    config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
+) -> tuple[tuple[str, tuple[Point, ...]], ...]:
+    """The attach points of the encoders whose rows enter elsewhere than at the embedding alone."""
+    parts = llm_parts(config.model.llm, vocab_size, arrangement.llm)
+    points = attach_points([name for encoder in encoders.values() for name in attach_of(encoder)], parts)
+    return tuple(
+        (name, tuple(points[p] for p in attach_of(encoder)))
+        for name, encoder in encoders.items()
+        if attach_of(encoder) != (EMBEDDING.name,)
     )
 
 
@@ -266,6 +260,12 @@ def _encoder_tp(config: Config, name: str) -> int:
     return own.tp if own else 1
 
 
+def _make_encoders(config: Config) -> dict[str, Encoder]:
+    if LLM in config.model.encoders:
+        raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
+    return {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
+
+
 def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
     out: dict[str, str] = {}
     for name, encoder in encoders.items():
@@ -325,11 +325,21 @@ def tokenizer_of(config: Config) -> Tokenizer:
         raise ConfigError(f"data.tokenizer={config.data.tokenizer}: {error}") from error
 
 
-def _open(key: str, path: str, tokenizer: Tokenizer) -> Index:
-    try:
-        return Index.open(path, tokenizer.name)
-    except DataError as error:
-        raise DataError(f"{key}.path={path}: {error}") from error
+def _open_all(
+    section: str,
+    sources: Mapping[str, SourceConfig] | Mapping[str, HeldoutConfig],
+    tokenizer: Tokenizer,
+    by_modality: Mapping[str, str],
+) -> dict[str, Index]:
+    """Open the indexes of a section, whose items encoders must take."""
+    indexes = {}
+    for name, source in sources.items():
+        try:
+            indexes[name] = Index.open(source.path, tokenizer.name)
+        except DataError as error:
+            raise DataError(f"{section}.{name}.path={source.path}: {error}") from error
+        _check_modalities(f"{section}.{name}", indexes[name], by_modality)
+    return indexes
 
 
 def _check_modalities(source: str, index: Index, by_modality: Mapping[str, str]) -> None:

@@ -5,12 +5,12 @@ run them together and wait for the slowest. Items that stay whole are spread ove
 several microbatches at once, since nobody waits for anybody. Pure, like all planning.
 """
 
-import heapq
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from parallel.least_loaded import longest_first
 from parallel.policies import Pool, SharingPolicy
 from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout
@@ -174,10 +174,8 @@ def _step_ns(whole: Mapping[int, Sequence[int]], shared: Mapping[int, int], rank
 
 
 def _makespan(costs: Sequence[int], ranks: int) -> int:
-    """The load of the busiest rank, each cost going to the least loaded one, the largest first."""
-    loads = [0] * ranks
-    for cost in sorted(costs, reverse=True):
-        heapq.heapreplace(loads, loads[0] + cost)
+    """The load of the busiest rank, if whole items are placed as they will be."""
+    _, loads = longest_first(costs, ranks)
     return max(loads)
 
 

@@ -9,7 +9,7 @@ from omni.models.registry import Encoder
 from parallel.axes import axes_names, axes_of, group_of
 from parallel.costs import Axes, Cluster, CostTable, table_from_work
 from parallel.layout import Arrangement
-from parallel.work import Attended, Collective, Grad, Load, Part
+from parallel.work import Attended, Collective, Grad, Load, Part, part_name
 
 
 def part_work(
@@ -17,7 +17,7 @@ def part_work(
 ) -> dict[str, Part]:
     """State the work of a rank of every part of the LLM and every encoder, with `element` bytes a number."""
     parts: dict[str, Part] = {
-        f"{LLM}/{number}": part
+        part_name(LLM, number): part
         for number, part in enumerate(llm_work(config.model.llm, vocab_size, arrangement.llm, element))
     }
     for name, encoder in encoders.items():
@@ -85,6 +85,6 @@ def cost_table(
         cluster,
         config.model.llm.hidden * element,
         axes=axes,
-        between=axes[f"{LLM}/0"]["pp"].link,
+        between=axes[part_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
     )

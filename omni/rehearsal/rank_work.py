@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
 from ops.device import dtype_of
-from parallel.work import Load, Part
+from parallel.work import Load, Part, part_name
 from pipeline.domain_plan import DomainPlan
 from pipeline.loads import chunk_load, pass_load
 from pipeline.ops import Kind, Op
@@ -60,7 +60,7 @@ def rank_work(spec: RunSpec, plan: StepPlan, rank: int) -> RankWork:
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
     position = arrangement.domain_ranks(number).index(rank)
     element = dtype_of(spec.config.train.precision).itemsize
-    llm = {part: spec.work[f"{LLM}/{part}"] for part in domain.parts(position)}
+    llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(position)}
     segments = [route.segments if route is not None else () for route in domain.routes]
     return RankWork(
         rank=rank,

@@ -3,7 +3,6 @@
 Times of even cuts come from a table that is made once for a pool, so that planning a microbatch is cheap.
 """
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from parallel.least_loaded import place
 from parallel.schemes import SequenceCost, scheme_tiles
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import pairs_before
@@ -162,29 +162,16 @@ class Build:
                 self.tokens[shard.member] += shard.length
 
     def place(self, order: Iterable[int]) -> bool:
-        """Put each sequence of `order` whole on the least loaded rank with room; tell if all found one.
-
-        From the costliest on, this is longest processing time first (Graham, 1969).
-        """
-        heap = [(ns, rank) for rank, ns in enumerate(self.ns)]
-        heapq.heapify(heap)
-        cap, tokens, rows, placed = self.pool.tokens_per_rank, self.tokens, self.rows, self.placed
-        full: list[tuple[int, int]] = []
-        for number in order:
-            if cap is not None:
-                length = self.lengths[number]
-                while heap and tokens[heap[0][1]] + length > cap:
-                    full.append(heapq.heappop(heap))
-                if not heap:
-                    return False
-                tokens[heap[0][1]] += length
-            ns, rank = heap[0]
-            heapq.heapreplace(heap, (ns + rows[number][0], rank))
-            placed[number] = rank
-            while full:
-                heapq.heappush(heap, full.pop())
-        for ns, rank in heap:
-            self.ns[rank] = ns
+        """Put each sequence of `order` whole on the least loaded rank with room; tell if all found one."""
+        numbers = list(order)
+        cap, sizes = self.pool.tokens_per_rank, [self.lengths[number] for number in numbers]
+        rooms = None if cap is None else [cap - tokens for tokens in self.tokens]
+        ranks = place([self.rows[number][0] for number in numbers], self.ns, sizes, rooms)
+        if ranks is None:
+            return False
+        self.placed.update(zip(numbers, ranks, strict=True))
+        if cap is not None and rooms is not None:
+            self.tokens = [cap - room for room in rooms]
         return True
 
     @property

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
-from parallel.work import Grad
+from parallel.work import Grad, part_name
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.rules.lists import ENCODES, who
@@ -16,7 +16,7 @@ def in_flight(plan: StepPlan, kept: Kept) -> Iterator[str]:
     """Activations live from a forward to the last half of its backward."""
     domain, llm = plan.domain, plan.components[plan.domain.llm]
     bounds = dict(domain.bounds)
-    names = [f"{llm}/{part}" for part in range(domain.num_parts)]
+    names = [part_name(llm, part) for part in range(domain.num_parts)]
     for team, ops in enumerate(domain.ops):
         rank = team * domain.team
         live: dict[str, int] = defaultdict(int)

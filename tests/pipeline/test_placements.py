@@ -3,6 +3,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.least_loaded import longest_first
 from pipeline.policies import Slot, spread
 
 costs_of_items = st.lists(st.integers(0, 30), max_size=7)
@@ -39,6 +40,14 @@ def test_whole_ranks_stay_within_the_bound_of_the_best_placement(costs, num_rank
 def test_no_gap_is_larger_than_one_item(costs, num_ranks):
     load = loads(costs, on_ranks(costs, num_ranks), num_ranks)
     assert max(load) - min(load) <= max(costs, default=0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(1, 8))
+def test_single_ranks_are_bins(costs, num_ranks):
+    bins, sums = longest_first(costs, num_ranks)
+    assert on_ranks(costs, num_ranks) == tuple((number,) for number in bins)
+    assert loads(costs, on_ranks(costs, num_ranks), num_ranks) == sums
 
 
 def test_the_longest_go_first_and_ties_go_to_the_first_item_and_slot():
