@@ -55,7 +55,9 @@ class MoEConfig:
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
-    `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers experts.
+    The vocabulary has `vocab` ids, null for those of the tokenizer, rounded up to a multiple of
+    `vocab_multiple`. `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers
+    experts.
     """
 
     layers: int = MISSING
@@ -68,6 +70,7 @@ class LLMConfig:
     rotary_base: float = 10000.0
     qkv_bias: bool = False
     tied: bool = True
+    vocab: int | None = None
     vocab_multiple: int = 8
     loss_chunk: int = 4096
     recompute: str = "none"

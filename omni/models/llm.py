@@ -19,15 +19,15 @@ _ATTACH = re.compile(r"llm\.layers\.(\d+)")
 def check_llm(config: LLMConfig) -> None:
     """Raise ConfigError for sizes that do not fit together."""
     check_transformer("model.llm", config, rotary_axes=1)
-    require("model.llm", config, "kv_heads", "vocab_multiple", "loss_chunk", "rotary_base")
+    require("model.llm", config, "kv_heads", "vocab", "vocab_multiple", "loss_chunk", "rotary_base")
     require("model.llm", config, "norm_eps", least=1e-20)
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
 
 
-def padded_vocabulary(vocab_size: int, multiple: int) -> int:
-    """Round the tokenizer's vocabulary up; the extra ids are never targets."""
-    return -(-vocab_size // multiple) * multiple
+def padded_vocabulary(config: LLMConfig, vocab_size: int) -> int:
+    """Ids of the LLM with a tokenizer of `vocab_size` ids, rounded up. The extra ids are never targets."""
+    return -(-(config.vocab or vocab_size) // config.vocab_multiple) * config.vocab_multiple
 
 
 def attach_layer(name: str) -> int:
@@ -67,12 +67,17 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
     Raises:
         ConfigError, LayoutError: naming the key, the value and the remedy.
     """
+    if config.vocab is not None and config.vocab < vocab_size:
+        raise ConfigError(
+            f"model.llm.vocab={config.vocab} is too small for the tokenizer's {vocab_size} ids: set at least "
+            f"{vocab_size}, or null to have as many"
+        )
     check_divisible("model.llm", config, "layout.llm.tp", layout.tp, "heads", "kv_heads", "ffn")
-    vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+    vocabulary = padded_vocabulary(config, vocab_size)
     if vocabulary % layout.tp:
         raise ConfigError(
             f"layout.llm.tp={layout.tp} does not divide the vocabulary of {vocabulary} "
-            f"({vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
+            f"({config.vocab or vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
     llm_parts(config, vocab_size, layout)
@@ -91,7 +96,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     Raises:
         LayoutError: if a part would have no layer.
     """
-    output = linear_flops(1, config.hidden, padded_vocabulary(vocab_size, config.vocab_multiple))
+    output = linear_flops(1, config.hidden, padded_vocabulary(config, vocab_size))
     token = even_load(1, _REFERENCE_TOKENS)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
     return stage_layers(costs, output, layout.pp, layout.parts)
@@ -99,7 +104,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:
     """State the work of a rank in each part of the LLM."""
-    vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+    vocabulary = padded_vocabulary(config, vocab_size)
     layers = llm_parts(config, vocab_size, layout)
     return tuple(
         llm_part(config, vocabulary, layers, number, layout, element) for number in range(len(layers))

@@ -106,7 +106,7 @@ class LLMStage:
         self.groups = groups
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
-        self.vocabulary = padded_vocabulary(vocab_size, config.vocab_multiple)
+        self.vocabulary = padded_vocabulary(config, vocab_size)
         self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
         self.models = torch.nn.ModuleList(part.model for part in self.parts.values())
         mark_parallel(self.models)

@@ -132,7 +132,8 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             check_llm(LLMConfig(**{**sizes, **change}))
-    assert padded_vocabulary(260, 8) == 264
+    assert padded_vocabulary(LLMConfig(**sizes), 260) == 264
+    assert padded_vocabulary(LLMConfig(**sizes, vocab=300), 260) == 304
 
 
 def test_what_tensor_parallelism_cannot_divide_is_refused_by_both_keys() -> None:
@@ -143,6 +144,8 @@ def test_what_tensor_parallelism_cannot_divide_is_refused_by_both_keys() -> None
         ({"kv_heads": 3}, "layout.llm.tp=6 does not divide model.llm.kv_heads=3"),
         ({"ffn": 64}, "layout.llm.tp=6 does not divide model.llm.ffn=64"),
         ({"vocab_multiple": 16}, "vocabulary of 272 .260 padded to model.llm.vocab_multiple=16"),
+        ({"vocab_multiple": 1, "vocab": 301}, "vocabulary of 301 .301 padded to"),
+        ({"vocab": 259}, r"model.llm.vocab=259 is too small for the tokenizer's 260 ids: set at least 260"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_llm_layout(LLMConfig(**{**sizes, **change}), Layout(tp=6), 260)

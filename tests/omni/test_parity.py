@@ -37,6 +37,7 @@ CASES = {
     "tp2 pp2 selective": (4, [*TP2_PP2, *SELECTIVE]),
     "tp2 enc tp2 layernorm": (2, ["layout.llm.tp=2", "+layout.encoders.image.tp=2", *LAYERNORM]),
     "tp2 loss in chunks": (2, ["layout.llm.tp=2", "model.llm.loss_chunk=16"]),
+    "tp2 pp2 larger vocabulary": (4, [*TP2_PP2, "model.llm.vocab=301"]),
     "dp3 in turn": (3, ["balance=none"]),
     "cp3 pp2": (6, ["layout.llm.cp=3", "layout.llm.pp=2"]),
     "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),
@@ -52,6 +53,7 @@ CASES = {
 # What changes the model must be changed in the reference as well.
 MODEL_KEYS = (
     "model.llm.tied",
+    "model.llm.vocab",
     "model.llm.qkv_bias",
     "model.llm.norm",
     "model.llm.moe",
