@@ -1,0 +1,170 @@
+"""The models as their equations say, in plain torch and fp64: an oracle for one rank.
+
+Nothing is packed, shared or fused, and nothing of the product is imported: a sample is a sequence of its own,
+an expert is asked token by token, gradients are autograd's. Weights go by the names of checkpoints.
+
+Shapes: T tokens, D width, N heads, K key/value heads, H head size, E experts, P values of a patch.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from types import SimpleNamespace
+
+import torch
+
+EPS = 1e-5  # of the norms of encoders
+Weights = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A sample as the model sees it: `ids`, `labels` and `counts` (whether the label carries loss) [T];
+    `rows` [T] marks where rows of images stand; `images` are (patches [T, P], row and column [T, 2]).
+    """
+
+    source: str
+    ids: torch.Tensor
+    labels: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor
+    images: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+def norm(x: torch.Tensor, weights: Weights, name: str, eps: float) -> torch.Tensor:
+    """RMSNorm (Zhang & Sennrich, 2019), or LayerNorm where there is a shift as well."""
+    shift = weights.get(f"{name}.bias")
+    if shift is not None:
+        x = x - x.mean(-1, keepdim=True)
+    scaled = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"]
+    return scaled if shift is None else scaled + shift
+
+
+def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    """x Wᵀ, and a bias where there is one."""
+    out = x @ weights[f"{name}.weight"].T
+    return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor, base: float) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + H/2]) of [T, N, H] by position times frequency. The frequencies are divided
+    among the axes of `positions` [T, A], and fall from 1 by powers of `base` on each.
+    """
+    axes = positions.shape[1]
+    each = x.shape[-1] // 2 // axes
+    angles = torch.cat(
+        [
+            positions[:, [axis]].double() * base ** (-number / each)
+            for axis in range(axes)
+            for number in range(each)
+        ],
+        dim=1,
+    )
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    low, high = x.chunk(2, -1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+
+
+def attention(
+    x: torch.Tensor, weights: Weights, name: str, sizes: SimpleNamespace, positions: torch.Tensor
+) -> torch.Tensor:
+    """Softmax attention of one sequence [T, D]. The projection holds, for each key/value head, its queries,
+    then its key, then its value.
+    """
+    size, queries = sizes.hidden // sizes.heads, sizes.heads // sizes.kv_heads
+    qkv = linear(x, weights, f"{name}.linear_qkv").view(len(x), sizes.kv_heads, queries + 2, size)
+    hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) & sizes.causal
+    heads = []
+    for group in qkv.unbind(1):
+        *found, key = rotated(group[:, :-1], positions, sizes.rotary_base).unbind(1)
+        for query in found:
+            scores = (query @ key.T / math.sqrt(size)).masked_fill(hidden, -math.inf)
+            heads.append(scores.softmax(-1) @ group[:, -1])
+    return linear(torch.cat(heads, -1), weights, f"{name}.linear_proj")
+
+
+def swiglu(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    """silu(gate) · up, and down (Shazeer, 2020); gate and up are one matrix."""
+    gate, up = linear(x, weights, f"{name}.linear_fc1").chunk(2, -1)
+    return linear(gate * gate.sigmoid() * up, weights, f"{name}.linear_fc2")
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """The exact one: x times the share of a normal distribution below it."""
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def gelu_mlp(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
+    """The MLP of encoders."""
+    return linear(gelu(linear(x, weights, f"{name}.linear_fc1")), weights, f"{name}.linear_fc2")
+
+
+def experts(x: torch.Tensor, weights: Weights, name: str, topk: int, chosen: torch.Tensor) -> torch.Tensor:
+    """The `topk` experts of each token, weighted by their sigmoids over the sum of these, and the shared one.
+
+    The bias decides who is chosen, and nothing else. Tokens of each expert are added to `chosen` [E].
+    """
+    scores = linear(x, weights, f"{name}.router").sigmoid()
+    out = []
+    for token, score in zip(x, scores, strict=True):
+        best = (score.detach() + weights[f"{name}.router.expert_bias"]).topk(topk).indices
+        chosen[best] += 1
+        of_each = [swiglu(token, weights, f"{name}.experts.{e}") for e in best.tolist()]
+        out.append((score[best] / score[best].sum()) @ torch.stack(of_each))
+    return torch.stack(out) + swiglu(x, weights, f"{name}.shared_experts")
+
+
+def encode(weights: Weights, sizes: SimpleNamespace, patches: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """One image → the rows of its windows, once for the embedding and once for each tap, [1 + taps, R, D]."""
+    x = linear(patches, weights, "patch_linear")
+    x = x + weights["row_embedding.weight"][at[:, 0]] + weights["column_embedding.weight"][at[:, 1]]
+    # Layers are counted from the last tap.
+    blocks = ["block", *(f"tapped.{i}" for i in range(len(sizes.taps)))]
+    ends = [(f"tap_projectors.{i}.", "norm", "linear_in", "linear_out") for i in range(len(sizes.taps))]
+    ends.append(("", "final_norm", "projector_in", "projector_out"))
+    rows = []
+    for block, (first, stop), end in zip(blocks, pairwise([0, *sizes.taps, sizes.layers]), ends, strict=True):
+        for number in range(stop - first):
+            layer = f"{block}.layers.{number}"
+            seen = norm(x, weights, f"{layer}.input_layernorm", EPS)
+            x = x + attention(seen, weights, f"{layer}.self_attention", sizes, at)
+            x = x + gelu_mlp(norm(x, weights, f"{layer}.pre_mlp_layernorm", EPS), weights, f"{layer}.mlp")
+        prefix, of_norm, linear_in, linear_out = end
+        windows = norm(x, weights, prefix + of_norm, EPS).reshape(-1, sizes.hidden * sizes.merge**2)
+        rows.append(linear(gelu(linear(windows, weights, prefix + linear_in)), weights, prefix + linear_out))
+    return torch.stack([rows[-1], *rows[:-1]])
+
+
+def losses(
+    weights: Weights,
+    sizes: SimpleNamespace,
+    document: Document,
+    rows: torch.Tensor | None,
+    chosen: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """Cross entropies of a document's labels that carry loss. `rows` [1 + taps, R, D] take the places of
+    embeddings; those of tap n are added to what enters layer n. `chosen` counts tokens by layer and expert.
+    """
+    embedding = weights["embedding.word_embeddings.weight"]
+    x = embedding[document.ids]
+    if rows is not None:
+        x = x.clone()
+        x[document.rows] = rows[0]
+    positions = torch.arange(len(x))[:, None]
+    for number in range(sizes.layers):
+        layer = f"decoder.layers.{number}"
+        if rows is not None and 0 < number < len(rows):
+            x = x.clone()
+            x[document.rows] += rows[number]
+        seen = norm(x, weights, f"{layer}.input_layernorm", sizes.norm_eps)
+        x = x + attention(seen, weights, f"{layer}.self_attention", sizes, positions)
+        seen = norm(x, weights, f"{layer}.pre_mlp_layernorm", sizes.norm_eps)
+        if f"{layer}.mlp" in chosen:
+            x = x + experts(seen, weights, f"{layer}.mlp", sizes.topk, chosen[f"{layer}.mlp"])
+        else:
+            x = x + swiglu(seen, weights, f"{layer}.mlp")
+    x = norm(x, weights, "decoder.final_layernorm", sizes.norm_eps)
+    logits = x @ weights.get("output_layer.weight", embedding).T
+    own = logits.gather(1, document.labels[:, None])[:, 0]
+    return (logits.logsumexp(-1) - own)[document.counts]

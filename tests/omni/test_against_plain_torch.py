@@ -1,0 +1,213 @@
+"""One rank against plain torch written from the equations: parity cannot see what all ranks do wrong alike.
+
+Data, model, learning rates, clipping, decay, freezing and AdamW are held, step by step, against
+`plain_training` in fp64. The two share the bytes of the samples and the first weights, nothing else.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from plain_stream import PlainStream
+from plain_training import Document, PlainTraining, Step, document
+from ranks import RankPool
+from small import image, overrides, strip
+
+from dataloader.format import PLACEHOLDER, Sample
+from dataloader.stream import SourceSpec
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+from infra.run_folder import RunFolder
+from omni.compose import compose_config
+from omni.config import Config
+from omni.planning.run_spec import prepare_run
+from omni.rank.state import Owned, owned
+from omni.training.ahead import PLANS_AHEAD
+from omni.training.parity import collect, collect_buffers
+from omni.training.trainer import Trainer
+
+STEPS, SAMPLES = 5, 5
+# Reached: 3e-8, 5e-7 and 3e-6. Weights in fp32 are rounded twice a step, beside what becomes of their change.
+LOSS, NORM, GRADIENT = 3e-7, 3e-6, 2e-5
+CHANGE, ROUNDING = 1e-4, 3e-7
+ROWS_PER_GROUP = 2
+WEIGHTS = {"pictures": 2, "texts": 1}
+BASE = [
+    "model.llm.layers=3",
+    "model.llm.heads=4",
+    "model.llm.kv_heads=2",
+    "model.llm.rotary_base=100",
+    "data.step_samples=5",
+    "data.window_groups=2",
+    "train.steps=5",
+    "train.seed=3",
+    "optim.lr=4e-3",
+    "optim.eps=1e-3",
+    "optim.beta2=0.9",
+    "optim.clip=1000",
+    "optim.weight_decay=0.1",
+]
+WARM = ["optim.warmup_steps=2", "optim.min_lr=1e-3"]
+MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1, bias_update_rate: 0.02}"
+CASES = {
+    "tied, clipped": [*WARM, "optim.clip=0.05"],
+    "untied, one component slower": [
+        *WARM,
+        "model.llm.tied=false",
+        "optim=wsd",
+        "optim.decay_steps=2",
+        "+optim.components={image: {lr_scale: 0.3}}",
+    ],
+    "biases and LayerNorm, taps, no decay": [
+        "model.llm.qkv_bias=true",
+        "model.llm.norm=LayerNorm",
+        "model.encoders.image.norm=LayerNorm",
+        "+model.encoders.image.taps=[1]",
+        "optim.weight_decay=0",
+        "optim.clip=0",
+    ],
+    "experts, the LLM frozen for a while": [MOE, "+optim.components={llm: {frozen: [[3, 4]]}}"],
+    "the encoder frozen for a while, clipped": [
+        "optim.clip=0.05",
+        "+optim.components={image: {frozen: [[2, 4]]}, llm: {lr_scale: 2}}",
+    ],
+}
+
+
+def samples() -> dict[str, list[Sample]]:
+    """Images of several sizes and colours, several in a sample, spans of targets, and texts alone."""
+    rng = np.random.default_rng(0)
+    pictures = [strip(rng, f"strip{i}", digits) for i, digits in enumerate((1, 3, 2))]
+    two = (image(rng, 8, 15, channels=3), image(rng, 13, 8))
+    text = f"left {PLACEHOLDER} and right {PLACEHOLDER}."
+    pictures.append(Sample("two", text, two, targets=((0, 4), (12, len(text)))))
+    pictures.append(Sample("span", PLACEHOLDER + "ask: answer", (image(rng, 4, 8),), targets=((1, 4),)))
+    texts = [Sample("short", "no picture"), Sample("long", "text without pictures, " * 2)]
+    return {"pictures": pictures, "texts": [*texts, Sample("accents", "é à ü")]}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    for source, written in samples().items():
+        with DatasetWriter(folder / source, ByteTokenizer(), rows_per_group=ROWS_PER_GROUP) as writer:
+            for sample in written:
+                writer.add(sample)
+    return folder
+
+
+def configure(data: Path, folder: Path, case: str) -> Config:
+    sources = [f"+data.sources.{name}={{path: {data / name}, weight: {w}}}" for name, w in WEIGHTS.items()]
+    line = overrides(data, folder, *sources, *BASE, *CASES[case])
+    return compose_config([key for key in line if "sources.mixed" not in key])
+
+
+def trained(rank: int, config: Config) -> tuple[dict[str, torch.Tensor], list[Step]]:
+    """The first weights, and what the steps of one rank did."""
+    trainer = Trainer(
+        prepare_run(config, 1), RunFolder.create(Path(config.run.dir)), rank, torch.device("cpu")
+    )
+    first = weights_of(trainer)
+    steps = []
+    with trainer.ahead() as ahead:
+        for number in range(1, config.train.steps + 1):
+            prepared = ahead.take(number)
+            trainer.agree_on(prepared.plan)
+            result, tombstones = trainer.execute(prepared)
+            totals = trainer.totals(prepared, result, tombstones, stop=False)
+            gradients = shaped(trainer, lambda own: own.main.grad)
+            trainer.update(number, totals)
+            trainer.offer(ahead, number + PLANS_AHEAD)
+            frozen = trainer.rank.optimizer.frozen
+            steps.append(
+                Step(
+                    losses=dict(zip(trainer.spec.sources, totals.losses, strict=True)),
+                    targets=dict(zip(trainer.spec.sources, totals.targets, strict=True)),
+                    norms=trainer.rank.optimizer.norms(totals),
+                    gradients={
+                        name: gradient / totals.num_targets
+                        for name, gradient in gradients.items()
+                        if name.partition("/")[0] not in frozen
+                    },
+                    weights=weights_of(trainer),
+                )
+            )
+    return first, steps
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All weights and biases of experts, in their shapes."""
+    return shaped(trainer, lambda own: own.main.detach()) | collect_buffers(trainer)
+
+
+def shaped(trainer: Trainer, value: Callable[[Owned], torch.Tensor]) -> dict[str, torch.Tensor]:
+    shapes = {
+        f"{component}/{own.name}": own.region.shape
+        for component, optimizer in trainer.rank.components.items()
+        for own in owned(optimizer, trainer.rank.names[component])
+    }
+    return {name: flat.clone().view(shapes[name]) for name, flat in collect(trainer, value).items()}
+
+
+def sizes(config: Config) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Sizes of the LLM and of the image encoder, under the names of their configuration."""
+    llm, vit = config.model.llm, config.model.encoders["image"]
+    moe = {"topk": llm.moe.topk, "bias_update_rate": llm.moe.bias_update_rate}
+    return (
+        SimpleNamespace(**{**vars(llm), **moe, "causal": True}),
+        SimpleNamespace(
+            **{"taps": [], "rotary_base": 100.0, "kv_heads": vit["heads"], "causal": False, **vit}
+        ),
+    )
+
+
+def documents(config: Config, vit: SimpleNamespace) -> list[list[Document]]:
+    """The documents of each step: the definition of the stream says which."""
+    written = samples()
+    specs = {name: SourceSpec(len(own), ROWS_PER_GROUP, WEIGHTS[name]) for name, own in written.items()}
+    stream = PlainStream(specs, config.train.seed, config.data.window_groups)
+    drawn = [stream.at(position)[:2] for position in range(STEPS * SAMPLES)]
+    known = [document(source, written[source][number], vit) for source, number in drawn]
+    return [known[at : at + SAMPLES] for at in range(0, len(known), SAMPLES)]
+
+
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], allowed: dict[str, float]
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, own in expected.items():
+        distance = float((found[name].double() - own).norm())
+        assert distance <= allowed[name], f"{name}: {distance:.2e} of {float(own.norm()):.2e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_what_its_equations_say(ranks: RankPool, data: Path, tmp_path: Path, case: str) -> None:
+    config = configure(data, tmp_path, case)
+    first, steps = ranks.run(1, trained, config)[0]
+    llm, vit = sizes(config)
+    plain = PlainTraining(
+        weights={name: weight.double() for name, weight in first.items()},
+        llm=llm,
+        vit=vit,
+        optim=SimpleNamespace(**asdict(config.optim)),
+        steps=STEPS,
+    )
+    start = {name: weight.clone() for name, weight in plain.weights.items()}
+    for number, (found, drawn) in enumerate(zip(steps, documents(config, vit), strict=True), start=1):
+        expected = plain.step(number, drawn)
+        assert found.targets == expected.targets
+        assert found.losses == pytest.approx(expected.losses, rel=LOSS)
+        assert found.norms == pytest.approx(expected.norms, rel=NORM)
+        floor = 1e-6 * math.hypot(*expected.norms.values())
+        slack = {n: GRADIENT * max(float(g.norm()), floor) for n, g in expected.gradients.items()}
+        assert_close(found.gradients, expected.gradients, slack)
+        weights = expected.weights
+        slack = {
+            n: CHANGE * float((w - start[n]).norm()) + ROUNDING * float(w.norm()) for n, w in weights.items()
+        }
+        assert_close(found.weights, weights, slack)
