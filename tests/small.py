@@ -1,7 +1,10 @@
 """A small model and small data for tests that train."""
 
 import io
+from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -9,6 +12,7 @@ from PIL import Image
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
+from omni.config import Config
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -84,3 +88,19 @@ def overrides(data: Path, folder: Path, *more: str, samples: int = 8) -> list[st
         f"run.dir={folder}",
         *more,
     ]
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A configuration with other values by key, such as {"layout.llm.tp": 2}: composing it takes a second."""
+    config = deepcopy(config)
+    for key, value in values.items():
+        *path, last = key.split(".")
+        section: Any = config
+        for name in path:
+            section = section[name] if isinstance(section, dict) else getattr(section, name)
+        if isinstance(section, dict):
+            section[last] = value
+        else:
+            assert hasattr(section, last), key
+            setattr(section, last, value)
+    return config

@@ -4,17 +4,15 @@ that of one rank.
 
 import gc
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from parity_matrix import Case
 from ranks import RankPool
-from small import overrides, write_one_item, write_uneven
+from small import overrides, with_values, write_one_item, write_uneven
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -56,19 +54,8 @@ def write_data(folder: Path) -> None:
 
 def configure(case: Case, folder: Path) -> Config:
     """Return the configuration of a case; data and run are in `folder`."""
-    config = deepcopy(_composed(folder, case.data))
-    config.layout.encoders["image"] = EncoderLayoutConfig()
-    for key, value in case.settings().items():
-        *path, last = key.split(".")
-        section: Any = config
-        for name in path:
-            section = section[name] if isinstance(section, dict) else getattr(section, name)
-        if isinstance(section, dict):
-            section[last] = value
-        else:
-            assert hasattr(section, last), key
-            setattr(section, last, value)
-    return config
+    config = with_values(_composed(folder, case.data), {"layout.encoders.image": EncoderLayoutConfig()})
+    return with_values(config, case.settings())
 
 
 @cache

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from plain_stream import PlainStream
 from plain_training import Document, PlainTraining, Step, document
+from plain_training import learning_rate as plain_rate
 from ranks import RankPool
-from small import image, overrides, strip
+from small import image, overrides, strip, with_values
 
 from dataloader.format import PLACEHOLDER, Sample
 from dataloader.stream import SourceSpec
@@ -24,7 +26,8 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import Config
+from omni.config import ComponentOptimConfig, Config, MoEConfig, OptimConfig
+from omni.planning.optim_schedule import learning_rate
 from omni.planning.run_spec import prepare_run
 from omni.rank.state import Owned, owned
 from omni.training.ahead import PLANS_AHEAD
@@ -42,9 +45,9 @@ BASE = [
     "model.llm.heads=4",
     "model.llm.kv_heads=2",
     "model.llm.rotary_base=100",
-    "data.step_samples=5",
+    f"data.step_samples={SAMPLES}",
     "data.window_groups=2",
-    "train.steps=5",
+    f"train.steps={STEPS}",
     "train.seed=3",
     "optim.lr=4e-3",
     "optim.eps=1e-3",
@@ -52,30 +55,36 @@ BASE = [
     "optim.clip=1000",
     "optim.weight_decay=0.1",
 ]
-WARM = ["optim.warmup_steps=2", "optim.min_lr=1e-3"]
-MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1, bias_update_rate: 0.02}"
-CASES = {
-    "tied, clipped": [*WARM, "optim.clip=0.05"],
-    "untied, one component slower": [
-        *WARM,
-        "model.llm.tied=false",
-        "optim=wsd",
-        "optim.decay_steps=2",
-        "+optim.components={image: {lr_scale: 0.3}}",
-    ],
-    "biases and LayerNorm, taps, no decay": [
-        "model.llm.qkv_bias=true",
-        "model.llm.norm=LayerNorm",
-        "model.encoders.image.norm=LayerNorm",
-        "+model.encoders.image.taps=[1]",
-        "optim.weight_decay=0",
-        "optim.clip=0",
-    ],
-    "experts, the LLM frozen for a while": [MOE, "+optim.components={llm: {frozen: [[3, 4]]}}"],
-    "the encoder frozen for a while, clipped": [
-        "optim.clip=0.05",
-        "+optim.components={image: {frozen: [[2, 4]]}, llm: {lr_scale: 2}}",
-    ],
+WARM = {"optim.warmup_steps": 2, "optim.min_lr": 1e-3}
+MOE = MoEConfig(experts=4, topk=2, ffn=48, shared_ffn=32, dense_layers=1, bias_update_rate=0.02)
+CASES: dict[str, dict[str, Any]] = {
+    "tied, clipped": {**WARM, "optim.clip": 0.05},
+    "untied, one component slower": {
+        **WARM,
+        "model.llm.tied": False,
+        "optim.schedule": "wsd",
+        "optim.decay_steps": 2,
+        "optim.components": {"image": ComponentOptimConfig(lr_scale=0.3)},
+    },
+    "biases and LayerNorm, taps, no decay": {
+        "model.llm.qkv_bias": True,
+        "model.llm.norm": "LayerNorm",
+        "model.encoders.image.norm": "LayerNorm",
+        "model.encoders.image.taps": [1],
+        "optim.weight_decay": 0.0,
+        "optim.clip": 0.0,
+    },
+    "experts, the LLM frozen for a while": {
+        "model.llm.moe": MOE,
+        "optim.components": {"llm": ComponentOptimConfig(frozen=[[3, 4]])},
+    },
+    "the encoder frozen for a while, clipped": {
+        "optim.clip": 0.05,
+        "optim.components": {
+            "image": ComponentOptimConfig(frozen=[[2, 4]]),
+            "llm": ComponentOptimConfig(lr_scale=2.0),
+        },
+    },
 }
 
 
@@ -92,18 +101,14 @@ def samples() -> dict[str, list[Sample]]:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("plain")
     for source, written in samples().items():
         with DatasetWriter(folder / source, ByteTokenizer(), rows_per_group=ROWS_PER_GROUP) as writer:
             for sample in written:
                 writer.add(sample)
-    return folder
-
-
-def configure(data: Path, folder: Path, case: str) -> Config:
-    sources = [f"+data.sources.{name}={{path: {data / name}, weight: {w}}}" for name, w in WEIGHTS.items()]
-    line = overrides(data, folder, *sources, *BASE, *CASES[case])
+    sources = [f"+data.sources.{name}={{path: {folder / name}, weight: {w}}}" for name, w in WEIGHTS.items()]
+    line = overrides(folder, folder / "run", *sources, *BASE)
     return compose_config([key for key in line if "sources.mixed" not in key])
 
 
@@ -116,12 +121,10 @@ def trained(rank: int, config: Config) -> tuple[dict[str, torch.Tensor], list[St
     steps = []
     with trainer.ahead() as ahead:
         for number in range(1, config.train.steps + 1):
-            prepared = ahead.take(number)
-            trainer.agree_on(prepared.plan)
-            result, tombstones = trainer.execute(prepared)
-            totals = trainer.totals(prepared, result, tombstones, stop=False)
+            done = trainer.run_step(ahead.take(number))
+            totals = done.totals
             gradients = shaped(trainer, lambda own: own.main.grad)
-            trainer.update(number, totals)
+            trainer.update(done)
             trainer.offer(ahead, number + PLANS_AHEAD)
             frozen = trainer.rank.optimizer.frozen
             steps.append(
@@ -186,8 +189,8 @@ def assert_close(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_what_its_equations_say(ranks: RankPool, data: Path, tmp_path: Path, case: str) -> None:
-    config = configure(data, tmp_path, case)
+def test_training_is_what_its_equations_say(ranks: RankPool, config: Config, case: str) -> None:
+    config = with_values(config, CASES[case])
     first, steps = ranks.run(1, trained, config)[0]
     llm, vit = sizes(config)
     plain = PlainTraining(
@@ -211,3 +214,15 @@ def test_training_is_what_its_equations_say(ranks: RankPool, data: Path, tmp_pat
             n: CHANGE * float((w - start[n]).norm()) + ROUNDING * float(w.norm()) for n, w in weights.items()
         }
         assert_close(found.weights, weights, slack)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+@pytest.mark.parametrize("decay", [None, 1, 5])
+def test_learning_rates_are_as_defined(schedule: str, warmup: int, decay: int | None) -> None:
+    optim = OptimConfig(lr=0.3, min_lr=0.02, schedule=schedule, warmup_steps=warmup, decay_steps=decay)
+    rates = [learning_rate(optim, step, 12) for step in range(1, 13)]
+    assert rates == pytest.approx([plain_rate(optim, step, 12) for step in range(1, 13)], rel=1e-12)
+    assert max(rates) <= 0.3
+    assert rates[-1] == pytest.approx(0.02)
+    assert rates[max(0, warmup - 1)] == pytest.approx(0.3) or warmup == 0
