@@ -1,26 +1,32 @@
-"""Fetching in the background: reading, decoding and tokenising what this rank needs, ahead of its step."""
+"""Fetching in the background: reading, tokenising and preparing what this rank needs, ahead of its step.
+
+An item is prepared by the function of its modality: decoded, and made what its encoder takes in. It is bad
+data if that raises a DataError, such as SampleError. Any other exception is a mistake in the function: it
+surfaces, with the item's name as a note.
+"""
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from dataloader.format import DataError, Item, Sample, SampleError
+from dataloader.format import DataError, Item, Sample
 from dataloader.reader import Reader
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta, tokenize
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+T = TypeVar("T")  # what an item becomes
 _WORK_SIZE = 16  # samples a thread takes at a time
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a rank needs for a step: texts to tokenise, items to decode as (source, sample id, item index)."""
+    """What a rank needs for a step: texts to tokenise, items by (source, sample id, item index)."""
 
     texts: tuple[tuple[str, SampleMeta], ...]
     items: tuple[tuple[str, int, int], ...]
@@ -28,7 +34,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Failure:
-    """An item that could not be decoded, and why."""
+    """An item that could not be prepared, and why."""
 
     source: str
     sample: int
@@ -37,15 +43,15 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Fetched:
+class Fetched(Generic[T]):
     """The answer to a Fetch, in its order.
 
-    `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them; an item that could not be decoded
+    `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them; an item that could not be prepared
     is None and named in `failures`. `wait_s` is how long `get` waited.
     """
 
     texts: list[TextArrays]
-    items: list[np.ndarray | None]
+    items: list[T | None]
     failures: tuple[Failure, ...]
     wait_s: float
 
@@ -55,7 +61,7 @@ class _Work(NamedTuple):
     places: tuple[int, ...]
 
 
-class _Job:
+class _Job(Generic[T]):
     """A fetch under way; everything but the lists' elements is guarded by the loader's lock."""
 
     def __init__(self, fetch: Fetch) -> None:
@@ -68,12 +74,14 @@ class _Job:
         self.wanted = False
         self.error: BaseException | None = None
         self.texts: list[TextArrays | None] = [None] * len(fetch.texts)
-        self.items: list[np.ndarray | None] = [None] * len(fetch.items)
+        self.items: list[T | None] = [None] * len(fetch.items)
         self.failures: list[tuple[int, Failure]] = []
 
 
-class Loader:
+class Loader(Generic[T]):
     """Threads that work off submitted fetches in order, at most `depth` of them ahead of `get`.
+
+    `prepare` has a function for each modality, which several threads call at once.
 
     A fetch that `get` waits for is worked on whatever the depth. The threads are daemons: a reader that
     hangs keeps neither `get` (which times out) nor the process from ending.
@@ -83,7 +91,7 @@ class Loader:
         self,
         readers: Mapping[str, Reader],
         tokenizer: Tokenizer,
-        decoders: Mapping[str, Callable[[Item], np.ndarray]],
+        prepare: Mapping[str, Callable[[Item], T]],
         num_threads: int = 1,
         depth: int = 2,
     ) -> None:
@@ -91,9 +99,9 @@ class Loader:
             raise ValueError(f"num_threads {num_threads} and depth {depth} must be at least 1")
         self._readers = readers
         self._tokenizer = tokenizer
-        self._decoders = decoders
+        self._prepare = prepare
         self._depth = depth
-        self._jobs: dict[int, _Job] = {}  # submitted and not collected, in order
+        self._jobs: dict[int, _Job[T]] = {}  # submitted and not collected, in order
         self._closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -118,7 +126,7 @@ class Loader:
             self._jobs[key] = _Job(fetch)
             self._changed.notify_all()
 
-    def get(self, key: int, timeout_s: float) -> Fetched:
+    def get(self, key: int, timeout_s: float) -> Fetched[T]:
         """Wait for a submitted fetch and hand it out, once.
 
         Raises TimeoutError saying what it waits for (the fetch stays and may be asked for again), or the
@@ -189,7 +197,7 @@ class Loader:
                     job.todo.clear()
                 self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Job[T] | None:
         """The fetch to work on: one that is waited for, else the first within the depth."""
         jobs = [job for job in self._jobs.values() if job.todo]
         ahead = sum(job.started for job in self._jobs.values())
@@ -197,13 +205,13 @@ class Loader:
         allowed = [job for job in jobs if job.started or ahead < self._depth]
         return next(iter(wanted + allowed), None)
 
-    def _load_texts(self, job: _Job, places: Sequence[int]) -> None:
+    def _load_texts(self, job: _Job[T], places: Sequence[int]) -> None:
         for place in places:
             source, meta = job.fetch.texts[place]
             sample = self._readers[source].read(meta.id, text=True, items=False)
             job.texts[place] = tokenize(sample, meta, self._tokenizer)
 
-    def _load_items(self, job: _Job, places: Sequence[int]) -> None:
+    def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
         last: tuple[str, int] | None = None
         sample = Sample("", "")
         for place in places:
@@ -217,17 +225,20 @@ class Loader:
                     f"not item {index}: index and shards disagree; check with omni data verify"
                 )
             item = sample.items[index]
-            if item.modality not in self._decoders:
+            if item.modality not in self._prepare:
                 raise DataError(
-                    f"sample {sample.id!r} of source {source!r}: no decoder for modality {item.modality!r}, "
-                    f"there are {sorted(self._decoders)}: add its encoder or leave out the source"
+                    f"sample {sample.id!r} of source {source!r}: no encoder for modality {item.modality!r}, "
+                    f"there are {sorted(self._prepare)}: add its encoder or leave out the source"
                 )
             try:
-                job.items[place] = self._decoders[item.modality](item)
-            except SampleError as error:
+                job.items[place] = self._prepare[item.modality](item)
+            except DataError as error:
                 failure = Failure(source, sample_id, index, str(error))
                 with self._changed:
                     job.failures.append((place, failure))
+            except Exception as error:
+                error.add_note(f"The item is that of source {source!r}, sample {sample_id}, item {index}.")
+                raise
 
 
 def _works(fetch: Fetch) -> list[_Work]:

@@ -106,7 +106,9 @@ class Encoder(Protocol):
         ...
 
     def preprocess(self, array: "np.ndarray") -> ItemArrays:
-        """Turn a decoded item into exactly `count(size)[0]` tokens."""
+        """Turn a decoded item into exactly `count(size)[0]` tokens. Like `decode` it is called by several
+        threads at once, and raises SampleError for an item that is bad.
+        """
         ...
 
     def pack(
@@ -123,6 +125,11 @@ class Encoder(Protocol):
         reduction of its gradients reads.
         """
         ...
+
+
+def prepare_item(encoder: Encoder, item: "Item") -> ItemArrays:
+    """Turn an item's encoded bytes into what its encoder takes in. Raises SampleError for a bad item."""
+    return encoder.preprocess(encoder.decode(item))
 
 
 def attach_of(encoder: Encoder) -> tuple[str, ...]:

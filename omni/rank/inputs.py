@@ -4,12 +4,12 @@
 the texts that its member of the pool holds if it embeds them or computes their loss, and the items that it
 encodes: no more.
 
-Bad data keeps its planned shape. An item that cannot be decoded becomes zeros, its sample is a tombstone:
+Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, its sample is a tombstone:
 the ranks of the domain tell each other which samples these are, and the last stage masks their targets.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.format import DataError
-from dataloader.loader import Failure, Fetch, Fetched
+from dataloader.loader import Failure, Fetch, Fetched, TextArrays
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
 from omni.models.llm_stage import MicrobatchInputs
@@ -30,8 +30,6 @@ from parallel.sequence import Shard
 from parallel.shipping import make_ends
 from pipeline.anchor import StepInputs
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
-
-TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -100,12 +98,12 @@ class Assembler:
     def fetch_of(self, domain: DomainPlan, metas: Sequence[SampleMeta]) -> Fetch:
         """Say what this rank must load. `metas` are those of the domain's samples."""
         texts = tuple((metas[i].source, metas[i]) for i in self.texts(domain))
-        items = tuple(
-            (metas[domain.items[i].sample].source, metas[domain.items[i].sample].id, domain.items[i].index)
-            for chunk in domain.chunks
-            for i, _ in self.shards(chunk)
-        )
-        return Fetch(texts, items)
+        items = [domain.items[i] for i in self.items(domain)]
+        return Fetch(texts, tuple((metas[i.sample].source, metas[i.sample].id, i.index) for i in items))
+
+    def items(self, domain: DomainPlan) -> list[int]:
+        """Return the items that this rank encodes any of, in the order of loading."""
+        return [i for chunk in domain.chunks for i, _ in self.shards(chunk)]
 
     def shards(self, chunk: Chunk) -> list[tuple[int, list[Shard]]]:
         """Return the items of a chunk that this rank's slot encodes any of, by number, with its shards."""
@@ -118,7 +116,7 @@ class Assembler:
         )
         return [(i, own) for i, own in found if own]
 
-    def assemble(self, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
+    def assemble(self, domain: DomainPlan, fetched: Fetched[ItemArrays], predict: bool) -> StepInputs:
         """Build the tensors of a step. With `predict`, the last stage gives each next token.
 
         It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
@@ -127,7 +125,7 @@ class Assembler:
         with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
             return self._assemble(domain, fetched, predict)
 
-    def _assemble(self, domain: DomainPlan, fetched: Fetched, predict: bool) -> StepInputs:
+    def _assemble(self, domain: DomainPlan, fetched: Fetched[ItemArrays], predict: bool) -> StepInputs:
         position = self.place.position
         texts = dict(zip(self.texts(domain), fetched.texts, strict=True))
         in_llm = domain.stage(position) is not None
@@ -135,7 +133,7 @@ class Assembler:
             self._microbatch(domain, batch, texts, predict)
             for batch in (domain.microbatches if in_llm else ())
         ]
-        items = iter(fetched.items)
+        items = dict(zip(self.items(domain), fetched.items, strict=True))
         chunks = {
             number: self._chunk(domain, number, items)
             for number, chunk in enumerate(domain.chunks)
@@ -186,8 +184,8 @@ class Assembler:
             tensors |= {name: self._tensor(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(self, domain: DomainPlan, number: int, arrays: Iterator[np.ndarray | None]) -> ChunkInputs:
-        """Take this rank's items of a chunk from `arrays`, None for one that could not be decoded."""
+    def _chunk(self, domain: DomainPlan, number: int, items: Mapping[int, ItemArrays | None]) -> ChunkInputs:
+        """Pack this rank's items of a chunk, of which one that could not be prepared is None."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
         slot = chunk.slot(self.place.position)
@@ -196,8 +194,9 @@ class Assembler:
         for i, shards in self.shards(chunk):
             sample = domain.samples[domain.items[i].sample]
             names.append(f"{sample.source}, sample {sample.id}, item {domain.items[i].index}")
-            array, length = next(arrays), domain.items[i].tokens
-            item = _silence(encoder, length) if array is None else encoder.preprocess(array)
+            length = domain.items[i].tokens
+            arrays = items[i]
+            item = _silence(encoder, length) if arrays is None else arrays
             found = (len(item.values), len(item.positions))
             if found != (length, length):
                 raise DataError(
@@ -268,7 +267,7 @@ def _wanted(
 
 
 def _silence(encoder: Encoder, length: int) -> ItemArrays:
-    """Stand in for an item that cannot be decoded: its planned tokens, all zero."""
+    """Stand in for an item that cannot be prepared: its planned tokens, all zero."""
     blank = encoder.preprocess(encoder.blank())
     return ItemArrays(
         np.zeros((length, *blank.values.shape[1:]), blank.values.dtype),

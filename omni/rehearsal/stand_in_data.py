@@ -15,6 +15,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, tokenize
 from dataloader.trace import generate
 from dataloader.writer import DatasetWriter
+from omni.models.registry import ItemArrays
 
 NUM_SAMPLES = 1024
 _WINDOW = 28  # pixels of a row's side in the traces
@@ -52,7 +53,7 @@ def _item(meta: ItemMeta) -> Item:
     return Item(meta.modality, "png", (high * _WINDOW, -(-meta.rows // high) * _WINDOW), b"-")
 
 
-def stand_in(fetch: Fetch) -> Fetched:
+def stand_in(fetch: Fetch) -> Fetched[ItemArrays]:
     """What loading would bring, without loading: text of the planned length, all of it target text, and
     items that could not be decoded, which keep their planned shape.
     """

@@ -2,8 +2,8 @@
 
 One thread asks for plans, one after the other, because each begins at the stream position where the one
 before it ended. They are made in a process apart or, where there is none, in that thread: see `plan_process`.
-The loader's threads read and decode; one more thread builds tensors. `take` hands out a step and waits only
-if one of them is late. Whatever goes wrong in a thread is raised by `take` of that step.
+The loader's threads read texts and prepare items; one more thread builds tensors. `take` hands out a step and
+waits only if one of them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
 import time
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dataloader.loader import Failure, Loader
+from omni.models.registry import ItemArrays
 from omni.planning.plan_process import Planned, PlanStep
 from omni.planning.planner import Planner
 from omni.rank.inputs import Assembler
@@ -44,7 +45,7 @@ class Ahead:
         self,
         planner: Planner,
         plan_step: PlanStep,
-        loader: Loader,
+        loader: Loader[ItemArrays],
         assembler: Assembler,
         *,
         domain: int,

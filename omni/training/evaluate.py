@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from dataloader.format import PLACEHOLDER, DataError
-from dataloader.loader import Fetched
+from dataloader.loader import Fetched, TextArrays
 from dataloader.reader import Reader
 from dataloader.tokens import SampleMeta, fit, length, tokenize
 from omni.models.llm_stage import MicrobatchInputs
+from omni.models.registry import ItemArrays, prepare_item
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
-from omni.rank.inputs import TextArrays
 from omni.rank.step import execute
 from pipeline.domain_plan import Microbatch
 from pipeline.plan import StepPlan
@@ -141,7 +141,7 @@ class Evaluator:
         domain = plan.domain
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(domain, metas)
-        items: list[np.ndarray | None] = [self._item(*item) for item in fetch.items]
+        items: list[ItemArrays | None] = [self._item(*item) for item in fetch.items]
         fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, (), 0.0)
         inputs = assembler.assemble(domain, fetched, predict)
         result = execute(self.rank, plan, inputs)
@@ -165,11 +165,11 @@ class Evaluator:
         sample = self.readers[source].read(meta.id, text=True, items=False)
         return tokenize(sample, meta, self.spec.tokenizer)
 
-    def _item(self, source: str, sample: int, index: int) -> np.ndarray:
+    def _item(self, source: str, sample: int, index: int) -> ItemArrays:
         item = self.readers[source].read(sample, text=False, items=True).items[index]
         encoder = next(e for e in self.spec.encoders.values() if e.modality == item.modality)
         try:
-            return encoder.decode(item)
+            return prepare_item(encoder, item)
         except DataError as error:
             raise DataError(f"held-out source {source}, sample {sample}, item {index}: {error}") from error
 

@@ -24,6 +24,7 @@ from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
+from omni.models.registry import prepare_item
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
@@ -116,11 +117,11 @@ class Trainer:
     def ahead(self) -> Iterator[Ahead]:
         """Start preparing steps, and offer the digests of the first two."""
         first, last = self.step + 1, self.config.train.steps
-        decoders = {encoder.modality: encoder.decode for encoder in self.spec.encoders.values()}
+        items = {e.modality: partial(prepare_item, e) for e in self.spec.encoders.values()}
         ahead = Ahead(
             self.spec.planner,
             self.plan_step or partial(plan_step, self.spec.planner),
-            Loader(self.readers, self.spec.tokenizer, decoders, self.config.data.loader_threads),
+            Loader(self.readers, self.spec.tokenizer, items, self.config.data.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,
             first=first,

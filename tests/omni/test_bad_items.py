@@ -1,0 +1,82 @@
+"""Items that fail on their way to the encoder, which is the loader's threads' way."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from dataloader.format import SampleError
+from infra.run_folder import RunFolder, read_metrics
+from omni.compose import compose_config
+from omni.models.registry import ItemArrays
+from omni.planning.run_spec import prepare_run
+from omni.training.trainer import Trainer
+
+SKIP = ("data.on_error=skip", "data.max_error_share=1")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bad_items") / "mixed"
+    write_mixed(path)
+    return path
+
+
+def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str]]:
+    """Train with an encoder that fails on the one item of sample 1. Returns the error's type, what it says
+    with its notes, and the threads that items were preprocessed on.
+    """
+    spec = prepare_run(compose_config(line), world)
+    encoder = spec.encoders["image"]
+    preprocess = encoder.preprocess
+    threads = set()
+
+    def fail(array: np.ndarray) -> ItemArrays:
+        arrays = preprocess(array)
+        if array.shape != encoder.blank().shape:
+            threads.add(threading.current_thread().name.rpartition("-")[0])
+        if array.shape[1] != 48:
+            return arrays
+        if how == "bad":
+            raise SampleError("nothing to be seen")
+        if how == "bug":
+            raise ZeroDivisionError("a mistake of its author")
+        return arrays.part(0, len(arrays.values) - 1)
+
+    encoder.preprocess = fail  # type: ignore[method-assign]
+    try:
+        Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
+    except Exception as error:
+        return type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", ())]), threads
+    return "", "", threads
+
+
+def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    line = overrides(data, tmp_path, "layout=pp2", *SKIP)
+    found = ranks.run(2, train, line, 2, "bad")
+    assert [(error, threads) for error, _, threads in found] == [("", {"loader"})] * 2
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert [m["data/skipped/bad_item"] for m in metrics] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "says"),
+    [
+        ("bad", "BadDataError", "source mixed, sample 1, item 0: nothing to be seen. Mend the data"),
+        ("bug", "ZeroDivisionError", "a mistake of its author The item is that of source 'mixed', sample 1"),
+        ("count", "DataError", "mixed, sample 1, item 0: image made "),
+    ],
+)
+def test_what_else_goes_wrong_in_preprocessing_ends_the_run_and_names_the_item(
+    ranks: RankPool, data: Path, tmp_path: Path, how: str, error: str, says: str
+) -> None:
+    ((found, message, threads),) = ranks.run(1, train, overrides(data, tmp_path), 1, how)
+    assert (found, threads) == (error, {"loader"})
+    assert message.startswith(says)
+    assert how != "count" or message.endswith("make count() and preprocess() agree")
