@@ -26,6 +26,8 @@ from pipeline.domain_plan import EMBEDDING
 from pipeline.engine import Engine
 from pipeline.ops import Op
 
+Modules = Mapping[str, Mapping[int, torch.nn.Module]]
+
 
 @dataclass(frozen=True)
 class Rank:
@@ -66,34 +68,9 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
-    # By component, and by number of the part: encoders are of one part.
-    modules: dict[str, dict[int, torch.nn.Module]] = {}
-    names: dict[str, dict[int, Numbering]] = {}
-    stage = None
-    if LLM in groups.components:
-        stage = _build_stage(spec, groups, dtype, device)
-        modules[LLM] = {number: part.model for number, part in stage.parts.items()}
-        names[LLM] = {number: part.numbering for number, part in stage.parts.items()}
-    for name, encoder in spec.encoders.items():
-        if name in groups.components:
-            own = groups.components[name]
-            module = encoder.build(config.model.llm.hidden, dtype, device, own)
-            mark_parallel(module)
-            modules[name] = {0: module}
-            names[name] = {0: Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())}
-    for name, parts in modules.items():
-        for part, module in parts.items():
-            depth = config.model.llm.layers if name == LLM else getattr(module.config, "num_layers", 1)
-            numbering = names[name][part]
-            initialise(module, seed=config.train.seed, component=name, num_layers=depth, numbering=numbering)
-
-    components = {}
-    for name in spec.components:
-        if name in modules:
-            own = groups.components[name]
-            components[name] = ComponentOptimizer(name, modules[name], own, config.optim)
-        else:
-            attend_optimizer_setup()
+    stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None
+    modules, names = _build_modules(spec, stage, groups, dtype, device)
+    components = _build_optimizers(spec, modules, groups)
     domain = arrangement.domain(rank)
     ranks = arrangement.domain_ranks(domain)
     position = ranks.index(rank)
@@ -155,3 +132,42 @@ def _build_stage(spec: RunSpec, groups: Groups, dtype: torch.dtype, device: torc
             if name != EMBEDDING.name
         ],
     )
+
+
+def _build_modules(
+    spec: RunSpec, stage: LLMStage | None, groups: Groups, dtype: torch.dtype, device: torch.device
+) -> tuple[Modules, Names]:
+    """Build the encoders of this rank and draw all weights. Return its modules, and how their weights are
+    numbered: by component and by number of the part; encoders are of one part.
+    """
+    llm = spec.config.model.llm
+    modules: dict[str, dict[int, torch.nn.Module]] = {}
+    names: dict[str, dict[int, Numbering]] = {}
+    if stage is not None:
+        modules[LLM] = {number: part.model for number, part in stage.parts.items()}
+        names[LLM] = {number: part.numbering for number, part in stage.parts.items()}
+    for name, encoder in spec.encoders.items():
+        if name in groups.components:
+            own = groups.components[name]
+            module = encoder.build(llm.hidden, dtype, device, own)
+            mark_parallel(module)
+            modules[name] = {0: module}
+            names[name] = {0: Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())}
+    for name, parts in modules.items():
+        for part, module in parts.items():
+            depth = llm.layers if name == LLM else getattr(module.config, "num_layers", 1)
+            seed, numbering = spec.config.train.seed, names[name][part]
+            initialise(module, seed=seed, component=name, num_layers=depth, numbering=numbering)
+    return modules, names
+
+
+def _build_optimizers(spec: RunSpec, modules: Modules, groups: Groups) -> dict[str, ComponentOptimizer]:
+    """Build those of this rank's components; every rank has a part in building each."""
+    components = {}
+    for name in spec.components:
+        if name in modules:
+            own = groups.components[name]
+            components[name] = ComponentOptimizer(name, modules[name], own, spec.config.optim)
+        else:
+            attend_optimizer_setup()
+    return components

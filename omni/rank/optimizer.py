@@ -115,59 +115,16 @@ class ComponentOptimizer:
         groups: ProcessGroupCollection,
         config: OptimConfig,
     ) -> None:
-        parameters = [parameter for module in modules.values() for parameter in module.parameters()]
-        dtypes = {parameter.dtype for parameter in parameters}
         self.name = name
         self.modules = dict(modules)
         self.groups = groups
         # Without the group that megatron would add up a tied embedding over: see `tie`.
         self.groups_of_parts = copy(groups)
         self.groups_of_parts.embd = None
-        settings = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            # A rank without items would not start its buckets, and its peers would wait: one explicit
-            # reduction at the end of the step instead.
-            overlap_grad_reduce=False,
-            grad_reduce_in_fp32=True,
-        )
-        self.wrapped: dict[int, DistributedDataParallel] = {}
-        for part, module in modules.items():
-            transformer_config: Any = module.config
-            if not transformer_config.calculate_per_token_loss:
-                raise ConfigError(
-                    f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
-                    "would average its gradients over ranks: make it with transformer_config, or set it"
-                )
-            self.wrapped[part] = DistributedDataParallel(
-                transformer_config, settings, module, pg_collection=groups
-            )
-        chained = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=0.0,
-                bf16=torch.bfloat16 in dtypes,
-                params_dtype=torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32,
-                use_distributed_optimizer=True,
-            ),
-            list(self.wrapped.values()),
-            use_gloo_process_groups=False,
-            pg_collection=groups,
-        )
+        self.wrapped = {part: _with_buffers(name, module, groups) for part, module in modules.items()}
         # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
-        self.optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
-        for optimizer in self.optimizers:
-            inner = type(optimizer.optimizer)
-            assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
-            for group in optimizer.param_groups:
-                # megatron leaves both to its training script: without this, norms and biases would decay.
-                group["weight_decay"] = config.weight_decay * group["wd_mult"]
-                group["fused"] = True
-        has_experts = any(not getattr(p, "allreduce", True) for p in parameters)
+        self.optimizers = _adamw(list(self.wrapped.values()), groups, config)
+        has_experts = any(not getattr(p, "allreduce", True) for p in self.parameters)
         if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
             for ddp in self.wrapped.values():
@@ -255,6 +212,59 @@ class ComponentOptimizer:
         """Freeze or thaw all weights; a frozen component computes no weight gradients."""
         for parameter in self.parameters:
             parameter.requires_grad_(trainable)
+
+
+def _with_buffers(
+    name: str, module: torch.nn.Module, groups: ProcessGroupCollection
+) -> DistributedDataParallel:
+    """Give a module of component `name` the buffers that its gradients are summed and reduced in."""
+    transformer_config: Any = module.config
+    if not transformer_config.calculate_per_token_loss:
+        raise ConfigError(
+            f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
+            "would average its gradients over ranks: make it with transformer_config, or set it"
+        )
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        # A rank without items would not start its buckets, and its peers would wait: one explicit
+        # reduction at the end of the step instead.
+        overlap_grad_reduce=False,
+        grad_reduce_in_fp32=True,
+    )
+    return DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
+
+
+def _adamw(
+    modules: list[DistributedDataParallel], groups: ProcessGroupCollection, config: OptimConfig
+) -> list[Any]:
+    """Return megatron's optimizers of the modules, which divide their state over the replicas."""
+    bf16 = any(parameter.dtype is torch.bfloat16 for module in modules for parameter in module.parameters())
+    chained = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=0.0,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=True,
+        ),
+        modules,
+        use_gloo_process_groups=False,
+        pg_collection=groups,
+    )
+    optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
+    for optimizer in optimizers:
+        inner = type(optimizer.optimizer)
+        assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
+        for group in optimizer.param_groups:
+            # megatron leaves both to its training script: without this, norms and biases would decay.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["fused"] = True
+    return optimizers
 
 
 class JointOptimizer:
