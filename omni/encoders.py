@@ -11,8 +11,14 @@ from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 from omni.config import ConfigError, require
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, Table, value_bytes
-from omni.models.encoders.transformer import TransformerEncoder, TransformerEncoderConfig
-from omni.models.layer_sizes import LayerSizes, check_divisible, check_transformer, encoder_layers
+from omni.models.encoders.transformer import TransformerEncoder
+from omni.models.layer_sizes import (
+    LayerSizes,
+    TransformerEncoderConfig,
+    check_divisible,
+    check_transformer,
+    encoder_layers,
+)
 from omni.models.registry import Attention, Encoder, ItemArrays
 from omni.models.stack import Stack, linear_weights, norm_weights, plain
 from ops.attention import attention_bytes, attention_flops

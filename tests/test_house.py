@@ -1,12 +1,19 @@
-"""The house keeps its order: what import-linter's contracts leave to be said."""
+"""The house keeps its order: what import-linter's contracts and ruff leave to be said."""
 
+import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import grimp
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+PACKAGES = SETTINGS["root_packages"]
+MOST_LINES = 60
 
 
 def test_importing_what_plans_loads_no_tensors():
@@ -17,3 +24,33 @@ def test_importing_what_plans_loads_no_tensors():
     code = f"import sys, {', '.join(modules)}; print(sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_no_imports_run_in_a_circle():
+    # Those inside functions and those for type checkers count, too.
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    assert imports["pipeline.plan"]
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" is imported by ".join(error.args[1]))
+
+
+def test_a_long_function_has_its_reason_beside_it():
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert files
+    assert [function for path in files for function in long_functions(path)] == []
+
+
+def long_functions(path: Path) -> list[str]:
+    """Functions of more than 60 lines that no comment `# long: ...` stands above."""
+    text = path.read_text()
+    lines = text.splitlines()
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= MOST_LINES
+        and not lines[node.lineno - 2].lstrip().startswith("# long: ")
+    ]

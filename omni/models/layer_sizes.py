@@ -3,7 +3,7 @@
 The modules are made elsewhere, so that checking and planning need not import megatron-core.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omni.config import ConfigError, LLMConfig, MoEConfig, require
@@ -34,6 +34,24 @@ class LayerSizes:
     norm: str
     recompute: str
     norm_eps: float = 1e-5
+
+
+@dataclass
+class TransformerEncoderConfig:
+    """The keys of every transformer encoder; one of your own adds its keys in a dataclass derived from it.
+
+    `taps` are layers after which tokens are merged and projected too (DeepStack; Meng et al., 2024): the rows
+    of the first are added to what enters the LLM's second layer, and so on.
+    """
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    ffn: int = 192
+    rotary_base: float = 10000.0
+    norm: str = "RMSNorm"
+    recompute: str = "none"
+    taps: list[int] = field(default_factory=list)
 
 
 def encoder_layers(config: Any) -> LayerSizes:

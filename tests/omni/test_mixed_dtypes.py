@@ -8,8 +8,7 @@ from ranks import RankPool
 from torch import nn
 
 from omni.config import OptimConfig
-from omni.models.encoders.transformer import TransformerEncoderConfig
-from omni.models.layer_sizes import encoder_layers
+from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
 from omni.rank.optimizer import ComponentOptimizer

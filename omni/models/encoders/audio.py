@@ -15,7 +15,8 @@ from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
 from omni.config import ConfigError, require
 from omni.models.encoders.audio_stem import FRAMES, ConvStem, ConvWork
-from omni.models.encoders.transformer import TransformerEncoder, TransformerEncoderConfig
+from omni.models.encoders.transformer import TransformerEncoder
+from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
 from ops.spectrogram import log_mel, mel_filters
 from parallel.work import Block

@@ -7,7 +7,6 @@ Shapes: T tokens, V values of a token, A axes of positions, E width of the encod
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,12 @@ import torch
 from dataloader.format import Item
 from omni.config import ConfigError, require
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, value_bytes
-from omni.models.layer_sizes import check_divisible, check_transformer, encoder_layers
+from omni.models.layer_sizes import (
+    TransformerEncoderConfig,
+    check_divisible,
+    check_transformer,
+    encoder_layers,
+)
 from omni.models.registry import Attention, ItemArrays
 from omni.models.stack import Stack
 from parallel.work import Block
@@ -25,24 +29,6 @@ if TYPE_CHECKING:
     from omni.models.encoders.transformer_module import TransformerModule
     from parallel.megatron import ProcessGroupCollection
     from parallel.packed import PackedTokens, Sharding
-
-
-@dataclass
-class TransformerEncoderConfig:
-    """The keys of every transformer encoder; one of your own adds its keys in a dataclass derived from it.
-
-    `taps` are layers after which tokens are merged and projected too (DeepStack; Meng et al., 2024): the rows
-    of the first are added to what enters the LLM's second layer, and so on.
-    """
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    ffn: int = 192
-    rotary_base: float = 10000.0
-    norm: str = "RMSNorm"
-    recompute: str = "none"
-    taps: list[int] = field(default_factory=list)
 
 
 class TransformerEncoder(ABC):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.models.encoders.transformer import TransformerEncoderConfig
-from omni.models.layer_sizes import encoder_layers
+from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
 from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
 from parallel.megatron import ProcessGroupCollection, TransformerBlock

@@ -19,7 +19,8 @@ from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.config import ConfigError, require
 from omni.models.blocks import Embed, Table
-from omni.models.encoders.transformer import TransformerEncoder, TransformerEncoderConfig
+from omni.models.encoders.transformer import TransformerEncoder
+from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
 from parallel.work import Block
 
