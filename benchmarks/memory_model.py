@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from random import Random
 
-from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.planning.run_spec import RunSpec, planned_ranks, prepare_run
 from omni.rehearsal.footprint import KINDS, Footprint
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.rehearse import for_gpus, owned_parameters, rehearse
+from omni.rehearsal.stand_in_data import use_trace
 from pipeline.plan import StepPlan
 from pipeline.verifier import verify
 

@@ -26,10 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.planning.run_spec import RunSpec, prepare_run
 from omni.rehearsal.rehearse import for_gpus
+from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 
 SAMPLES_A_REPLICA = 16

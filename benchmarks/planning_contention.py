@@ -29,10 +29,10 @@ from pathlib import Path
 
 import torch
 
-from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.planning.plan_process import Planned, PlannerProcess, PlanStep, plan_step
 from omni.planning.run_spec import planned_ranks, prepare_run
+from omni.rehearsal.stand_in_data import use_trace
 
 OPERATORS = 200  # of a batch, of some microseconds each
 LIMIT = 1.10

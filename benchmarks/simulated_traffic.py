@@ -25,13 +25,13 @@ from pathlib import Path
 from random import Random
 
 from omni.commands.plan import plan_of_step
-from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec, planned_ranks, prepare_run
 from omni.planning.work import part_axes
 from omni.rehearsal.rank_work import RankWork, rank_work
 from omni.rehearsal.rehearse import for_gpus, rehearse
+from omni.rehearsal.stand_in_data import use_trace
 from omni.rehearsal.traffic import traffic
 from parallel.costs import Axes, Talk, WorkCost, collectives_ns
 from parallel.transports import node_map, transport_ns

@@ -10,7 +10,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
 
   omni train experiment=quickstart         train; every key of the configuration may follow
   omni train --help                        configuration groups and all keys with their values
-  omni plan layout.llm.pp=2                plan a step, verify it, simulate its time
+  omni plan --trace longtail cluster=h100_8x8 launch.ranks=64   time, MFU and memory of a step, without ranks
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
@@ -18,7 +18,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
 """
 _COMMANDS = {
     "train": "train a model",
-    "plan": "print, verify and simulate the plan of a step, without ranks",
+    "plan": "say what a step takes on a cluster, without ranks: time, MFU, memory, bytes, the plan",
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "parity": "compare loss, norms and gradients of two configurations",

@@ -38,8 +38,9 @@ class MoEConfig:
 
     Every token goes to `topk` of `experts` of width `ffn`, and through a shared expert of width `shared_ffn`
     (0 for none). Weights are the softmax of the chosen logits (Mixtral) or their sigmoids divided by their
-    sum (DeepSeek-V3); with softmax and a topk of 1, the probability among all experts (Switch). The bias of
-    an expert moves by `bias_update_rate` a step; 0 leaves the choice to the scores.
+    sum (DeepSeek-V3). With a topk of 1 nothing is divided: the weight is the expert's probability among all
+    (Switch) or its sigmoid. The bias of an expert moves by `bias_update_rate` a step; 0 leaves the choice to
+    the scores.
     """
 
     experts: int = 0
@@ -253,7 +254,7 @@ class OptimConfig:
 @dataclass
 class ClusterConfig:
     """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds. `link` is between nodes of
-    `ranks_per_node` neighbouring ranks, `node_link` inside one.
+    `ranks_per_node` neighbouring ranks, `node_link` inside one. `memory_bytes: null` is not checked.
     """
 
     name: str = MISSING
@@ -266,6 +267,7 @@ class ClusterConfig:
     node_link_bytes_per_s: int = MISSING
     node_link_latency_ns: int = MISSING
     op_overhead_ns: int = MISSING
+    memory_bytes: int | None = None
 
 
 @dataclass

@@ -49,7 +49,8 @@ class Cluster:
     `flops` is the peak of one rank in FLOP/s at the training precision and `efficiency` the share of it that
     layers reach; `memory_bytes_per_s` is what it reads and writes its own memory at; `link_bytes_per_s` and
     `link_latency_ns` describe one message between two nodes, the `node_link` ones one inside a node of
-    `ranks_per_node` neighbouring ranks; `op_overhead_ns` is what starting any op costs.
+    `ranks_per_node` neighbouring ranks; `op_overhead_ns` is what starting any op costs. A rank's device holds
+    `memory_bytes`, None if that is not to be checked.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Cluster:
     node_link_bytes_per_s: int
     node_link_latency_ns: int
     op_overhead_ns: int
+    memory_bytes: int | None = None
 
     @property
     def links(self) -> Links:

@@ -70,20 +70,25 @@ def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[W
 @dataclass(frozen=True)
 class Spent:
     """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
-    reducing gradients, and of waiting for other ranks, messages between parts and rows of encoders included.
+    reducing gradients, of standing by while rows travel (`boundary_ns`) and while messages between parts do,
+    and of idling until other ranks come.
     """
 
     compute_ns: int
     layers_ns: int
     reducing_ns: int
-    waiting_ns: int
+    boundary_ns: int
+    messages_ns: int
+    idle_ns: int
 
 
 def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
     """Divide the time of a simulated step of a position; the parts add up to the makespan."""
     compute_ns, _ = plan_costs(timeline.domain, table)
-    computed = layers = reducing = 0
-    for op in timeline.domain.ops_of(rank):
+    computed = layers = reducing = boundary = messages = 0
+    team = rank // timeline.domain.team
+    for event, transfer in zip(timeline.events[team], timeline.transfers[team], strict=True):
+        op = event.op
         if op.kind is Kind.REDUCE:
             reducing += compute_ns(rank, op)
         elif op.kind in COMPUTE:
@@ -91,8 +96,13 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
             assert share is not None
             computed += compute_ns(rank, op)
             layers += cost.talk_ns(share.tokens, share.exchange_ns, op.grad if op.kind in BACKWARDS else None)
-    waiting = timeline.makespan_ns - computed - reducing
-    return Spent(computed - layers, layers, reducing, waiting)
+        elif op.kind is Kind.WAIT:
+            assert transfer is not None
+            moving = max(0, min(event.end_ns, transfer.done) - max(event.start_ns, transfer.start))
+            boundary += moving * (op.on in COLLECTIVE)
+            messages += moving * (op.on not in COLLECTIVE)
+    idle = timeline.makespan_ns - computed - reducing - boundary - messages
+    return Spent(computed - layers, layers, reducing, boundary, messages, idle)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:

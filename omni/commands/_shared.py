@@ -3,11 +3,11 @@
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
 
-T = TypeVar("T")
-EVERY_S = 2.0
+EVERY_S = 3.0
 
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +23,28 @@ def add_config_dir(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def signs_of_life(items: Iterable[T], what: str, total: int) -> Iterator[T]:
-    """Pass `items` on, saying on stderr every two seconds how many of `total` have gone by."""
-    said = time.monotonic()
-    for count, item in enumerate(items):
-        if time.monotonic() - said >= EVERY_S:
-            said = time.monotonic()
-            print(f"{what} {count} of {total}", file=sys.stderr, flush=True)
-        yield item
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    """Declare a trace."""
+    parser.add_argument(
+        "--trace",
+        metavar="NAME",
+        help="a synthetic trace in place of data.sources: balanced, longtail, shift",
+    )
+
+
+@contextmanager
+def signs_of_life(say: Callable[[], str]) -> Iterator[None]:
+    """Print on stderr what a block is at, every few seconds until it ends."""
+    start, done = time.monotonic(), Event()
+
+    def speak() -> None:
+        while not done.wait(EVERY_S):
+            print(f"{say()}, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+
+    speaker = Thread(target=speak, daemon=True)
+    speaker.start()
+    try:
+        yield
+    finally:
+        done.set()
+        speaker.join()

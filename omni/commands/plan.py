@@ -1,29 +1,31 @@
-"""`omni plan`: what a step will do, without ranks: the plan, the verifier's answer, the simulated time."""
+"""`omni plan`: what a step takes on a cluster, without ranks: shall I rent these machines?"""
 
 import argparse
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.commands._shared import add_configuration
+from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
+    from omni.config import Config
     from omni.planning.run_spec import RunSpec
-    from pipeline.domain_plan import Chunk, Microbatch
+    from omni.rehearsal.estimate import Estimate
+    from omni.rehearsal.footprint import Sent
     from pipeline.plan import StepPlan
-    from pipeline.simulator import Timeline
 
-WIDTH = 72  # characters of a timeline
-_LETTERS = {
-    "encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "reduce": "r", "wait": "."
-}  # fmt: skip
 _DESCRIPTION = """\
-Plans a training step from metadata alone, as every rank will, checks it against rules R1 to R7, and times it
-with the cost table. Times are simulated. Overrides as for `omni train`; launch.ranks is two unless given.
-Number format and queues are those of this machine's device.
+Plans a training step of every domain from metadata alone, as the ranks will, checks the plans against rules
+R1 to R7, times them with the cost table and models what ranks hold. The slowest domain sets the time, and is
+shown; times are simulated. A step that does not fit cluster.memory_bytes is refused (exit code 2). Overrides
+as for `omni train`; launch.ranks is two unless given. With cluster=cpu, number format and queues are those of
+this machine's device, with any other cluster those of GPUs.
 
+  omni plan --trace longtail experiment=llama3_70b launch.ranks=1024
   omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3
 """
 
@@ -33,119 +35,140 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--step", type=int, default=1, help="which step to plan (default 1)")
-    parser.add_argument("--domain", type=int, default=0, help="which domain to show (default 0)")
+    parser.add_argument("--domain", type=int, help="which domain to show (default: the slowest)")
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    add_trace(parser)
     add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, verify, simulate, print. Returns 1 if the verifier refuses the plan."""
+    """Plan, verify, simulate, print. Returns 1 if the verifier refuses a plan, 2 for a user's mistake and for
+    a step that does not fit the cluster.
+    """
     from omni.compose import compose_config
-    from omni.config import ConfigError
-    from omni.planning.pools import without_effect
-    from omni.planning.run_spec import planned_ranks, prepare_run
-    from pipeline.costs import simulate
+    from omni.rehearsal.stand_in_data import use_trace
     from pipeline.verifier import PlanRefusedError
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        spec = prepare_run(config, planned_ranks(config))
-        if arguments.step < 1 or not 0 <= arguments.domain < spec.arrangement.num_domains:
-            raise ConfigError(
-                f"--step {arguments.step} --domain {arguments.domain}: steps begin at 1, "
-                f"and there are domains 0 to {spec.arrangement.num_domains - 1}"
-            )
-        plan = plan_of_step(spec, arguments.step, arguments.domain)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        spec.planner.verify(plan)
+        with tempfile.TemporaryDirectory() as folder:
+            if arguments.trace:
+                use_trace(config, arguments.trace, Path(folder) / "trace")
+            _plan(config, arguments)
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    for text in without_effect(spec.planner.sharing):
-        print(f"note: {text}", file=sys.stderr)
-    timeline = simulate(plan.domain, spec.table)
-    if arguments.json:
-        print(json.dumps(figures(spec, plan, timeline), indent=2))
-        return 0
-    for key, value in figures(spec, plan, timeline).items():
-        print(f"{key:28} {value}")
-    print("\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait")
-    ranks, team = spec.arrangement.domain_ranks(plan.number), plan.domain.team
-    names = [_ranks(ranks[first : first + team]) for first in range(0, len(ranks), team)]
-    for number, name in enumerate(names):
-        print(f"  {name:{max(map(len, names))}}  {draw(timeline, number)}")
-    if arguments.ops:
-        for name, ops in zip(names, plan.domain.ops, strict=True):
-            print(f"\n{name}: {' '.join(map(str, ops))}")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
-def _ranks(ranks: "Sequence[int]") -> str:
-    """Global ranks that share an op list, in words."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+def _plan(config: "Config", arguments: argparse.Namespace) -> None:
+    from omni.commands._plan_text import lines, team_names
+    from omni.config import ConfigError
+    from omni.planning.pools import without_effect
+    from omni.rehearsal.estimate import estimate, sent_by_ranks
+    from omni.rehearsal.fullest import check_memory
+    from pipeline.costs import simulate
+
+    spec = _resolve(config)
+    domains, shown = spec.arrangement.num_domains, arguments.domain
+    if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
+        raise ConfigError(
+            f"--step {arguments.step} --domain {shown}: steps begin at 1, and there are domains 0 to "
+            f"{domains - 1}"
+        )
+    cursor = spec.planner.cursor_of(arguments.step)
+    plans = _counted(spec.planner.all_domains(arguments.step, cursor), domains)
+    found = estimate(spec, plans)
+    check_memory(spec, found.fullest)
+    plan, timeline = found.plan, found.timeline
+    if shown is not None:
+        plan = spec.planner.next_step(arguments.step, cursor, shown)
+        timeline = simulate(plan.domain, spec.table)
+    for text in without_effect(spec.planner.sharing):
+        print(f"note: {text}", file=sys.stderr)
+    sent = sent_by_ranks(spec, plan)
+    if arguments.json:
+        print(json.dumps(figures(spec, found, plan, sent), indent=2))
+        return
+    for line in lines(spec, found, plan, timeline, sent):
+        print(line)
+    if arguments.ops:
+        for name, ops in zip(team_names(spec, plan), plan.domain.ops, strict=True):
+            print(f"\n{name}: {' '.join(map(str, ops))}")
+
+
+def _resolve(config: "Config") -> "RunSpec":
+    """The run as it is planned where the cluster is."""
+    from omni.planning.run_spec import for_gpus, planned_ranks, prepare_run
+
+    on_gpus = config.cluster.name != "cpu"
+    if on_gpus and config.train.precision == "auto":
+        config.train.precision = "bf16"
+    spec = prepare_run(config, planned_ranks(config))
+    return for_gpus(spec) if on_gpus else spec
+
+
+def _counted(plans: "Iterable[StepPlan]", domains: int) -> "Iterator[StepPlan]":
+    """Pass plans on, with signs of life."""
+    count = 0
+    with signs_of_life(lambda: f"planned and timed {count} of {domains} domains"):
+        for plan in plans:
+            yield plan
+            count += 1
 
 
 def plan_of_step(spec: "RunSpec", step: int, domain: int = 0) -> "StepPlan":
-    """Plan steps 1 … `step` for a domain: where a step begins in the stream depends on those before it."""
-    plan = spec.planner.next_step(1, 0, domain)
-    for number in range(2, step + 1):
-        plan = spec.planner.next_step(number, plan.taken.next_cursor, domain)
-    return plan
+    """Plan a step for a domain: where the step begins in the stream depends on those before it."""
+    return spec.planner.next_step(step, spec.planner.cursor_of(step), domain)
 
 
-def figures(spec: "RunSpec", plan: "StepPlan", timeline: "Timeline") -> dict[str, object]:
-    """What a plan amounts to, as plain values."""
-    from pipeline.costs import spent_on
+def figures(
+    spec: "RunSpec", found: "Estimate", plan: "StepPlan", sent: "Mapping[int, Sent]"
+) -> dict[str, object]:
+    """What a step amounts to, and what the shown domain's plan is and its ranks send, as plain values."""
+    from omni.commands._plan_text import shared
 
     domain, taken = plan.domain, plan.taken
-    rows = sum(item.rows for item in domain.items)
-    moved = sum(route.moved_rows() for route in domain.routes if route is not None)
-    spent = [spent_on(timeline, spec.table, rank) for rank in range(0, domain.num_ranks, domain.team)]
-    whole = max(1, timeline.makespan_ns * len(spent))
-    shares = {
-        "compute": sum(each.compute_ns for each in spent) / whole,
-        "inside layers": sum(each.layers_ns for each in spent) / whole,
-        "reduction": sum(each.reducing_ns for each in spent) / whole,
-        "waiting": sum(each.waiting_ns for each in spent) / whole,
-    }
     return {
         "step": plan.step,
-        "digests": " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels),
-        "stream positions": f"{taken.cursor} to {taken.next_cursor - 1}",
         "samples": len(taken),
         "tokens": taken.tokens,
+        "stream positions": f"{taken.cursor} to {taken.next_cursor - 1}",
+        "ranks": spec.arrangement.world,
         "layout": spec.arrangement.describe(),
         "policies": spec.policies.describe(),
-        "microbatches of the domain": [sum(batch.layout.lengths) for batch in domain.microbatches],
-        "items, chunks": f"{len(domain.items)}, {len(domain.chunks)}",
-        "sequences, items shared": f"{_shared(domain.microbatches)}, {_shared(domain.chunks)}",
-        "rows, of them shipped": f"{rows}, {moved}",
+        "cluster": spec.cluster.name,
+        "precision": spec.config.train.precision,
         "verifier": "accepted, rules R1 to R7",
-        "simulated step ms": round(timeline.makespan_ns / 1e6, 3),
-        "simulated shares of it": ", ".join(f"{name} {share:.3f}" for name, share in shares.items()),
-        "simulated on": spec.cluster.name,
+        "domains": spec.arrangement.num_domains,
+        "loads_ns": {name: {"max": most, "mean": mean} for name, (most, mean) in found.loads.items()},
+        "slowest_domain": found.plan.number,
+        "simulated_step_ns": found.timeline.makespan_ns,
+        "simulated_ns": {key.removesuffix("_ns"): value for key, value in vars(found.spent).items()},
+        "simulated_tokens_per_s": found.tokens_per_s(),
+        "simulated_mfu": found.mfu(spec),
+        "fullest_rank": found.fullest.rank,
+        "held_bytes": {"all": found.fullest.bytes, **found.fullest.held},
+        "held_at": found.fullest.at,
+        "memory_bytes": spec.cluster.memory_bytes,
+        "shown_domain": plan.number,
+        "digests": {name: f"{digest:016x}" for name, _, digest, _ in plan.levels},
+        "microbatches": [sum(batch.layout.lengths) for batch in domain.microbatches],
+        "items": len(domain.items),
+        "chunks": len(domain.chunks),
+        "sequences_shared": shared(domain.microbatches),
+        "items_shared": shared(domain.chunks),
+        "rows": sum(item.rows for item in domain.items),
+        "rows_shipped": sum(route.moved_rows() for route in domain.routes if route is not None),
+        "sent_bytes": {
+            where: {
+                "max": max(getattr(of, where) for of in sent.values()),
+                "mean": sum(getattr(of, where) for of in sent.values()) / len(sent),
+            }
+            for where in ("inside", "across")
+        },
     }
-
-
-def _shared(parts: "Sequence[Microbatch | Chunk]") -> int:
-    """Sequences of microbatches or chunks that several ranks hold parts of."""
-    return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
-
-
-def draw(timeline: "Timeline", team: int) -> str:
-    """One character for each slice of the simulated step: what the ranks of a team do for most of it."""
-    total = max(1, timeline.makespan_ns)
-    cells = [dict.fromkeys(_LETTERS, 0) for _ in range(WIDTH)]
-    for event in timeline.events[team]:
-        if event.op.kind not in _LETTERS:
-            continue
-        first, last = event.start_ns * WIDTH // total, min(WIDTH - 1, event.end_ns * WIDTH // total)
-        for cell in range(first, last + 1):
-            low, high = cell * total // WIDTH, (cell + 1) * total // WIDTH
-            cells[cell][event.op.kind] += max(0, min(high, event.end_ns) - max(low, event.start_ns))
-    best = [max(cell, key=lambda kind: cell[kind]) for cell in cells]
-    return "".join(_LETTERS[kind] if cell[kind] else " " for kind, cell in zip(best, cells, strict=True))

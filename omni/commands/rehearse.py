@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Rehearse and print. Returns 1 if the verifier refuses the plan, 2 for a user's mistake."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors live on the CPU, whatever this machine has
     from omni.compose import compose_config
+    from omni.rehearsal.stand_in_data import use_trace
     from pipeline.verifier import PlanRefusedError
 
     try:
@@ -72,19 +73,6 @@ def _ranks(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--rank {text}: give numbers, such as 37 or 0,37,127") from None
-
-
-def use_trace(config: "Config", name: str, path: Path, num_samples: int | None = None) -> None:
-    """Make a trace the only source of a configuration, written to the new folder `path`."""
-    from omni.config import SourceConfig
-    from omni.models.registry import make_encoder
-    from omni.rehearsal.stand_in_data import NUM_SAMPLES, write_trace_dataset
-
-    encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
-    modalities = {encoder.modality for encoder in encoders}
-    write_trace_dataset(path, name, config.train.seed, modalities, num_samples or NUM_SAMPLES)
-    config.data.sources = {name: SourceConfig(path=str(path))}
-    config.data.heldout = {}
 
 
 def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:

@@ -10,7 +10,7 @@ planner knows no policy by name, only the facts that its kind states. It reads n
 ranks that share a level compose it from the same arguments and get the same.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dataloader.dealing import deal
@@ -44,8 +44,27 @@ class Planner(DomainPlanner):
         The plan says where the next step begins.
         """
         taken = self._take(cursor)
+        return self._plan_taken(step, taken, self._groups_of(taken), number)
+
+    def all_domains(self, step: int, cursor: int) -> Iterator[StepPlan]:
+        """Plan step `step` of training for every domain in turn; the world's level is composed once."""
+        taken = self._take(cursor)
+        groups = self._groups_of(taken)
+        for number in range(self.arrangement.num_domains):
+            yield self._plan_taken(step, taken, groups, number)
+
+    def cursor_of(self, step: int) -> int:
+        """Return the stream position at which a step of training begins: it depends on those before it."""
+        cursor = 0
+        for _ in range(1, step):
+            cursor = self._take(cursor).next_cursor
+        return cursor
+
+    def _groups_of(self, taken: Taken) -> list[int]:
+        return deal(taken.lengths, self.arrangement.num_domains, self.group_size)
+
+    def _plan_taken(self, step: int, taken: Taken, groups: Sequence[int], number: int) -> StepPlan:
         first, stop = self._group_of(number)
-        groups = deal(taken.lengths, self.arrangement.num_domains, self.group_size)
         mine = [n for n, group in enumerate(groups) if group == first // self.group_size]
         metas = {n: self._meta_of(taken, n) for n in mine}
         return self._compose(step, taken, metas, range(first, stop), number, self.frozen(step), train=True)

@@ -6,7 +6,7 @@ not divide the world, datasets that are missing or cut short. The same spec is w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dataloader.format import DataError
@@ -152,6 +152,12 @@ def _feeds(
         for name, encoder in encoders.items()
         if attach_of(encoder) != (EMBEDDING.name,)
     )
+
+
+def for_gpus(spec: RunSpec) -> RunSpec:
+    """Return the run as it is planned where GPUs are: op lists that are safe with one queue a rank."""
+    planner = replace(spec.planner, single_queue=spec.arrangement.domain_size > 1)
+    return replace(spec, planner=planner)
 
 
 def _group_size(config: Config, arrangement: Arrangement) -> int:
@@ -301,7 +307,7 @@ def _check_choices(config: Config) -> None:
     require("data", config.data, "max_error_share", least=0)
     require("launch", config.launch, "max_restarts", least=0)
     require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
-    require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s")
+    require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
     require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)
     require("cluster", config.cluster, "efficiency", least=1e-6)
     for name, source in config.data.sources.items():

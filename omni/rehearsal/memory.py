@@ -27,21 +27,25 @@ Held = dict[tuple[str, int, int], tuple[str, int]]
 
 
 def model_footprint(spec: RunSpec, plan: StepPlan, rank: int) -> Footprint:
-    """Model what `rank` holds and sends in the plan of its domain, to be compared with rehearsals. No plan is
-    refused for its memory yet.
-    """
+    """Model what `rank` holds and sends in the plan of its domain, to be compared with rehearsals."""
     work = rank_work(spec, plan, rank)
-    constant = _constant(spec, work)
-    peak, at = max(_walk(work), key=lambda state: sum(state[0].values()))
+    peak, at = model_peak(spec, work)
     return Footprint(
         parameters={
             name: sum(weight.elements for part in parts.values() for weight in part.weights())
             for name, parts in work.components.items()
         },
-        peak={kind: constant[kind] + peak[kind] for kind in KINDS},
+        peak=peak,
         at=at,
         traffic=traffic(spec, work),
     )
+
+
+def model_peak(spec: RunSpec, work: RankWork) -> tuple[dict[str, int], str]:
+    """Model the bytes of each kind that a rank holds when it holds most, and the op that then runs."""
+    constant = _constant(spec, work)
+    peak, at = max(_walk(work), key=lambda state: sum(state[0].values()))
+    return {kind: constant[kind] + peak[kind] for kind in KINDS}, at
 
 
 def _constant(spec: RunSpec, work: RankWork) -> Counter[str]:

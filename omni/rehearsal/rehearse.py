@@ -12,7 +12,7 @@ replaced is in `stand_ins.py`.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from omni.config import ConfigError
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
+from omni.planning.run_spec import for_gpus as for_gpus
 from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, learn_totals, update
 from omni.rehearsal.footprint import Footprint
@@ -58,12 +59,6 @@ class Rehearsal:
     footprint: Footprint
     build_s: float
     step_s: float
-
-
-def for_gpus(spec: RunSpec) -> RunSpec:
-    """Return the run as it is planned where GPUs are: op lists that are safe with one queue a rank."""
-    planner = replace(spec.planner, single_queue=spec.arrangement.domain_size > 1)
-    return replace(spec, planner=planner)
 
 
 def rehearse(spec: RunSpec, plan: StepPlan, rank: int) -> Rehearsal:

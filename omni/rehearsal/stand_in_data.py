@@ -15,11 +15,21 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, tokenize
 from dataloader.trace import generate
 from dataloader.writer import DatasetWriter
-from omni.models.registry import ItemArrays
+from omni.config import Config, SourceConfig
+from omni.models.registry import ItemArrays, make_encoder
 
 NUM_SAMPLES = 1024
 _WINDOW = 28  # pixels of a row's side in the traces
 _AUDIO_RATE, _AUDIO_ROW = 16_000, 1_280  # samples of a second, and of a row at 12.5 rows a second
+
+
+def use_trace(config: Config, name: str, path: Path, num_samples: int = NUM_SAMPLES) -> None:
+    """Make a trace the only source of a configuration, written to the new folder `path`."""
+    encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
+    modalities = {encoder.modality for encoder in encoders}
+    write_trace_dataset(path, name, config.train.seed, modalities, num_samples)
+    config.data.sources = {name: SourceConfig(path=str(path))}
+    config.data.heldout = {}
 
 
 def write_trace_dataset(

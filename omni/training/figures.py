@@ -1,21 +1,18 @@
 """The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from omni.models.llm import NAME as LLM
+from omni.planning.loads import imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import StepTotals
 from omni.training.ahead import Prepared
 from ops.device import device_type, peak_memory_bytes
-from parallel.sequence import SequenceLayout
-from parallel.work import Load, even_load
 from pipeline.costs import simulate
 from pipeline.engine import StepResult
 from pipeline.ops import Kind
-from pipeline.plan import StepPlan
 
 # Causes of idling, in the order in which ranks add up their seconds; data is the wait before the step.
 CAUSES = ("pipeline", "boundary", "data")
@@ -61,86 +58,6 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
     return tuple(idle[cause] for cause in CAUSES)
 
 
-def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
-    """FLOPs of a domain's forward passes by component, without those of the output layer."""
-    domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
-    for batch in domain.microbatches:
-        load = _whole(batch.layout)
-        parts = (spec.work[f"{LLM}/{number}"] for number in range(domain.num_parts))
-        flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
-    for chunk in domain.chunks:
-        forward = spec.work[chunk.component].forward(_whole(chunk.layout))
-        flops[chunk.component] += forward.flops * chunk.tp
-    return flops
-
-
-def _whole(layout: SequenceLayout) -> Load:
-    """All of a pack, as one rank would see it, of no targets."""
-    return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
-
-
-def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
-    """Planned nanoseconds of forward passes in a domain: of each member of the pool for the LLM, with the
-    first part to speak for all, and of each rank for an encoder.
-    """
-    domain, first = plan.domain, spec.table.parts[f"{LLM}/0"]
-    found = {
-        LLM: [
-            sum(first.forward_ns(*batch.share(member)) for batch in domain.microbatches)
-            for member in range(domain.pool)
-        ]
-    }
-    for number, name in enumerate(plan.components):
-        if name != LLM:
-            own = dict.fromkeys(range(*domain.homes[number]), 0)
-            for chunk in domain.chunks:
-                for rank in chunk.ranks if chunk.component == name else ():
-                    own[rank] += spec.table.parts[name].forward_ns(*chunk.share(rank))
-            found[name] = list(own.values())
-    return found
-
-
-def busiest(spec: RunSpec, plan: StepPlan) -> tuple[int, ...]:
-    """The largest load of the domain, by component: what ranks compare to find the world's."""
-    found = loads(spec, plan)
-    return tuple(max(found[name], default=0) for name in plan.components)
-
-
-def planned_sums(spec: RunSpec, plan: StepPlan, counts: bool) -> tuple[float, ...]:
-    """What the plans of all domains add up to: FLOPs and loads by component, microbatches. Only one rank of
-    a domain `counts`.
-    """
-    if not counts:
-        return (0.0,) * (2 * len(plan.components) + 1)
-    flops, found = step_flops(spec, plan), loads(spec, plan)
-    sums = [sum(found[name]) for name in plan.components]
-    return (*(flops[name] for name in plan.components), *sums, len(plan.domain.microbatches))
-
-
-def trained_flops(spec: RunSpec, plan: StepPlan, totals: StepTotals) -> dict[str, float]:
-    """FLOPs of a step by component: backward counts twice the forward, recomputation not at all, the output
-    layer only for the targets it ran on.
-    """
-    flops = dict(zip(plan.components, totals.planned, strict=False))
-    last = spec.work[f"{LLM}/{plan.domain.num_parts - 1}"]
-    flops[LLM] += last.forward(even_load(0, targets=round(totals.num_targets))).flops * last.tp
-    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
-
-
-def imbalance(spec: RunSpec, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
-    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
-    even. `most` and `sums` are those of the world, by component.
-    """
-    domains = spec.arrangement.num_domains
-    ranks = [plan.domain.pool if name == LLM else stop - first for name, (first, stop) in zip(
-        plan.components, plan.domain.homes, strict=True)]  # fmt: skip
-    return {
-        name: largest * count * domains / total
-        for name, largest, count, total in zip(plan.components, most, ranks, sums, strict=True)
-        if total
-    }
-
-
 def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> float | None:
     """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
@@ -165,7 +82,8 @@ def metrics_of(
     """All metrics of one training step."""
     prepared, totals, plan = run.prepared, run.totals, run.prepared.plan
     tokens, count = plan.taken.tokens, len(plan.components)
-    flops = trained_flops(spec, plan, totals)
+    forward = dict(zip(plan.components, totals.planned, strict=False))
+    flops = trained_flops(spec, plan, forward, round(totals.num_targets))
     peak = spec.cluster.flops * spec.arrangement.world * step_s
     packs = totals.planned[-1] * spec.arrangement.replicas
     capacity = packs * spec.config.data.microbatch_tokens

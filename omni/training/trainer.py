@@ -25,6 +25,7 @@ from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.registry import prepare_item
+from omni.planning.loads import busiest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
@@ -34,7 +35,7 @@ from omni.rank.state import read_state, write_state
 from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
-from omni.training.figures import Progression, StepRun, busiest, idle_seconds, planned_sums
+from omni.training.figures import Progression, StepRun, idle_seconds
 from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.reporter import Reporter
 from parallel.consensus import Consensus, DivergenceError, explain

@@ -16,7 +16,6 @@ from small import overrides, write_mixed
 from infra.run_folder import RunFolder
 from omni.__main__ import main
 from omni.commands.plan import plan_of_step
-from omni.commands.rehearse import use_trace
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
@@ -28,6 +27,7 @@ from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
+from omni.rehearsal.stand_in_data import use_trace
 from omni.training.trainer import Trainer
 from parallel.layout import Layout
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer

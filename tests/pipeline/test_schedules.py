@@ -10,7 +10,7 @@ from random_ranks import RandomRanks
 from parallel.costs import CostTable, Link, Links, Talk, WorkCost
 from pipeline.costs import simulate, spent_on
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COMPUTE, POINT_TO_POINT, Kind, Op
+from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run
@@ -363,5 +363,13 @@ def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting():
         assert spent.compute_ns == passes * (100 + 200)
         assert spent.layers_ns == passes * (7 + 7 + 2)
         assert spent.reducing_ns == 50 * sum(op.kind is Kind.REDUCE for op in domain.ops[rank])
-        assert spent.waiting_ns >= 0
+        # A message takes 10 ns, and rows no time. No wait is shorter for it than it is long.
+        waits = {op.on: 0 for op in domain.ops_of(rank) if op.kind is Kind.WAIT}
+        for event in timeline.events[rank // domain.team]:
+            if event.op.kind is Kind.WAIT:
+                waits[event.op.on] += min(10, event.end_ns - event.start_ns)
+        assert spent.messages_ns == sum(ns for on, ns in waits.items() if on not in COLLECTIVE)
+        assert spent.messages_ns > 0
+        assert spent.boundary_ns == 0
+        assert spent.idle_ns >= 0
         assert sum(vars(spent).values()) == timeline.makespan_ns

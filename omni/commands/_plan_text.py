@@ -1,0 +1,117 @@
+"""What `omni plan` shows of a step, in lines of text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from omni.planning.run_spec import RunSpec
+from omni.rehearsal.estimate import Estimate
+from omni.rehearsal.footprint import Sent
+from omni.rehearsal.fullest import GIB, place
+from pipeline.domain_plan import Chunk, Microbatch
+from pipeline.plan import StepPlan
+from pipeline.simulator import Timeline
+
+WIDTH = 72  # characters of a timeline
+_LETTERS = {
+    "encode": "e", "encode_backward": "E", "forward": "f", "backward": "B", "reduce": "r", "wait": "."
+}  # fmt: skip
+_SPENT = {
+    "compute": "compute_ns",
+    "collectives inside layers": "layers_ns",
+    "boundary": "boundary_ns",
+    "messages between parts": "messages_ns",
+    "reduction of gradients": "reducing_ns",
+    "idle": "idle_ns",
+}
+
+
+def lines(
+    spec: RunSpec, found: Estimate, plan: StepPlan, timeline: Timeline, sent: Mapping[int, Sent]
+) -> Iterator[str]:
+    """Say what a step takes, of the world first, then of the domain of `plan`, whose ranks send `sent`."""
+    world, taken = spec.arrangement, plan.taken
+    yield (
+        f"step {plan.step}: {len(taken):,} samples, {taken.tokens:,} tokens (stream positions {taken.cursor} "
+        f"to {taken.next_cursor - 1})"
+    )
+    yield f"{world.world:,} ranks, {world.describe()}, {spec.config.train.precision}"
+    yield spec.policies.describe()
+    yield from _time(spec, found)
+    yield from _memory(spec, found)
+    yield from _domain(spec, plan, sent)
+    yield "\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait"
+    names = team_names(spec, plan)
+    for number, name in enumerate(names):
+        yield f"  {name:{max(map(len, names))}}  {draw(timeline, number)}"
+
+
+def _time(spec: RunSpec, found: Estimate) -> Iterator[str]:
+    domains = spec.arrangement.num_domains
+    yield f"\n{f'planned forward ms, all {domains} domains':34} {'max':>10} {'mean':>10} {'max/mean':>10}"
+    for name, (most, mean) in found.loads.items():
+        yield f"  {name:32} {most / 1e6:10.1f} {mean / 1e6:10.1f} {most / mean if mean else 1:10.2f}"
+    title = f"simulated on {spec.cluster.name}"
+    yield f"\n{title:34} {'ms':>10} {'share':>10}   slowest domain: {found.plan.number}"
+    whole = found.timeline.makespan_ns
+    yield f"  {'step':32} {whole / 1e6:10.1f}"
+    for name, key in _SPENT.items():
+        ns = getattr(found.spent, key)
+        yield f"    {name:30} {ns / 1e6:10.1f} {ns / whole if whole else 0:10.1%}"
+    yield f"  {'tokens/s':32} {found.tokens_per_s():10,.0f}"
+    yield f"  {'MFU':32} {found.mfu(spec):10.1%}"
+
+
+def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:
+    most, peak = spec.cluster.memory_bytes, found.fullest
+    of = f" of {most / GIB:.1f} (cluster.memory_bytes)" if most else "; cluster.memory_bytes is not set"
+    yield f"\nGiB held by the fullest rank, {peak.rank} ({place(spec, peak.rank)}), at {peak.at}"
+    yield f"  {'all':32} {peak.bytes / GIB:10.1f}{of}"
+    for kind, size in peak.held.items():
+        yield f"    {kind:30} {size / GIB:10.1f}"
+
+
+def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator[str]:
+    domain = plan.domain
+    yield f"\n{f'GiB a rank of domain {plan.number} sends':34} {'max':>10} {'mean':>10}"
+    for title, tier in (("inside its node", "inside"), ("to other nodes", "across")):
+        sizes = {rank: getattr(of, tier) for rank, of in sent.items()}
+        most = max(sizes, key=lambda rank: sizes[rank])
+        mean = sum(sizes.values()) / len(sizes)
+        yield f"  {title:32} {sizes[most] / GIB:10.2f} {mean / GIB:10.2f}   most: rank {most}"
+    rows = sum(item.rows for item in domain.items)
+    moved = sum(route.moved_rows() for route in domain.routes if route is not None)
+    yield f"\nplan of domain {plan.number} (the verifier accepted those of all domains, rules R1 to R7)"
+    for key, value in (
+        ("digests", " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels)),
+        ("tokens of microbatches", [sum(batch.layout.lengths) for batch in domain.microbatches]),
+        ("items, chunks", f"{len(domain.items)}, {len(domain.chunks)}"),
+        ("sequences, items shared", f"{shared(domain.microbatches)}, {shared(domain.chunks)}"),
+        ("rows, of them shipped", f"{rows}, {moved}"),
+    ):
+        yield f"  {key:25} {value}"
+
+
+def shared(parts: Sequence[Microbatch | Chunk]) -> int:
+    """Sequences of microbatches or chunks that several ranks hold parts of."""
+    return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
+
+
+def team_names(spec: RunSpec, plan: StepPlan) -> list[str]:
+    """Name the teams of a plan's domain by their numbers in the world, such as "ranks 8-15"."""
+    ranks, team = spec.arrangement.domain_ranks(plan.number), plan.domain.team
+    firsts = range(0, len(ranks), team)
+    return [f"ranks {ranks[at]}-{ranks[at + team - 1]}" if team > 1 else f"rank {ranks[at]}" for at in firsts]
+
+
+def draw(timeline: Timeline, team: int) -> str:
+    """One character for each slice of the simulated step: what the ranks of a team do for most of it."""
+    total = max(1, timeline.makespan_ns)
+    cells = [dict.fromkeys(_LETTERS, 0) for _ in range(WIDTH)]
+    for event in timeline.events[team]:
+        if event.op.kind not in _LETTERS:
+            continue
+        first, last = event.start_ns * WIDTH // total, min(WIDTH - 1, event.end_ns * WIDTH // total)
+        for cell in range(first, last + 1):
+            low, high = cell * total // WIDTH, (cell + 1) * total // WIDTH
+            cells[cell][event.op.kind] += max(0, min(high, event.end_ns) - max(low, event.start_ns))
+    best = [max(cell, key=lambda kind: cell[kind]) for cell in cells]
+    return "".join(_LETTERS[kind] if cell[kind] else " " for kind, cell in zip(best, cells, strict=True))

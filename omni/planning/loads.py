@@ -1,0 +1,97 @@
+"""What plans amount to: FLOPs and planned loads by component, of a domain and of the world."""
+
+from collections.abc import Mapping, Sequence
+
+from omni.models.llm import NAME as LLM
+from omni.planning.run_spec import RunSpec
+from parallel.sequence import SequenceLayout
+from parallel.work import Load, even_load, part_name
+from pipeline.plan import StepPlan
+
+
+def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
+    """FLOPs of a domain's forward passes by component, without those of the output layer."""
+    domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
+    for batch in domain.microbatches:
+        load = _whole(batch.layout)
+        parts = (spec.work[part_name(LLM, number)] for number in range(domain.num_parts))
+        flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
+    for chunk in domain.chunks:
+        forward = spec.work[chunk.component].forward(_whole(chunk.layout))
+        flops[chunk.component] += forward.flops * chunk.tp
+    return flops
+
+
+def _whole(layout: SequenceLayout) -> Load:
+    """All of a pack, as one rank would see it, of no targets."""
+    return even_load(sum(layout.lengths), sum(n * n for n in layout.lengths))
+
+
+def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
+    """Planned nanoseconds of forward passes in a domain: of each member of the pool for the LLM, with the
+    first part to speak for all, and of each rank for an encoder.
+    """
+    domain, first = plan.domain, spec.table.parts[part_name(LLM, 0)]
+    found = {
+        LLM: [
+            sum(first.forward_ns(*batch.share(member)) for batch in domain.microbatches)
+            for member in range(domain.pool)
+        ]
+    }
+    for number, name in enumerate(plan.components):
+        if name != LLM:
+            own = dict.fromkeys(range(*domain.homes[number]), 0)
+            for chunk in domain.chunks:
+                for rank in chunk.ranks if chunk.component == name else ():
+                    own[rank] += spec.table.parts[name].forward_ns(*chunk.share(rank))
+            found[name] = list(own.values())
+    return found
+
+
+def busiest(spec: RunSpec, plan: StepPlan) -> tuple[int, ...]:
+    """The largest load of the domain, by component: what ranks compare to find the world's."""
+    found = loads(spec, plan)
+    return tuple(max(found[name], default=0) for name in plan.components)
+
+
+def planned_sums(spec: RunSpec, plan: StepPlan, counts: bool) -> tuple[float, ...]:
+    """What the plans of all domains add up to: FLOPs and loads by component, microbatches. Only one rank of
+    a domain `counts`.
+    """
+    if not counts:
+        return (0.0,) * (2 * len(plan.components) + 1)
+    flops, found = step_flops(spec, plan), loads(spec, plan)
+    sums = [sum(found[name]) for name in plan.components]
+    return (*(flops[name] for name in plan.components), *sums, len(plan.domain.microbatches))
+
+
+def trained_flops(
+    spec: RunSpec, plan: StepPlan, forward: Mapping[str, float], num_targets: int
+) -> dict[str, float]:
+    """FLOPs of a step by component, of which `forward` are those of forward passes: backward counts twice the
+    forward, recomputation not at all, the output layer only for the targets it ran on.
+    """
+    flops = dict(forward)
+    last = spec.work[part_name(LLM, plan.domain.num_parts - 1)]
+    flops[LLM] += last.forward(even_load(0, targets=num_targets)).flops * last.tp
+    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+
+
+def imbalance(spec: RunSpec, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
+    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
+    even. `most` and `sums` are those of the world, by component.
+    """
+    means = mean_loads(spec, plan, sums)
+    return {name: largest / mean for (name, mean), largest in zip(means.items(), most, strict=True) if mean}
+
+
+def mean_loads(spec: RunSpec, plan: StepPlan, sums: Sequence[float]) -> dict[str, float]:
+    """Mean planned load by component, of which `sums` are those of the world: of a member of a pool for the
+    LLM, of a rank for an encoder.
+    """
+    homes = zip(plan.components, plan.domain.homes, strict=True)
+    counts = [plan.domain.pool if name == LLM else stop - first for name, (first, stop) in homes]
+    return {
+        name: total / (count * spec.arrangement.num_domains)
+        for name, count, total in zip(plan.components, counts, sums, strict=True)
+    }

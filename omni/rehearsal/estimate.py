@@ -1,0 +1,100 @@
+"""What a step takes on a cluster that nobody has yet: all domains, from their plans and the cost table.
+
+No rank and no tensor: loads, simulated time and modelled memory of every domain, of which the slowest sets
+the pace, since all of them reduce gradients together.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+
+from omni.planning.loads import busiest, mean_loads, planned_sums, trained_flops
+from omni.planning.run_spec import RunSpec
+from omni.rehearsal.footprint import NOTHING, Sent
+from omni.rehearsal.fullest import Peak, fullest_in_team, fullest_team
+from omni.rehearsal.rank_work import rank_work
+from omni.rehearsal.traffic import traffic
+from parallel.costs import CostTable
+from pipeline.costs import Spent, simulate, spent_on
+from pipeline.plan import StepPlan
+from pipeline.simulator import Timeline
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step of the whole world.
+
+    `loads` are the most and the mean planned nanoseconds of forward passes by component, of a member of a
+    pool for the LLM and of a rank for an encoder; `flops` those of the step by component, all text counted
+    as targets. `plan` is that of the slowest domain, `timeline` its simulation, `spent` the mean of its
+    positions. The rank of `fullest` holds more than any other of the world.
+    """
+
+    loads: Mapping[str, tuple[int, float]]
+    flops: Mapping[str, float]
+    plan: StepPlan
+    timeline: Timeline
+    spent: Spent
+    fullest: Peak
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of the step."""
+        return self.timeline.makespan_ns / 1e9
+
+    def tokens_per_s(self) -> float:
+        """Simulated tokens of the LLM in a second, of all ranks."""
+        return self.plan.taken.tokens / self.step_s
+
+    def mfu(self, spec: RunSpec) -> float:
+        """The share of the cluster's peak that the step's FLOPs are."""
+        return sum(self.flops.values()) / (spec.cluster.flops * spec.arrangement.world * self.step_s)
+
+
+def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
+    """Estimate a step from the plans of all its domains, which are verified on the way.
+
+    Raises:
+        PlanRefusedError: for the first plan that breaks a rule.
+    """
+    slowest: tuple[StepPlan, Timeline] | None = None
+    fullest: Peak | None = None
+    most, sums, targets = [0] * len(spec.components), [0.0] * len(spec.components) * 2, 0
+    for plan in plans:
+        spec.planner.verify(plan)
+        most = [max(pair) for pair in zip(most, busiest(spec, plan), strict=True)]
+        sums = [a + b for a, b in zip(sums, planned_sums(spec, plan, counts=True), strict=False)]
+        metas = spec.planner.metas_of(plan.domain)
+        targets += sum(meta.text_tokens + (not meta.truncated) for meta in metas)
+        timeline = simulate(plan.domain, spec.table)
+        if slowest is None or timeline.makespan_ns > slowest[1].makespan_ns:
+            slowest = plan, timeline
+        peak = fullest_team(spec, plan)
+        if fullest is None or peak.bytes > fullest.bytes:
+            fullest = peak
+    assert slowest is not None
+    assert fullest is not None
+    plan, timeline = slowest
+    count = len(plan.components)
+    means = mean_loads(spec, plan, sums[count:])
+    forward = dict(zip(plan.components, sums[:count], strict=True))
+    return Estimate(
+        loads={name: (of, means[name]) for name, of in zip(plan.components, most, strict=True)},
+        flops=trained_flops(spec, plan, forward, targets),
+        plan=plan,
+        timeline=timeline,
+        spent=mean_spent(timeline, spec.table),
+        fullest=fullest_in_team(spec, fullest),
+    )
+
+
+def mean_spent(timeline: Timeline, table: CostTable) -> Spent:
+    """Return what the positions of a simulated domain spend the step with, on average."""
+    domain = timeline.domain
+    each = [astuple(spent_on(timeline, table, rank)) for rank in range(0, domain.num_ranks, domain.team)]
+    return Spent(*(sum(of) // len(each) for of in zip(*each, strict=True)))
+
+
+def sent_by_ranks(spec: RunSpec, plan: StepPlan) -> dict[int, Sent]:
+    """Return what each rank of a plan's domain sends in the step, by its number in the world."""
+    ranks = spec.arrangement.domain_ranks(plan.number)
+    return {rank: sum(traffic(spec, rank_work(spec, plan, rank)).values(), NOTHING) for rank in ranks}

@@ -1,0 +1,188 @@
+"""`omni plan`: what it says of all domains is what each of them plans, times and holds; what does not fit."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from small import overrides, write_mixed
+
+from omni.__main__ import main
+from omni.commands import _shared
+from omni.commands._shared import signs_of_life
+from omni.compose import compose_config
+from omni.config import ConfigError
+from omni.planning.loads import loads
+from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.rehearsal.estimate import Estimate, estimate, sent_by_ranks
+from omni.rehearsal.fullest import check_memory
+from omni.rehearsal.memory import model_footprint
+from parallel.work import even_load
+from pipeline.costs import simulate
+from pipeline.plan import StepPlan
+
+WORLD = 16
+SPLIT = [
+    "layout.llm.tp=2",
+    "layout.llm.pp=2",
+    "balance.group=2",
+    "cluster=h100_8x8",
+    "cluster.ranks_per_node=4",
+]
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("estimate")
+    write_mixed(folder / "mixed")
+    return overrides(
+        folder / "mixed", folder / "run", *SPLIT, "train.precision=bf16", f"launch.ranks={WORLD}", samples=14
+    )
+
+
+@pytest.fixture(scope="module")
+def spec(line: list[str]) -> RunSpec:
+    return for_gpus(prepare_run(compose_config(line), WORLD))
+
+
+@pytest.fixture(scope="module")
+def plans(spec: RunSpec) -> list[StepPlan]:
+    return [spec.planner.next_step(2, spec.planner.cursor_of(2), number) for number in range(4)]
+
+
+@pytest.fixture(scope="module")
+def found(spec: RunSpec) -> Estimate:
+    return estimate(spec, spec.planner.all_domains(2, spec.planner.cursor_of(2)))
+
+
+def test_all_domains_are_planned_as_each_by_itself(spec: RunSpec, plans: list[StepPlan]) -> None:
+    assert spec.planner.cursor_of(2) == spec.planner.next_step(1, 0, 3).taken.next_cursor > 0
+    assert list(spec.planner.all_domains(2, spec.planner.cursor_of(2))) == plans
+
+
+def test_loads_are_those_of_all_domains(spec: RunSpec, plans: list[StepPlan], found: Estimate) -> None:
+    for name in ("llm", "image"):
+        of_all = [ns for plan in plans for ns in loads(spec, plan)[name]]
+        most, mean = found.loads[name]
+        assert most == max(of_all)
+        assert mean == pytest.approx(sum(of_all) / len(of_all))
+        assert most > mean
+
+
+def test_the_slowest_domain_sets_the_pace(spec: RunSpec, plans: list[StepPlan], found: Estimate) -> None:
+    times = [simulate(plan.domain, spec.table).makespan_ns for plan in plans]
+    assert len(set(times)) > 1
+    assert found.plan == plans[times.index(max(times))]
+    assert found.timeline.makespan_ns == max(times)
+    # Each of six parts is rounded down.
+    assert 0 <= max(times) - sum(vars(found.spent).values()) < 6
+    assert found.tokens_per_s() == pytest.approx(sum(plans[0].taken.lengths) / (max(times) / 1e9))
+
+
+def test_mfu_counts_the_world_three_times_forward(
+    spec: RunSpec, plans: list[StepPlan], found: Estimate
+) -> None:
+    flops = 0
+    for plan in plans:
+        for meta, sample in zip(spec.planner.metas_of(plan.domain), plan.domain.samples, strict=True):
+            load = even_load(sample.length, sample.length**2, targets=meta.text_tokens + 1)
+            flops += sum(spec.work[f"llm/{part}"].forward(load).flops for part in range(2)) * 2
+            items = (even_load(item.tokens, item.tokens**2) for item in meta.items)
+            flops += sum(spec.work["image"].forward(item).flops for item in items)
+    peak = 989e12 * WORLD * found.timeline.makespan_ns / 1e9
+    assert found.mfu(spec) == pytest.approx(3 * flops / peak, rel=1e-6)
+
+
+def test_the_fullest_rank_is_that_of_the_world(spec: RunSpec, plans: list[StepPlan], found: Estimate) -> None:
+    held = {
+        rank: model_footprint(spec, plan, rank)
+        for plan in plans
+        for rank in spec.arrangement.domain_ranks(plan.number)
+    }
+    assert sorted(held) == list(range(WORLD))
+    peak = found.fullest
+    assert peak.bytes == max(of.bytes for of in held.values())
+    assert (peak.held, peak.at) == (held[peak.rank].peak, held[peak.rank].at)
+    assert spec.arrangement.domain(peak.rank) == peak.plan.number
+
+
+def test_bytes_by_tier_are_those_of_the_models(spec: RunSpec, plans: list[StepPlan]) -> None:
+    sent = sent_by_ranks(spec, plans[1])
+    assert tuple(sent) == spec.arrangement.domain_ranks(1)
+    for rank, of in sent.items():
+        traffic = model_footprint(spec, plans[1], rank).traffic.values()
+        assert of.inside == sum(each.inside for each in traffic) > 0
+        assert of.across == sum(each.across for each in traffic) > 0
+
+
+def test_a_rank_may_hold_what_its_device_has_and_no_byte_more(spec: RunSpec, found: Estimate) -> None:
+    def on(memory_bytes: int | None) -> RunSpec:
+        return replace(spec, cluster=replace(spec.cluster, memory_bytes=memory_bytes))
+
+    check_memory(on(None), found.fullest)
+    check_memory(on(found.fullest.bytes), found.fullest)
+    with pytest.raises(ConfigError) as refused:
+        check_memory(on(found.fullest.bytes - 1), found.fullest)
+    message = str(refused.value)
+    named = [
+        f"rank {found.fullest.rank} ",
+        f"cluster.memory_bytes={found.fullest.bytes - 1}",
+        "Raise ",
+        "Lower ",
+    ]
+    assert sum(word in message for word in named) == 3, message
+    assert [kind for kind in found.fullest.held if f"{kind} " not in message] == []
+
+
+# The command.
+
+
+def test_the_command_says_all_of_it(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--domain", "1", "--ops", *line]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "16 ranks, tp2·dp4·pp2, bf16",
+        "planned forward ms, all 4 domains",
+        "simulated on h100_8x8",
+        "collectives inside layers",
+        "boundary",
+        "idle",
+        "tokens/s",
+        "MFU",
+        "GiB held by the fullest rank",
+        "of 74.5 (cluster.memory_bytes)",
+        "GiB a rank of domain 1 sends",
+        "to other nodes",
+        "rules R1 to R7",
+    ):
+        assert words in out
+    # Domain 1 is replica 1, of two stages of eight ranks: global numbers, never its positions.
+    assert "\nranks 2-3: " in out or "\nrank 2: " in out
+    assert "\nranks 10-11: " in out or "\nrank 10: " in out
+    assert "\nrank 0: " not in out
+
+
+def test_a_step_that_does_not_fit_is_refused_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["data.microbatch_tokens=1024", "data.step_tokens=8192", "cluster=h100_8x8", "launch.ranks=4"]
+    assert main(["plan", "--trace", "longtail", "--json", *keys]) == 0
+    held = json.loads(capsys.readouterr().out)["held_bytes"]["all"]
+    assert main(["plan", "--trace", "longtail", *keys, f"cluster.memory_bytes={held - 1}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    for words in ("error: rank ", "GiB", f"cluster.memory_bytes={held - 1}", "data.microbatch_tokens=1024"):
+        assert words in err
+    assert main(["plan", "--trace", "tailless", *keys]) == 2
+    assert "tailless" in capsys.readouterr().err
+
+
+def test_signs_of_life_come_while_a_block_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared, "EVERY_S", 0.01)
+    with signs_of_life(lambda: "planned 3 of 4"):
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    assert all(line.startswith("planned 3 of 4, ") for line in lines)
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
