@@ -27,21 +27,13 @@ import torch
 import torch.nn.functional as F
 
 from ops.device import to_device
+from ops.span import Span
 
 # What one call into attention costs, forward and backward, in FLOPs that would take as long on one core.
 # Measured: about 0.15 ms a call against 25 GFLOP/s in masked attention.
 _CALL_OVERHEAD_FLOPS = 4_000_000
 _MASK_LIMIT = 2048
 RAGGED = ("varlen", "flash")
-
-
-@dataclass(frozen=True)
-class Span:
-    """`rows` queries against `context` keys; query i stands at place `offset` + i among the keys."""
-
-    rows: int
-    context: int
-    offset: int
 
 
 @dataclass(frozen=True)

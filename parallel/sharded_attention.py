@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from ops.attention import Packing, make_packing, make_tile_packing, packed_attention
-from parallel.exchange import Exchange, finish, start
+from parallel.exchange import finish, start
+from parallel.exchange_plan import Exchange
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import TilePlan, plan_tiles
 from parallel.tiles import AttentionShape, Tile

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ops.attention import Span
-from parallel.exchange import Block, Exchange, Parcel, Side, make_side
+from ops.span import Span
+from parallel.exchange_plan import Block, Exchange, Parcel, Side, make_side
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import AttentionShape, Tile, check_tiles, context
 

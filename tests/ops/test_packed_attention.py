@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ops.attention as attention
-from ops.attention import Packing, Span, make_packing, make_tile_packing, packed_attention
+from ops.attention import Packing, make_packing, make_tile_packing, packed_attention
+from ops.span import Span
 
 CPU = torch.device("cpu")
 LENGTHS = [(5,), (1,), (3, 3, 3), (4, 1, 7, 1, 2), (0, 3, 0), (2, 5, 5, 9)]

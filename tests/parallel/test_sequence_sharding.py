@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel.exchange as exchange_module
 import parallel.sharded_attention as sharded_module
-from ops.attention import Span, make_packing, make_tile_packing, packed_attention
-from parallel.exchange import Block, Exchange, are_disjoint, finish, make_side, start
+from ops.attention import make_packing, make_tile_packing, packed_attention
+from ops.span import Span
+from parallel.exchange import finish, start
+from parallel.exchange_plan import Block, Exchange, are_disjoint, make_side
 from parallel.sequence import SequenceLayout, Shard
 from parallel.sharded_attention import EARLY, LATE, SHARED, plan_attention, sharded_attention
 from parallel.tile_plan import Moved, moved_elements, plan_tiles
