@@ -10,9 +10,10 @@ A rank can always do so: what it issues after waiting for x is ready later than 
 
 from collections import deque
 
+from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
-from pipeline.simulator import ComputeCost, MessageCost, Transfer, run
+from pipeline.simulator import ComputeCost, MessageCost, run
 
 
 def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> list[list[Op]]:

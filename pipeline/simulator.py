@@ -18,15 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipeline.channels import Channel, Channels, Name, Queue, Transfer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COLLECTIVE, ISSUED, Kind, Op
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]
-Name = tuple[object, ...]
 
 _ALONE, _TOGETHER, _ISSUE, _WAIT = range(4)
-_ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 
 
 class StuckError(Exception):
@@ -51,7 +50,7 @@ class Timeline:
 
     domain: DomainPlan
     ends_ns: tuple[tuple[int, ...], ...]
-    transfers: tuple[tuple["Transfer | None", ...], ...]
+    transfers: tuple[tuple[Transfer | None, ...], ...]
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -72,105 +71,7 @@ class Timeline:
         return sum(e.end_ns - e.start_ns for e in events if e.op.kind is Kind.WAIT)
 
 
-class Transfer:
-    """What teams take part in together: a message, a collective, compute whose layers communicate.
-
-    All of them give it the same `name`. It completes once it is first in line at all `teams`: it runs from
-    `start` to `done`, -1 before. `came` are, for each team that has issued it, when and in which queue;
-    `ready` counts those where it is first. `behind` is what must be complete before, for reductions.
-    """
-
-    __slots__ = ("behind", "came", "done", "name", "ns", "ready", "start", "teams", "waiting")
-
-    def __init__(self, name: Name, teams: tuple[int, ...], ns: int = 0) -> None:
-        self.name, self.teams, self.ns = name, teams, ns
-        self.start, self.done, self.ready = -1, -1, 0
-        self.came: list[tuple[int, _Queue]] = []
-        self.behind: Transfer | None = None
-        self.waiting: list[int] = []
-
-
-class _Queue:
-    """Transfers of one team on one channel, in the order of issue: those before `head` are complete, the
-    last of them at `free`.
-    """
-
-    __slots__ = ("free", "head", "team", "transfers")
-
-    def __init__(self, team: int) -> None:
-        self.team = team
-        self.transfers: list[Transfer] = []
-        self.head = self.free = 0
-
-
-class _Channel:
-    """Transfers between the same teams, with a queue for each of these."""
-
-    __slots__ = ("name", "queues", "teams", "transfers")
-
-    def __init__(self, name: Name, queues: dict[int, _Queue]) -> None:
-        self.name, self.queues, self.teams = name, queues, tuple(queues)
-        self.transfers: dict[Name, Transfer] = {}
-
-
-class _Channels:
-    """The channels of a domain, each made when the first op on it is met."""
-
-    def __init__(self, domain: DomainPlan, single_fifo: bool) -> None:
-        self.domain = domain
-        self.found: dict[Name, _Channel] = {}
-        self.passes: dict[int, _Channel | None] = {}
-        self.messages: dict[tuple[int, Kind, int], tuple[_Channel, int]] = {}
-        self.queues = {team: _Queue(team) for team in domain.teams} if single_fifo else None
-
-    def channel(self, name: Name, teams: tuple[int, ...] | range) -> _Channel:
-        """Return the channel of a name, which connects `teams`."""
-        channel = self.found.get(name)
-        if channel is None:
-            queues = {team: self.queues[team] if self.queues else _Queue(team) for team in teams}
-            channel = self.found[name] = _Channel(name, queues)
-        return channel
-
-    def collective(self, kind: Kind) -> _Channel:
-        """The channel of SHIP or RETURN: all teams of the domain."""
-        return self.channel((kind,), self.domain.teams)
-
-    def reduction(self, op: Op) -> _Channel:
-        """The channel of a REDUCE: the teams that hold its part."""
-        return self.channel((Kind.REDUCE, op.index, op.part), self.domain.reducing(op))
-
-    def compute(self, op: Op, team: int) -> _Channel | None:
-        """The channel of the layers of a compute op, None if they do not communicate."""
-        if op.kind in _ENCODER:
-            return self._together(op, team)
-        if team not in self.passes:
-            self.passes[team] = self._together(op, team)
-        return self.passes[team]
-
-    def _together(self, op: Op, team: int) -> _Channel | None:
-        ranks, size = self.domain.parties(op, team * self.domain.team), self.domain.team
-        if len(ranks) == 1:
-            return None
-        first, last = ranks[0] // size, ranks[-1] // size
-        return self.channel((first, last), range(first, last + 1))
-
-    def message(self, op: Op, team: int) -> tuple[_Channel, int]:
-        """The channel of a message, and the part that sends it: of an output, the one below; of a gradient,
-        the one above.
-        """
-        key = (team, op.kind, op.part)
-        found = self.messages.get(key)
-        if found is None:
-            size = self.domain.team
-            teams = tuple(position // size for position in self.domain.sender(op, team * size))
-            forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-            shift = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
-            channel = self.channel(("activation" if forward else "gradient", *teams), teams)
-            found = self.messages[key] = channel, op.part + shift
-        return found
-
-
-_Step = tuple[int, int, Transfer | None, _Queue | None]
+_Step = tuple[int, int, Transfer | None, Queue | None]
 """What running an op takes: how it runs, its time if it runs alone, what it takes part in, in which queue."""
 
 
@@ -198,7 +99,7 @@ class _Machine:
         self.local = [route is not None and route.is_local for route in domain.routes]
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
         self.nothing.done = 0
-        self.channels = _Channels(domain, single_fifo)
+        self.channels = Channels(domain, single_fifo)
         self.programs = [list(self._program(team)) for team in range(len(domain.ops))]
         before = None
         for pair in domain.reductions:
@@ -225,7 +126,7 @@ class _Machine:
             else:
                 yield self._computing(op, team)
 
-    def _issuing(self, op: Op, team: int) -> tuple[Transfer, _Queue]:
+    def _issuing(self, op: Op, team: int) -> tuple[Transfer, Queue]:
         if op.kind in COLLECTIVE:
             channel = self.channels.collective(op.kind)
             key: Name = (op.index,)
@@ -242,7 +143,7 @@ class _Machine:
         kind = op.kind
         ns = self.compute_ns(team * self.domain.team, op)
         reduces = kind is Kind.REDUCE
-        channel: _Channel | None
+        channel: Channel | None
         channel = self.channels.reduction(op) if reduces else self.channels.compute(op, team)
         if channel is None:
             return _ALONE, ns, None, None
@@ -294,7 +195,7 @@ class _Machine:
                 return
             ends.append(now)
 
-    def _issue(self, transfer: Transfer, queue: _Queue | None, now: int) -> None:
+    def _issue(self, transfer: Transfer, queue: Queue | None, now: int) -> None:
         assert queue is not None
         transfer.came.append((now, queue))
         queue.transfers.append(transfer)
