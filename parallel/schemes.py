@@ -120,10 +120,13 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
 
 
 def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...]:
-    """Return the tiles with the least time of the slowest rank, or none if the sequence lives on one rank.
+    """Return the tiles of the scheme that costs its slowest rank the least, or none if the sequence lives on
+    one rank.
 
-    Slow is what a rank's attention and exchange take beyond its tokens' share of the attention, so that cuts
-    which are uneven because the ranks have other work keep their proportion. Of even cuts it is the slowest.
+    What a scheme costs a rank is the time of its attention and exchange, less the attention that its share of
+    the tokens stands for. A rank that has other work got fewer tokens and shall compute as much less, so
+    every rank is compared with its own share. Where all shares are equal, the slowest rank is the one that
+    takes longest.
     """
     found = _choose_tiling(shards, cost)
     if found is None:

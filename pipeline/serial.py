@@ -1,11 +1,16 @@
 """Make op lists safe where all communication of a rank shares one queue.
 
-A GPU may serve the communicators of a process one at a time, in the order of issue. Lists that are safe with
-a queue for each communicator then hang as soon as two neighbours issue in different orders. The cure is one
-order for all: transfers are numbered by when both ends would be ready in a simulation of the original lists,
-each rank issues in the order of these numbers, and waits for a transfer only after issuing all before it.
-What ranks run together counts as a transfer that is waited for where it stands.
-A rank can always do so: what it issues after waiting for x is ready later than x, so its number is higher.
+A GPU may serve the communicators of a process one at a time, in the order of issue. Two neighbours that issue
+in different orders then wait for each other forever, although their lists are safe where every communicator
+has a queue of its own.
+
+The cure is one order of transfers for all ranks. A simulation of the original lists tells when each transfer
+starts, and that time is its number. Every rank issues its transfers by their numbers; before it waits for
+one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as well,
+and they wait for it where it stands.
+
+A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
+transfer, so it has a higher number.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Policies of sequence sharding with at most one choice to make: what others do, and what to compare with."""
+"""Sharing policies that decide at most one thing for all sequences: those of other systems, and baselines."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -55,11 +55,11 @@ def _everywhere(pool: Pool) -> list[tuple[int, int]]:
 
 
 def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
-    """Long sequences over all ranks, the others whole on top of that equal load: long-short sequence
-    parallelism, as MegaScale-Omni has it in encoders.
+    """Long sequences over all ranks, which loads them equally, then the others whole on top: long-short
+    sequence parallelism, as MegaScale-Omni has it in encoders.
 
-    Every length is tried as the threshold, from the longest down to where even the mean load is no shorter
-    than the best makespan found.
+    Every length is tried as the threshold of what is long, from the longest down. The search ends where the
+    mean load of the ranks alone takes as long as the best layout found.
     """
     rows = degree_times(lengths, pool).tolist()
     order = costliest_first(rows)
@@ -88,9 +88,10 @@ def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | N
     """Each sequence over the least power of two of ranks that leaves each at most `tokens_a_rank` of it, in
     aligned blocks: the costliest first, each to the block whose busiest rank is least loaded.
 
-    That is what BalancedCPScheduler of megatron-core 0.16 aims at, with favours: its groups need not wait for
-    one another, loads are our times where it takes squared lengths, and whole ones pass by full ranks.
-    Where users set `tokens_a_rank` there, the power of two with the least predicted makespan is taken here.
+    BalancedCPScheduler of megatron-core 0.16 aims at the same. This policy is given three advantages over it:
+    its groups of ranks need not wait for one another, it balances predicted times instead of squared lengths,
+    and a whole sequence may pass over ranks that are full. Users of that scheduler set `tokens_a_rank`; if it
+    is not given here, the power of two with the least predicted makespan is taken.
     """
     if not lengths:
         return SequenceLayout(pool.num_members, ())
