@@ -156,10 +156,11 @@ def _llm_groups(
     parts: "Mapping[str, Part]", policy: "SharingPolicy", arrangement: "Arrangement", rank: int
 ) -> Iterator[_Group]:
     from omni.models.llm import NAME as LLM
+    from parallel.work import part_name
 
     numbers = arrangement.llm.holds(arrangement.mesh.coordinates(rank)["pp"])
     shared = policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica)
-    own = [parts[f"{LLM}/{number}"] for number in numbers]
+    own = [parts[part_name(LLM, number)] for number in numbers]
     yield from _stated(own, None, arrangement, rank, shared)
     yield LLM, "pp", arrangement.mesh.group(rank, "pp"), "activations and their gradients between stages"
 
