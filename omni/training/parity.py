@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dataloader.format import DataError
 from infra.run_folder import RunFolder
 from omni.models.llm import NAME as LLM
 from omni.planning.plan_process import PlanStep
@@ -67,7 +68,11 @@ def measure(
     steps: int = 1,
     plan_step: PlanStep | None = None,
 ) -> Measurement | None:
-    """Run `steps` training steps and collect their results on rank 0; None on other ranks."""
+    """Run `steps` training steps and collect their results on rank 0; None on other ranks.
+
+    Raises:
+        DataError: on all ranks, if there is nothing to learn from the first step.
+    """
     trainer = Trainer(spec, folder, rank, device, plan_step)
     loss, gradients = math.nan, None
     squares: dict[str, float] = {}
@@ -75,6 +80,11 @@ def measure(
         for step in range(1, steps + 1):
             done = trainer.run_step(ahead.take(step))
             if step == 1:
+                if not done.totals.num_targets:
+                    raise DataError(
+                        "step 1 has no target token, so there is no loss and no gradient to compare: let it "
+                        "take more (data.step_tokens or data.step_samples), or data that has targets"
+                    )
                 loss = done.totals.loss
                 optimizer = trainer.rank.optimizer
                 by_name = zip(optimizer.names, done.totals.squares, strict=True)

@@ -88,6 +88,8 @@ class Reporter:
             "seconds": round(time.time() - self.started, 1),
             "layout": self.spec.arrangement.describe(),
             "loss/train": self.loss,
+            "data/skipped/too_long": self.progression.dropped,
+            "data/skipped/bad_item": self.progression.tombstones,
             **self.heldout,
         }
         for source, results in transcriptions.items():
@@ -120,9 +122,15 @@ class Reporter:
         }
 
     def close(self, exit_code: int) -> None:
-        """Close all files and trackers."""
+        """Say what was not trained on, if anything, and close all files and trackers."""
         if not self.active:
             return
+        dropped, tombstones = self.progression.dropped, self.progression.tombstones
+        if dropped or tombstones:
+            self.progress.note(
+                f"left out so far: {dropped} samples that are too long or have an item that its encoder does "
+                f"not take (data.on_long), {tombstones} with a bad item (data.on_error)"
+            )
         self.progress.close()
         self.tracker.finish(exit_code)
         if self.samples is not None:

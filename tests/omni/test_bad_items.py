@@ -1,5 +1,8 @@
 """Items that fail on their way to the encoder, which is the loader's threads' way."""
 
+import contextlib
+import io
+import json
 import threading
 from pathlib import Path
 
@@ -26,9 +29,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str]]:
+def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str], str]:
     """Train with an encoder that fails on the one item of sample 1. Returns the error's type, what it says
-    with its notes, and the threads that items were preprocessed on.
+    with its notes, the threads that items were preprocessed on, and what is on the screen.
     """
     spec = prepare_run(compose_config(line), world)
     encoder = spec.encoders["image"]
@@ -48,11 +51,13 @@ def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, s
         return arrays.part(0, len(arrays.values) - 1)
 
     encoder.preprocess = fail  # type: ignore[method-assign]
+    kind, message, screen = "", "", io.StringIO()
     try:
-        Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
+        with contextlib.redirect_stdout(screen):
+            Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
     except Exception as error:
-        return type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", ())]), threads
-    return "", "", threads
+        kind, message = type(error).__name__, " ".join([str(error), *getattr(error, "__notes__", ())])
+    return kind, message, threads, screen.getvalue()
 
 
 def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
@@ -60,7 +65,7 @@ def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
 ) -> None:
     line = overrides(data, tmp_path, "layout=pp2", *SKIP)
     found = ranks.run(2, train, line, 2, "bad")
-    assert [(error, threads) for error, _, threads in found] == [("", {"loader"})] * 2
+    assert [(error, threads) for error, _, threads, _ in found] == [("", {"loader"})] * 2
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [m["data/skipped/bad_item"] for m in metrics] == [1, 2, 3]
 
@@ -76,7 +81,24 @@ def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
 def test_what_else_goes_wrong_in_preprocessing_ends_the_run_and_names_the_item(
     ranks: RankPool, data: Path, tmp_path: Path, how: str, error: str, says: str
 ) -> None:
-    ((found, message, threads),) = ranks.run(1, train, overrides(data, tmp_path), 1, how)
+    ((found, message, threads, _),) = ranks.run(1, train, overrides(data, tmp_path), 1, how)
     assert (found, threads) == (error, {"loader"})
     assert message.startswith(says)
     assert how != "count" or message.endswith("make count() and preprocess() agree")
+
+
+def test_samples_left_out_are_on_the_screen_and_in_the_summary(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    short = ("data.microbatch_tokens=120", "data.on_long=drop")  # one text is longer
+    ((error, _, _, screen),) = ranks.run(1, train, overrides(data, tmp_path, *short, *SKIP), 1, "bad")
+    assert not error
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    dropped, bad = (last[f"data/skipped/{why}"] for why in ("too_long", "bad_item"))
+    assert dropped > 0
+    assert bad > 0
+    assert [summary[f"data/skipped/{why}"] for why in ("too_long", "bad_item")] == [dropped, bad]
+    line = screen.splitlines()[-1]
+    assert line.startswith(f"left out so far: {dropped} samples that are too long")
+    assert f", {bad} with a bad item" in line

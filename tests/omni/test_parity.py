@@ -15,6 +15,9 @@ from parity_runs import measure
 from ranks import RankPool
 from small import overrides, write_mixed
 
+from dataloader.format import DataError, Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.run_spec import prepare_run
@@ -186,3 +189,21 @@ def test_a_component_that_is_frozen_throughout_does_not_change(
     after = run(ranks, overrides(data, tmp_path / "b", more), 1)
     for name, weight in after.weights.items():
         assert torch.equal(weight, before.weights[name]) == name.startswith("image/"), name
+
+
+def _refusal(rank: int, config: Config) -> str:
+    try:
+        measure(rank, config, 1)
+    except DataError as error:
+        return str(error)
+    return "measured"
+
+
+def test_a_first_step_without_targets_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "data", ByteTokenizer()) as writer:
+        for i in range(4):
+            writer.add(Sample(str(i), "nothing to learn", targets=()))
+    line = overrides(tmp_path / "data", tmp_path / "run", samples=2)
+    (message,) = ranks.run(1, _refusal, compose_config(line))
+    assert message.startswith("step 1 has no target token")
+    assert "data.step_samples" in message
