@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 from dataloader.format import SampleError
 from omni.config import ConfigError
 from parallel.work import Part
-from pipeline.domain_plan import EMBEDDING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,9 +62,9 @@ class Encoder(Protocol):
     ConfigError for one that cannot be, calling its keys `encoder.<key>`: what an encoder is called in a model
     it does not know, and `naming` puts there.
 
-    Rows replace the embeddings of an item's placeholders. An encoder with an attribute `attach`, names of
-    attach points such as ("llm.embed", "llm.layers.2"), puts out as many rows for each of them, one point
-    after the other; those of a layer are added to its input.
+    `attach` names the attach points of its rows: ("llm.embed",), where they replace the embeddings of an
+    item's placeholders, or several such as ("llm.embed", "llm.layers.2"). It puts out as many rows for each
+    of them, one point after the other; those of a layer are added to its input.
 
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
     of tokens that must stay together when an item is split, None if items are never split.
@@ -74,6 +73,7 @@ class Encoder(Protocol):
     Config: type
     modality: str
     unit: int | None
+    attach: tuple[str, ...]
 
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return (tokens in, LLM rows out) of an item of this size, from metadata alone.
@@ -132,11 +132,6 @@ def prepare_item(encoder: Encoder, item: "Item") -> ItemArrays:
     return encoder.preprocess(encoder.decode(item))
 
 
-def attach_of(encoder: Encoder) -> tuple[str, ...]:
-    """Return the attach points of an encoder, the embedding alone unless it says otherwise."""
-    return tuple(getattr(encoder, "attach", (EMBEDDING.name,)))
-
-
 def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
     """Make the encoder of `component` from its configuration.
 
@@ -159,6 +154,8 @@ def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
         raise ConfigError(f"{key}: {first} (the encoder's keys are {_keys(cls)})") from error
     with naming(component):
         encoder: Encoder = cls(config)
+    if not hasattr(encoder, "attach"):
+        raise ConfigError(f'{key}: {cls.__name__} does not say where its rows enter: attach = ("llm.embed",)')
     return encoder
 
 

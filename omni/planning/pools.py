@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
-from omni.models.registry import Attention, Encoder, attach_of
+from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen
 from omni.planning.sharing import Sharing
 from parallel.costs import Cluster, CostTable, Link
@@ -100,7 +100,7 @@ def _encoder_sharing(policy: SharingPolicy, encoder: Encoder, slots: int, cost: 
         policy,
         make_pool(cost, slots, encoder.unit or 1),
         slots,
-        num_points=len(attach_of(encoder)),
+        num_points=len(encoder.attach),
         # Whole items are best spread together with those of other encoders on the same ranks.
         whole=not policy.cuts or slots == 1 or encoder.unit is None,
     )

@@ -25,7 +25,7 @@ from omni.models.llm import (
     check_llm_layout,
     llm_parts,
 )
-from omni.models.registry import Encoder, attach_of, make_encoder, naming
+from omni.models.registry import Encoder, make_encoder, naming
 from omni.planning.choices import Chosen, chosen_placement, chosen_policies
 from omni.planning.domain_planner import Policies, TransportChoice
 from omni.planning.optim_schedule import check_optim, frozen_components
@@ -146,11 +146,11 @@ def _feeds(
 ) -> tuple[tuple[str, tuple[Point, ...]], ...]:
     """The attach points of the encoders whose rows enter elsewhere than at the embedding alone."""
     parts = llm_parts(config.model.llm, vocab_size, arrangement.llm)
-    points = attach_points([name for encoder in encoders.values() for name in attach_of(encoder)], parts)
+    points = attach_points([name for encoder in encoders.values() for name in encoder.attach], parts)
     return tuple(
-        (name, tuple(points[p] for p in attach_of(encoder)))
+        (name, tuple(points[p] for p in encoder.attach))
         for name, encoder in encoders.items()
-        if attach_of(encoder) != (EMBEDDING.name,)
+        if encoder.attach != (EMBEDDING.name,)
     )
 
 

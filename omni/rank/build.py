@@ -12,7 +12,6 @@ from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_layer
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, mark_parallel
-from omni.models.registry import attach_of
 from omni.planning.run_spec import RunSpec
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
@@ -91,7 +90,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             width=config.model.llm.hidden,
             dtype=dtype,
             anchors={
-                name: EncoderAnchor(modules[name][0], groups.components[name].tp, len(attach_of(encoder)))
+                name: EncoderAnchor(modules[name][0], groups.components[name].tp, len(encoder.attach))
                 for name, encoder in spec.encoders.items()
                 if name in modules
             },
@@ -128,7 +127,7 @@ def _build_stage(spec: RunSpec, groups: Groups, dtype: torch.dtype, device: torc
         attach_layers=[
             attach_layer(name)
             for encoder in spec.encoders.values()
-            for name in attach_of(encoder)
+            for name in encoder.attach
             if name != EMBEDDING.name
         ],
     )

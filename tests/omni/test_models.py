@@ -247,3 +247,17 @@ def test_images_in_a_pack_do_not_see_each_other(ranks: RankPool, tmp_path: Path)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(shuffled[:8], together[16:], rtol=1e-4, atol=1e-5)
     assert together.std() > 1e-3
+
+
+class Pointless:
+    """An encoder of which nobody knows where its rows enter."""
+
+    Config = ViTConfig
+
+    def __init__(self, config: ViTConfig) -> None:
+        self.config = config
+
+
+def test_an_encoder_without_attach_points_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"model.encoders.radar: Pointless .* attach = \("):
+        make_encoder("radar", {"_target_": f"{__name__}.Pointless"})

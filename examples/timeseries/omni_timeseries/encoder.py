@@ -56,6 +56,7 @@ class TimeSeriesEncoder:
 
     Config = TimeSeriesConfig
     modality = "timeseries"
+    attach = ("llm.embed",)
 
     def __init__(self, config: TimeSeriesConfig) -> None:
         require("encoder", config, "layers", "hidden", "heads", "ffn")
