@@ -3,10 +3,10 @@
     python benchmarks/single_queue.py [--plans 500]
 
 Random domains of 2 to 8 stages, of one rank or of two that compute together, with random encoder work and
-random op times are scheduled by both builders. Each is simulated with a queue for each communicator, and,
-after `pipeline.serial.serialise`, with one queue a rank. Prints how many lists would hang on one queue as
-they are, and the ratio of the simulated step times, apart for domains whose ranks compute alone and together:
-there a layer's collectives stand in the queue as well.
+random op times are scheduled by any of the builders. Each is simulated with a queue for each communicator,
+and, after `pipeline.serial.serialise`, with one queue a rank. Prints how many lists would hang on one queue
+as they are, and the ratio of the simulated step times, apart for domains whose ranks compute alone and
+together: there a layer's collectives stand in the queue as well.
 """
 
 import argparse
@@ -16,43 +16,56 @@ from random import Random
 
 from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
-from pipeline.builders import SchedulePolicy, expand
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem
+from pipeline.builders import SchedulePolicy
+from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample
+from pipeline.expand import expand
 from pipeline.ops import Op
-from pipeline.routes import plan_route
+from pipeline.routes import outputs_of, plan_routes
 from pipeline.serial import serialise
 from pipeline.simulator import StuckError, run
 
 LENGTH = 100  # LLM tokens of a microbatch
+SCHEDULES = [find(SchedulePolicy, name, "schedule") for name in registered(SchedulePolicy.group)]
 
 
 def random_domain(random: Random, tp: int) -> DomainPlan:
-    """A domain of one replica with random work."""
+    """A domain of one replica with random work, by a random schedule of those for one part on a rank."""
     stages, num_microbatches = random.randint(2, 8), random.randint(1, 32)
-    items, chunks = [], []
-    for m in range(num_microbatches):
-        for rank in random.sample(range(stages * tp), random.randint(0, stages)):
-            items.append(PlannedItem("image", m, rank, m, 4, 1, 5 * rank))
-            layout = SequenceLayout.whole([4], [0], 1)
-            chunks.append(Chunk("image", m, (rank,), (len(items) - 1,), layout, ((),), (1,)))
-    layout = SequenceLayout.whole([LENGTH], [0], 1)
     size = stages * tp
+    items = [
+        PlannedItem("image", m, index, m, 4, 1, 5 * index)
+        for m in range(num_microbatches)
+        for index in range(random.randint(0, stages))
+    ]
     domain = DomainPlan(
-        num_stages=stages,
+        team=1,
+        holds=tuple((stage,) for stage in range(stages) for _ in range(tp)),
         pool=1,
         tp=tp,
         party=tp,
-        beside=0,
+        llm=1,
         homes=((0, size), (0, size)),
-        microbatches=tuple(Microbatch((m,), layout, ((),)) for m in range(num_microbatches)),
+        samples=tuple(PlannedSample("made up", m, LENGTH) for m in range(num_microbatches)),
+        microbatches=tuple(
+            Microbatch((m,), SequenceLayout.whole([LENGTH], [0], 1), ((),)) for m in range(num_microbatches)
+        ),
         items=tuple(items),
-        chunks=tuple(chunks),
-        routes=tuple(plan_route(m, layout, tp, size, items, chunks) for m in range(num_microbatches)),
+        chunks=tuple(_chunk(items, number, random.randrange(size)) for number in range(len(items))),
+        routes=(),
         ops=(),
+        reductions=(),
+        bounds=(),
+        feeds=(),
     )
-    schedule = random.choice(registered(SchedulePolicy.group))
-    order = find(SchedulePolicy, schedule, "schedule")(domain)
+    domain = replace(domain, routes=plan_routes(domain))
+    order = random.choice(SCHEDULES)(domain, (lambda rank, op: 1, lambda op: 1))
     return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
+
+
+def _chunk(items: list[PlannedItem], number: int, rank: int) -> Chunk:
+    layout = SequenceLayout.whole([items[number].tokens], [0], 1)
+    outputs = outputs_of([number], items, layout, 1, 1)
+    return Chunk("image", (items[number].microbatch,), (rank,), (number,), layout, ((),), outputs)
 
 
 def hangs(domain: DomainPlan) -> bool:
@@ -85,7 +98,7 @@ def simulated_ratio(seed: int, tp: int) -> tuple[float, bool]:
     """Return the simulated time of a domain, ordered over free, and whether it would hang as it is."""
     random = Random(seed)
     domain = random_domain(random, tp)
-    times = {op: random.randint(10, 100) for of_rank in domain.ops for op in of_rank}
+    times = {op: random.randint(10, 100) for ops in domain.ops for op in ops}
 
     def compute(rank: int, op: Op) -> int:
         return times[op]

@@ -177,7 +177,7 @@ class DomainPlanner:
         """Bytes of each part's activations: of the most microbatches that the schedule has in flight."""
         kept, bounds = plan_memory(domain, self.table), []
         for part in range(domain.num_parts):
-            most = self.policies.schedule.in_flight(domain.num_parts, part)
+            most = self.policies.schedule.in_flight(domain, part)
             first = domain.holder(part, 0)
             sizes = (
                 sorted(

@@ -257,7 +257,7 @@ def _check_parts(parts: int, schedule: SchedulePolicy) -> None:
     if schedule.parts is not None and parts > schedule.parts:
         raise ConfigError(
             f"layout.llm.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on "
-            f"a rank: set layout.llm.parts={schedule.parts}, or choose a schedule that interleaves parts"
+            f"a rank: set layout.llm.parts={schedule.parts}, or choose one for several, such as interleaved"
         )
 
 

@@ -155,7 +155,7 @@ EVERY_KIND = (
     "llm_sp=by_two",
     "encoder_sp=by_two",
     "boundary=once_across",
-    "pipeline=gpipe",
+    "pipeline=fill_and_drain",
 )
 
 

@@ -21,6 +21,7 @@ from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from parallel.placements import PlacementPolicy
 
 MOST_RANKS = 8
+LAYERS = 4
 EXPERTS = {"experts": 4, "topk": 2, "ffn": 48, "shared_ffn": 32, "dense_layers": 1}
 
 
@@ -47,15 +48,20 @@ class Case:
     model: str = _axis("dense", "experts")
     encoder_sp: str = _axis("none", "all", "dynamic", "long_short", "hybrid_pow2")
     llm_sp: str = _axis("uniform", "dynamic")
-    schedule: str = _axis("encode_first", "one_f_one_b")
+    schedule: str = _axis("encode_first", "one_f_one_b", "gpipe", "interleaved", "zero_bubble_h1")
     recompute: str = _axis("none", "full")
     boundary: str = _axis("auto", "two_level", "reduce_scatter")
     data: str = _axis("mixed", "one")
 
     @property
+    def parts(self) -> int:
+        """Parts of the LLM on a rank."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
     def layout(self) -> Layout:
         """The LLM's layout."""
-        return Layout(self.tp, self.cp, self.dp, self.pp, self.ep)
+        return Layout(self.tp, self.cp, self.dp, self.pp, self.ep, self.parts)
 
     @property
     def world(self) -> int:
@@ -91,7 +97,7 @@ class Case:
             "model": "experts",
             "encoder_sp": f"enc_{self.encoder_sp}",
             "llm_sp": f"llm_{self.llm_sp}",
-            "schedule": "1f1b",
+            "schedule": self.schedule,
             "recompute": "recompute",
             "boundary": self.boundary,
             "data": "one_item",
@@ -107,6 +113,7 @@ class Case:
             "layout.llm.dp": self.dp,
             "layout.llm.pp": self.pp,
             "layout.llm.ep": self.ep,
+            "layout.llm.parts": self.parts,
             "layout.domain": self.replicas,
             "layout.encoders.image.tp": self.encoder_tp,
             "placement.policy": self.placement,
@@ -164,20 +171,27 @@ def variants(layout: Case) -> Iterator[Case]:
         case = replace(layout, domain=domain)
         found = case.arrangement()
         slots = len(found.slots("image"))
-        yield from (
-            replace(case, **dict(zip(FURTHER_AXES[1:], values, strict=True)))
-            for values in product(
-                AXES["model"] if case.ep == 1 else ("experts",),
-                AXES["encoder_sp"] if slots > 1 else ("none",),
-                AXES["llm_sp"] if found.pool > 1 else ("uniform",),
-                AXES["schedule"],
-                AXES["recompute"],
-                AXES["boundary"] if found.domain_size > 1 else ("auto",),
-                AXES["data"],
-            )
+        for model, encoder_sp, llm_sp, schedule, recompute, boundary, data in product(
+            AXES["model"] if case.ep == 1 else ("experts",),
+            AXES["encoder_sp"] if slots > 1 else ("none",),
+            AXES["llm_sp"] if found.pool > 1 else ("uniform",),
+            [s for s in AXES["schedule"] if s != "interleaved" or 2 * case.pp <= LAYERS],
+            AXES["recompute"],
+            AXES["boundary"] if found.domain_size > 1 else ("auto",),
+            AXES["data"],
+        ):
             # Sharing its only item would give every rank a part of it.
-            if values[-1] == "mixed" or (values[1] == "none" and slots * found.num_domains > 1)
-        )
+            if data == "mixed" or (encoder_sp == "none" and slots * found.num_domains > 1):
+                yield replace(
+                    case,
+                    model=model,
+                    encoder_sp=encoder_sp,
+                    llm_sp=llm_sp,
+                    schedule=schedule,
+                    recompute=recompute,
+                    boundary=boundary,
+                    data=data,
+                )
 
 
 @dataclass(frozen=True)

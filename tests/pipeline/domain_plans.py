@@ -7,10 +7,13 @@ from random import Random
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
 from pipeline.builders import (
+    ENCODE_FIRST,
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE_H1,
     Builder,
-    build_encode_first,
     build_forward_only,
-    build_one_f_one_b,
     without_frozen,
 )
 from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
@@ -21,7 +24,7 @@ from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
 LLM = COMPONENTS.index("llm")
-BUILDERS = {"one_f_one_b": build_one_f_one_b, "encode_first": build_encode_first}
+BUILDERS = {policy.name: policy for policy in (ENCODE_FIRST, ONE_F_ONE_B, GPIPE, ZERO_BUBBLE_H1, INTERLEAVED)}
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 
@@ -167,10 +170,9 @@ def make_plan(
         routes=(),
         ops=(),
         reductions=tuple((n, p) for n in trained for p in range(shape.num_parts if n == LLM else 1)),
-        bounds=_bounds(shape, microbatches, schedule),
         feeds=shape.feeds,
     )
-    domain = replace(domain, routes=plan_routes(domain))
+    domain = replace(domain, routes=plan_routes(domain), bounds=_bounds(domain, schedule))
     if isinstance(schedule, str):
         order = BUILDERS[schedule](domain, FREE) if train else build_forward_only(domain)
     else:
@@ -193,11 +195,11 @@ def make_plan(
     return StepPlan(1, train, 0, COMPONENTS, frozen, taken, group, 0, domain)
 
 
-def _bounds(shape: Shape, microbatches: int, schedule: str | Builder) -> tuple[tuple[str, int], ...]:
-    """Passes in flight of each part: in our schedules, as many as stages follow."""
-    ours = isinstance(schedule, str)
-    most = [shape.num_parts - p if ours else microbatches for p in range(shape.num_parts)]
-    return tuple((f"llm/{part}", bound) for part, bound in enumerate(most))
+def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int], ...]:
+    """Passes in flight of each part: in our schedules, as many as they say."""
+    policy = BUILDERS.get(schedule) if isinstance(schedule, str) else None
+    most = policy.in_flight if policy else lambda domain, part: len(domain.microbatches)
+    return tuple((f"llm/{part}", most(domain, part)) for part in range(domain.num_parts))
 
 
 def one(rank: int, op: Op) -> int:

@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 from domain_plans import Shape, Work, make_plan
-from wide_plans import build_interleaved, with_split_backwards
+from wide_plans import with_split_backwards
 
 from parallel.tiles import Tile
 from parallel.work import Grad
+from pipeline.builders import INTERLEAVED
 from pipeline.digest import digest_of
 from pipeline.domain_plan import DomainPlan, Point
 from pipeline.ops import Kind, Op
@@ -31,7 +32,7 @@ def a_plan() -> StepPlan:
     ]
     taps = (Point("llm.layers.1", 1, 0),)
     shape = Shape(2, pool=2, tp=2, party=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps)
-    builder = with_split_backwards(build_interleaved, seed=1)
+    builder = with_split_backwards(INTERLEAVED, seed=1)
     plan = make_plan(shape, 2, work, builder, frozen=("audio",), cuts=Random(1))
     batch = plan.domain.microbatches[0]
     tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()), exchange_ns=(3, 4))

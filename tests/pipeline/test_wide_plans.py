@@ -10,9 +10,10 @@ from edits import WIDE_EDITS, problems, what_happens, with_edits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
-from wide_plans import build_in_turn, build_interleaved, random_wide_plan, with_split_backwards
+from wide_plans import build_in_turn, random_wide_plan, with_split_backwards
 
 from parallel.work import Grad
+from pipeline.builders import INTERLEAVED
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.serial import serialise
@@ -91,7 +92,7 @@ def test_domains_that_reduce_in_one_order_run_together(seed):
 @pytest.mark.parametrize("stages, parts, microbatches", [(2, 2, 4), (4, 2, 8), (2, 3, 6), (4, 3, 8)])
 def test_interleaving_takes_the_time_of_the_closed_form(stages, parts, microbatches):
     """The bubble is that of 1F1B over the parts of a rank (Narayanan et al., 2021, section 2.2)."""
-    domain = make_plan(Shape(stages, parts=parts), microbatches, [], build_interleaved).domain
+    domain = make_plan(Shape(stages, parts=parts), microbatches, [], INTERLEAVED).domain
     timeline = run(domain, lambda r, op: {Kind.FORWARD: 10, Kind.BACKWARD: 20}.get(op.kind, 0), lambda op: 0)
     assert timeline.makespan_ns == microbatches * parts * 30 + (stages - 1) * 30
 

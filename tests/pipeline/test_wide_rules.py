@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from domain_plans import Shape, Work, make_plan
 from edits import Lists, problems, what_happens, with_domain, with_lists
-from wide_plans import build_in_turn, build_interleaved, with_split_backwards
+from wide_plans import build_in_turn, with_split_backwards
 
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad
+from pipeline.builders import INTERLEAVED
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan, Point
 from pipeline.ops import Kind, Op
@@ -22,7 +23,7 @@ INPUT, WEIGHT = Grad.INPUT, Grad.WEIGHT
 def a_plan(split: float = 1, frozen: tuple[str, ...] = ()) -> StepPlan:
     """Four microbatches on two ranks with two parts each; chunk 2·m + r is rank r's for m."""
     work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(2)]
-    return make_plan(Shape(2, parts=2), 4, work, with_split_backwards(build_interleaved, 0, split), frozen)
+    return make_plan(Shape(2, parts=2), 4, work, with_split_backwards(INTERLEAVED, 0, split), frozen)
 
 
 def move(ops: list[Op], op: Op, to: Op, after: bool = False) -> None:

@@ -30,29 +30,6 @@ def with_encoders_around(domain: DomainPlan, passes: Callable[[int], list[Op]]) 
     ]
 
 
-def build_interleaved(domain: DomainPlan, costs: Costs) -> Order:
-    """Interleaved 1F1B (Narayanan et al., 2021, section 2.2, in the order of Megatron-LM): as many
-    microbatches as there are stages pass one part of a rank, then the next, and backward alike. There must be
-    a multiple of these: otherwise stages wait for each other in a circle.
-    """
-    stages, count = domain.num_stages, len(domain.microbatches)
-    assert count % stages == 0, f"{count} microbatches on {stages} stages"
-    groups = [range(m, m + stages) for m in range(0, count, stages)]
-
-    def passes(team: int) -> list[Op]:
-        parts = domain.holds[team]
-        stage = parts[0]
-        forward = [Op(Kind.FORWARD, m, part=p) for group in groups for p in parts for m in group]
-        backward = [Op(Kind.BACKWARD, m, part=p) for group in groups for p in parts[::-1] for m in group]
-        warmup = min(len(forward), 2 * (stages - stage - 1) + (len(parts) - 1) * stages)
-        ops = forward[:warmup]
-        for after, back in zip(forward[warmup:], backward, strict=False):
-            ops += [after, back]
-        return ops + backward[len(forward) - warmup :]
-
-    return with_encoders_around(domain, passes)
-
-
 def build_in_turn(domain: DomainPlan, costs: Costs) -> Order:
     """All microbatches through one part after the other, then back: for any table of parts."""
     microbatches = range(len(domain.microbatches))
@@ -81,7 +58,7 @@ def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Bui
 
     def halves(end: int, op: Op, domain: DomainPlan, partners: range) -> list[tuple[int, str, Op]]:
         random = Random(f"{seed} {op} {partners}")  # the same for all who run it together
-        whole = op.kind not in BACKWARDS or random.random() >= share
+        whole = op.kind not in BACKWARDS or op.grad is not Grad.BOTH or random.random() >= share
         if whole:
             return [(end, "", op)]
         first, later = replace(op, grad=Grad.INPUT), replace(op, grad=Grad.WEIGHT)
@@ -170,15 +147,12 @@ def random_wide_plan(random: Random, max_stages: int = 4, most: int = 6) -> Step
     """Any plan that is safe: of our schedules, or of those here."""
     shape = random_wide_shape(random, max_stages)
     microbatches = random.randint(0, most)
-    interleaved = not shape.fold and random.random() < 0.4
-    if interleaved:
-        microbatches = shape.stages * random.randint(0, max(1, most // shape.stages))
     work = whole_teams(random_work(random, shape, microbatches), shape)
     frozen = random.choice(((), (), ("image",), ("audio", "image"), ("llm",)))
     names = [*SCHEDULES] if shape.parts == 1 else ["forward_only"]
+    if shape.parts > 1 and not shape.fold:
+        names += ["gpipe", "interleaved", "interleaved"]
     schedule: str | Builder = random.choice([*names, build_in_turn, build_in_turn])
-    if interleaved:
-        schedule = build_interleaved
     if schedule == "forward_only":
         return make_plan(shape, microbatches, work, schedule, frozen, cuts=random)
     if random.random() < 0.6:

@@ -102,9 +102,9 @@ def all_forward_then_all_backward(domain: DomainPlan, costs: Costs) -> list[list
     return order
 
 
-def every_microbatch(num_parts: int, part: int) -> int:
-    """More microbatches than a step has."""
-    return 1 << 30
+def every_microbatch(domain: DomainPlan, part: int) -> int:
+    """All microbatches of a step."""
+    return len(domain.microbatches)
 
 
 SNAKE = BalancePolicy("snake", deal_back_and_forth)
@@ -113,4 +113,4 @@ BY_COST = PairingPolicy("by_cost", pair_by_cost)
 LAST_STAGE = PlacementPolicy("last_stage", on_last_stage)
 BY_TWO = SharingPolicy("by_two", share_by_two, forced=True)
 ONCE_ACROSS = TransportPolicy("once_across", cross_nodes_once)
-GPIPE = SchedulePolicy("gpipe", all_forward_then_all_backward, in_flight=every_microbatch)
+FILL_AND_DRAIN = SchedulePolicy("fill_and_drain", all_forward_then_all_backward, in_flight=every_microbatch)

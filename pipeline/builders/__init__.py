@@ -1,0 +1,29 @@
+"""Schedules, one a file, and the policy that each is."""
+
+from pipeline.builders.encode_first import ENCODE_FIRST
+from pipeline.builders.gpipe import GPIPE
+from pipeline.builders.interleaved import INTERLEAVED
+from pipeline.builders.one_f_one_b import ONE_F_ONE_B
+from pipeline.builders.schedule import (
+    Builder,
+    Order,
+    SchedulePolicy,
+    build_forward_only,
+    chunks_by_team,
+    without_frozen,
+)
+from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1
+
+__all__ = [
+    "ENCODE_FIRST",
+    "GPIPE",
+    "INTERLEAVED",
+    "ONE_F_ONE_B",
+    "ZERO_BUBBLE_H1",
+    "Builder",
+    "Order",
+    "SchedulePolicy",
+    "build_forward_only",
+    "chunks_by_team",
+    "without_frozen",
+]

@@ -1,0 +1,135 @@
+"""What a schedule is: from a domain's work to an order of compute for each of its teams.
+
+A builder orders compute; `pipeline/expand.py` then inserts every communication and every wait by fixed rules,
+so that a new schedule is only a new order of compute. Builders are pure and every rank runs them alike. They
+are given the costs of ops, so that a schedule may be placed by them.
+
+Most builders order the passes of the LLM by themselves, and have all ranks encode before them and go back
+through the encoders after them: `encoders_around`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+from parallel.policy import Policy
+from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+
+Order = list[list[Op]]
+Builder = Callable[[DomainPlan, Costs], Order]
+"""From a domain without ops and the costs of its ops to the compute ops of each team, in order."""
+
+Passes = Callable[[int, int, int, int], list[Op]]
+"""From the numbers of stages, of parts on each and of microbatches, and a stage, to the order of its passes:
+those of parts stage, stage + stages and so on.
+"""
+
+
+def most_in_flight(passes: Passes, domain: DomainPlan, part: int) -> int:
+    """Return the most microbatches whose activations a part holds in such an order of passes."""
+    stages = domain.num_stages
+    return _most(passes, stages, domain.num_parts // stages, len(domain.microbatches), part % stages)[part]
+
+
+@cache
+def _most(passes: Passes, stages: int, parts: int, microbatches: int, stage: int) -> Counter[int]:
+    return held_at_most(passes(stages, parts, microbatches, stage))
+
+
+def held_at_most(ops: Iterable[Op]) -> Counter[int]:
+    """Count the microbatches that each part holds at most, from a forward to the last half of a backward."""
+    held: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for op in ops:
+        if op.kind is Kind.FORWARD:
+            held[op.part] += 1
+            most[op.part] = max(most[op.part], held[op.part])
+        elif op.kind is Kind.BACKWARD and op.makes_weight:
+            held[op.part] -= 1
+    return most
+
+
+@dataclass(frozen=True)
+class SchedulePolicy(Policy):
+    """In which order the teams of a domain run its chunks and microbatches in training.
+
+    `decide` takes a DomainPlan without ops and the costs of its ops, and returns for each team its compute
+    ops in order; communication and waits are inserted afterwards, by rules that are the same for all
+    schedules, and the verifier refuses what could hang. A backward may be split in two ops. REDUCE ops of the
+    domain's `reductions` may be among them, all of a reduction or none; those left out come at the end.
+    `in_flight` says from the domain and the number of a part how many microbatches' activations that part
+    holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
+    many parts of the LLM on a rank it can order at most, None for any number.
+    """
+
+    group: ClassVar[str] = "omni.schedule"
+
+    in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
+    parts: int | None = 1
+
+    def __call__(self, domain: DomainPlan, costs: Costs) -> Order:
+        """Order the compute of every team.
+
+        Raises:
+            PolicyError: if there is not one list for each team.
+        """
+        order = self.decide(domain, costs)
+        self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
+        return order
+
+
+def encoders_around(passes: Passes, domain: DomainPlan) -> Order:
+    """All encoder forwards, then the passes of the LLM, then all encoder backwards."""
+    order = []
+    parts = domain.num_parts // domain.num_stages
+    for team, mine in enumerate(chunks_by_team(domain)):
+        stage = domain.stage(team * domain.team)
+        count = len(domain.microbatches)
+        between = [] if stage is None else passes(domain.num_stages, parts, count, stage)
+        order.append(
+            [Op(Kind.ENCODE, c) for c, *_ in mine] + between + [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
+        )
+    return order
+
+
+def build_forward_only(domain: DomainPlan) -> Order:
+    """Evaluation: each microbatch's encoder work, then its forward through all parts; nothing goes back."""
+    order = []
+    for team, mine in enumerate(chunks_by_team(domain)):
+        ops = []
+        for m in range(len(domain.microbatches)):
+            ops += [Op(Kind.ENCODE, c) for c, first, _ in mine if first == m]
+            ops += [Op(Kind.FORWARD, m, part=part) for part in domain.holds[team]]
+        order.append(ops)
+    return order
+
+
+def chunks_by_team(domain: DomainPlan) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield for each team its chunks as (number, first microbatch, last one), earlier microbatches first: an
+    order that ranks which encode together share, wherever they stand.
+    """
+    mine: list[list[tuple[int, int, int]]] = [[] for _ in domain.teams]
+    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches):
+        entry = (number, chunk.microbatches[0], chunk.microbatches[-1])
+        for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
+            mine[rank // domain.team].append(entry)
+    yield from mine
+
+
+def without_frozen(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> Order:
+    """Drop what is not run for components frozen this step: the backward of encoders, and the gradients of
+    the LLM's weights, through which the others' gradients still pass.
+    """
+    idle = {number for number, chunk in enumerate(domain.chunks) if chunk.component in frozen}
+    llm_learns = any(number == domain.llm for number, _ in domain.reductions)
+
+    def runs(op: Op) -> bool:
+        if op.kind is Kind.BACKWARD:
+            return llm_learns or op.makes_input
+        return op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle
+
+    return [[op for op in ops if runs(op)] for ops in order]

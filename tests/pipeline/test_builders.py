@@ -1,0 +1,105 @@
+"""Each builder against what its paper says: bubbles on even stages, activations held, gradients put off."""
+
+import pytest
+from domain_plans import BUILDERS, Shape, make_plan
+
+from parallel.work import Grad
+from pipeline.builders.schedule import held_at_most
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+from pipeline.simulator import run
+
+FORWARD, INPUT, WEIGHT = 420, 540, 300  # nanoseconds of a stage
+
+
+def domain_of(schedule: str, stages: int, microbatches: int, parts: int = 1) -> DomainPlan:
+    return make_plan(Shape(stages, parts=parts), microbatches, [], schedule).domain
+
+
+def makespan(domain: DomainPlan) -> int:
+    """Time of even stages whose messages take none."""
+    parts = domain.num_parts // domain.num_stages
+    backward = {Grad.BOTH: INPUT + WEIGHT, Grad.INPUT: INPUT, Grad.WEIGHT: WEIGHT}
+
+    def compute_ns(rank: int, op: Op) -> int:
+        if op.kind is Kind.REDUCE:
+            return 0
+        whole = FORWARD if op.kind is Kind.FORWARD else backward[op.grad]
+        assert whole % parts == 0
+        return whole // parts
+
+    return run(domain, compute_ns, lambda op: 0).makespan_ns
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [8, 11, 24])
+@pytest.mark.parametrize(
+    "schedule, bubble",
+    [
+        ("gpipe", FORWARD + INPUT + WEIGHT),
+        ("one_f_one_b", FORWARD + INPUT + WEIGHT),
+        ("encode_first", FORWARD + INPUT + WEIGHT),
+        ("zero_bubble_h1", FORWARD + INPUT - WEIGHT),  # Qi et al., 2024, table 2
+    ],
+)
+def test_bubbles_are_those_of_the_papers(schedule, bubble, stages, microbatches):
+    work = microbatches * (FORWARD + INPUT + WEIGHT)
+    assert makespan(domain_of(schedule, stages, microbatches)) == work + (stages - 1) * bubble
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_bubble_of_interleaved_parts_is_divided_by_their_number(stages, parts, groups):
+    microbatches = groups * stages
+    whole = FORWARD + INPUT + WEIGHT
+    expected = microbatches * whole + (stages - 1) * whole // parts
+    assert makespan(domain_of("interleaved", stages, microbatches, parts)) == expected
+
+
+@pytest.mark.parametrize(
+    "stages, parts, microbatches", [(4, 2, 6), (3, 3, 7), (4, 1, 1), (2, 4, 5), (5, 2, 3)]
+)
+def test_a_last_group_that_is_not_full_costs_at_most_what_a_full_one_does(stages, parts, microbatches):
+    full = -(-microbatches // stages) * stages
+    taken = makespan(domain_of("interleaved", stages, microbatches, parts))
+    assert taken <= makespan(domain_of("interleaved", stages, full, parts))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 7])
+def test_each_schedule_holds_what_it_says(stages):
+    microbatches = 3 * stages + 2
+    expected = {
+        "gpipe": lambda stage: microbatches,
+        "one_f_one_b": lambda stage: stages - stage,
+        "encode_first": lambda stage: stages - stage,
+        "zero_bubble_h1": lambda stage: stages,
+        "interleaved": lambda stage: stages - stage,
+    }
+    for schedule, policy in BUILDERS.items():
+        domain = domain_of(schedule, stages, microbatches)
+        for stage, ops in enumerate(domain.ops):
+            assert held_at_most(ops)[stage] == expected[schedule](stage) == policy.in_flight(domain, stage)
+
+
+def test_interleaved_parts_hold_at_most_two_groups_each():
+    domain = domain_of("interleaved", 4, 16, parts=3)
+    for stage, ops in enumerate(domain.ops):
+        most = held_at_most(ops)
+        assert set(most) == {stage, stage + 4, stage + 8}
+        assert all(
+            BUILDERS["interleaved"].in_flight(domain, part) == held <= 8 for part, held in most.items()
+        )
+
+
+def test_zero_bubble_puts_the_weights_of_a_later_stage_off_longer():
+    domain = domain_of("zero_bubble_h1", 4, 8)
+    for stage, ops in enumerate(domain.ops):
+        made = {op.grad: [o for o in ops if o.kind is Kind.BACKWARD and o.grad is op.grad] for op in ops}
+        assert [op.index for op in made[Grad.INPUT]] == [op.index for op in made[Grad.WEIGHT]] == [*range(8)]
+        at = {(op.grad, op.index): place for place, op in enumerate(ops) if op.kind is Kind.BACKWARD}
+        between = [
+            sum(at[Grad.INPUT, m] < at[Grad.INPUT, later] < at[Grad.WEIGHT, m] for later in range(8))
+            for m in range(4)
+        ]
+        assert between == [stage] * 4
