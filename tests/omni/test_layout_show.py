@@ -23,7 +23,7 @@ FIVE = [
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture):
     def shown(*keys: str, rank: int = 0, axis: str = "pp") -> tuple[int, str, str]:
-        code = run(Namespace(overrides=list(keys), rank=rank, axis=axis))
+        code = run(Namespace(overrides=list(keys), config_dir=None, rank=rank, axis=axis))
         out = capsys.readouterr()
         return code, out.out, out.err
 
