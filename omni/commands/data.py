@@ -74,7 +74,6 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from dataloader.format import PLACEHOLDER
     from dataloader.index import Index
     from dataloader.reader import Reader
 
@@ -101,15 +100,23 @@ def _inspect(args: argparse.Namespace) -> int:
                 histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
         console.print(histogram)
         reader = Reader(path)
-        samples = Table("sample", "items", "text")
+        samples = Table("sample", "items", "text", "targets")
         for i in range(min(args.samples, len(index))):
             sample = reader.read(i, text=True, items=True)
             sizes = " ".join(f"{item.modality} {'×'.join(map(str, item.size))}" for item in sample.items)
-            text = sample.text.replace(PLACEHOLDER, "□").replace("\n", " ")
-            samples.add_row(*map(_literal, (sample.id, sizes, text[:60] + "…" * (len(text) > 60))))
+            spans = sample.targets
+            targets = "all" if spans is None else " … ".join(sample.text[a:b] for a, b in spans) or "none"
+            samples.add_row(*map(_literal, (sample.id, sizes, _short(sample.text), _short(targets))))
         console.print(samples)
         reader.close()
     return 0
+
+
+def _short(text: str) -> str:
+    from dataloader.format import PLACEHOLDER
+
+    line = text.replace(PLACEHOLDER, "□").replace("\n", " ")
+    return line[:60] + "…" * (len(line) > 60)
 
 
 def _literal(text: str) -> str:

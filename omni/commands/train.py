@@ -4,6 +4,7 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -12,9 +13,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from infra.launch import launch_local
 from infra.run_folder import RunFolder, write_text
-from omni.compose import check_shadowed, offer_policies, to_config
+from omni.compose import check_shadowed, load_config, offer_policies, to_config
 from omni.config import Config, ConfigError
 from omni.refusals import refusal
+
+if TYPE_CHECKING:
+    from omni.planning.run_spec import RunSpec
 
 WORKER = "omni.training.worker"
 
@@ -72,21 +76,16 @@ def train(composed: DictConfig) -> int:
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
     """
-    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.planning.optim_schedule import learning_rate_notes
     from omni.planning.run_spec import count_ranks, prepare_run
-    from omni.training.fingerprint import check_fingerprint, fingerprint
 
     config: Config = to_config(composed)
     ranks = count_ranks(config)
     spec = prepare_run(config, ranks)
     path = Path(config.run.dir).absolute()
-    checkpoint = latest_checkpoint(RunFolder(path).checkpoints)
-    if checkpoint is not None:
-        # Before config.yaml is written: a refused continuation leaves the run as it was.
-        try:
-            check_fingerprint(read_manifest(checkpoint)["fingerprint"], fingerprint(spec), checkpoint)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
+    done, before = _continued(RunFolder(path), spec)
+    for note in learning_rate_notes(config.optim, config.train.steps, done, before):
+        print(f"note: {note}", file=sys.stderr)
     try:
         folder = RunFolder.create(path)
         write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
@@ -95,3 +94,23 @@ def train(composed: DictConfig) -> int:
             f"run.dir={config.run.dir}: no run folder can be written there ({error}): choose another"
         ) from error
     return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)
+
+
+def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int | None]:
+    """Return the step after which a run folder is continued, 0 for a new one, and its train.steps until now,
+    None if that is not known. A folder of another run is refused before anything is written to it.
+    """
+    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.training.fingerprint import check_fingerprint, fingerprint
+
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return 0, None
+    try:
+        manifest = read_manifest(checkpoint)
+        check_fingerprint(manifest["fingerprint"], fingerprint(spec), checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    with suppress(ConfigError):  # it may be of an older version, or gone
+        return manifest["step"], load_config(folder.config).train.steps
+    return manifest["step"], None

@@ -40,6 +40,7 @@ from pipeline.builders import SchedulePolicy
 from pipeline.domain_plan import EMBEDDING, Point
 
 ON_ERROR = ("fail", "skip")
+MOST_SEEDS = 2**63
 GROUP_REPLICAS = 16
 PRECISIONS = ("auto", "fp32", "bf16")
 
@@ -300,6 +301,7 @@ def _check_choices(config: Config) -> None:
     ):
         if value not in known:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
+    check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
     require("train", config.train, "eval_every", "checkpoint_every", least=0)
     require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples")
@@ -317,6 +319,12 @@ def _check_choices(config: Config) -> None:
         require(f"data.heldout.{name}", heldout, "generate", least=0)
     if not config.data.sources:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
+
+
+def check_seed(config: Config) -> None:
+    """Raise ConfigError for a seed that some generator of random numbers does not take."""
+    if not 0 <= config.train.seed < MOST_SEEDS:
+        raise ConfigError(f"train.seed={config.train.seed}: must lie in [0, {MOST_SEEDS})")
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

@@ -17,6 +17,7 @@ from dataloader.trace import generate
 from dataloader.writer import DatasetWriter
 from omni.config import Config, SourceConfig
 from omni.models.registry import ItemArrays, make_encoder
+from omni.planning.run_spec import check_seed
 
 NUM_SAMPLES = 1024
 _WINDOW = 28  # pixels of a row's side in the traces
@@ -25,6 +26,7 @@ _AUDIO_RATE, _AUDIO_ROW = 16_000, 1_280  # samples of a second, and of a row at 
 
 def use_trace(config: Config, name: str, path: Path, num_samples: int = NUM_SAMPLES) -> None:
     """Make a trace the only source of a configuration, written to the new folder `path`."""
+    check_seed(config)
     encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
     modalities = {encoder.modality for encoder in encoders}
     write_trace_dataset(path, name, config.train.seed, modalities, num_samples)

@@ -175,10 +175,14 @@ def test_command_build_inspect_verify(quickstart, tmp_path, capsys):
     assert "400 samples" in capsys.readouterr().out
     assert omni_data("verify", quickstart) == 0
     assert capsys.readouterr().out.count("all good") == 4
-    file = write_jsonl(tmp_path, {"id": "[red]1", "text": "fine [/blue]"})
+    asked = {"id": "asked", "text": "why? so", "targets": [[5, 7]]}
+    file = write_jsonl(tmp_path, {"id": "[red]1", "text": "fine [/blue]"}, asked)
     assert omni_data("build", "--from-jsonl", file, "--out", tmp_path / "set") == 0
+    capsys.readouterr()
     assert omni_data("inspect", tmp_path / "set") == 0
-    assert "fine [/blue]" in capsys.readouterr().out
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row] for row in rows[-2:]]
+    assert [row[3:5] for row in cells] == [["fine [/blue]", "all"], ["why? so", "so"]]
 
 
 def test_command_errors(tmp_path, capsys):

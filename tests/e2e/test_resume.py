@@ -217,3 +217,13 @@ def test_a_finished_run_is_left_alone(again, whole):
 def test_the_summary_of_a_finished_run_keeps_its_numbers(again, whole):
     ours, theirs = (json.loads((run / "summary.json").read_text()) for run in (again[0], whole))
     assert ours == theirs
+
+
+def test_a_run_that_is_made_longer_says_where_its_learning_rate_jumps(tmp_path, keys):
+    line = [*keys, "launch.ranks=1", "optim.warmup_steps=9"]
+    first = train([*line, "train.steps=2"], tmp_path)
+    assert first.code == 0, first.err
+    assert first.lines_with("note: optim.warmup_steps=9 does not fit train.steps=2", "takes 0 steps")
+    longer = train([*line, "train.steps=4"], tmp_path)
+    assert longer.code == 0, longer.err
+    assert longer.lines_with("note: train.steps was 2 and is 4", "step 2 had 0, step 3 takes 0.0005")

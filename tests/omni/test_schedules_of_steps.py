@@ -5,7 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
-from omni.planning.optim_schedule import check_optim, frozen_components, learning_rate
+from omni.planning.optim_schedule import (
+    check_optim,
+    frozen_components,
+    learning_rate,
+    learning_rate_notes,
+)
 
 COMPONENTS = ("eye", "llm")
 
@@ -87,6 +92,29 @@ def test_a_run_may_be_all_warm_up():
     assert rates(config, 5) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+def test_a_warm_up_longer_than_the_run_shrinks_with_it():
+    config = optim(lr=1.0, warmup_steps=100)
+    check_optim(config, COMPONENTS, 50)
+    assert rates(config, 50) == rates(optim(lr=1.0, warmup_steps=5), 50)
+    assert rates(config, 5) == rates(optim(lr=1.0), 5)
+    (note,) = learning_rate_notes(config, 50)
+    assert "optim.warmup_steps=100 does not fit train.steps=50" in note
+    assert "takes 5 steps" in note
+    assert learning_rate_notes(config, 100) == []
+
+
+def test_a_continued_run_says_where_its_rate_jumps():
+    config = optim(lr=1.0, min_lr=0.0)
+    (note,) = learning_rate_notes(config, 70, done=60, before=60)
+    assert "train.steps was 60 and is 70" in note
+    assert f"step 60 had 0, step 61 takes {learning_rate(config, 61, 70):.3g}" in note
+    assert learning_rate_notes(config, 60, done=30, before=60) == []
+    assert learning_rate_notes(config, 70, done=0, before=60) == [], "nothing is done yet"
+    # Where neither length has begun to decay, nothing changes.
+    steady = optim(lr=1.0, schedule="wsd", warmup_steps=5, decay_steps=10)
+    assert learning_rate_notes(steady, 70, done=30, before=60) == []
+
+
 # Freezing.
 
 
@@ -115,7 +143,7 @@ def test_good_settings_pass():
     [
         (optim(schedule="linear"), "optim.schedule=linear: choose one of cosine, wsd"),
         (optim(warmup_steps=-1), "optim.warmup_steps=-1"),
-        (optim(warmup_steps=101), "optim.warmup_steps=101 .* train.steps=100"),
+        (optim(warmup_steps=101, decay_steps=91), "optim.decay_steps=91 and a warm-up of 10 .*=100"),
         (optim(schedule="wsd", decay_steps=91), "optim.decay_steps=91 .* train.steps=100"),
         (freezing(ear=[[1, 2]]), "optim.components.ear: .* eye, llm"),
         (freezing(eye=[[5, 5]]), "optim.components.eye.frozen"),
