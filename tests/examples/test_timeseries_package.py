@@ -3,10 +3,7 @@
 import io
 import json
 import os
-import shutil
-import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ from hypothesis import strategies as st
 from omni_timeseries.encoder import TimeSeriesConfig, TimeSeriesEncoder
 from omni_timeseries.make_data import describe, make_sample, make_series, to_item
 from omni_timeseries.policies import SNAKE
+from packages import pip_install
 from ranks import RankPool
 from runs import Finished, Running, read_lines
 from torch.utils.flop_counter import FlopCounterMode
@@ -53,23 +51,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder into which the package is installed, as pip would into an environment."""
-    folder = tmp_path_factory.mktemp("site")
-    source = shutil.copytree(EXAMPLE, folder / "source")  # a build leaves files beside the sources
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    if setuptools_version() >= 77:  # else pip fetches one
-        command.append("--no-build-isolation")
-    done = subprocess.run(
-        [*command, "--target", str(folder / "packages"), str(source)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return folder / "packages"
-
-
-def setuptools_version() -> int:
-    try:
-        return int(version("setuptools").partition(".")[0])
-    except PackageNotFoundError:
-        return 0
+    return pip_install(EXAMPLE, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module")
