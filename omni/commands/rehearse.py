@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.commands._shared import add_configuration
+from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
     from omni.config import Config
@@ -21,7 +21,8 @@ _GIB = 1 << 30
 _DESCRIPTION = """\
 Runs ranks through a step on fake tensors: engine, models, optimizer and plan are real and at real shapes, but
 nothing is stored and no other rank is there. Prints what each holds at its fullest moment and what it sends,
-beside what the analytic model says. Each expert is taken to get the same share of every rank's tokens.
+beside what the analytic model says. Each expert is taken to get the same share of every rank's tokens. Which
+rank holds most is found without being asked, by the model; --rank asks for others.
 Overrides as for `omni train`; launch.ranks is two unless given.
 
   omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
@@ -33,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--dry", action="store_true", required=True, help="on fake tensors: the only way yet")
-    parser.add_argument("--rank", default="0", help="ranks, such as 37 or 0,37,127 (default 0)")
-    parser.add_argument("--step", type=int, default=1, help="which step to run (default 1)")
     parser.add_argument(
-        "--trace", help="a synthetic trace in place of data.sources: balanced, longtail, shift"
+        "--rank", help="ranks, such as 37 or 0,37,127 (default: the one that holds most, by the model)"
     )
+    parser.add_argument("--step", type=int, default=1, help="which step to run (default 1)")
+    add_trace(parser)
     parser.add_argument("--json", action="store_true", help="print figures as JSON, a line for each rank")
     add_configuration(parser)
 
@@ -54,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = compose_config(arguments.overrides, arguments.config_dir)
         if config.train.precision == "auto":
             config.train.precision = "bf16"  # what it is on GPUs
-        with tempfile.TemporaryDirectory() as folder:
+        what = f"rank {arguments.rank}" if ranks else "the fullest rank"
+        with tempfile.TemporaryDirectory() as folder, signs_of_life(lambda: f"rehearsing {what}"):
             if arguments.trace:
                 use_trace(config, arguments.trace, Path(folder) / "trace")
             for line in _rehearse(config, ranks, arguments.step, arguments.json):
@@ -68,29 +70,35 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks(text: str) -> list[int]:
+def _ranks(text: str | None) -> list[int] | None:
+    """The ranks asked for, None if none are."""
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",")] if text is not None else None
     except ValueError:
         raise ValueError(f"--rank {text}: give numbers, such as 37 or 0,37,127") from None
 
 
-def _rehearse(config: "Config", ranks: list[int], step: int, as_json: bool) -> Iterator[str]:
+def _rehearse(config: "Config", ranks: list[int] | None, step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
     from omni.planning.run_spec import planned_ranks, prepare_run
 
     spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
+    from omni.rehearsal.fullest import fullest_rank
     from omni.rehearsal.memory import model_footprint
     from omni.rehearsal.rehearse import for_gpus, rehearse
 
     spec = for_gpus(spec)
-    wrong = [rank for rank in ranks if not 0 <= rank < spec.arrangement.world]
-    if wrong or step < 1:
+    if step < 1:
+        raise ConfigError(f"--step {step}: steps begin at 1")
+    if ranks is None:
+        all_domains = spec.planner.all_domains(step, spec.planner.cursor_of(step))
+        ranks = [fullest_rank(spec, all_domains).rank]
+        print(f"rank {ranks[0]} holds most of all, by the model", file=sys.stderr)
+    if any(not 0 <= rank < spec.arrangement.world for rank in ranks):
         raise ConfigError(
-            f"--rank {','.join(map(str, ranks))} --step {step}: there are ranks 0 to "
-            f"{spec.arrangement.world - 1}, and steps begin at 1"
+            f"--rank {','.join(map(str, ranks))}: there are ranks 0 to {spec.arrangement.world - 1}"
         )
     domains = sorted({spec.arrangement.domain(rank) for rank in ranks})
     plans = {domain: plan_of_step(spec, step, domain) for domain in domains}
@@ -126,8 +134,10 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
 
 
 def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterator[str]:
+    from omni.rehearsal.fullest import place
+
     rank, found = rehearsal.rank, rehearsal.footprint
-    yield f"rank {rank} of {spec.arrangement.world} ({spec.arrangement.describe()}): {_place(spec, rank)}"
+    yield f"rank {rank} of {spec.arrangement.world} ({spec.arrangement.describe()}): {place(spec, rank)}"
     yield "parameters here: " + ", ".join(f"{name} {count:,}" for name, count in found.parameters.items())
     yield f"\n{'GiB held at ' + found.at:34} {'rehearsed':>12} {'modelled':>12}"
     for kind, size in [*found.peak.items(), ("all", found.bytes)]:
@@ -140,10 +150,3 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
     total = sum(sent.total for sent in modelled.traffic.values())
     yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
-
-
-def _place(spec: "RunSpec", rank: int) -> str:
-    if rank not in spec.arrangement.mesh:
-        return "encoders only"
-    at = spec.arrangement.mesh.coordinates(rank)
-    return ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
