@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omni.rehearsal.estimate import Estimate
     from omni.rehearsal.footprint import Sent
     from pipeline.plan import StepPlan
+    from pipeline.simulator import Timeline
 
 _DESCRIPTION = """\
 Plans a training step of every domain from metadata alone, as the ranks will, checks the plans against rules
@@ -26,7 +27,7 @@ as for `omni train`; launch.ranks is two unless given. With cluster=cpu, number 
 this machine's device, with any other cluster those of GPUs.
 
   omni plan --trace longtail experiment=llama3_70b launch.ranks=1024
-  omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3
+  omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3 --draw step.svg
 """
 
 
@@ -36,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--step", type=int, default=1, help="which step to plan (default 1)")
     parser.add_argument("--domain", type=int, help="which domain to show (default: the slowest)")
+    parser.add_argument(
+        "--draw", type=Path, help="write the simulated timeline: as a picture (.svg) or for Perfetto (.json)"
+    )
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     add_trace(parser)
@@ -73,6 +77,8 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     from omni.rehearsal.fullest import check_memory
     from pipeline.costs import simulate
 
+    if arguments.draw and arguments.draw.suffix not in (".svg", ".json"):
+        raise ConfigError(f"--draw {arguments.draw}: write a picture (.svg) or trace events (.json)")
     spec = _resolve(config)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
@@ -90,6 +96,8 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
         timeline = simulate(plan.domain, spec.table)
     for text in without_effect(spec.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
+    if arguments.draw:
+        _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", team_names(spec, plan))
     sent = sent_by_ranks(spec, plan)
     if arguments.json:
         print(json.dumps(figures(spec, found, plan, sent), indent=2))
@@ -99,6 +107,15 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     if arguments.ops:
         for name, ops in zip(team_names(spec, plan), plan.domain.ops, strict=True):
             print(f"\n{name}: {' '.join(map(str, ops))}")
+
+
+def _draw(path: Path, timeline: "Timeline", title: str, names: "list[str]") -> None:
+    """Write a picture of a simulated timeline, in the format that the path ends with."""
+    from infra.run_folder import write_text
+    from pipeline.drawing import rows_of, svg, trace_events
+
+    pictures = [(f"{title} (simulated)", rows_of(timeline, names))]
+    write_text(path, svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
 
 
 def _resolve(config: "Config") -> "RunSpec":

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from small import overrides, write_mixed
@@ -160,6 +161,19 @@ def test_the_command_says_all_of_it(line: list[str], capsys: pytest.CaptureFixtu
     assert "\nranks 2-3: " in out or "\nrank 2: " in out
     assert "\nranks 10-11: " in out or "\nrank 10: " in out
     assert "\nrank 0: " not in out
+
+
+@pytest.mark.parametrize("name", ["step.svg", "step.json"])
+def test_the_command_draws_the_domain_that_it_shows(line: list[str], tmp_path: Path, name: str) -> None:
+    assert main(["plan", "--domain", "1", "--draw", str(tmp_path / name), *line]) == 0
+    text = (tmp_path / name).read_text()
+    assert "step 1, domain 1 (simulated)" in text
+    assert text.startswith("<svg" if name.endswith("svg") else "{")
+
+
+def test_a_picture_in_no_known_format_is_refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--draw", "step.png", *line]) == 2
+    assert "--draw step.png: write a picture (.svg)" in capsys.readouterr().err
 
 
 def test_a_step_that_does_not_fit_is_refused_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:

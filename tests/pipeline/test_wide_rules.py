@@ -128,6 +128,14 @@ def test_a_reduction_before_anything_of_its_part_is_refused():
     refused(plan, "R3: rank 0 must run backward(0, weight) before reduce(2)")
 
 
+def test_the_first_part_is_reduced_after_the_gradients_of_an_output_that_may_be_tied_to_it():
+    plan = make_plan(Shape(1, parts=2), 2, [], with_split_backwards(build_in_turn, 0, 1))
+    assert problems(plan, bound=100) == []
+    last, reduction = Op(B, 1, part=1, grad=WEIGHT), Op(Kind.REDUCE, LLM, part=0)
+    plan = with_lists(plan, lambda lists: move(lists[0], last, reduction, after=True))
+    assert problems(plan, bound=100) == [f"R3: rank 0 must run {last} before {reduction}"]
+
+
 def test_two_parts_that_one_rank_reduces_in_the_wrong_order_are_refused():
     first, second = Op(Kind.REDUCE, LLM, part=0), Op(Kind.REDUCE, LLM, part=2)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], first, second, after=True))

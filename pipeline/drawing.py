@@ -1,0 +1,201 @@
+"""Timelines as pictures: SVG for people, trace events for viewers such as Perfetto.
+
+A row is a team of ranks, a span what it does from one time to another: an op, or waiting, by what is waited
+for. Times of simulated timelines are simulated; the titles say so.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from parallel.work import Grad
+from pipeline.ops import COMPUTE, ISSUED, Kind, Op
+from pipeline.simulator import Timeline
+
+WAITING = "wait"
+PEERS = "peers"
+COLOURS = {
+    "encode": "#f2b134",
+    "encode backward": "#c77d0a",
+    "forward": "#6aa5e8",
+    "backward": "#2f6fb2",
+    "backward, inputs": "#2f6fb2",
+    "backward, weights": "#57b09b",
+    "reduce": "#9a7fc9",
+}
+_IDLE = {
+    "ship": "#f6e3bd",
+    "return": "#ead2b0",
+    "recv_forward": "#dbe7f5",
+    "recv_backward": "#c9d6e6",
+    PEERS: "#e6dff1",
+}
+_OTHER_IDLE = "#e4e4e4"
+_WIDTH, _HEIGHT, _GAP, _LEFT, _LINE = 1200, 18, 3, 110, 16  # pixels
+_DIGIT = 7  # pixels
+_TICKS = 12  # at most
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a team does from `start_ns` to `end_ns`: `kind` is one of COLOURS, or "wait" with what is waited
+    for in `cause`; `text` names the op whole, `number` is its chunk or microbatch.
+    """
+
+    kind: str
+    text: str
+    number: int
+    start_ns: int
+    end_ns: int
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A team of ranks and its spans, in order of time."""
+
+    name: str
+    spans: tuple[Span, ...]
+
+
+def rows_of(timeline: Timeline, names: Sequence[str]) -> list[Row]:
+    """Return the rows of a simulated timeline, by the names of its teams, without spans of no length."""
+    return [Row(name, tuple(_spans(timeline, team))) for team, name in enumerate(names)]
+
+
+def _spans(timeline: Timeline, team: int) -> Iterator[Span]:
+    for event, transfer in zip(timeline.events[team], timeline.transfers[team], strict=True):
+        op, start = event.op, event.start_ns
+        if op.kind in ISSUED:
+            continue
+        if op.kind is Kind.WAIT:
+            assert op.on is not None
+            yield from _span(WAITING, op, start, event.end_ns, cause=str(op.on))
+            continue
+        begun = start if transfer is None else max(start, transfer.start)
+        yield from _span(WAITING, op, start, begun, cause=PEERS)
+        yield from _span(_kind(op), op, begun, event.end_ns)
+
+
+def _span(kind: str, op: Op, start: int, end: int, cause: str = "") -> Iterator[Span]:
+    if end > start:
+        yield Span(kind, str(op), op.index, start, end, cause)
+
+
+def _kind(op: Op) -> str:
+    assert op.kind in COMPUTE or op.kind is Kind.REDUCE, f"{op} takes no time"
+    halves = {Grad.INPUT: ", inputs", Grad.WEIGHT: ", weights"}
+    return str(op.kind).replace("_", " ") + (halves.get(op.grad, "") if op.kind is Kind.BACKWARD else "")
+
+
+def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
+    """Return what rows wait, summed, by cause: an issued op, "peers" whose layers communicate, or the "end"
+    of the step that others still work towards.
+    """
+    end = max((row.spans[-1].end_ns for row in rows if row.spans), default=0)
+    found: dict[str, int] = {}
+    for row in rows:
+        for span in row.spans:
+            if span.kind == WAITING:
+                found[span.cause] = found.get(span.cause, 0) + span.end_ns - span.start_ns
+        found["end"] = found.get("end", 0) + end - (row.spans[-1].end_ns if row.spans else 0)
+    return found
+
+
+def svg(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
+    """Draw titled timelines one above the other, on one scale of time."""
+    end = max((s.end_ns for _, rows in pictures for row in rows for s in row.spans), default=0) or 1
+    body: list[str] = []
+    top = _LINE
+    for title, rows in pictures:
+        body.append(_text(0, top, title, "bold"))
+        top += _LINE // 2
+        for row in rows:
+            body += _row(row, top, end)
+            top += _HEIGHT + _GAP
+        body += _axis(top, end)
+        top += 2 * _LINE
+    used = {_key(s) for _, rows in pictures for row in rows for s in row.spans}
+    body += _legend(top, [key for key in _colours() if key in used])
+    width, height = _LEFT + _WIDTH + _LINE, top + _LINE
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">\n'
+        f'<rect width="{width}" height="{height}" fill="white"/>\n' + "\n".join(body) + "\n</svg>\n"
+    )
+
+
+def _row(row: Row, top: int, end: int) -> Iterator[str]:
+    yield _text(0, top + _HEIGHT - 5, row.name)
+    for span in row.spans:
+        x = _LEFT + span.start_ns * _WIDTH / end
+        width = (span.end_ns - span.start_ns) * _WIDTH / end
+        what = f"waits for {span.cause}: {span.text}" if span.kind == WAITING else span.text
+        yield (
+            f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT}" fill="{_colour(span)}">'
+            f"<title>{escape(what)}, {(span.end_ns - span.start_ns) / 1e6:.3f} ms</title></rect>"
+        )
+        if width >= _DIGIT * (1 + len(str(span.number))) and span.kind != WAITING:
+            yield _text(x + 2, top + _HEIGHT - 5, str(span.number))
+
+
+def _axis(top: int, end: int) -> Iterator[str]:
+    step = _round_step(end)
+    for at in range(0, end + 1, step):
+        yield _text(_LEFT + at * _WIDTH / end, top + _LINE - 4, f"{at / 1e6:g}" + (" ms" if at == 0 else ""))
+
+
+def _round_step(end: int) -> int:
+    """One, two or five times a power of ten, at most `_TICKS` of which lie within `end`."""
+    power = 1
+    while power * 10 * _TICKS <= end:
+        power *= 10
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor * _TICKS >= end)
+
+
+def _legend(top: int, keys: Sequence[str]) -> Iterator[str]:
+    x = 0
+    for key in keys:
+        yield f'<rect x="{x}" y="{top - 10}" width="10" height="10" fill="{_colours()[key]}"/>'
+        yield _text(x + 14, top, key)
+        x += 24 + 6 * len(key)
+
+
+def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y}" font-weight="{weight}">{escape(text)}</text>'
+
+
+def _key(span: Span) -> str:
+    return f"waits for {span.cause}" if span.kind == WAITING else span.kind
+
+
+def _colours() -> dict[str, str]:
+    return {**COLOURS, **{f"waits for {cause}": colour for cause, colour in _IDLE.items()}}
+
+
+def _colour(span: Span) -> str:
+    return _colours().get(_key(span), _OTHER_IDLE)
+
+
+def trace_events(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
+    """Return timelines as JSON in the trace event format: a process for each, a thread for each row."""
+    events: list[dict[str, object]] = []
+    for number, (title, rows) in enumerate(pictures):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": title}})
+        for thread, row in enumerate(rows):
+            where = {"pid": number, "tid": thread}
+            events.append({"ph": "M", "name": "thread_name", **where, "args": {"name": row.name}})
+            events += [
+                {
+                    "ph": "X",
+                    "name": span.text if span.kind != WAITING else f"waits for {span.cause}",
+                    "cat": span.kind,
+                    **where,
+                    "ts": span.start_ns / 1e3,
+                    "dur": (span.end_ns - span.start_ns) / 1e3,
+                    "args": {"op": span.text},
+                }
+                for span in row.spans
+            ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
