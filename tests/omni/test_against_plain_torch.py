@@ -51,7 +51,7 @@ BASE = [
     "train.seed=3",
     "optim.lr=4e-3",
     "optim.eps=1e-3",
-    "optim.beta2=0.9",
+    "optim.beta2=0.8",
     "optim.clip=1000",
     "optim.weight_decay=0.1",
 ]
