@@ -257,9 +257,12 @@ step are those that clip its gradients.
   share sequences this short. Tests assert all of this for each case of the covering array.
 
 `tests/omni/test_parity.py` has what needs few layouts: untied embeddings, biases, LayerNorm, other routers,
-frozen components, bf16, and that placeholders shifted by one fail, as does a norm counted wrong.
+frozen components, and that placeholders shifted by one fail, as does a norm counted wrong.
 `tests/omni/test_parity_matrix.py` adds what no pair of values shows: an expert whose shards lie on ranks that
-differ in tp, and encoder slots that span pipeline stages.
+differ in tp, and encoder slots that span pipeline stages. `tests/omni/test_bf16.py` compares ranks in bf16.
+
+Parity compares the code with itself. What every rank does wrong alike is held against equations and
+definitions: [tests.md](tests.md).
 
 ## Axes
 
