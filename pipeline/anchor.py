@@ -1,6 +1,6 @@
 """What the engine asks of the models it runs. It knows them by name and attach point, never by class."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,9 +65,11 @@ class Stage(Protocol):
 @dataclass(frozen=True)
 class StepInputs:
     """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, and the
-    rank's ends of each route.
+    rank's ends of each route. `before_loss` is called with each microbatch, by number, before its loss is
+    computed from what it then holds.
     """
 
     microbatches: tuple[Any, ...]
     chunks: Mapping[int, Any]
     ends: tuple[Ends | None, ...]
+    before_loss: Callable[[int, Any], None] = lambda number, inputs: None

@@ -256,6 +256,7 @@ class _Step:
         elif not self.plan.train:
             self.result.outputs[m] = output
         else:
+            self.inputs.before_loss(m, inputs)
             output, sums = stage.loss(inputs, output)
             self.result.sums = sums if self.result.sums is None else self.result.sums + sums
         if self.plan.train:

@@ -4,8 +4,8 @@
 the texts that its member of the pool holds if it embeds them or computes their loss, and the items that it
 encodes: no more.
 
-Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, its sample is a tombstone:
-the ranks of the domain tell each other which samples these are, and the last stage masks their targets.
+Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, and its sample a tombstone:
+see `tombstones.py`.
 """
 
 import contextlib
@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dataloader.format import DataError
-from dataloader.loader import Failure, Fetch, Fetched, TextArrays
+from dataloader.loader import Fetch, Fetched, TextArrays
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
 from omni.models.llm_stage import MicrobatchInputs
@@ -273,26 +272,3 @@ def _silence(encoder: Encoder, length: int) -> ItemArrays:
         np.zeros((length, *blank.values.shape[1:]), blank.values.dtype),
         np.zeros((length, *blank.positions.shape[1:]), blank.positions.dtype),
     )
-
-
-def share_tombstones(
-    domain: DomainPlan, failures: Sequence[Failure], group: dist.ProcessGroup
-) -> tuple[int, ...]:
-    """Return the samples of this domain that have a bad item on any of its ranks.
-
-    Every rank of the domain calls it, with the failures of its own items.
-    """
-    bad = {(f.source, f.sample) for f in failures}
-    flags = torch.tensor([(sample.source, sample.id) in bad for sample in domain.samples], dtype=torch.uint8)
-    if group.size() > 1 and any(domain.routes):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-    return tuple(i for i, flag in enumerate(flags.tolist()) if flag)
-
-
-def mask_tombstones(domain: DomainPlan, inputs: StepInputs, tombstones: Sequence[int]) -> None:
-    """Take the targets of tombstones out of the loss, where this rank computes it."""
-    for batch, tensors in zip(domain.microbatches, inputs.microbatches, strict=False):
-        if tensors.weights is not None:
-            for number, sample in enumerate(batch.samples):
-                if sample in tombstones:
-                    tensors.weights.masked_fill_(tensors.sequences == number, 0.0)

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -29,10 +29,10 @@ from omni.planning.loads import busiest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.inputs import mask_tombstones, share_tombstones
 from omni.rank.optimizer import StepTotals
 from omni.rank.state import read_state, write_state
 from omni.rank.step import execute, learn_totals, update, waiting_at
+from omni.rank.tombstones import Tombstones
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun, idle_seconds
@@ -157,29 +157,23 @@ class Trainer:
 
     def run_step(self, prepared: Prepared) -> StepRun:
         """Run a step once all ranks agree on its plan, and learn its totals."""
-        loads = self.agree_on(prepared.plan)
+        plan = prepared.plan
+        loads = self.agree_on(plan)
         self.check_failures(prepared)
-        tombstones = self.bury(prepared)
-        result = execute(self.rank, prepared.plan, prepared.inputs)
+        tombstones = Tombstones(self.rank, plan, prepared.failures)
+        result = execute(self.rank, plan, replace(prepared.inputs, before_loss=tombstones.mask))
+        lost = len(tombstones.samples)
         speaks = self.rank.engine.position == 0  # for its domain
         totals = learn_totals(
             self.rank,
-            prepared.plan,
+            plan,
             result,
             seconds=idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
-            planned=planned_sums(self.spec, prepared.plan, counts=speaks),
-            tombstones=len(tombstones) if speaks else 0,
+            planned=planned_sums(self.spec, plan, counts=speaks),
+            tombstones=lost if speaks else 0,
             stop=self.stop.requested,
         )
         return StepRun(prepared, result, totals, loads)
-
-    def bury(self, prepared: Prepared) -> tuple[int, ...]:
-        """Take samples with bad items out of the loss on all ranks of the domain. Returns which they are."""
-        domain, group = prepared.plan.domain, self.rank.groups.domain_control
-        with waiting_at(self.rank, f"step {prepared.plan.step}: sharing which items are bad", group):
-            tombstones = share_tombstones(domain, prepared.failures, group)
-        mask_tombstones(domain, prepared.inputs, tombstones)
-        return tombstones
 
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""

@@ -13,9 +13,11 @@ from ranks import RankPool
 from small import overrides, write_mixed
 
 from dataloader.format import SampleError
+from dataloader.reader import Reader
+from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
-from omni.models.registry import ItemArrays
+from omni.models.registry import Encoder, ItemArrays
 from omni.planning.run_spec import prepare_run
 from omni.training.trainer import Trainer
 
@@ -29,12 +31,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str], str]:
-    """Train with an encoder that fails on the one item of sample 1. Returns the error's type, what it says
-    with its notes, the threads that items were preprocessed on, and what is on the screen.
-    """
-    spec = prepare_run(compose_config(line), world)
-    encoder = spec.encoders["image"]
+def fail_on_sample_1(encoder: Encoder, how: str) -> set[str]:
+    """Let preprocessing fail on the one item of sample 1. Returns the threads that it will have run on."""
     preprocess = encoder.preprocess
     threads = set()
 
@@ -42,7 +40,7 @@ def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, s
         arrays = preprocess(array)
         if array.shape != encoder.blank().shape:
             threads.add(threading.current_thread().name.rpartition("-")[0])
-        if array.shape[1] != 48:
+        if array.shape[1] != 48 or how == "good":
             return arrays
         if how == "bad":
             raise SampleError("nothing to be seen")
@@ -51,6 +49,15 @@ def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, s
         return arrays.part(0, len(arrays.values) - 1)
 
     encoder.preprocess = fail  # type: ignore[method-assign]
+    return threads
+
+
+def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str], str]:
+    """Train with an encoder that fails on one item. Returns the error's type, what it says
+    with its notes, the threads that items were preprocessed on, and what is on the screen.
+    """
+    spec = prepare_run(compose_config(line), world)
+    threads = fail_on_sample_1(spec.encoders["image"], how)
     kind, message, screen = "", "", io.StringIO()
     try:
         with contextlib.redirect_stdout(screen):
@@ -102,3 +109,26 @@ def test_samples_left_out_are_on_the_screen_and_in_the_summary(
     line = screen.splitlines()[-1]
     assert line.startswith(f"left out so far: {dropped} samples that are too long")
     assert f", {bad} with a bad item" in line
+
+
+def targets(rank: int, line: list[str], how: str) -> float:
+    """Run a step of two ranks and return the number of its targets."""
+    spec = prepare_run(compose_config(line), 2)
+    fail_on_sample_1(spec.encoders["image"], how)
+    trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
+    with trainer.ahead() as ahead:
+        return trainer.run_step(ahead.take(1)).totals.num_targets
+
+
+@pytest.mark.parametrize("more", [("layout=pp2", "system=stage0"), ("layout=pp2",), ("layout.domain=2",)])
+def test_targets_of_a_tombstone_do_not_count_wherever_the_loss_is_computed(
+    ranks: RankPool, data: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    line = overrides(data, tmp_path, *more, *SKIP)  # a step takes every sample once
+    good, masked = (ranks.run(2, targets, line, how) for how in ("good", "bad"))
+    spec = prepare_run(compose_config(line), 2)
+    sample = Reader(data).read(1, text=True, items=False)
+    (meta,) = (m for m in spec.planner.metas_of(spec.planner.next_step(1, 0, 0).domain) if m.id == 1)
+    lost = tokenize(sample, meta, spec.tokenizer)[2].sum()
+    assert lost > 20
+    assert masked == [number - lost for number in good]

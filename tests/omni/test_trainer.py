@@ -18,7 +18,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.planning.run_spec import prepare_run
-from omni.rank.step import execute
+from omni.rank.tombstones import Tombstones
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.trainer import NoUpdateError, Trainer
@@ -128,37 +128,37 @@ def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(
     assert ranks.run(4, _diverge, overrides(data, tmp_path, *IN_PAIRS), 2, "packing") == ["agreed"] * 4
 
 
-def _stall(rank: int, line: list[str], at_engine: bool) -> str:
+def _stall(rank: int, line: list[str], alone: bool) -> str:
     trainer = make_trainer(rank, line, 2)
     with trainer.ahead() as ahead:
         prepared = ahead.take(1)
-        trainer.agree_on(prepared.plan)
         if rank == 1:
+            trainer.agree_on(prepared.plan)
             time.sleep(6)
             return "slept"
         try:
-            if at_engine:
-                trainer.rank.engine.run(prepared.plan, prepared.inputs)
-            trainer.bury(prepared)
-            execute(trainer.rank, prepared.plan, prepared.inputs)
+            if alone:
+                return str(Tombstones(trainer.rank, prepared.plan, ()).samples)
+            trainer.run_step(prepared)
         except StallError as error:
             return str(error)
     return "ran"
 
 
 @pytest.mark.parametrize(
-    ("more", "at_engine", "where"),
+    ("more", "alone", "where"),
     [
-        (["layout=pp2"], True, r"wait\(\w+ \d\) of step 1"),
-        (["layout=pp2"], False, "step 1: sharing which items are bad"),
+        # It gets to its ops, though the other has not begun to share which items are bad.
+        (["layout=pp2"], False, r"wait\(\w+ \d\) of step 1"),
+        (["layout=pp2"], True, "step 1: sharing which items are bad"),
         ([], False, "the gradients of llm"),
     ],
 )
 def test_a_rank_that_waits_too_long_says_for_whom(
-    ranks: RankPool, data: Path, tmp_path: Path, more: list[str], at_engine: bool, where: str
+    ranks: RankPool, data: Path, tmp_path: Path, more: list[str], alone: bool, where: str
 ) -> None:
     line = overrides(data, tmp_path, *more, "train.timeout_s=3")
-    message = ranks.run(2, _stall, line, at_engine)[0]
+    message = ranks.run(2, _stall, line, alone)[0]
     assert re.match(f"rank 0 waited at {where} for rank 1: ", message), message
 
 
