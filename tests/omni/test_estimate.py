@@ -16,7 +16,7 @@ from omni.config import ConfigError
 from omni.planning.loads import loads
 from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.estimate import Estimate, estimate, sent_by_ranks
-from omni.rehearsal.fullest import check_memory
+from omni.rehearsal.fullest import check_memory, fullest_rank
 from omni.rehearsal.memory import model_footprint
 from parallel.work import even_load
 from pipeline.costs import simulate
@@ -200,3 +200,16 @@ def test_signs_of_life_come_while_a_block_runs(
     assert all(line.startswith("planned 3 of 4, ") for line in lines)
     time.sleep(0.05)
     assert capsys.readouterr().err == ""
+
+
+def test_the_fullest_of_a_team_need_not_be_its_first(line: list[str]) -> None:
+    keys = [*line, "layout.llm.pp=1", "+layout.encoders.image.tp=2"]
+    spec, later = for_gpus(prepare_run(compose_config(keys), WORLD)), 0
+    for plan in spec.planner.all_domains(2, spec.planner.cursor_of(2)):
+        assert plan.domain.team == 2
+        ranks = spec.arrangement.domain_ranks(plan.number)
+        held = {rank: model_footprint(spec, plan, rank).bytes for rank in ranks}
+        peak = fullest_rank(spec, [plan])
+        assert (peak.rank, peak.bytes) == max(held.items(), key=lambda item: item[1])
+        later += ranks.index(peak.rank) % 2
+    assert later, "in no domain it was another than the first"
