@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.compose import compose_config
-from omni.planning.run_spec import RunSpec, prepare_run
-from omni.rehearsal.rehearse import for_gpus
+from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 

@@ -30,8 +30,9 @@ from pathlib import Path
 import torch
 
 from omni.compose import compose_config
+from omni.planning.layouts import planned_ranks
 from omni.planning.plan_process import Planned, PlannerProcess, PlanStep, plan_step
-from omni.planning.run_spec import planned_ranks, prepare_run
+from omni.planning.run_spec import prepare_run
 from omni.rehearsal.stand_in_data import use_trace
 
 OPERATORS = 200  # of a batch, of some microseconds each

@@ -120,7 +120,8 @@ def _draw(path: Path, timeline: "Timeline", title: str, names: "list[str]") -> N
 
 def _resolve(config: "Config") -> "RunSpec":
     """The run as it is planned where the cluster is."""
-    from omni.planning.run_spec import for_gpus, planned_ranks, prepare_run
+    from omni.planning.layouts import planned_ranks
+    from omni.planning.run_spec import for_gpus, prepare_run
 
     on_gpus = config.cluster.name != "cpu"
     if on_gpus and config.train.precision == "auto":

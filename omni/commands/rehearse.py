@@ -81,13 +81,15 @@ def _ranks(text: str | None) -> list[int] | None:
 def _rehearse(config: "Config", ranks: list[int] | None, step: int, as_json: bool) -> Iterator[str]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
-    from omni.planning.run_spec import planned_ranks, prepare_run
+    from omni.planning.layouts import planned_ranks
+    from omni.planning.run_spec import prepare_run
 
     spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
+    from omni.planning.run_spec import for_gpus
     from omni.rehearsal.fullest import fullest_rank
     from omni.rehearsal.memory import model_footprint
-    from omni.rehearsal.rehearse import for_gpus, rehearse
+    from omni.rehearsal.rehearse import rehearse
 
     spec = for_gpus(spec)
     if step < 1:

@@ -76,8 +76,9 @@ def train(composed: DictConfig) -> int:
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
     """
+    from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
-    from omni.planning.run_spec import count_ranks, prepare_run
+    from omni.planning.run_spec import prepare_run
 
     config: Config = to_config(composed)
     ranks = count_ranks(config)

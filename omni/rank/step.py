@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from omni.models.llm import NAME as LLM
 from omni.rank.build import Rank
-from omni.rank.optimizer import StepTotals, reduce_totals
+from omni.rank.totals import StepTotals, reduce_totals
 from parallel.waiting import waiting
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult

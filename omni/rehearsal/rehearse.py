@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from omni.config import ConfigError
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
-from omni.planning.run_spec import for_gpus as for_gpus
 from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, learn_totals, update
 from omni.rehearsal.footprint import Footprint

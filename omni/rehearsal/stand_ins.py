@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.config import MoEConfig
 from omni.rank import build, step
-from omni.rank.optimizer import StepTotals
+from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
 from ops import attention
 from parallel.lane import Lane

@@ -7,7 +7,7 @@ from itertools import chain
 
 from omni.planning.loads import imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
-from omni.rank.optimizer import StepTotals
+from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
 from ops.device import device_type, peak_memory_bytes
 from pipeline.costs import simulate

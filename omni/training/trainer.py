@@ -29,10 +29,10 @@ from omni.planning.loads import busiest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.optimizer import StepTotals
 from omni.rank.state import read_state, write_state
 from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.rank.tombstones import Tombstones
+from omni.rank.totals import StepTotals
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun, idle_seconds

@@ -22,11 +22,11 @@ from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.memory import model_footprint
 from omni.rehearsal.meter import Meter
-from omni.rehearsal.rehearse import classify, for_gpus, group_labels, owned_parameters, rehearse
+from omni.rehearsal.rehearse import classify, group_labels, owned_parameters, rehearse
 from omni.rehearsal.stand_in_data import use_trace
 from omni.training.trainer import Trainer
 from parallel.layout import Layout

@@ -1,0 +1,112 @@
+"""How many ranks a launch has, and where everything lives on them: layouts resolved and checked."""
+
+from collections.abc import Mapping
+
+from omni.config import Config, ConfigError, require
+from omni.models.llm import check_llm_layout
+from omni.models.registry import Encoder, naming
+from omni.planning.choices import chosen_placement
+from ops.device import visible_devices
+from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
+from pipeline.builders import SchedulePolicy
+
+
+def count_ranks(config: Config) -> int:
+    """Return how many ranks a launch on this machine starts: as asked, or one a GPU, or two without GPUs.
+
+    Raises:
+        ConfigError: for fewer than one, or more than there are GPUs.
+    """
+    require("launch", config.launch, "ranks")
+    gpus = visible_devices()
+    ranks = config.launch.ranks or gpus or 2
+    if 0 < gpus < ranks:
+        raise ConfigError(f"launch.ranks={ranks}: this machine has {gpus} GPUs, and every rank needs its own")
+    return ranks
+
+
+def planned_ranks(config: Config) -> int:
+    """Return how many ranks to plan for where none are started: as asked, or two.
+
+    Raises:
+        ConfigError: for fewer than one.
+    """
+    require("launch", config.launch, "ranks")
+    return config.launch.ranks or 2
+
+
+def resolve_layout(config: Config, world: int) -> Arrangement:
+    """Fill in the data-parallel size and arrange all components over the world.
+
+    Raises:
+        LayoutError: for sizes that do not fit the world or each other, with the remedy.
+        PolicyError: for a placement that is not registered.
+    """
+    placement = chosen_placement(config)
+    beside = config.placement.ranks
+    if beside is None:
+        beside = int(placement.beside)
+    sizes = config.layout.llm
+    unknown = sorted(set(config.layout.encoders) - set(config.model.encoders))
+    if unknown:
+        raise LayoutError(
+            f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
+            f"{', '.join(config.model.encoders) or 'none'})"
+        )
+    check_sizes(vars(sizes))
+    split = ((axis, getattr(sizes, axis)) for axis in ("tp", "cp", "pp"))
+    own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split if size > 1) or "layout.llm"
+    if beside < 0:
+        raise LayoutError(f"placement.ranks={beside}: must be at least 0")
+    copy = sizes.tp * sizes.cp * sizes.pp
+    dp = sizes.dp
+    if dp is None:
+        if world <= beside or (world - beside) % copy:
+            rest = f"the {world} ranks of this launch" + (f", less {beside} for encoders" if beside else "")
+            raise LayoutError(
+                f"{own}: a replica of {copy} ranks does not divide {rest}: "
+                f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
+            )
+        dp = (world - beside) // copy
+    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep, parts=sizes.parts)
+    if layout.world + beside != world:
+        raise LayoutError(
+            f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
+            f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
+        )
+    tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
+    domain = config.layout.domain
+    if domain < 1 or layout.dp % domain:
+        raise LayoutError(
+            f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
+        )
+    return arrange(layout, tp, placement, beside, domain)
+
+
+def check_layout(
+    config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
+) -> None:
+    """Refuse an arrangement that the sizes of the components do not allow.
+
+    Raises:
+        ConfigError, LayoutError: naming the key, the value and the remedy.
+    """
+    check_llm_layout(config.model.llm, arrangement.llm, vocab_size)
+    for name, tp in arrangement.encoder_tp.items():
+        if tp > 1:
+            with naming(name):
+                encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+
+
+def check_parts(parts: int, schedule: SchedulePolicy) -> None:
+    """Raise ConfigError for more parts of the LLM on a rank than the schedule can order."""
+    if schedule.parts is not None and parts > schedule.parts:
+        raise ConfigError(
+            f"layout.llm.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on "
+            f"a rank: set layout.llm.parts={schedule.parts}, or choose one for several, such as interleaved"
+        )
+
+
+def _encoder_tp(config: Config, name: str) -> int:
+    own = config.layout.encoders.get(name)
+    return own.tp if own else 1

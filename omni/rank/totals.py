@@ -1,0 +1,67 @@
+"""What all ranks learn of a step, in one reduction."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
+    component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
+    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad
+    data, and whether any rank was asked to stop.
+    """
+
+    losses: tuple[float, ...]
+    targets: tuple[float, ...]
+    squares: tuple[float, ...]
+    seconds: tuple[float, ...]
+    planned: tuple[float, ...]
+    expert_load: float
+    tombstones: int
+    stop: bool
+
+    @property
+    def num_targets(self) -> float:
+        """Target tokens of the step: what gradients are divided by."""
+        return sum(self.targets)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a target token, nan if there was none."""
+        return sum(self.losses) / self.num_targets if self.num_targets else math.nan
+
+
+def reduce_totals(
+    sums: torch.Tensor | None,
+    num_sources: int,
+    squares: torch.Tensor,
+    seconds: Sequence[float],
+    expert_load: torch.Tensor,
+    planned: Sequence[float],
+    tombstones: int,
+    stop: bool,
+    group: dist.ProcessGroup,
+) -> StepTotals:
+    """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
+    if sums is None:
+        sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
+    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64, device=squares.device)
+    packed = torch.cat([sums, squares, expert_load.double().reshape(1), rest])
+    dist.all_reduce(packed, group=group)
+    values = packed.tolist()
+    n, m = num_sources, 2 * num_sources + len(squares)
+    return StepTotals(
+        losses=tuple(values[:n]),
+        targets=tuple(values[n : 2 * n]),
+        squares=tuple(values[2 * n : m]),
+        seconds=tuple(values[m + 1 : m + 1 + len(seconds)]),
+        planned=tuple(values[m + 1 + len(seconds) : -2]),
+        expert_load=values[m],
+        tombstones=round(values[-2]),
+        stop=values[-1] > 0,
+    )
