@@ -115,7 +115,8 @@ def test_without_the_package_the_refusal_names_the_encoder_and_the_remedy(data: 
 def test_an_installed_policy_is_chosen_on_the_command_line(site: Path, data: Path, tmp_path: Path) -> None:
     """`balance=snake` needs no file."""
     keys = [
-        f"hydra.searchpath=[file://{EXAMPLE / 'conf'}]",
+        "--config-dir",
+        str(EXAMPLE / "conf"),
         "experiment=timeseries",
         f"data.sources.series.path={data / 'train'}",
         f"data.heldout.series.path={data / 'heldout'}",
@@ -154,7 +155,8 @@ def test_an_unknown_policy_is_refused_by_naming_the_installed_ones(
 
 def test_policies_of_every_kind_shape_the_plan(site: Path, data: Path, tmp_path: Path) -> None:
     keys = [
-        f"hydra.searchpath=[file://{EXAMPLE / 'conf'}]",
+        "--config-dir",
+        str(EXAMPLE / "conf"),
         "experiment=timeseries",
         f"data.sources.series.path={data / 'train'}",
         f"data.heldout.series.path={data / 'heldout'}",
@@ -170,7 +172,7 @@ def test_policies_of_every_kind_shape_the_plan(site: Path, data: Path, tmp_path:
     found = json.loads(done.out)
     assert set(EVERY_KIND) == set(found["policies"].split(", "))
     assert found["verifier"].startswith("accepted")
-    shared = [int(count) for count in found["sequences, items shared"].split(", ")]
+    shared = found["sequences_shared"], found["items_shared"]
     assert min(shared) > 0, "sequences of the LLM and items are cut in two"
 
 
