@@ -241,6 +241,53 @@ def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
     return [encode([0, 1, 2]), torch.cat([encode([i]) for i in range(3)]), encode([2, 0, 1])]
 
 
+LAYER = (
+    "self_attention.linear_proj.weight",
+    "self_attention.linear_proj.bias",
+    "self_attention.linear_qkv.weight",
+    "self_attention.linear_qkv.bias",
+    "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.weight",
+    "mlp.linear_fc1.bias",
+    "mlp.linear_fc2.weight",
+    "mlp.linear_fc2.bias",
+)
+
+
+def _names(rank: int, line: list[str]) -> list[str]:
+    from omni.rank.build import build_rank
+
+    built = build_rank(prepare_run(compose_config(line), 1), rank, torch.device("cpu"), lambda op: None)
+    return [name for name, _ in built.components["image"].modules[0].named_parameters()]
+
+
+def test_weights_go_by_the_names_that_checkpoints_have(ranks: RankPool, tmp_path: Path) -> None:
+    """Names and their order: initial weights, checkpoints and the order of reductions follow from them."""
+    write_mixed(tmp_path / "data")
+    line = overrides(tmp_path / "data", tmp_path / "run", "+model.encoders.image.taps=[1]")
+
+    def layer(block: str) -> list[str]:
+        names = (f"{block}.layers.0.{name}" for name in ("input_layernorm.weight", *LAYER))
+        return list(names)
+
+    def linear(name: str) -> list[str]:
+        return [f"{name}.weight", f"{name}.bias"]
+
+    assert ranks.run(1, _names, line)[0] == [
+        *linear("patch_linear"),
+        "row_embedding.weight",
+        "column_embedding.weight",
+        *layer("block"),
+        *layer("tapped.0"),
+        "final_norm.weight",
+        *linear("projector_in"),
+        *linear("projector_out"),
+        "tap_projectors.0.norm.weight",
+        *linear("tap_projectors.0.linear_in"),
+        *linear("tap_projectors.0.linear_out"),
+    ]
+
+
 def test_images_in_a_pack_do_not_see_each_other(ranks: RankPool, tmp_path: Path) -> None:
     write_mixed(tmp_path / "data")
     together, alone, shuffled = ranks.run(1, _rows, overrides(tmp_path / "data", tmp_path / "run"))[0]
