@@ -3,7 +3,7 @@
 Shapes: T tokens of this rank, A position axes, H head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,13 +44,13 @@ class PackedTokens(PackedSeqParams):
     It extends megatron's own descriptor because that is what megatron hands, untouched, from the model's
     input to the attention of each layer. `attention` says how sequences divide the tokens and what is
     exchanged for those that are shared; `rotary` holds the cos and sin of every token's position, so
-    attention never has to guess a position from an index. `entering` holds, for a pass under way, what is
-    added to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model.
+    attention never has to guess a position from an index. `entering` holds, for one pass, what is added
+    to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model.
     """
 
     attention: AttentionPlan | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-    entering: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    entering: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

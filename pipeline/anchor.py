@@ -41,14 +41,16 @@ class Stage(Protocol):
         """With the first part: the embedding of this rank's tokens of a microbatch, [T, D]."""
         ...
 
-    def enter(self, part: int, inputs: Any, name: str, tokens: torch.Tensor, rows: torch.Tensor) -> None:
-        """Add `rows` [R, D] to what enters at attach point `name` of a part, other than the embedding, at
-        `tokens` [R], in the coming forward pass of a microbatch.
+    def forward(
+        self,
+        part: int,
+        inputs: Any,
+        hidden: torch.Tensor,
+        entering: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Hidden states [T, D] → [T, D], or with the last part what `inputs` asks for. `entering` holds, by
+        attach point of the part other than the embedding, tokens [R] and the rows [R, D] added to theirs.
         """
-        ...
-
-    def forward(self, part: int, inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, D] → [T, D], or with the last part what `inputs` asks for."""
         ...
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

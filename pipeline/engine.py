@@ -248,9 +248,10 @@ class _Step:
         else:
             received = self.inbox.pop((Kind.RECV_FORWARD, m, part)).requires_grad_(self.plan.train)
             hidden = received
+        entering: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if part in self.with_rows and m in self.shipped:
-            hidden = self.enter(m, part, hidden)
-        output = stage.forward(part, inputs, hidden)
+            hidden, entering = self.enter(m, part, hidden)
+        output = stage.forward(part, inputs, hidden, entering)
         if part < self.domain.num_parts - 1:
             self.hand_on(Kind.SEND_FORWARD, Kind.RECV_FORWARD, m, part, part + 1, output.detach())
         elif not self.plan.train:
@@ -269,10 +270,14 @@ class _Step:
         else:
             self.outbox[send, m, part] = tensor
 
-    def enter(self, m: int, part: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Put rows in the place of embeddings, and give the stage those that enter further on."""
-        stage, (rows, left) = self.engine.stage, self.shipped[m]
-        assert stage is not None
+    def enter(
+        self, m: int, part: int, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Put rows in the place of embeddings. Returns the result, and for each attach point further on the
+        tokens and the rows that enter there.
+        """
+        rows, left = self.shipped[m]
+        entering = {}
         rows.requires_grad_(m in self.returned)
         for number, select, tokens in self.ends(m).landings:
             point = self.domain.all_points[number]
@@ -282,12 +287,12 @@ class _Step:
             if point == EMBEDDING:
                 hidden = scatter_rows(hidden, tokens, own)
             else:
-                stage.enter(part, self.inputs.microbatches[m], point.name, tokens, own)
+                entering[point.name] = tokens, own
         if left > 1 or m in self.returned:
             self.shipped[m] = rows, left - 1
         else:
             del self.shipped[m]
-        return hidden
+        return hidden, entering
 
     def backward(self, op: Op) -> None:
         m, part, stage = op.index, op.part, self.engine.stage

@@ -5,7 +5,7 @@ Shapes: T tokens, D width.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,12 @@ class PartModule:
     numbering: Numbering
     is_first: bool
     is_last: bool
+
+    def layer(self, name: str) -> int:
+        """Return the layer of this part, counted from the start of the model, that `name` stands for."""
+        layer, first = attach_layer(name), self.numbering.first_layer
+        assert first <= layer < first + len(self.model.decoder.layers), f"{name} is not in this part"
+        return layer
 
 
 class LLMStage:
@@ -167,27 +173,27 @@ class LLMStage:
         """Word embeddings [T / tp, D] of this rank's tokens of a microbatch, for the first part."""
         return self.parts[0].model.embedding(inputs.ids, None).squeeze(1)
 
-    def enter(
-        self, part: int, inputs: MicrobatchInputs, name: str, tokens: torch.Tensor, rows: torch.Tensor
-    ) -> None:
-        """Add `rows` [R, D] at `tokens` [R] to the input of the layer that attach point `name` stands for."""
-        layer, own = attach_layer(name), self.parts[part]
-        first = own.numbering.first_layer
-        assert first <= layer < first + len(own.model.decoder.layers), f"{name} is not in part {part}"
-        inputs.packed.entering[layer] = (tokens, rows)
-
-    def forward(self, part: int, inputs: MicrobatchInputs, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        part: int,
+        inputs: MicrobatchInputs,
+        hidden: torch.Tensor,
+        entering: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
         """Hidden [T / tp, D] → the same; of the last part losses [n], or the next token id of each sequence.
+        `entering` holds, by attach point, tokens [R] and the rows [R, D] that the layer's input gets there.
 
         The output layer runs on the wanted positions alone: rows of images have no next token.
         """
         own = self.parts[part]
         model = own.model
         hidden = hidden.unsqueeze(1)
+        # A descriptor of this pass alone: recomputation hands it to the layers again.
+        packed = replace(inputs.packed, entering={own.layer(name): rows for name, rows in entering.items()})
         if not own.is_first:
             model.set_input_tensor(hidden)
         masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
-        out = model.decoder(hidden, None, packed_seq_params=inputs.packed, **masked)
+        out = model.decoder(hidden, None, packed_seq_params=packed, **masked)
         model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not own.is_last:
             return out.squeeze(1)

@@ -164,15 +164,13 @@ class Chain:
         for number, part in self.stage.parts.items():
             received = None if part.is_first else self._take(handed, (tokens, LLM.hidden), -1)
             hidden = self.stage.embed(self.pack.inputs) if received is None else received
-            for layer, rows in self.pack.rows.items():
-                if (
-                    part.numbering.first_layer
-                    <= layer
-                    < part.numbering.first_layer + len(part.model.decoder.layers)
-                ):
-                    at = torch.arange(0, tokens, 2)
-                    self.stage.enter(number, self.pack.inputs, f"llm.layers.{layer}", at, rows)
-            output = self.stage.forward(number, self.pack.inputs, hidden)
+            first, at = part.numbering.first_layer, torch.arange(0, tokens, 2)
+            entering = {
+                f"llm.layers.{layer}": (at, rows)
+                for layer, rows in self.pack.rows.items()
+                if first <= layer < first + len(part.model.decoder.layers)
+            }
+            output = self.stage.forward(number, self.pack.inputs, hidden, entering)
             if part.is_last:
                 output, self.sums = self.stage.loss(self.pack.inputs, output)
             else:
