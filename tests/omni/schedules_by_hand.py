@@ -92,12 +92,15 @@ def by_hand(parts: int = 1, splits: bool = False, early: bool = False) -> Schedu
             order.append([op for op in ops if op.kind not in passes or op.index < count])
         return reduced_early(order, domain) if early else order
 
+    most = most_in_flight(parts, splits)
     name = "_".join(("by_hand", str(parts), *["split"] * splits, *["early"] * early))
-    return SchedulePolicy(name, decide, in_flight=_most_in_flight(parts, splits), parts=parts)
+    return SchedulePolicy(
+        name, decide, in_flight=lambda domain, part: most(domain.num_parts, part), parts=parts
+    )
 
 
-def _most_in_flight(parts: int, splits: bool) -> Callable[[int, int], int]:
-    """The microbatches that each part has in flight at most, counted in the order itself."""
+def most_in_flight(parts: int, splits: bool) -> Callable[[int, int], int]:
+    """The microbatches in flight at most, of so many parts in part so-and-so, counted in the order itself."""
 
     @cache
     def most(num_parts: int, part: int) -> int:

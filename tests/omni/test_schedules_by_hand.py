@@ -267,7 +267,8 @@ def test_a_step_holds_what_its_plan_says_and_leaves_nothing(
     for rank, (most, planned, later, made, left) in enumerate(results):
         assert most == planned
         assert sorted(most) == [rank, rank + 2]
-        assert all(number <= by_hand.EARLY.in_flight(4, part) for part, number in most.items())
+        bound = by_hand.most_in_flight(parts=2, splits=True)
+        assert all(number <= bound(4, part) for part, number in most.items())
         assert min(later) > 0
         assert made > 100
         assert left == 0
