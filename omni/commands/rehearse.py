@@ -5,16 +5,17 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
-    from omni.config import Config
+    from omni.config import ClusterConfig, Config
     from omni.planning.run_spec import RunSpec
     from omni.rehearsal.footprint import Footprint
+    from omni.rehearsal.launches import Launches
     from omni.rehearsal.rehearse import Rehearsal
 
 _GIB = 1 << 30
@@ -23,9 +24,12 @@ Runs ranks through a step on fake tensors: engine, models, optimizer and plan ar
 nothing is stored and no other rank is there. Prints what each holds at its fullest moment and what it sends,
 beside what the analytic model says. Each expert is taken to get the same share of every rank's tokens. Which
 rank holds most is found without being asked, by the model; --rank asks for others.
+With --device cuda the tensors are a GPU's, of which none is needed: prints what each kind of op launches and
+is bound by, at the speeds of `cluster`, and exits with 1 if the host would wait where it is not known to.
 Overrides as for `omni train`; launch.ranks is two unless given.
 
   omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
+  omni rehearse --dry --device cuda model=llama3_1b_so400m layout=pp2 cluster=h100_8x8
 """
 
 
@@ -39,18 +43,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, default=1, help="which step to run (default 1)")
     add_trace(parser)
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="whose branches are run (default cpu); cuda needs g++ once and torch's build for CPUs",
+    )
     parser.add_argument("--json", action="store_true", help="print figures as JSON, a line for each rank")
     add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rehearse and print. Returns 1 if the verifier refuses the plan, 2 for a user's mistake."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors live on the CPU, whatever this machine has
-    from omni.compose import compose_config
-    from omni.rehearsal.stand_in_data import use_trace
+    """Rehearse and print. Returns 1 if the verifier refuses the plan or the host waits where it must not, 2
+    for a user's mistake.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors need no device, whatever this machine has
+    from omni.rehearsal.findings import DynamicShapeError, unexpected
     from pipeline.verifier import PlanRefusedError
 
+    bad: list[object] = []
     try:
+        if arguments.device == "cuda":  # before anything imports torch
+            from omni.rehearsal.noop_guard import install
+
+            install()
+        from omni.compose import compose_config
+        from omni.rehearsal.stand_in_data import use_trace
+
         ranks = _ranks(arguments.rank)
         config = compose_config(arguments.overrides, arguments.config_dir)
         if config.train.precision == "auto":
@@ -59,15 +78,20 @@ def run(arguments: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder, signs_of_life(lambda: f"rehearsing {what}"):
             if arguments.trace:
                 use_trace(config, arguments.trace, Path(folder) / "trace")
-            for line in _rehearse(config, ranks, arguments.step, arguments.json):
-                print(line, flush=True)
+            for rehearsal, text in _rehearse(config, ranks, arguments):
+                print(text, flush=True)
+                bad += unexpected(rehearsal.findings)
+    except DynamicShapeError as error:
+        bad.append(error)
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    for finding in bad:
+        print(f"not allowed: {finding}", file=sys.stderr)
+    return 1 if bad else 0
 
 
 def _ranks(text: str | None) -> list[int] | None:
@@ -78,7 +102,9 @@ def _ranks(text: str | None) -> list[int] | None:
         raise ValueError(f"--rank {text}: give numbers, such as 37 or 0,37,127") from None
 
 
-def _rehearse(config: "Config", ranks: list[int] | None, step: int, as_json: bool) -> Iterator[str]:
+def _rehearse(
+    config: "Config", ranks: list[int] | None, arguments: argparse.Namespace
+) -> Iterator[tuple["Rehearsal", str]]:
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
     from omni.planning.layouts import planned_ranks
@@ -86,12 +112,14 @@ def _rehearse(config: "Config", ranks: list[int] | None, step: int, as_json: boo
 
     spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
+    import torch
+
     from omni.planning.run_spec import for_gpus
     from omni.rehearsal.fullest import fullest_rank
     from omni.rehearsal.memory import model_footprint
     from omni.rehearsal.rehearse import rehearse
 
-    spec = for_gpus(spec)
+    spec, step = for_gpus(spec), arguments.step
     if step < 1:
         raise ConfigError(f"--step {step}: steps begin at 1")
     if ranks is None:
@@ -106,16 +134,18 @@ def _rehearse(config: "Config", ranks: list[int] | None, step: int, as_json: boo
     plans = {domain: plan_of_step(spec, step, domain) for domain in domains}
     for plan in plans.values():
         spec.planner.verify(plan)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     for rank in ranks:
         plan = plans[spec.arrangement.domain(rank)]
-        rehearsal, modelled = rehearse(spec, plan, rank), model_footprint(spec, plan, rank)
-        if as_json:
-            yield json.dumps(figures(rehearsal, modelled))
+        rehearsal = rehearse(spec, plan, rank, device)
+        modelled = model_footprint(spec, plan, rank)
+        if arguments.json:
+            yield rehearsal, json.dumps(figures(rehearsal, modelled, config.cluster))
         else:
-            yield from _lines(spec, rehearsal, modelled)
+            yield rehearsal, "\n".join(_lines(spec, rehearsal, modelled))
 
 
-def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
+def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "ClusterConfig") -> dict[str, object]:
     """What a rehearsal amounts to, as plain values."""
     found = rehearsal.footprint
     out: dict[str, object] = {
@@ -132,6 +162,21 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint") -> dict[str, object]:
     }
     out["modelled_peak_bytes"] = dict(modelled.peak)
     out["modelled_sent_bytes"] = sum(sent.total for sent in modelled.traffic.values())
+    if rehearsal.launches:
+        out["launches"] = {
+            phase: {
+                "ops": of.ops,
+                "launches": dict(of.launches),
+                "memory_bytes": of.bytes,
+                "product_flops": of.flops,
+                "host_ms": round(of.host_s * 1e3, 3),
+                "memory_ms": round(of.memory_s(cluster) * 1e3, 3),
+                "products_ms": round(of.products_s(cluster) * 1e3, 3),
+                "bound_by": of.bound(cluster),
+            }
+            for phase, of in rehearsal.launches.items()
+        }
+        out["findings"] = [vars(f) | {"count": count} for f, count in sorted(rehearsal.findings.items())]
     return out
 
 
@@ -151,4 +196,35 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
         yield f"  {group:16} {collective:15} {sent.calls:12} {sizes}"
     total = sum(sent.total for sent in modelled.traffic.values())
     yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
+    if rehearsal.launches:
+        yield from _launch_lines(rehearsal.launches, spec.config.cluster)
+        yield "\ntimes  the host waits, or float64"
+        yield from (f"{count:5}  {found}" for found, count in sorted(rehearsal.findings.items()))
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
+
+
+def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "ClusterConfig") -> Iterator[str]:
+    """What an op of each kind launches, on average, and all of the step together."""
+    from omni.rehearsal.launches import of_step
+
+    heads = ("ops", "launches", "host ms", "memory GB", "ms", "product TF", "ms")
+    yield f"\n{'launched by an op':22}" + "".join(f"{head:>11}" for head in heads) + "  bound by"
+    for phase, of in [*by_phase.items(), ("step", of_step(by_phase))]:
+        each = 1 if phase == "step" else max(1, of.ops)
+        cells = (
+            f"{of.ops:11}",
+            f"{of.total / each:11.1f}",
+            f"{of.host_s * 1e3 / each:11.3f}",
+            f"{of.bytes / 1e9 / each:11.3f}",
+            f"{of.memory_s(cluster) * 1e3 / each:11.3f}",
+            f"{of.flops / 1e12 / each:11.3f}",
+            f"{of.products_s(cluster) * 1e3 / each:11.3f}",
+        )
+        yield f"  {phase:20}{''.join(cells)}  {of.bound(cluster)}"
+
+
+def _place(spec: "RunSpec", rank: int) -> str:
+    if rank not in spec.arrangement.mesh:
+        return "encoders only"
+    at = spec.arrangement.mesh.coordinates(rank)
+    return ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ops.device import to_device
+
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -50,8 +52,8 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64, device=squares.device)
-    packed = torch.cat([sums, squares, expert_load.double().reshape(1), rest])
+    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64)
+    packed = torch.cat([sums, squares, expert_load.double().reshape(1), to_device(rest, squares.device)])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
     n, m = num_sources, 2 * num_sources + len(squares)

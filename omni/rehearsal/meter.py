@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from omni.rehearsal.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
 from pipeline.ops import Op
 
+_CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
 # Without a fake kernel in torch: what they would put out is there already.
 _UNFAKED = ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
@@ -31,11 +32,12 @@ class Meter(TorchDispatchMode):
     """Counts live bytes by kind and sent bytes by group while it is entered.
 
     What is made counts as `kind`, and `where` is what then goes on, a word or an op: set both as the step
-    proceeds. `nodes` gives the node of every rank.
+    proceeds. `nodes` gives the node of every rank. Tensors on other devices than `device` are not held.
     """
 
-    def __init__(self, nodes: Sequence[int]) -> None:
+    def __init__(self, nodes: Sequence[int], device: torch.device = _CPU) -> None:
         super().__init__()
+        self.device = device.type
         self.labels: Mapping[str, str] = {}
         self.nodes = nodes
         self.kind = "buffers"
@@ -59,6 +61,8 @@ class Meter(TorchDispatchMode):
     def adopt(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count tensors that exist already as `kind`."""
         for tensor in tensors:
+            if tensor.device.type != self.device:
+                continue
             storage = tensor.untyped_storage()
             self._forget(storage._cdata)
             self._hold(storage, kind)
@@ -84,7 +88,7 @@ class Meter(TorchDispatchMode):
                 return _with_nothing(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._held:
                     self._hold(storage, self.kind)

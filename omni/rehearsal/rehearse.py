@@ -1,4 +1,4 @@
-"""A dry run: the engine itself, any rank of any world, on fake tensors, in seconds on a CPU.
+"""A dry run: the engine itself, any rank of any world, on fake tensors of either device, in seconds on a CPU.
 
 The rank that is built here is the one that training builds: modules at their real shapes, process groups,
 optimizer, and the op list of a verified plan. Two things are not real. Tensors have shapes and no storage
@@ -10,9 +10,12 @@ replaced is in `stand_ins.py`.
 """
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,73 +27,77 @@ from omni.config import ConfigError
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
+from omni.rank.state import read_state, write_state
 from omni.rank.step import execute, learn_totals, update
+from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
+from omni.rehearsal.instruments import Instruments
+from omni.rehearsal.launches import Launches
 from omni.rehearsal.meter import Meter
+from omni.rehearsal.recorder import Recorder
 from omni.rehearsal.stand_in_data import stand_in
-from omni.rehearsal.stand_ins import even_routing, stand_ins
+from omni.rehearsal.stand_ins import even_routing, files_in_memory, stand_ins
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
-from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
 
 _CPU = torch.device("cpu")
-# What is made during an op counts as; everything else is a buffer.
-_KINDS = {
-    Kind.ENCODE: "activations",
-    Kind.FORWARD: "activations",
-    Kind.ENCODE_BACKWARD: "workspace",
-    Kind.BACKWARD: "workspace",
-    Kind.REDUCE: "workspace",
-}
 # Groups by what they carry. One that carries several things has the first of their names.
+# Groups over which hosts agree on plans and learn losses.
+_HOST = ("world", "control", "domain_control")
 _CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd", "pp", "mp")
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One rank's dry run of a step; `build_s` and `step_s` are seconds of CPU that it took."""
+    """One rank's dry run of a step; `build_s` and `step_s` are seconds of CPU that it took.
+
+    On device "cuda", `launches` tells by phase what a GPU would run, `findings` counts what costs one there.
+    """
 
     rank: int
     footprint: Footprint
     build_s: float
     step_s: float
+    launches: Mapping[str, Launches] = field(default_factory=dict)
+    findings: Mapping[Finding, int] = field(default_factory=dict)
 
 
-def rehearse(spec: RunSpec, plan: StepPlan, rank: int) -> Rehearsal:
+def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _CPU) -> Rehearsal:
     """Run rank `rank` of `spec` through the plan of its domain. No process group may exist, and none is left.
 
     The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
-    on plans, less than a kilobyte, is left out.
+    on plans, less than a kilobyte, is left out of the bytes. On `device` "cuda", which the process must
+    have been given (`noop_guard.py`), two steps run whole, and the rank writes a checkpoint and reads it.
 
     Raises:
         ConfigError: for a rank that there is not.
+        DynamicShapeError: if a shape depends on numbers on the device.
     """
     start = time.process_time()
-    with _built(spec, rank) as (own, mode, meter):
-        inputs = _inputs(spec, plan, own, mode)
+    with _built(spec, rank, device) as (own, seen):
+        inputs = _assembled(spec, plan, own, seen)
         ranks = spec.arrangement.domain_ranks(own.domain)
-        routed_evenly = even_routing(plan.domain, ranks, spec.config.model.llm.moe, lambda: meter.where)
-        with mode, meter, routed_evenly:
+        routed_evenly = even_routing(plan.domain, ranks, spec.config.model.llm.moe, lambda: seen.meter.where)
+        with seen.entered(), routed_evenly:
             own.optimizer.begin(plan.step)
-            _update(own, plan, StepResult())
-            classify(own, inputs, meter)
+            # On a CPU, what makes the optimizer's state is enough of a first step.
+            first = StepResult() if seen.recorder is None else execute(own, plan, inputs)
+            _update(own, plan, first)
+            classify(own, inputs, seen.meter)
             built = time.process_time()
-            meter.start(group_labels(own.groups))
+            seen.start(group_labels(own.groups))
             _update(own, plan, execute(own, plan, inputs))
-        footprint = Footprint(
-            parameters={
-                name: sum(parameter.numel() for parameter in component.parameters)
-                for name, component in own.components.items()
-            },
-            peak=meter.peak,
-            at=str(meter.at),
-            traffic=meter.traffic(),
-        )
-        return Rehearsal(rank, footprint, built - start, time.process_time() - built)
+            footprint = _footprint(own, seen.meter)
+            if seen.recorder is not None:
+                _checkpoint(own, seen)
+    rehearsal = Rehearsal(rank, footprint, built - start, time.process_time() - built)
+    if seen.recorder is None:
+        return rehearsal
+    return replace(rehearsal, launches=seen.recorder.launches(), findings=seen.recorder.findings)
 
 
 def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:
@@ -98,7 +105,7 @@ def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:
     parameter of the model once. The rank is built, and runs nothing.
     """
     counts = {}
-    with _built(spec, rank) as (own, _, _):
+    with _built(spec, rank, _CPU) as (own, _):
         for name, component in own.components.items():
             counts[name] = sum(
                 named.parameter.numel()
@@ -115,16 +122,22 @@ def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
 
 
 @contextlib.contextmanager
-def _built(spec: RunSpec, rank: int) -> Iterator[tuple[Rank, FakeTensorMode, Meter]]:
-    """Build a rank in a world of its own; fake tensors and meter are to be entered for what it then does."""
+def _built(spec: RunSpec, rank: int, device: torch.device) -> Iterator[tuple[Rank, Instruments]]:
+    """Build a rank in a world of its own; the instruments are to be entered for what it then does."""
     if not 0 <= rank < spec.arrangement.world:
         raise ConfigError(f"rank {rank}: there are ranks 0 to {spec.arrangement.world - 1}")
-    meter = Meter(node_map(range(spec.arrangement.world), spec.cluster.ranks_per_node))
+    on_gpu = device.type == "cuda"
+    nodes = node_map(range(spec.arrangement.world), spec.cluster.ranks_per_node)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _world(rank, spec.arrangement.world), stand_ins(meter):
-        with mode, meter:
-            own = build_rank(spec, rank, _CPU, lambda where: _note(meter, where))
-        yield own, mode, meter
+    seen = Instruments(mode, Meter(nodes, device), Recorder() if on_gpu else None)
+    with _world(rank, spec.arrangement.world), stand_ins(seen.meter, on_gpu):
+        try:
+            with seen.entered():
+                own = build_rank(spec, rank, device, seen.note)
+            yield own, seen
+        except Exception as error:
+            error.add_note(f"in the rehearsal of rank {rank}, at {seen.meter.where}")
+            raise
 
 
 @contextlib.contextmanager
@@ -141,11 +154,18 @@ def _world(rank: int, size: int) -> Iterator[None]:
 # What the rank runs on, and how it is measured.
 
 
-def _inputs(spec: RunSpec, plan: StepPlan, own: Rank, mode: FakeTensorMode) -> StepInputs:
-    """The tensors of a step as training assembles them, of planned shapes and no content."""
+def _assembled(spec: RunSpec, plan: StepPlan, own: Rank, seen: Instruments) -> StepInputs:
+    """The tensors of a step as training assembles them, on a thread beside the engine's; without content."""
     fetched = stand_in(own.assembler.fetch_of(plan.domain, spec.planner.metas_of(plan.domain)))
-    inputs = own.assembler.assemble(plan.domain, fetched, predict=False)
-    faked: StepInputs = _mapped(inputs, mode.from_tensor)
+
+    def assemble() -> StepInputs:
+        seen.at("assemble")
+        with seen.entered():
+            return own.assembler.assemble(plan.domain, fetched, predict=False)
+
+    with ThreadPoolExecutor(1, "assembler") as thread:
+        inputs = thread.submit(assemble).result()
+    faked: StepInputs = _mapped(inputs, seen.mode.from_tensor)
     return faked
 
 
@@ -169,11 +189,24 @@ def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
     update(own, plan, learn_totals(own, plan, result))
 
 
-def _note(meter: Meter, where: Op | str) -> None:
-    if isinstance(where, Op):
-        meter.kind, meter.where = _KINDS.get(where.kind, "buffers"), where
-    else:  # words come after the ops: totals and update
-        meter.kind, meter.where = "workspace", "update"
+def _footprint(own: Rank, meter: Meter) -> Footprint:
+    components = own.components.items()
+    return Footprint(
+        parameters={name: sum(p.numel() for p in component.parameters) for name, component in components},
+        peak=meter.peak,
+        at=str(meter.at),
+        traffic={key: sent for key, sent in meter.traffic().items() if key[0] not in _HOST},
+    )
+
+
+def _checkpoint(own: Rank, seen: Instruments) -> None:
+    """Write a checkpoint of the rank and read it."""
+    file = f"rank_{own.rank:05d}.pt"
+    with files_in_memory(), tempfile.TemporaryDirectory() as folder:
+        seen.at("checkpoint")
+        write_state(Path(folder) / file, own.components, own.names, own.stage)
+        seen.at("restore")
+        read_state(Path(folder), [file], own.components, own.names, own.stage, own.rank)
 
 
 def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:

@@ -1,7 +1,8 @@
 """What a rehearsal replaces of the code that it runs.
 
-That is what a fake world cannot answer; two kernels, attention in half precision and RMSNorm, which on a GPU
-keep less for their backward than torch's kernels for CPUs; and which experts tokens go to.
+That is what a fake world cannot answer; on device "cpu" two kernels, attention in half precision and RMSNorm,
+which on a GPU keep less for their backward than torch's kernels for CPUs; and which experts tokens go to.
+What stands for torch.cuda itself is in `fake_cuda.py`.
 
 Invariant: nothing is replaced that decides a shape, but the choice of experts, which depends on values. It is
 even: each expert gets the same number of a rank's tokens, the first ones one more where they do not divide.
@@ -10,6 +11,7 @@ even: each expert gets the same number of a rank's tokens, the first ones one mo
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.config import MoEConfig
-from omni.rank import build, step
+from omni.models.llm_stage import LLMStage
+from omni.models.moe import expert_biases
+from omni.rank import build, inputs, state, step
 from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
 from ops import attention
@@ -31,8 +35,8 @@ from pipeline.ops import Op
 
 
 @contextlib.contextmanager
-def stand_ins(meter: Meter) -> Iterator[None]:
-    """Replace what a fake world cannot answer, and what differs between a CPU and a GPU."""
+def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
+    """Replace what a fake world cannot answer, and, unless `on_gpu`, what differs between a CPU and a GPU."""
     with contextlib.ExitStack() as stack:
 
         def put(owner: Any, name: str, stand_in: Any) -> None:
@@ -42,13 +46,9 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         new_group = dist.new_group
         put(dist, "new_group", lambda ranks, timeout, backend, **more: new_group(ranks, timeout, **more))
         put(dist, "all_gather_object", _gather_own)
-        # A shipment of two hops would run on a thread, which is outside the fake world.
-        put(Lane, "run_long", lambda lane, job: job())
-        # Totals are numbers of all ranks, and random numbers need values. Modules are born where they live.
-        put(step, "reduce_totals", _made_up)
+        # Random numbers need values.
         put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
         put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
-        put(torch.nn.Module, "to", lambda module, *args: module)
         # megatron's scratch memory is this rank's alone, and counts as what it is.
         scratch = get_global_memory_buffer()
         get_scratch = scratch.get_tensor
@@ -57,10 +57,19 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         # The dispatcher reads the order of experts as numbers.
         init = MoEAlltoAllTokenDispatcher.__init__
         put(MoEAlltoAllTokenDispatcher, "__init__", lambda *args, **kwargs: _with_content(init, args, kwargs))
-        # Kernels of a GPU.
-        choose = attention._choose_backend
-        put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
-        put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+        # An item's arrays are numpy's.
+        silence = inputs._silence
+        put(inputs, "_silence", lambda *args: _with_content(silence, args, {}))
+        if not on_gpu:
+            # A shipment of two hops would run on a thread, which is outside the fake world.
+            put(Lane, "run_long", lambda lane, job: job())
+            # Totals are numbers, with which a fake GPU answers. Modules are born where they live.
+            put(step, "reduce_totals", _made_up)
+            put(torch.nn.Module, "to", lambda module, *args: module)
+            # Kernels of a GPU.
+            choose = attention._choose_backend
+            put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
+            put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
         # Python collects garbage at any time: without it, peaks are the same in every run.
         if gc.isenabled():
             stack.callback(gc.enable)
@@ -111,6 +120,24 @@ def even_routing(
 
 
 @contextlib.contextmanager
+def files_in_memory() -> Iterator[None]:
+    """Keep in memory what `write_state` writes, for `read_state`.
+
+    A fake tensor has nothing to write. What several ranks hold alike is written by all of them here, so that
+    each can read its own file without the others'.
+    """
+    saved: dict[str, Any] = {}
+    owned = state.owned
+    with (
+        _replaced(torch, "save", lambda content, file: saved.update(content)),
+        _replaced(torch, "load", lambda *args, **kwargs: saved),
+        _replaced(state, "owned", lambda *args: (replace(shard, copy=(0, 0)) for shard in owned(*args))),
+        _replaced(LLMStage, "buffers", _biases),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
     is_own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, stand_in)
@@ -132,14 +159,21 @@ def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *mo
     return StepTotals((1.0,), (1.0,), ones, (), (), 0.0, 0, False)
 
 
+def _biases(stage: LLMStage) -> dict[str, torch.Tensor]:
+    parts = stage.parts.values()
+    return {k: v for part in parts for k, v in expert_biases(part.model, part.numbering.first_layer).items()}
+
+
 def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
     with meter.making("buffers"):
         return get_scratch(*args)
 
 
-def _with_content(init: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _with_content(
+    make: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
     with unset_fake_temporarily():
-        init(*args, **kwargs)
+        return make(*args, **(kwargs or {}))
 
 
 def _gpu_backend(choose: Callable[..., str], args: tuple[Any, ...]) -> str:

@@ -1,0 +1,218 @@
+"""What torch.cuda answers where the guard of `noop_guard.py` stands for a GPU, and no tensor has content.
+
+Megatron and this platform take the branches of a GPU then, up to the kernels. What would make the host wait
+tells the `Recorder` that is entered on the thread, if there is one. All of it stays while the process lives.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import _dynamo
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._mode_utils import no_dispatch
+
+from omni.rehearsal.recorder import note_wait
+
+CAPABILITY = (9, 0)
+_MEMORY = 80 << 30
+# Ops with a CUDA kernel of their own, which a torch without CUDA would take apart on this device.
+_WITH_KERNEL = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
+_DEVICES = 8  # of a node: a rank uses one of them
+
+
+class Stream:
+    """A stream on which nothing runs."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Order this stream after another: the host does not wait."""
+
+    def wait_event(self, event: "Event") -> None:
+        """Order this stream after an event: the host does not wait."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Return the event."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """Make the host wait."""
+        note_wait("stream.synchronize()")
+
+    def query(self) -> bool:
+        """Whether all work is done."""
+        return True
+
+
+class Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Put the event on a stream."""
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Order a stream after the event: the host does not wait."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Make the host wait."""
+        note_wait("event.synchronize()")
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds to a later event."""
+        return 0.0
+
+
+class _Properties:
+    name, total_memory, multi_processor_count = "fake GPU", _MEMORY, 132
+    major, minor = CAPABILITY
+
+
+class _Generator:
+    """The device's random numbers: their state lives on the host."""
+
+    def get_state(self) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.zeros(16, dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        pass
+
+
+def install() -> None:
+    """Answer torch.cuda's calls, and what tensors of a torch without CUDA refuse on device "cuda"."""
+    _answer_for_the_device()
+    _answer_for_tensors()
+    # megatron's fused functions are compiled on a GPU. Here they run op by op: no fewer launches than there.
+    _dynamo.config.disable = True
+
+
+def _answer_for_the_device() -> None:
+    cuda: Any = torch.cuda
+    default = Stream()
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": _DEVICES,
+        "current_device": 0,
+        "get_device_capability": CAPABILITY,
+        "get_device_properties": _Properties(),
+        "get_device_name": _Properties.name,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "mem_get_info": (_MEMORY, _MEMORY),
+        "current_stream": default,
+        "default_stream": default,
+    }
+    for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
+        answers[name] = None
+    for name, answer in answers.items():
+        setattr(cuda, name, _always(answer))
+    for name in ("synchronize", "empty_cache"):
+        setattr(cuda, name, _waiting(f"cuda.{name}()"))
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.stream = cuda.device = _here
+    cuda.default_generators = (_Generator(),) * _DEVICES
+    c: Any = torch._C
+    c._cuda_getDevice = _always(0)
+    mode: Any = FakeTensorMode
+    mode.avoid_device_init = property(lambda self: True)
+    library = torch.library.Library("aten", "IMPL")
+    for name in _WITH_KERNEL:
+        library.impl(name, _never_runs, "CUDA")
+    cuda._kernels_of_rehearsal = library  # they go when it does
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _waiting(what: str) -> Callable[..., None]:
+    return lambda *args, **kwargs: note_wait(what)
+
+
+def _never_runs(*args: Any) -> Any:
+    raise AssertionError("a kernel ran on a device that is not there")
+
+
+@contextlib.contextmanager
+def _here(device_or_stream: Any) -> Iterator[None]:
+    """Enter a device or a stream: there is one of each."""
+    yield
+
+
+def _answer_for_tensors() -> None:
+    tensor: Any = torch.Tensor
+    fake: Any = FakeTensor
+    module: Any = torch.nn.Module
+    tensor.pin_memory = _pinned
+    tensor.is_pinned = lambda self, *args: getattr(self, "_pinned", False)
+    tensor.record_stream = lambda self, stream: None
+    tensor.type = _type_name(tensor.type)
+    fake.tolist = _listed(fake.tolist)
+    module.to = _move
+
+
+def _pinned(self: torch.Tensor, *args: Any) -> torch.Tensor:
+    pinned: Any = self.clone()
+    pinned._pinned = True
+    out: torch.Tensor = pinned
+    return out
+
+
+def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.type(), by whose answer megatron's optimizer sorts parameters."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        asks = not args and not kwargs and self.device.type == "cuda"
+        return answer.replace("torch.", "torch.cuda.", 1) if asks and "cuda" not in answer else answer
+
+    return type_
+
+
+def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.tolist(), with a one for each number on the device: what reads them is to go on."""
+
+    def tolist(self: FakeTensor) -> Any:
+        if self.device.type != "cuda":
+            return original(self)
+        note_wait("tolist()")
+        with no_dispatch():
+            return torch.ones(self.shape).tolist()
+
+    return tolist
+
+
+def _move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Module.to(device). torch's own assigns `.data`, and a fake parameter still names its old device."""
+    device = next(torch.device(a) for a in args if isinstance(a, str | torch.device))
+    moved: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied weights stay tied
+    with torch.no_grad():
+        for part in module.modules():
+            for name, old in part._parameters.items():
+                if old is None or old.device == device:
+                    continue
+                if old not in moved:
+                    moved[old] = torch.nn.Parameter(old.detach().to(device), requires_grad=old.requires_grad)
+                    # The marks that megatron and we put on it, but not what the new one says of itself.
+                    marks = {k: v for k, v in vars(old).items() if k not in vars(moved[old])}
+                    vars(moved[old]).update(marks)
+                part._parameters[name] = moved[old]
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(device)
+    return module

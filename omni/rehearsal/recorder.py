@@ -1,0 +1,191 @@
+"""Record what a rank launches on a GPU and what makes its host wait, on fake tensors of device "cuda".
+
+A `Recorder` stands below autograd and sees every op. An op that a GPU runs counts as one launch, of a kind;
+its bytes are those of its whole operands and results. Whatever hands a number or a shape from the device to
+the host, or copies between them without pinned memory, makes the host wait until the device has done all
+that was queued before. A number that the host reads is answered with 1, so that the step goes on; a shape
+that depends on numbers cannot be answered.
+"""
+
+import re
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from omni.rehearsal.findings import DOUBLE, WAITS, DynamicShapeError, Finding
+from omni.rehearsal.launches import NOT_MEMORY, Launches
+from pipeline.ops import Kind, Op
+
+_DEVICE = torch.ops.prim.device.default
+# Modules whose frames are not where something comes from.
+_BELOW = {"torch", "contextlib", "functools", "threading", "concurrent", "importlib"}
+_BEFORE = ("build", "assemble")  # phases before the first step
+# Ops that run nothing, beside views.
+_NO_LAUNCH = re.compile(
+    r"(new_)?empty(_like|_strided)?|_unsafe_view|_reshape_alias|lift_fresh|set_|resize_|is_same_size|record_stream"
+)
+_FILL = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
+_COPY = re.compile(r"copy_|_to_copy|clone")
+
+
+class Recorder(TorchDispatchMode):
+    """Counts launches and findings by phase while it is entered; `at` tells it where the step is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.findings: Counter[Finding] = Counter()
+        self._ops: Counter[str] = Counter()
+        self._launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._bytes: Counter[str] = Counter()
+        self._flops: Counter[str] = Counter()
+        self.at("build")
+
+    def at(self, where: str | Op) -> None:
+        """Say what goes on from here: a word, or the op that runs."""
+        self.phase = where if isinstance(where, str) else _phase(where)
+        self._ops[self.phase] += 1
+
+    def launches(self) -> Mapping[str, Launches]:
+        """Return what was launched, by phase, in order of their first launch."""
+        return {
+            phase: Launches(
+                self._ops[phase], dict(sorted(kinds.items())), self._bytes[phase], self._flops[phase]
+            )
+            for phase, kinds in self._launches.items()
+        }
+
+    def start(self) -> None:
+        """Forget the steps so far, but not how the rank was built and its inputs assembled."""
+        for finding in [f for f in self.findings if f.phase not in _BEFORE]:
+            del self.findings[finding]
+        for counts in (self._ops, self._launches, self._bytes, self._flops):
+            for phase in [p for p in counts if p not in _BEFORE]:
+                del counts[phase]
+
+    def note(self, kind: str, what: str) -> Finding:
+        """Note a finding where the thread is now."""
+        found = Finding(self.phase, _thread(), kind, what, *_place(sys._getframe(1)))
+        self.findings[found] += 1
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func._opname
+        if func is _DEVICE:  # half of all calls: torch asks fake tensors where they are
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            return self._answer(name, args)
+        except DynamicOutputShapeException:
+            found = self.note(WAITS, f"{name}, whose shape depends on values")
+            raise DynamicShapeError(str(found)) from None
+        if name in ("copy_", "_to_copy"):
+            self._copy(name, args, kwargs, out)
+        self._launch(func, name, args, kwargs, out)
+        return out
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> bool | int | float:
+        """Note that the host reads a number, and give it one."""
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        assert any(x.is_cuda for x in tensors), f"{name}: a fake world has lost a number of the host"
+        self.note(WAITS, "a number is read" if name == "_local_scalar_dense" else name)
+        dtype = tensors[0].dtype
+        return True if dtype is torch.bool or name == "equal" else 1.0 if dtype.is_floating_point else 1
+
+    def _copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+        source, target = (args[0], out) if name == "_to_copy" else (args[1], args[0])
+        if source.is_cuda == target.is_cuda:
+            return
+        asked = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+        pinned = (target if source.is_cuda else source).is_pinned()
+        if not (asked and pinned):
+            way = "from the device" if source.is_cuda else "to the device"
+            memory = "pinned" if pinned else "pageable"
+            self.note(WAITS, f"a copy {way}, {memory}, {'non-' if asked else ''}blocking")
+
+    def _launch(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        kind = _kind(func, name)
+        if kind is None:
+            return
+        if kind == "product":
+            _check_dtypes(name, args)
+        read = () if kind == "fill" else args[1:] if name == "copy_" else args
+        tensors = [x for x in tree_iter((read, out)) if isinstance(x, torch.Tensor) and x.is_cuda]
+        if not tensors:
+            return
+        self._launches[self.phase][kind] += 1
+        if kind not in NOT_MEMORY:
+            self._bytes[self.phase] += sum(x.numel() * x.element_size() for x in tensors)
+        if kind == "product":
+            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self._flops[self.phase] += flops
+        if any(x.dtype is torch.float64 for x in tensors):
+            self.note(DOUBLE, name)
+
+
+def note_wait(what: str) -> None:
+    """Tell the recorder that is entered on this thread, if there is one, that the host waits."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Recorder):
+            mode.note(WAITS, what)
+
+
+def _phase(op: Op) -> str:
+    return f"wait for {op.on}" if op.kind is Kind.WAIT else str(op.kind)
+
+
+def _kind(func: Any, name: str) -> str | None:
+    """The kind of kernel behind an op, None where there is none."""
+    if func.namespace == "c10d":
+        return "collective"
+    if func.namespace == "prim" or func.is_view or _NO_LAUNCH.fullmatch(name):
+        return None
+    if "attn" in name or "attention" in name:
+        return "attention"
+    if func._overloadpacket in flop_registry:
+        return "product"
+    return "fill" if _FILL.fullmatch(name) else "copy" if _COPY.fullmatch(name) else "other"
+
+
+def _check_dtypes(name: str, args: tuple[Any, ...]) -> None:
+    """Refuse a product of several dtypes, as kernels do and fake ones do not."""
+    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    if len(dtypes) > 1:
+        raise RuntimeError(f"{name}: a product of {' and '.join(sorted(map(str, dtypes)))}")
+
+
+def _thread() -> str:
+    name = threading.current_thread().name
+    if name == "MainThread":
+        return "engine"
+    return "autograd" if name.startswith("Dummy") else name.split("_")[0]
+
+
+def _place(frame: FrameType | None) -> tuple[str, int, str]:
+    """The innermost function that is not torch's with its line, and that of ours which called megatron's."""
+    inner = None
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _BELOW and not module.startswith("omni.rehearsal"):
+            function = f"{module}.{frame.f_code.co_qualname}"
+            if not module.startswith("megatron."):
+                return (*inner, f"{function}:{frame.f_lineno}") if inner else (function, frame.f_lineno, "")
+            inner = inner or (function, frame.f_lineno)
+        frame = frame.f_back
+    node: Any = torch._C._current_autograd_node()
+    return (*inner, "") if inner else (f"autograd.{node.name() if node else 'unknown'}", 0, "")

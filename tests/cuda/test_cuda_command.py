@@ -1,0 +1,75 @@
+"""`omni rehearse --device cuda`, and where it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_gpu import FakeGPU
+from small import overrides, write_mixed
+
+from omni.__main__ import main
+
+COMMAND = ("rehearse", "--dry", "--device", "cuda", "--json", "--rank", "1")
+STRICT = """\
+import sys
+from omni.rehearsal import findings
+from omni.__main__ import main
+findings.ALLOWED = findings.ALLOWED[1:]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def rehearse(start: list[str], line: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *start, *COMMAND, *line],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("command")
+    write_mixed(path / "mixed")
+    few = ["train.precision=auto", "model.llm.layers=2", "layout.llm.pp=2", "data.step_samples=2"]
+    return overrides(path / "mixed", path, *few)
+
+
+def test_the_command_says_what_a_rank_launches_and_where_its_host_waits(
+    gpu: FakeGPU, line: list[str]
+) -> None:
+    done = rehearse(["-m", "omni"], line)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    forward = figures["launches"]["forward"]
+    assert forward["launches"]["attention"] == forward["ops"]  # one layer on each of two stages
+    assert forward["product_flops"] > 0
+    assert forward["host_ms"] == pytest.approx(sum(forward["launches"].values()) * 6e-3, abs=1e-3)
+    assert forward["bound_by"] == "launches", "products of 64 columns"
+    assert {f["phase"] for f in figures["findings"]} >= {"build", "totals", "checkpoint", "restore"}
+
+
+def test_a_wait_that_is_not_on_the_list_fails_the_command(gpu: FakeGPU, line: list[str]) -> None:
+    done = rehearse(["-c", STRICT], line)
+    assert done.returncode == 1
+    assert "not allowed: build (engine): the host waits" in done.stderr
+
+
+def test_without_a_compiler_the_command_says_what_to_install(line: list[str], tmp_path: Path) -> None:
+    done = rehearse(["-m", "omni"], line, CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "no C++ compiler 'no-such-compiler'" in done.stderr
+    assert "install g++" in done.stderr
+
+
+def test_a_process_that_has_torch_is_refused(
+    line: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([*COMMAND, *line]) == 2
+    assert "a process of its own" in capsys.readouterr().err

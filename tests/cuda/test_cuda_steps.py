@@ -1,0 +1,45 @@
+"""Ranks of all kinds of layouts run a step on fake CUDA tensors: what would make the host wait is known."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_steps import GPU, run_case
+from fake_gpu import FakeGPU
+from parity_matrix import Case, covering_array
+from parity_runs import write_data
+
+from omni.rehearsal.findings import ALLOWED, unexpected
+
+CASES = covering_array()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cuda")
+    write_data(path)
+    return path
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_a_rank_of_every_pair_of_choices_runs_a_step(gpu: FakeGPU, folder: Path, number: int) -> None:
+    case = CASES[number]
+    rank = (0, case.world - 1, case.world // 2)[number % 3]
+    found = gpu.run(run_case, case, rank, folder)
+    assert not unexpected(found.findings)
+    assert found.launches
+
+
+def test_every_allowed_finding_is_still_found(gpu: FakeGPU, folder: Path) -> None:
+    case, samples = Case(dp=2, ep=2, model="experts"), 8  # several microbatches
+    findings = gpu.run(run_case, case, 0, folder, GPU, 2, samples).findings
+    assert [entry for entry in ALLOWED if not any(map(entry.covers, findings))] == []
+
+
+def test_a_rank_holds_and_sends_on_either_device_the_same(gpu: FakeGPU, folder: Path) -> None:
+    case = Case(tp=2, pp=2, recompute="full")
+    on_gpu = gpu.run(run_case, case, 2, folder).footprint
+    on_cpu = run_case(case, 2, folder, torch.device("cpu")).footprint
+    assert on_gpu.traffic == on_cpu.traffic
+    assert on_gpu.parameters == on_cpu.parameters
+    assert on_gpu.bytes == pytest.approx(on_cpu.bytes, rel=0.01)
