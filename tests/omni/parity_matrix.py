@@ -32,7 +32,7 @@ def _axis(*values: int | str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """One value of each axis. The first eight make the combination of the issue: `beside` ranks hold encoders
+    """One value of each axis. The first eight make a layout: `beside` ranks hold encoders
     alone if these are disaggregated. `domain` is the least number of replicas that plan together.
     """
 
@@ -130,7 +130,7 @@ class Case:
 
 
 AXES: Mapping[str, tuple[Any, ...]] = {f.name: f.metadata["values"] for f in fields(Case)}
-ISSUE_AXES = tuple(AXES)[:8]
+LAYOUT_AXES = tuple(AXES)[:8]
 FURTHER_AXES = tuple(AXES)[8:]
 
 
@@ -149,8 +149,8 @@ REQUIRED = (
 
 
 def layouts() -> Iterator[Case]:
-    """Yield every combination of the issue's axes that is not refused, with first values on all others."""
-    for values in product(*(AXES[axis] for axis in ISSUE_AXES)):
+    """Yield every layout that is not refused, with first values on all other axes."""
+    for values in product(*(AXES[axis] for axis in LAYOUT_AXES)):
         case = Case(*values)
         if case.world <= MOST_RANKS and is_arranged(case):
             yield case
@@ -257,7 +257,7 @@ def covering_array() -> tuple[Case, ...]:
 
 @cache
 def full_list() -> tuple[Case, ...]:
-    """Return every combination of the issue's axes once, each with those values of the further axes whose
+    """Return every combination of the axes of a layout once, each with those values of the further axes whose
     pairs occurred least in the list so far.
     """
     all_cases = space()
