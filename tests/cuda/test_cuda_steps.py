@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cuda_steps import GPU, run_case
+from cuda_steps import GPU, run_case, run_line
 from fake_gpu import FakeGPU
 from parity_matrix import Case, covering_array
 from parity_runs import write_data
+from small import overrides
 
 from omni.rehearsal.findings import ALLOWED, unexpected
 
@@ -43,3 +44,15 @@ def test_a_rank_holds_and_sends_on_either_device_the_same(gpu: FakeGPU, folder: 
     assert on_gpu.traffic == on_cpu.traffic
     assert on_gpu.parameters == on_cpu.parameters
     assert on_gpu.bytes == pytest.approx(on_cpu.bytes, rel=0.01)
+
+
+def test_rows_that_enter_at_several_layers_wait_for_no_shape(gpu: FakeGPU, folder: Path) -> None:
+    taps = [
+        "+model.encoders.image.taps=[1]",
+        "layout.llm.pp=2",
+        "data.step_samples=2",
+        "train.precision=bf16",
+    ]
+    line = overrides(folder / "mixed", folder / "run", "model.llm.layers=2", *taps)
+    for rank in (0, 1):
+        assert not unexpected(gpu.run(run_line, line, 2, rank).findings)
