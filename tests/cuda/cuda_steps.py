@@ -16,14 +16,14 @@ GPU = torch.device("cuda", 0)
 
 
 def run_case(
-    case: Case, rank: int, folder: Path, device: torch.device = GPU, layers: int = 2, samples: int = 3
+    case: Case, rank: int, folder: Path, device: torch.device = GPU, layers: int = 2, samples: int = 2
 ) -> Rehearsal:
     """Rehearse a rank of a combination of the parity matrix, in bf16, with few layers and samples."""
     config = configure(case, folder)
     config.train.precision = "bf16"
     config.model.llm.layers = max(layers, case.pp * case.layout.parts)
     config.model.encoders["image"]["layers"] = layers
-    config.data.step_samples = samples
+    config.data.step_samples = max(samples, case.dp)
     return run_config(config, case.world, rank, device)
 
 
