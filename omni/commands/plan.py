@@ -93,7 +93,7 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     plan, timeline = found.plan, found.timeline
     if shown is not None:
         plan = spec.planner.next_step(arguments.step, cursor, shown)
-        timeline = simulate(plan.domain, spec.table)
+        timeline = simulate(plan.domain, spec.table, spec.planner.single_queue)
     for text in without_effect(spec.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
     if arguments.draw:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import _dynamo
+from torch import library as operators
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._mode_utils import no_dispatch
 
@@ -130,10 +131,10 @@ def _answer_for_the_device() -> None:
     c._cuda_getDevice = _always(0)
     mode: Any = FakeTensorMode
     mode.avoid_device_init = property(lambda self: True)
-    library = torch.library.Library("aten", "IMPL")
+    kernels = operators.Library("aten", "IMPL")
     for name in _WITH_KERNEL:
-        library.impl(name, _never_runs, "CUDA")
-    cuda._kernels_of_rehearsal = library  # they go when it does
+        kernels.impl(name, _never_runs, "CUDA")
+    cuda._kernels_of_rehearsal = kernels  # they go when it does
 
 
 def _always(answer: Any) -> Callable[..., Any]:
