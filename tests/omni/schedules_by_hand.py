@@ -5,38 +5,18 @@ Each is made by ordering passes of the LLM, and by functions that turn an order 
 before the pipeline starts.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 
 from parallel.work import Grad
 from pipeline.builders import Order, SchedulePolicy, chunks_by_team
+from pipeline.builders.interleaved import interleaved_passes
+from pipeline.builders.schedule import most_in_flight
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
 
 DELAY = 3  # ops between the gradients of inputs and those of weights
-LONG = 64  # microbatches after which a schedule has shown how many it has in flight
-
-
-def interleaved_passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
-    """1F1B over `parts` parts a stage: microbatches in groups of `stages`, each through part after part.
-
-    After Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, section 2.2.
-    A last group that is not full is ordered as if it were, for who uses it to leave out what it lacks.
-    """
-    groups = range(0, microbatches, stages)
-    own = [stage + i * stages for i in range(parts)]
-    forward, backward = (
-        [Op(kind, m, part=p) for first in groups for p in order for m in range(first, first + stages)]
-        for kind, order in ((Kind.FORWARD, own), (Kind.BACKWARD, own[::-1]))
-    )
-    ahead = min((stages - stage - 1) * (2 if parts > 1 else 1) + (parts - 1) * stages, len(forward))
-    ops = forward[:ahead]
-    for f, b in zip(forward[ahead:], backward, strict=False):
-        ops += [f, b]
-    return ops + backward[len(forward) - ahead :]
 
 
 def split(ops: list[Op], delay: int = DELAY) -> list[Op]:
@@ -87,41 +67,15 @@ def by_hand(parts: int = 1, splits: bool = False, early: bool = False) -> Schedu
             ops = [Op(Kind.ENCODE, c) for c, *_ in mine]
             ops += [] if stage is None else interleaved_passes(domain.num_stages, parts, count, stage)
             ops += [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
-            ops = split(ops) if splits else ops
-            passes = (Kind.FORWARD, Kind.BACKWARD)
-            order.append([op for op in ops if op.kind not in passes or op.index < count])
+            order.append(split(ops) if splits else ops)
         return reduced_early(order, domain) if early else order
 
-    most = most_in_flight(parts, splits)
+    def passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
+        ops = interleaved_passes(stages, parts, microbatches, stage)
+        return split(ops) if splits else ops
+
     name = "_".join(("by_hand", str(parts), *["split"] * splits, *["early"] * early))
-    return SchedulePolicy(
-        name, decide, in_flight=lambda domain, part: most(domain.num_parts, part), parts=parts
-    )
-
-
-def most_in_flight(parts: int, splits: bool) -> Callable[[int, int], int]:
-    """The microbatches in flight at most, of so many parts in part so-and-so, counted in the order itself."""
-
-    @cache
-    def most(num_parts: int, part: int) -> int:
-        stages = num_parts // parts
-        ops = interleaved_passes(stages, parts, LONG, part % stages)
-        return in_flight(split(ops) if splits else ops)[part]
-
-    return most
-
-
-def in_flight(ops: list[Op]) -> Counter[int]:
-    """Count the microbatches that each part holds at most, from a forward to the last half of a backward."""
-    live: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for op in ops:
-        if op.kind is Kind.FORWARD:
-            live[op.part] += 1
-            most[op.part] = max(most[op.part], live[op.part])
-        elif op.kind is Kind.BACKWARD and op.makes_weight:
-            live[op.part] -= 1
-    return most
+    return SchedulePolicy(name, decide, in_flight=partial(most_in_flight, passes), parts=parts)
 
 
 SPLIT = by_hand(splits=True)
