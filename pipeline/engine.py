@@ -8,10 +8,10 @@ the transposed route, and the encoder's backward runs on the rank where its forw
 Shapes: T tokens of a microbatch, R rows, D width of the LLM.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from pipeline.anchor import Anchor, Pending, Stage, StepInputs
 from pipeline.domain_plan import EMBEDDING
 from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
 from pipeline.plan import StepPlan
+from pipeline.stopwatch import Stopwatch, Timing
 
 
 @dataclass
@@ -35,13 +36,17 @@ class StepResult:
     """What a step leaves behind on this rank.
 
     `sums` are the last stage's reported sums ([2 · sources], None elsewhere); `outputs` are the last stage's
-    outputs of a forward-only plan by microbatch; `timings` are (op, start, end) in seconds of this process's
-    clock, of what the host did.
+    outputs of a forward-only plan by microbatch; `watch` has timed this rank's ops.
     """
 
+    watch: Stopwatch
     sums: torch.Tensor | None = None
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    timings: list[tuple[Op, float, float]] = field(default_factory=list)
+
+    @cached_property
+    def timings(self) -> list[Timing]:
+        """What this rank's ops took; on a GPU to be read once the host has learnt the step's totals."""
+        return self.watch.timings()
 
 
 class Engine:
@@ -88,12 +93,13 @@ class Engine:
             StallError: if a peer does not answer within the timeout.
         """
         step = _Step(self, plan, inputs)
+        watch = step.result.watch
+        watch.start()
         with torch.set_grad_enabled(plan.train):
             for op in plan.domain.ops_of(self.position):
                 self.on_op(op)
-                start = time.perf_counter()
                 step.do(op)
-                step.result.timings.append((op, start, time.perf_counter()))
+                watch.done(op)
         step.assert_nothing_left()
         return step.result
 
@@ -111,7 +117,7 @@ class _Step:
         ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
-        self.result = StepResult()
+        self.result = StepResult(Stopwatch(engine.device))
         # By chunk: rows with their graph, their gradients, and the microbatches whose shipment is to come.
         self.encoded: dict[int, torch.Tensor] = {}
         self.row_grads: dict[int, torch.Tensor] = {}

@@ -43,6 +43,7 @@ from parallel.transports import node_map
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
 from pipeline.plan import StepPlan
+from pipeline.stopwatch import Stopwatch
 
 _CPU = torch.device("cpu")
 # Groups by what they carry. One that carries several things has the first of their names.
@@ -85,7 +86,7 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
         with seen.entered(), routed_evenly:
             own.optimizer.begin(plan.step)
             # On a CPU, what makes the optimizer's state is enough of a first step.
-            first = StepResult() if seen.recorder is None else execute(own, plan, inputs)
+            first = StepResult(Stopwatch(device)) if seen.recorder is None else execute(own, plan, inputs)
             _update(own, plan, first)
             classify(own, inputs, seen.meter)
             built = time.process_time()

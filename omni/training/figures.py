@@ -51,9 +51,10 @@ class StepRun:
 def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float, ...]:
     """Seconds this rank idled, by cause. On a GPU the host's clock sees no waits inside a step."""
     idle = dict.fromkeys(CAUSES, 0.0)
-    for op, start, end in [] if on_gpu else result.timings:
+    for timing in [] if on_gpu else result.timings:
+        op = timing.op
         if op.kind is Kind.WAIT and op.on is not None:
-            idle[_CAUSE[op.on]] += end - start
+            idle[_CAUSE[op.on]] += timing.end_s - timing.start_s
     idle["data"] = wait_s
     return tuple(idle[cause] for cause in CAUSES)
 
@@ -63,12 +64,12 @@ def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> fl
 
     Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
     """
-    ran = [(start, end) for op, start, end in result.timings if op.kind is not Kind.REDUCE]
+    ran = [timing for timing in result.timings if timing.op.kind is not Kind.REDUCE]
     if not ran:
         return None
     events = chain.from_iterable(simulate(prepared.plan.domain, spec.table).events)
     simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
-    return simulated / (ran[-1][1] - ran[0][0]) - 1
+    return simulated / (ran[-1].end_s - ran[0].start_s) - 1
 
 
 def metrics_of(
