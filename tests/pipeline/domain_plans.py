@@ -4,18 +4,12 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from random import Random
 
+from own_policies import own
+
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.builders import (
-    ENCODE_FIRST,
-    GPIPE,
-    INTERLEAVED,
-    ONE_F_ONE_B,
-    ZERO_BUBBLE_H1,
-    Builder,
-    build_forward_only,
-    without_frozen,
-)
+from pipeline.builders import Builder, SchedulePolicy, build_forward_only, without_frozen
+from pipeline.costs import Costs
 from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
@@ -24,7 +18,7 @@ from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
 LLM = COMPONENTS.index("llm")
-BUILDERS = {policy.name: policy for policy in (ENCODE_FIRST, ONE_F_ONE_B, GPIPE, ZERO_BUBBLE_H1, INTERLEAVED)}
+BUILDERS = own(SchedulePolicy)
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 
@@ -98,10 +92,12 @@ class Work:
         return many[item % len(many)]
 
 
-def random_shape(random: Random, max_stages: int) -> Shape:
-    """Up to `max_stages` stages of up to four ranks, and up to three ranks beside them."""
+def random_shape(random: Random, max_stages: int, max_wide: int = 3) -> Shape:
+    """Up to `max_stages` stages, of one rank or, if they are at most `max_wide`, of up to four, and up to
+    three ranks beside them.
+    """
     pool, tp = random.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1)))
-    stages = random.randint(1, max_stages if pool * tp == 1 else min(3, max_stages))
+    stages = random.randint(1, max_stages if pool * tp == 1 else min(max_wide, max_stages))
     party = tp * random.choice([k for k in range(1, pool + 1) if pool % k == 0])
     beside = random.choice((0, 0, 1, 2, 3))
     llm = stages * pool * tp
@@ -142,11 +138,13 @@ def make_plan(
     schedule: str | Builder,
     frozen: tuple[str, ...] = (),
     cuts: Random | None = None,
+    costs: Costs | None = None,
 ) -> StepPlan:
     """A step of one domain, made of the parts that the planner is made of, but for its policies.
 
-    A microbatch has a sequence for each member of the pool: on this member, or cut over any of them at
-    random. A number in place of a shape is that of stages with one rank each.
+    The schedule is one of ours by name, or any builder; it is told that ops take `costs`. A microbatch has a
+    sequence for each member of the pool: on this member, or cut over any of them at random. A number in place
+    of a shape is that of stages with one rank each.
     """
     shape = Shape(shape) if isinstance(shape, int) else shape
     train = schedule != "forward_only"
@@ -173,14 +171,16 @@ def make_plan(
         feeds=shape.feeds,
     )
     domain = replace(domain, routes=plan_routes(domain), bounds=_bounds(domain, schedule))
-    if isinstance(schedule, str):
-        order = BUILDERS[schedule](domain, FREE) if train else build_forward_only(domain)
+    if train:
+        builder = BUILDERS[schedule] if isinstance(schedule, str) else schedule
+        order = builder(domain, costs or FREE)
     else:
-        order = schedule(domain, FREE)
+        order = build_forward_only(domain)
     lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
+    reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
     for pair in domain.reductions:
         op = Op(Kind.REDUCE, pair[0], part=pair[1])
-        for team in domain.reducing(op):
+        for team in domain.reducing(op) if op not in reduced else ():
             lists[team].append(op)
     domain = replace(domain, ops=tuple(map(tuple, lists)))
     taken = Taken(
@@ -197,8 +197,9 @@ def make_plan(
 
 def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int], ...]:
     """Passes in flight of each part: in our schedules, as many as they say."""
-    policy = BUILDERS.get(schedule) if isinstance(schedule, str) else None
-    most = policy.in_flight if policy else lambda domain, part: len(domain.microbatches)
+    policy = BUILDERS.get(schedule) if isinstance(schedule, str) else schedule
+    ours = isinstance(policy, SchedulePolicy)
+    most = policy.in_flight if ours else lambda domain, part: len(domain.microbatches)
     return tuple((f"llm/{part}", most(domain, part)) for part in range(domain.num_parts))
 
 

@@ -2,7 +2,7 @@
 early reductions. The orders are written by hand here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -105,10 +105,16 @@ def with_early_reductions(plan: StepPlan, random: Random) -> StepPlan:
 LLM = "llm"
 
 
-def random_wide_shape(random: Random, max_stages: int) -> Shape:
-    """Any shape, with several parts a rank, folded tables and teams."""
-    shape = random_shape(random, max_stages)
-    parts = random.choice((1, 2, 2, 3))
+def random_wide_shape(
+    random: Random,
+    max_stages: int,
+    max_wide: int = 3,
+    parts: Sequence[int] = (1, 2, 2, 3),
+    folds: bool = True,
+) -> Shape:
+    """Any shape with teams and one of `parts` on a rank, some tables folded if it `folds`."""
+    shape = random_shape(random, max_stages, max_wide)
+    parts = random.choice(parts)
     team = random.choice((1, shape.tp))
     homes = tuple((first - first % team, stop + -stop % team) for first, stop in shape.homes)
     beside = shape.beside + -shape.beside % team
@@ -118,7 +124,7 @@ def random_wide_shape(random: Random, max_stages: int) -> Shape:
     return replace(
         shape,
         parts=parts,
-        fold=parts == 2 and random.random() < 0.4,
+        fold=folds and parts == 2 and random.random() < 0.4,
         team=team,
         beside=beside,
         homes=homes,

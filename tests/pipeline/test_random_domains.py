@@ -1,0 +1,86 @@
+"""A thousand random domains: the verifier accepts what every registered schedule makes of them."""
+
+from collections import Counter
+from functools import cache
+from random import Random
+
+import pytest
+from domain_plans import BUILDERS, one
+from random_domains import MOST_STAGES, for_one_queue, random_domain
+from random_ranks import RandomRanks
+
+from pipeline.ops import ISSUED
+from pipeline.plan import StepPlan
+from pipeline.verifier import violations
+
+DOMAINS = 1000
+EACH = -(-DOMAINS // len(BUILDERS))
+
+
+@pytest.mark.parametrize("schedule", BUILDERS)
+def test_what_a_schedule_makes_of_random_domains_is_accepted(schedule):
+    """With a queue for each communicator, and reordered for one queue a rank."""
+    for number in range(EACH):
+        plan, costs = random_domain(Random(f"{schedule}/{number}"), BUILDERS[schedule])
+        assert list(violations(plan, one)) == [], number
+        ordered = for_one_queue(plan, costs)
+        assert list(violations(ordered, one, single_fifo=True)) == [], number
+        for before, after in zip(plan.domain.ops, ordered.domain.ops, strict=True):
+            assert Counter(before) == Counter(after), number
+            assert [op for op in before if op.kind not in ISSUED] == [
+                op for op in after if op.kind not in ISSUED
+            ], number
+        if number % 10 == 0:
+            RandomRanks(plan, number).run()
+            RandomRanks(ordered, number, single_queue=True).run()
+
+
+def facts(plan: StepPlan) -> set[tuple[object, ...]]:
+    """What a domain is an example of."""
+    domain = plan.domain
+    components = {chunk.component for chunk in domain.chunks}
+    seen = {
+        ("stages", domain.num_stages),
+        ("parts of a rank", domain.num_parts // domain.num_stages),
+        ("pool", domain.pool),
+        ("tp", domain.tp),
+        ("party", domain.party),
+        ("team", domain.team),
+        ("encoders beside", domain.llm_size < domain.num_ranks),
+        ("encoders", len(components)),
+        ("points of rows", len(domain.all_points)),
+        ("microbatches", len(domain.microbatches)),
+        ("without items", None in domain.routes and domain.chunks != ()),
+        ("no chunk", domain.chunks == ()),
+        ("frozen", *plan.frozen),
+    }
+    for chunk in domain.chunks:
+        seen |= {("slots of a chunk", chunk.layout.num_members), ("ranks of a slot", chunk.tp)}
+        seen |= {("microbatches of a chunk", len(chunk.microbatches))}
+        seen |= {("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks}))}
+        seen |= {("shards of an item", len(shards)) for shards in chunk.layout.shards}
+    pieces = {len(shards) for batch in domain.microbatches for shards in batch.layout.shards}
+    return seen | {("shards of a sequence", count) for count in pieces}
+
+
+@cache
+def counted(schedule: str) -> Counter[tuple[object, ...]]:
+    plans = (random_domain(Random(f"{schedule}/{n}"), BUILDERS[schedule])[0] for n in range(EACH))
+    return Counter(fact for plan in plans for fact in facts(plan))
+
+
+@pytest.mark.parametrize("schedule", BUILDERS)
+def test_random_domains_are_of_every_kind(schedule):
+    wanted = {("stages", n) for n in range(1, MOST_STAGES + 1)} | {("microbatches", n) for n in range(7)}
+    wanted |= {("pool", n) for n in (1, 2, 3)} | {("party", n) for n in (1, 2, 3, 4)}
+    wanted |= {(name, n) for name in ("tp", "team", "ranks of a slot") for n in (1, 2)}
+    wanted |= {("encoders beside", flag) for flag in (False, True)} | {("encoders", n) for n in (0, 1, 2)}
+    wanted |= {("points of rows", n) for n in (1, 2, 3)} | {("without items", True), ("no chunk", True)}
+    wanted |= {("slots of a chunk", n) for n in (1, 2, 3, 4)} | {("stages of a chunk", n) for n in (1, 2, 3)}
+    wanted |= {("microbatches of a chunk", n) for n in (1, 2)} | {("shards of an item", n) for n in (1, 2)}
+    wanted |= {("shards of a sequence", n) for n in (1, 2, 3)}
+    wanted |= {("frozen", *names) for names in ((), ("image",), ("audio", "image"), ("llm",))}
+    if BUILDERS[schedule].parts is None:
+        wanted |= {("parts of a rank", n) for n in (1, 2, 3)}
+    few = {fact: counted(schedule)[fact] for fact in wanted if counted(schedule)[fact] < 3}
+    assert not few
