@@ -165,69 +165,68 @@ def is_arranged(case: Case) -> bool:
     return True
 
 
-def variants(layout: Case) -> Iterator[Case]:
-    """Yield the combinations of the further axes with a layout of `layouts`."""
+def _blocks(layout: Case) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Yield the values that each axis may have with a layout, for each domain it may have."""
     for domain in AXES["domain"] if layout.dp > 1 else ("1",):
         case = replace(layout, domain=domain)
         found = case.arrangement()
         slots = len(found.slots("image"))
-        for model, encoder_sp, llm_sp, schedule, recompute, boundary, data in product(
+        yield (
+            *((getattr(case, axis),) for axis in LAYOUT_AXES),
+            (domain,),
             AXES["model"] if case.ep == 1 else ("experts",),
             AXES["encoder_sp"] if slots > 1 else ("none",),
             AXES["llm_sp"] if found.pool > 1 else ("uniform",),
-            [s for s in AXES["schedule"] if s != "interleaved" or 2 * case.pp <= LAYERS],
+            tuple(s for s in AXES["schedule"] if s != "interleaved" or 2 * case.pp <= LAYERS),
             AXES["recompute"],
             AXES["boundary"] if found.domain_size > 1 else ("auto",),
-            AXES["data"],
-        ):
-            # Sharing its only item would give every rank a part of it.
-            if data == "mixed" or (encoder_sp == "none" and slots * found.num_domains > 1):
-                yield replace(
-                    case,
-                    model=model,
-                    encoder_sp=encoder_sp,
-                    llm_sp=llm_sp,
-                    schedule=schedule,
-                    recompute=recompute,
-                    boundary=boundary,
-                    data=data,
-                )
+            AXES["data"] if slots * found.num_domains > 1 else ("mixed",),
+        )
 
 
 @dataclass(frozen=True)
 class Space:
-    """All cases, layout by layout: those of layout i are [starts[i], starts[i + 1]). `pairs` [cases, pairs]
-    numbers the pairs of values that each has.
+    """All cases, layout by layout: those of layout i are [starts[i], starts[i + 1]). `places` [cases, axes]
+    says which value of each axis a case has, `pairs` [cases, pairs] numbers the pairs of values.
     """
 
-    cases: tuple[Case, ...]
+    places: np.ndarray
     starts: tuple[int, ...]
     pairs: np.ndarray
 
-    @property
-    def occurring(self) -> np.ndarray:
-        """How many cases have each pair."""
-        return np.bincount(self.pairs.ravel())
+    def case(self, number: int) -> Case:
+        """Return a case by its number."""
+        places = zip(AXES.values(), self.places[number], strict=True)
+        return Case(*(values[place] for values, place in places))
+
+    def number(self, case: Case) -> int:
+        """Return the number of a case; AssertionError if it is none of them."""
+        places = [values.index(getattr(case, axis)) for axis, values in AXES.items()]
+        found = np.flatnonzero((self.places == places).all(1))
+        assert len(found) == 1, case
+        return int(found[0])
 
 
 @cache
 def space() -> Space:
-    """Enumerate every combination."""
-    cases: list[Case] = []
-    starts = [0]
+    """Enumerate every combination, as numbers: so many objects would hold up the start of every test run."""
+    axes = list(AXES)
+    parts, starts = [], [0]
     for layout in layouts():
-        cases += variants(layout)
-        starts.append(len(cases))
-    places = [{value: place for place, value in enumerate(values)} for values in AXES.values()]
-    columns = [
-        np.array([place[getattr(case, axis)] for case in cases], np.int16)
-        for axis, place in zip(AXES, places, strict=True)
-    ]
+        for block in _blocks(layout):
+            places = [[values.index(v) for v in of] for values, of in zip(AXES.values(), block, strict=True)]
+            grid = np.stack(np.meshgrid(*places, indexing="ij"), -1).reshape(-1, len(axes)).astype(np.int16)
+            # Sharing its only item would give every rank a part of it.
+            shared = grid[:, axes.index("encoder_sp")] != AXES["encoder_sp"].index("none")
+            parts.append(grid[~(shared & (grid[:, axes.index("data")] == AXES["data"].index("one")))])
+        starts.append(sum(map(len, parts)))
+    columns = np.concatenate(parts)
+    sizes = [len(values) for values in AXES.values()]
     pairs, first = [], 0
-    for a, b in combinations(range(len(AXES)), 2):
-        pairs.append(first + columns[a] * len(places[b]) + columns[b])
-        first += len(places[a]) * len(places[b])
-    return Space(tuple(cases), tuple(starts), np.stack(pairs, 1))
+    for a, b in combinations(range(len(axes)), 2):
+        pairs.append(first + columns[:, a] * sizes[b] + columns[:, b])
+        first += sizes[a] * sizes[b]
+    return Space(columns, tuple(starts), np.stack(pairs).T)  # one pair of axes after the other in memory
 
 
 @cache
@@ -239,20 +238,25 @@ def covering_array() -> tuple[Case, ...]:
     out in the end.
     """
     all_cases = space()
-    occurring = all_cases.occurring
-    weights = np.where(occurring > 0, len(all_cases.cases) // np.maximum(occurring, 1), 0)
-    chosen = [all_cases.cases.index(case) for case in REQUIRED]
-    weights[all_cases.pairs[chosen]] = 0
-    while weights.any():
-        best = int(weights[all_cases.pairs].sum(1).argmax())
+    occurring = np.bincount(all_cases.pairs.ravel("K"))
+    weights = np.where(occurring > 0, len(all_cases.places) // np.maximum(occurring, 1), 0)
+    missing = weights > 0
+    chosen = [all_cases.number(case) for case in REQUIRED]
+    missing[all_cases.pairs[chosen]] = False
+    gains = np.where(missing, weights, 0)[all_cases.pairs].sum(1)
+    while missing.any():
+        best = int(gains.argmax())
         chosen.append(best)
-        weights[all_cases.pairs[best]] = 0
+        for column, pair in enumerate(all_cases.pairs[best]):
+            if missing[pair]:
+                missing[pair] = False
+                gains[all_cases.pairs[:, column] == pair] -= weights[pair]
     had = np.bincount(all_cases.pairs[chosen].ravel(), minlength=len(occurring))
     for case in chosen[len(REQUIRED) :]:
         if (had[all_cases.pairs[case]] > 1).all():
             chosen.remove(case)
             had[all_cases.pairs[case]] -= 1
-    return tuple(all_cases.cases[case] for case in chosen)
+    return tuple(map(all_cases.case, chosen))
 
 
 @cache
@@ -261,10 +265,10 @@ def full_list() -> tuple[Case, ...]:
     pairs occurred least in the list so far.
     """
     all_cases = space()
-    had = np.zeros(len(all_cases.occurring), np.int64)
+    had = np.zeros(int(all_cases.pairs.max()) + 1, np.int64)
     chosen = []
     for start, stop in zip(all_cases.starts, all_cases.starts[1:], strict=False):
         best = start + int(had[all_cases.pairs[start:stop]].sum(1).argmin())
         had[all_cases.pairs[best]] += 1
-        chosen.append(all_cases.cases[best])
+        chosen.append(all_cases.case(best))
     return tuple(chosen)

@@ -149,7 +149,7 @@ def page(code: str, by_name: Mapping[str, Result]) -> str:
         tolerance=power(TOLERANCE),
         weight_tolerance=power(WEIGHT_TOLERANCE),
         axes="\n".join(f"| {axis} | {', '.join(map(str, AXES[axis]))} | {SAYS[axis]} |" for axis in AXES),
-        space=f"{len(space().cases):,}",
+        space=f"{len(space().places):,}",
         num_few=len(covering_array()),
         few=table(few),
         num_whole=len(full_list()),
