@@ -1,0 +1,262 @@
+"""Faults in what lists run, and in what a plan says of parts, chunks and rows (R5, R6): see `faults.py`."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from edits import with_domain
+from faults import PASSES, Fault, Planted, lists_of, sites, with_ops
+
+from parallel.work import Grad
+from pipeline.ops import Kind, Op
+from pipeline.plan import StepPlan
+from pipeline.rules.lists import ENCODES, who
+
+# R5: once.
+
+
+def changed_count(wanted: Callable[[Op], bool], times: int) -> Fault:
+    """One team runs one of its ops not at all, or twice; halves of a backward are ops."""
+
+    def plant(plan: StepPlan, random: Random) -> Planted | None:
+        places = sites(plan, lambda plan, team, op: wanted(op))
+        if not places:
+            return None
+        team, at = random.choice(places)
+        lists, op = lists_of(plan), plan.domain.ops[team][at]
+        lists[team][at : at + 1] = [op] * times
+        whole = replace(op, grad=Grad.BOTH)
+        words = f"{who(plan.domain, team)} runs {whole} ", ", not 1: "
+        return Planted(with_ops(plan, lists), "R5", words)
+
+    return plant
+
+
+def microbatch_left_out(plan: StepPlan, random: Random) -> Planted | None:
+    """One team runs a microbatch less than the others."""
+    places = sites(plan, lambda plan, team, op: op.kind is Kind.FORWARD)
+    if not places:
+        return None
+    team, at = random.choice(places)
+    lists, left = lists_of(plan), plan.domain.ops[team][at]
+    lists[team] = [op for op in lists[team] if op.kind not in PASSES or op.index != left.index]
+    return Planted(with_ops(plan, lists), "R5", (f"{who(plan.domain, team)} runs {left} 0 times, not 1: ",))
+
+
+def added_op(make: Callable[[StepPlan, int], Op | None], *said: str) -> Fault:
+    """One team runs an op more, before its last one."""
+
+    def plant(plan: StepPlan, random: Random) -> Planted | None:
+        made = [(team, op) for team in plan.domain.teams if (op := make(plan, team)) is not None]
+        if not made:
+            return None
+        (team, op), lists = random.choice(made), lists_of(plan)
+        lists[team].insert(max(0, len(lists[team]) - 1), op)
+        whole = op if said[0].startswith(",") else replace(op, grad=Grad.BOTH)
+        return Planted(with_ops(plan, lists), "R5", (f"{who(plan.domain, team)} runs {whole}", *said))
+
+    return plant
+
+
+def a_microbatch_too_many(plan: StepPlan, team: int) -> Op | None:
+    own = plan.domain.holds[team]
+    return Op(Kind.FORWARD, len(plan.domain.microbatches), part=own[0]) if own else None
+
+
+def a_part_it_lacks(plan: StepPlan, team: int) -> Op | None:
+    others = set(range(plan.domain.num_parts)) - set(plan.domain.holds[team])
+    return Op(Kind.FORWARD, 0, part=min(others)) if others and plan.domain.microbatches else None
+
+
+def a_chunk_of_others(plan: StepPlan, team: int) -> Op | None:
+    for c, chunk in enumerate(plan.domain.chunks):
+        if team * plan.domain.team not in chunk.ranks:
+            return Op(Kind.ENCODE, c)
+    return None
+
+
+def a_frozen_chunk(plan: StepPlan, team: int) -> Op | None:
+    for c, chunk in enumerate(plan.domain.chunks):
+        if chunk.component in plan.frozen and team * plan.domain.team in chunk.ranks:
+            return Op(Kind.ENCODE_BACKWARD, c)
+    return None
+
+
+def a_frozen_weight(plan: StepPlan, team: int) -> Op | None:
+    own = plan.domain.holds[team]
+    if plan.components[plan.domain.llm] not in plan.frozen or not own or not plan.domain.microbatches:
+        return None
+    return Op(Kind.BACKWARD, 0, part=own[0], grad=Grad.WEIGHT)
+
+
+def a_whole_beside_halves(plan: StepPlan, team: int) -> Op | None:
+    split = [op for op in plan.domain.ops[team] if op.grad is Grad.WEIGHT]
+    return replace(split[-1], grad=Grad.BOTH) if split else None
+
+
+# R5: places.
+
+
+def chunk_where_its_encoder_is_not(plan: StepPlan, random: Random) -> Planted | None:
+    """A chunk moves to other ranks, with its ops and its rows."""
+    domain, found = plan.domain, []
+    homes = dict(zip(plan.components, domain.homes, strict=True))
+    for c, chunk in enumerate(domain.chunks):
+        for start in range(0, domain.num_ranks - len(chunk.ranks) + 1, domain.team):
+            if start < homes[chunk.component][0] or start + len(chunk.ranks) > homes[chunk.component][1]:
+                found.append((c, tuple(range(start, start + len(chunk.ranks)))))
+    if not found:
+        return None
+    c, ranks = random.choice(found)
+    lists, chunk = lists_of(plan), domain.chunks[c]
+    own = [Op(kind, c, grad=grad) for kind in ENCODES for grad in Grad]
+    ran = [op for op in lists[chunk.ranks[0] // domain.team] if op in own]
+    lists = [[op for op in ops if op not in own] for ops in lists]
+    for team in range(ranks[0] // domain.team, ranks[-1] // domain.team + 1):
+        lists[team] = ran[:1] + lists[team] + ran[1:]
+    chunks = (*domain.chunks[:c], replace(chunk, ranks=ranks), *domain.chunks[c + 1 :])
+    words = f"chunk {c} is on ranks {ranks}, which do not all hold {chunk.component}"
+    return Planted(with_domain(with_ops(plan, lists), chunks=chunks), "R5", (words,))
+
+
+def changed_chunks(change: Callable[[StepPlan, Random], tuple[tuple[int, ...], str] | None]) -> Fault:
+    """The chunks of these numbers take the place of all; those that are new have the ops of the old."""
+
+    def plant(plan: StepPlan, random: Random) -> Planted | None:
+        changed = change(plan, random)
+        if changed is None:
+            return None
+        numbers, said = changed
+        lists = [
+            [
+                replace(op, index=new)
+                for op in ops
+                for new in (
+                    [n for n, old in enumerate(numbers) if old == op.index]
+                    if op.kind in ENCODES
+                    else [op.index]
+                )
+            ]
+            for ops in plan.domain.ops
+        ]
+        chunks = tuple(plan.domain.chunks[number] for number in numbers)
+        return Planted(with_domain(with_ops(plan, lists), chunks=chunks), "R5", (said,))
+
+    return plant
+
+
+def a_chunk_two_times(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
+    numbers = range(len(plan.domain.chunks))
+    if not numbers:
+        return None
+    again = random.choice(numbers)
+    return (*numbers, again), f"item {random.choice(plan.domain.chunks[again].items)} is in 2 chunks"
+
+
+def a_chunk_less(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
+    numbers = range(len(plan.domain.chunks))
+    if not numbers:
+        return None
+    left = random.choice(numbers)
+    kept = tuple(number for number in numbers if number != left)
+    return kept, f"item {random.choice(plan.domain.chunks[left].items)} is in 0 chunks"
+
+
+def changed_route(lose: bool) -> Fault:
+    """An interval of rows is lost, or arrives a row further on."""
+
+    def plant(plan: StepPlan, random: Random) -> Planted | None:
+        routes = list(plan.domain.routes)
+        with_rows = [m for m, route in enumerate(routes) if route is not None and route.segments]
+        if not with_rows:
+            return None
+        m = random.choice(with_rows)
+        segments = list(routes[m].segments)
+        moved = segments.pop(random.randrange(len(segments)))
+        if not lose:
+            segments.append(replace(moved, destination_start=moved.destination_start + 1))
+        routes[m] = replace(routes[m], segments=tuple(segments))
+        words = f"the route of microbatch {m} does not bring each row to the place of its item"
+        return Planted(with_domain(plan, routes=tuple(routes)), "R5", (words,))
+
+    return plant
+
+
+def part_held_twice(plan: StepPlan, random: Random) -> Planted | None:
+    domain = plan.domain
+    team = random.randrange(domain.llm_size // domain.team)
+    others = set(range(domain.num_parts)) - set(domain.holds[team])
+    if not others:
+        return None
+    holds = list(domain.holds)
+    holds[team] = (*holds[team], min(others))
+    counts = dict(sorted(Counter(part for parts in holds for part in parts).items()))
+    return Planted(with_domain(plan, holds=tuple(holds)), "R5", (f"parts of the LLM are on {counts} teams",))
+
+
+def backward_in_evaluation(plan: StepPlan, random: Random) -> Planted | None:
+    """The lists of a training step in a step of evaluation."""
+    places = sites(plan, lambda plan, team, op: op.kind is Kind.BACKWARD and op.grad is Grad.BOTH)
+    if not places:
+        return None
+    team, at = random.choice(places)
+    words = f"{who(plan.domain, team)} runs {plan.domain.ops[team][at]} 1 times, not 0: "
+    return Planted(replace(plan, train=False), "R5", (words,))
+
+
+# R6: memory.
+
+
+def forwards_over_the_bound(plan: StepPlan, random: Random) -> Planted | None:
+    """A team runs more forwards of a part before any backward than the part may hold."""
+    bounds = dict(plan.domain.bounds)
+    found = [
+        (team, part, bounds[f"llm/{part}"])
+        for team, parts in enumerate(plan.domain.holds)
+        for part in parts
+        if plan.train and bounds[f"llm/{part}"] < len(plan.domain.microbatches)
+    ]
+    if not found:
+        return None
+    (team, part, bound), lists = random.choice(found), lists_of(plan)
+    ops = lists[team]
+    forwards = [op for op in ops if op.kind is Kind.FORWARD and op.part == part]
+    back = next(at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD and op.part == part)
+    lists[team] = [*(op for op in ops[:back] if op not in forwards), *forwards]
+    lists[team] += [op for op in ops[back:] if op not in forwards]
+    words = (
+        f"{who(plan.domain, team)} holds {bound + 1} ",
+        f"of llm/{part} at {forwards[bound]}, more than its",
+    )
+    return Planted(with_ops(plan, lists), "R6", words)
+
+
+def of_kind(*kinds: Kind) -> Callable[[Op], bool]:
+    return lambda op: op.kind in kinds
+
+
+WORK: dict[str, Fault] = {
+    "a microbatch left out": microbatch_left_out,
+    "a microbatch too many": added_op(a_microbatch_too_many, ", which is not in the plan"),
+    "a pass left out": changed_count(of_kind(*PASSES), 0),
+    "a pass twice": changed_count(of_kind(*PASSES), 2),
+    "a chunk left out": changed_count(of_kind(*ENCODES), 0),
+    "a chunk twice": changed_count(of_kind(*ENCODES), 2),
+    "a chunk of others": added_op(a_chunk_of_others, " 1 times, not 0: a chunk of ranks "),
+    "a weight gradient left out": changed_count(lambda op: op.grad is Grad.WEIGHT, 0),
+    "a weight gradient twice": changed_count(lambda op: op.grad is Grad.WEIGHT, 2),
+    "a whole backward beside its halves": added_op(a_whole_beside_halves, " 1 times whole, 1 times "),
+    "a reduction left out": changed_count(of_kind(Kind.REDUCE), 0),
+    "a part that its rank lacks": added_op(a_part_it_lacks, ", which is not in the plan"),
+    "a backward of a frozen encoder": added_op(a_frozen_chunk, " 1 times, not 0: "),
+    "a weight gradient of a frozen llm": added_op(a_frozen_weight, " 1 for weights, not "),
+    "a chunk where its encoder is not": chunk_where_its_encoder_is_not,
+    "a chunk two times": changed_chunks(a_chunk_two_times),
+    "a chunk less": changed_chunks(a_chunk_less),
+    "rows that arrive elsewhere": changed_route(lose=False),
+    "rows that are lost": changed_route(lose=True),
+    "a part that two ranks hold": part_held_twice,
+    "a backward in evaluation": backward_in_evaluation,
+    "forwards over the bound": forwards_over_the_bound,
+}
