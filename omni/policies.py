@@ -11,16 +11,15 @@ from parallel.policy import Policy, PolicyError
 from parallel.sequence import SequenceLayout, Shard
 from parallel.transport_policies import TransportPolicy
 from parallel.work import Grad
-from pipeline.builders import SchedulePolicy
-from pipeline.costs import Costs
+from pipeline.builders import Facts, SchedulePolicy
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
 __all__ = [
     "BalancePolicy",
-    "Costs",
     "DomainPlan",
     "DomainSizes",
+    "Facts",
     "Grad",
     "Kind",
     "Link",

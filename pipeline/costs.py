@@ -36,6 +36,8 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     @cache
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:
+            if not domain.routes:
+                return _guess_ns(domain, table, op.index)
             route = domain.routes[op.index]
             return route.ns if route else 0
         layout = domain.microbatches[op.index].layout
@@ -43,6 +45,14 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
         return table.message_ns(most // domain.tp)
 
     return compute, message
+
+
+def _guess_ns(domain: DomainPlan, table: CostTable, m: int) -> int:
+    """What the rows of a microbatch take before their route is planned: as if they left all ranks alike, for
+    other nodes.
+    """
+    rows = sum(item.rows for item in domain.items if item.microbatch == m)
+    return table.links.across.message_ns(rows * table.row_bytes // domain.num_ranks)
 
 
 def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:

@@ -13,22 +13,22 @@ Pure: no clock, no rank. All ranks of the domain call it with the same arguments
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 
 from dataloader.global_batch import Budget
 from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
-from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks
+from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
-from pipeline.builders import SchedulePolicy, build_forward_only, without_frozen
-from pipeline.costs import Costs, plan_costs, plan_memory
-from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
+from pipeline.costs import plan_costs, plan_memory
+from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.plan import Taken
@@ -141,25 +141,36 @@ class DomainPlanner:
             samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=self.chunking(items, self._slots, self.sharing, self._tokens_cost),
+            chunks=self._chunks(items, len(microbatches), train),
             routes=(),
             ops=(),
             reductions=self._reductions(frozen) if train else (),
             feeds=self.feeds,
         )
-        domain = replace(domain, routes=self._routes(domain, world.domain_ranks(number)))
-        domain = replace(domain, bounds=self._bounds(domain))
-        plan_ns = plan_costs(domain, self.table)
-        domain = replace(domain, ops=self._ops(domain, plan_ns, frozen, train))
+        domain, ranks = replace(domain, bounds=self._bounds(domain)), world.domain_ranks(number)
+        places = train and self.policies.schedule.quanta > 0
+        if not places:
+            domain = self._with_routes(domain, ranks)
+        order = self._order(domain, frozen) if train else build_forward_only(domain)
+        if places:
+            domain = self._with_routes(as_ordered(domain, order), ranks)
+        domain = replace(domain, ops=_lists(without_frozen(order, domain, frozenset(frozen)), domain))
         if not self.single_queue:
             return domain
-        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_ns))))
+        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_costs(domain, self.table)))))
 
-    def _routes(self, domain: DomainPlan, ranks: Sequence[int]) -> tuple[Route | None, ...]:
+    def _chunks(self, items: Sequence[PlannedItem], microbatches: int, train: bool) -> tuple[Chunk, ...]:
+        """Make chunks of a domain's items: quanta, if its schedule says where they run."""
+        quanta = self.policies.schedule.quanta if train else 0
+        chunking = partial(make_quanta, count=quanta * microbatches) if quanta else self.chunking
+        return chunking(items, self._slots, self.sharing, self._tokens_cost)
+
+    def _with_routes(self, domain: DomainPlan, ranks: Sequence[int]) -> DomainPlan:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""
-        return tuple(
+        routes = (
             None if route is None else self.transport.choose(route, ranks) for route in plan_routes(domain)
         )
+        return replace(domain, routes=tuple(routes))
 
     def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """The order in which gradients are reduced: components in theirs, the LLM's parts from the last on,
@@ -244,14 +255,18 @@ class DomainPlanner:
             start += length(meta)
         return items
 
-    def _ops(
-        self, domain: DomainPlan, costs: Costs, frozen: tuple[str, ...], train: bool
-    ) -> tuple[tuple[Op, ...], ...]:
-        order = self.policies.schedule(domain, costs) if train else build_forward_only(domain)
-        lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
-        reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
-        for number, part in domain.reductions:
-            op = Op(Kind.REDUCE, number, part=part)
-            for team in domain.reducing(op) if op not in reduced else ():
-                lists[team].append(op)
-        return tuple(map(tuple, lists))
+    def _order(self, domain: DomainPlan, frozen: Sequence[str]) -> Order:
+        """Order the compute of a step of training."""
+        costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)
+        return self.policies.schedule(domain, Facts(costs, kept, self._slots, frozenset(frozen)))
+
+
+def _lists(order: Order, domain: DomainPlan) -> tuple[tuple[Op, ...], ...]:
+    """Insert communication into an order of compute, and at the end the reductions that it lacks."""
+    lists = expand(order, domain)
+    reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
+    for number, part in domain.reductions:
+        op = Op(Kind.REDUCE, number, part=part)
+        for team in domain.reducing(op) if op not in reduced else ():
+            lists[team].append(op)
+    return tuple(map(tuple, lists))

@@ -119,6 +119,48 @@ def make_chunks(
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
 
 
+def make_quanta(
+    items: Sequence[PlannedItem],
+    slots: Mapping[str, Sequence[Slot]],
+    sharing: Mapping[str, Sharing],
+    cost_ns: Callable[[str, int], int],
+    count: int,
+) -> tuple[Chunk, ...]:
+    """Share the items of a domain as `make_chunks` does, but leave open who takes those that stay whole.
+
+    They come in the order of their microbatches to quanta of about equal cost, `count` for each slot of their
+    encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
+    Each stands on its encoder's first slot, until a schedule places it.
+    """
+    chunks: list[Chunk] = []
+    for name in sorted(slots):
+        own = sharing[name]
+        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own))
+        shared = {number for chunk in together for number in chunk.items}
+        whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
+        costs = [cost_ns(name, items[n].tokens) for n in whole]
+        chunks += together
+        for numbers in _cut_evenly(whole, costs, count * len(slots[name])):
+            layout = SequenceLayout.whole([items[n].tokens for n in numbers], [0] * len(numbers), 1)
+            chunks.append(_chunk(items, numbers, slots[name][0], layout, own))
+    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.items)))
+
+
+def _cut_evenly(numbers: Sequence[int], costs: Sequence[int], count: int) -> Iterator[list[int]]:
+    """Cut a list into at most `count` runs of about equal cost: each number goes where its middle lies."""
+    total, before, last = max(1, sum(costs)), 0, -1
+    run: list[int] = []
+    for number, cost in zip(numbers, costs, strict=True):
+        place = (2 * before + cost) * count // (2 * total)
+        if place != last and run:
+            yield run
+            run = []
+        run.append(number)
+        before, last = before + cost, place
+    if run:
+        yield run
+
+
 def _shared_chunks(
     component: str, items: Sequence[PlannedItem], slots: Sequence[Slot], sharing: Sharing
 ) -> Iterator[Chunk]:
@@ -189,7 +231,7 @@ def _chunk(
     first, tp = items[numbers[0]], len(ranks) // layout.num_members
     return Chunk(
         component=first.component,
-        microbatches=(first.microbatch,),
+        microbatches=tuple(sorted({items[number].microbatch for number in numbers})),
         ranks=ranks,
         items=tuple(numbers),
         layout=layout,

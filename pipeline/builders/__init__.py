@@ -3,11 +3,14 @@
 from pipeline.builders.encode_first import ENCODE_FIRST
 from pipeline.builders.gpipe import GPIPE
 from pipeline.builders.interleaved import INTERLEAVED
+from pipeline.builders.joint import JOINT, JOINT_INTERLEAVED, JOINT_ZERO_BUBBLE_H1
 from pipeline.builders.one_f_one_b import ONE_F_ONE_B
 from pipeline.builders.schedule import (
     Builder,
+    Facts,
     Order,
     SchedulePolicy,
+    as_ordered,
     build_forward_only,
     chunks_by_team,
     without_frozen,
@@ -18,11 +21,16 @@ __all__ = [
     "ENCODE_FIRST",
     "GPIPE",
     "INTERLEAVED",
+    "JOINT",
+    "JOINT_INTERLEAVED",
+    "JOINT_ZERO_BUBBLE_H1",
     "ONE_F_ONE_B",
     "ZERO_BUBBLE_H1",
     "Builder",
+    "Facts",
     "Order",
     "SchedulePolicy",
+    "as_ordered",
     "build_forward_only",
     "chunks_by_team",
     "without_frozen",

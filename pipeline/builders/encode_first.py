@@ -4,12 +4,11 @@ The three phases of LongCat-Flash-Omni (report, section 5), among others, with 1
 """
 
 from pipeline.builders.one_f_one_b import one_f_one_b_passes
-from pipeline.builders.schedule import Order, SchedulePolicy, encoders_around
-from pipeline.costs import Costs
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, encoders_around
 from pipeline.domain_plan import DomainPlan
 
 
-def build_encode_first(domain: DomainPlan, costs: Costs) -> Order:
+def build_encode_first(domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, then 1F1B, then all encoder backwards."""
     return encoders_around(one_f_one_b_passes, domain)
 

@@ -3,8 +3,7 @@
 Its bubble is that of 1F1B, and it holds the activations of all microbatches: the baseline for memory.
 """
 
-from pipeline.builders.schedule import Order, SchedulePolicy, encoders_around
-from pipeline.costs import Costs
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, encoders_around
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -18,7 +17,7 @@ def gpipe_passes(stages: int, parts: int, microbatches: int, stage: int) -> list
     ]
 
 
-def build_gpipe(domain: DomainPlan, costs: Costs) -> Order:
+def build_gpipe(domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, GPipe, all encoder backwards."""
     return encoders_around(gpipe_passes, domain)
 

@@ -6,8 +6,7 @@ a forward and a backward of a stage. Messages between stages are v times as many
 
 from functools import partial
 
-from pipeline.builders.schedule import Order, SchedulePolicy, encoders_around, most_in_flight
-from pipeline.costs import Costs
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, encoders_around, most_in_flight
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -32,7 +31,7 @@ def interleaved_passes(stages: int, parts: int, microbatches: int, stage: int) -
     return [op for op in ops if op.index < microbatches]
 
 
-def build_interleaved(domain: DomainPlan, costs: Costs) -> Order:
+def build_interleaved(domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, interleaved 1F1B, all encoder backwards."""
     return encoders_around(interleaved_passes, domain)
 

@@ -2,8 +2,7 @@
 work just in time.
 """
 
-from pipeline.builders.schedule import Order, SchedulePolicy, chunks_by_team
-from pipeline.costs import Costs
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, chunks_by_team
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -18,7 +17,7 @@ def one_f_one_b_passes(stages: int, parts: int, microbatches: int, stage: int) -
     return ops + [Op(Kind.BACKWARD, m, part=stage) for m in range(microbatches - warmup, microbatches)]
 
 
-def build_one_f_one_b(domain: DomainPlan, costs: Costs) -> Order:
+def build_one_f_one_b(domain: DomainPlan, facts: Facts) -> Order:
     """1F1B with encoder work where the first stage needs it: just in time, at most a few microbatches ahead.
 
     Stage s runs s forwards behind the first stage, so it encodes microbatch m + s before its own forward of

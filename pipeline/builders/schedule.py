@@ -9,8 +9,8 @@ through the encoders after them: `encoders_around`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import ClassVar
 
@@ -18,10 +18,26 @@ from parallel.policy import Policy
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
+from pipeline.policies import Slot
+from pipeline.rules.memory import Kept
 
 Order = list[list[Op]]
-Builder = Callable[[DomainPlan, Costs], Order]
-"""From a domain without ops and the costs of its ops to the compute ops of each team, in order."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where a
+    chunk of an encoder may run (`slots`), and the components that do not learn in this step (`frozen`).
+    """
+
+    costs: Costs
+    kept: Kept
+    slots: Mapping[str, Sequence[Slot]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+
+
+Builder = Callable[[DomainPlan, Facts], Order]
+"""From a domain without ops to the compute ops of each team, in order."""
 
 Passes = Callable[[int, int, int, int], list[Op]]
 """From the numbers of stages, of parts on each and of microbatches, and a stage, to the order of its passes:
@@ -57,29 +73,51 @@ def held_at_most(ops: Iterable[Op]) -> Counter[int]:
 class SchedulePolicy(Policy):
     """In which order the teams of a domain run its chunks and microbatches in training.
 
-    `decide` takes a DomainPlan without ops and the costs of its ops, and returns for each team its compute
-    ops in order; communication and waits are inserted afterwards, by rules that are the same for all
+    `decide` takes a DomainPlan without ops and its `Facts`, and returns for each team its compute ops in
+    order; communication and waits are inserted afterwards, by rules that are the same for all
     schedules, and the verifier refuses what could hang. A backward may be split in two ops. REDUCE ops of the
     domain's `reductions` may be among them, all of a reduction or none; those left out come at the end.
     `in_flight` says from the domain and the number of a part how many microbatches' activations that part
     holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
     many parts of the LLM on a rank it can order at most, None for any number.
+
+    A schedule with `quanta` says where chunks run: a chunk of one slot goes where the order encodes it. Items
+    that stay whole come to it as about so many chunks for each slot and microbatch, of about equal cost, and
+    routes are planned after it.
     """
 
     group: ClassVar[str] = "omni.schedule"
 
     in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
     parts: int | None = 1
+    quanta: int = 0
 
-    def __call__(self, domain: DomainPlan, costs: Costs) -> Order:
+    def __call__(self, domain: DomainPlan, facts: Facts) -> Order:
         """Order the compute of every team.
 
         Raises:
             PolicyError: if there is not one list for each team.
         """
-        order = self.decide(domain, costs)
+        order = self.decide(domain, facts)
         self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
         return order
+
+
+def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
+    """Return a domain with its chunks of one slot on the ranks that encode them in an order."""
+    teams: dict[int, list[int]] = {}
+    for team, ops in enumerate(order):
+        for op in ops:
+            if op.kind is Kind.ENCODE:
+                teams.setdefault(op.index, []).append(team)
+    size = domain.team
+    chunks = [
+        replace(chunk, ranks=tuple(range(of[0] * size, (of[-1] + 1) * size)))
+        if chunk.layout.num_members == 1 and (of := teams.get(number))
+        else chunk
+        for number, chunk in enumerate(domain.chunks)
+    ]
+    return replace(domain, chunks=tuple(chunks))
 
 
 def encoders_around(passes: Passes, domain: DomainPlan) -> Order:

@@ -9,8 +9,7 @@ activations of p microbatches at most, as the first one does under 1F1B.
 from functools import partial
 
 from parallel.work import Grad
-from pipeline.builders.schedule import Order, SchedulePolicy, encoders_around, most_in_flight
-from pipeline.costs import Costs
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, encoders_around, most_in_flight
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -30,7 +29,7 @@ def zb_h1_passes(stages: int, parts: int, microbatches: int, stage: int) -> list
     return ops + [Op(Kind.BACKWARD, m, part=stage, grad=Grad.WEIGHT) for m in left]
 
 
-def build_zero_bubble_h1(domain: DomainPlan, costs: Costs) -> Order:
+def build_zero_bubble_h1(domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, ZB-H1, all encoder backwards."""
     return encoders_around(zb_h1_passes, domain)
 

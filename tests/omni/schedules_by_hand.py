@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 from parallel.work import Grad
-from pipeline.builders import Order, SchedulePolicy, chunks_by_team
+from pipeline.builders import Facts, Order, SchedulePolicy, chunks_by_team
 from pipeline.builders.interleaved import interleaved_passes
 from pipeline.builders.schedule import most_in_flight
-from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
 
@@ -60,7 +59,7 @@ def by_hand(parts: int = 1, splits: bool = False, early: bool = False) -> Schedu
     every backward in two halves, with `early` reductions as soon as possible.
     """
 
-    def decide(domain: DomainPlan, costs: Costs) -> Order:
+    def decide(domain: DomainPlan, facts: Facts) -> Order:
         order: Order = []
         for team, mine in enumerate(chunks_by_team(domain)):
             stage, count = domain.stage(team * domain.team), len(domain.microbatches)

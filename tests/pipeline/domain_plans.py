@@ -8,7 +8,7 @@ from own_policies import own
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.builders import Builder, SchedulePolicy, build_forward_only, without_frozen
+from pipeline.builders import Builder, Facts, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.costs import Costs
 from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
 from pipeline.expand import expand
@@ -171,11 +171,14 @@ def make_plan(
         feeds=shape.feeds,
     )
     domain = replace(domain, routes=plan_routes(domain), bounds=_bounds(domain, schedule))
+    order = build_forward_only(domain)
     if train:
         builder = BUILDERS[schedule] if isinstance(schedule, str) else schedule
-        order = builder(domain, costs or FREE)
-    else:
-        order = build_forward_only(domain)
+        facts = Facts(costs or FREE, one, _slots(domain), frozenset(frozen))
+        order = builder(domain, facts)
+        if isinstance(builder, SchedulePolicy) and builder.quanta:
+            domain = as_ordered(domain, order)
+            domain = replace(domain, routes=plan_routes(domain))
     lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
     reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
     for pair in domain.reductions:
@@ -201,6 +204,16 @@ def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int
     ours = isinstance(policy, SchedulePolicy)
     most = policy.in_flight if ours else lambda domain, part: len(domain.microbatches)
     return tuple((f"llm/{part}", most(domain, part)) for part in range(domain.num_parts))
+
+
+def _slots(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
+    """Where chunks may go: to any slot of an encoder's home, if all that lie on one slot have the same size."""
+    slots = {}
+    for name, (first, stop) in zip(COMPONENTS, domain.homes, strict=True):
+        sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_members == 1}
+        if len(sizes) == 1 and (stop - first) % (size := sizes.pop()) == 0:
+            slots[name] = [tuple(range(start, start + size)) for start in range(first, stop, size)]
+    return slots
 
 
 def one(rank: int, op: Op) -> int:

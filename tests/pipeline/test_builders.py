@@ -76,6 +76,11 @@ def test_each_schedule_holds_what_it_says(stages):
         "zero_bubble_h1": lambda stage: stages,
         "interleaved": lambda stage: stages - stage,
     }
+    expected |= {  # encoder work apart
+        "joint": expected["one_f_one_b"],
+        "joint_interleaved": expected["interleaved"],
+        "joint_zero_bubble_h1": expected["zero_bubble_h1"],
+    }
     for schedule, policy in BUILDERS.items():
         domain = domain_of(schedule, stages, microbatches)
         for stage, ops in enumerate(domain.ops):

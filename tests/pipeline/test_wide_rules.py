@@ -9,8 +9,7 @@ from wide_plans import build_in_turn, with_split_backwards
 
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad
-from pipeline.builders import INTERLEAVED
-from pipeline.costs import Costs
+from pipeline.builders import INTERLEAVED, Facts
 from pipeline.domain_plan import DomainPlan, Point
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
@@ -341,7 +340,7 @@ def kept(rank: int, op: Op) -> int:
 
 
 def on_one_rank(split: float) -> StepPlan:
-    def build(domain: DomainPlan, costs: Costs) -> list[list[Op]]:
+    def build(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
         encode = [Op(Kind.ENCODE, c) for c in range(3)]
         passes = [Op(F, 0), Op(B, 0), Op(F, 1), Op(B, 1), Op(F, 2), Op(B, 2)]
         return [[*encode, *passes, *(Op(Kind.ENCODE_BACKWARD, c) for c in range(3))]]

@@ -9,8 +9,7 @@ from random import Random
 from domain_plans import BUILDERS, SCHEDULES, Shape, Work, make_plan, random_shape, random_work
 
 from parallel.work import Grad
-from pipeline.builders import Builder, Order, chunks_by_team
-from pipeline.costs import Costs
+from pipeline.builders import Builder, Facts, Order, chunks_by_team
 from pipeline.domain_plan import DomainPlan, Point
 from pipeline.expand import expand
 from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
@@ -30,7 +29,7 @@ def with_encoders_around(domain: DomainPlan, passes: Callable[[int], list[Op]]) 
     ]
 
 
-def build_in_turn(domain: DomainPlan, costs: Costs) -> Order:
+def build_in_turn(domain: DomainPlan, facts: Facts) -> Order:
     """All microbatches through one part after the other, then back: for any table of parts."""
     microbatches = range(len(domain.microbatches))
 
@@ -66,9 +65,9 @@ def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Bui
             return [(end, "", first)]  # it does not learn
         return [(end, "", first), (end + random.randint(0, 120), str(later), later)]
 
-    def build(domain: DomainPlan, costs: Costs) -> Order:
+    def build(domain: DomainPlan, facts: Facts) -> Order:
         order = []
-        for team, ops in enumerate(timed(domain, expand(builder(domain, costs), domain))):
+        for team, ops in enumerate(timed(domain, expand(builder(domain, facts), domain))):
             entries = []
             for end, op in ops:
                 if op.kind in COMPUTE:

@@ -8,9 +8,9 @@ from itertools import zip_longest
 
 from omni.policies import (
     BalancePolicy,
-    Costs,
     DomainPlan,
     DomainSizes,
+    Facts,
     Kind,
     Links,
     Op,
@@ -84,7 +84,7 @@ def cross_nodes_once(
     return "two_level" if crosses else "direct"
 
 
-def all_forward_then_all_backward(domain: DomainPlan, costs: Costs) -> list[list[Op]]:
+def all_forward_then_all_backward(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
     """GPipe (Huang et al., 2019, section 2.3): all forward passes, then all backward passes, with the
     encoders before and after. A part of the LLM holds the activations of every microbatch.
     """

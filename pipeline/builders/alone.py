@@ -1,0 +1,124 @@
+"""The passes of the LLM by themselves: who waits for whom, and when they would run without encoders."""
+
+from collections.abc import Sequence
+
+from pipeline.builders.crews import Crews
+from pipeline.builders.filling import Boundary, Pass, Step, Times
+from pipeline.builders.schedule import Facts, Passes
+from pipeline.builders.shares import Room
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+
+
+def timed_passes(
+    order: Passes, domain: DomainPlan, facts: Facts, crews: Crews, shipped: Times
+) -> list[list[Pass]]:
+    """Return the passes of each crew in the order of its stage, with what they take and wait for.
+
+    Gradients of weights that do not learn are left out.
+    """
+    compute_ns, _ = facts.costs
+    stages, count = domain.num_stages, len(domain.microbatches)
+    learns = any(number == domain.llm for number, _ in domain.reductions)
+    ranks = [[team * domain.team for unit in crew for team in crews.units[unit]] for crew in crews.crews]
+    steps = _steps(domain, facts, crews, ranks, shipped)
+    passes = []
+    for crew, of in enumerate(ranks):
+        stage = domain.stage(of[0])
+        ops = [] if stage is None else order(stages, domain.num_parts // stages, count, stage)
+        passes.append(
+            [
+                Pass(op, max(1, *(compute_ns(rank, op) for rank in of)), steps[op.kind, op.part, crew])
+                for op in ops
+                if learns or op.makes_input
+            ]
+        )
+    return passes
+
+
+def _steps(
+    domain: DomainPlan, facts: Facts, crews: Crews, ranks: Sequence[Sequence[int]], shipped: Times
+) -> dict[tuple[Kind, int, int], Step]:
+    """What passes wait for, by kind, part and crew."""
+    _, message_ns = facts.costs
+    count = len(domain.microbatches)
+    at_once = [0] * count
+    messages = [message_ns(Op(Kind.SEND_FORWARD, m)) for m in range(count)]
+    keys = [
+        (kind, part, crew)
+        for crew, of in enumerate(ranks)
+        for part in domain.parts(of[0])
+        for kind in (Kind.FORWARD, Kind.BACKWARD)
+    ]
+    done: dict[tuple[Kind, int, int], Times] = {key: [-1] * count for key in keys}
+
+    def holders(part: int, crew: int) -> tuple[int, ...]:
+        """The crews that hold another part where this crew holds its own."""
+        if not 0 <= part < domain.num_parts:
+            return ()
+        teams = {domain.holder(part, rank) // domain.team for rank in ranks[crew]}
+        return tuple(sorted({crews.crew_of[crews.unit_of[team]] for team in teams}))
+
+    steps = {}
+    for kind, part, crew in keys:
+        before, after = (part - 1, part + 1) if kind is Kind.FORWARD else (part + 1, part - 1)
+        after_those = [
+            (done[kind, before, other], at_once if other == crew else messages)
+            for other in holders(before, crew)
+        ]
+        if kind is Kind.BACKWARD:
+            after_those.append((done[Kind.FORWARD, part, crew], at_once))
+        elif part in domain.parts_with_rows(ranks[crew][0]):
+            after_those.append((shipped, at_once))
+        wakes = tuple(other for other in holders(after, crew) if other != crew)
+        steps[kind, part, crew] = Step(crew, tuple(after_those), done[kind, part, crew], wakes)
+    return steps
+
+
+def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list[Room], int]:
+    """Time the passes without encoders. Returns what each crew does and idles, and the end of the last pass.
+
+    Nothing of it stays in the passes.
+    """
+    shipped = list(boundary.shipped)
+    boundary.shipped[:] = [0] * len(shipped)
+    ends = _run_alone(passes)
+    makespan = max((of[-1] for of in ends if of), default=0)
+    gone_back: dict[int, int] = {}  # by microbatch, when all first parts have been through its backward
+    for crew in boundary.entered:
+        for one, end in zip(passes[crew], ends[crew], strict=True):
+            if one.op.kind is Kind.BACKWARD and one.op.makes_input:
+                gone_back[one.op.index] = max(end, gone_back.get(one.op.index, 0))
+    first = min((end for m, end in gone_back.items() if boundary.ship_ns[m] >= 0), default=makespan)
+    rooms = []
+    for of, own in zip(passes, ends, strict=True):
+        busy = sum(min(one.ns, max(0, end - first)) for one, end in zip(of, own, strict=True))
+        rooms.append(Room(sum(one.ns for one in of), makespan - first - busy))
+    for of in passes:
+        for one in of:
+            one.step.done[one.op.index] = -1
+    boundary.shipped[:] = shipped
+    return rooms, makespan
+
+
+def _run_alone(passes: Sequence[Sequence[Pass]]) -> list[list[int]]:
+    """When each pass ends if every crew runs its own in order, as soon as it can."""
+    ends: list[list[int]] = [[] for _ in passes]
+    to_go = {crew for crew, of in enumerate(passes) if of}
+    while to_go:
+        crew = to_go.pop()
+        of, own = passes[crew], ends[crew]
+        woken: set[int] = set()
+        for at in range(len(own), len(of)):
+            one = of[at]
+            begins = one.step.begins(one.op.index) if one.op.makes_input else 0
+            if begins < 0:
+                break
+            end = max(begins, own[-1] if own else 0) + one.ns
+            if one.op.makes_input:
+                one.step.done[one.op.index] = end
+            own.append(end)
+            woken.update(one.step.wakes)
+        to_go |= woken
+    assert all(len(of) == len(own) for of, own in zip(passes, ends, strict=True)), "passes wait in a circle"
+    return ends

@@ -1,0 +1,401 @@
+"""Encoder work in the gaps of a pipeline: list scheduling (Graham, 1969) around a given order of passes.
+
+Time runs from event to event. A unit that is free does the first of these that it can:
+
+1. the encoding of a quantum that the first part needs next, before a forward; or, if the bound on
+   activations is in the way, the backward of another;
+2. the next pass of the LLM in its crew's order, or if that must wait, the next backward of this order;
+3. the encoding of its next quantum, as far ahead as the bound allows;
+4. the backward of a quantum whose gradients are back.
+
+Barriers, chunks that several units encode together, are encoded as early as the bound allows, and go back
+once their units have no passes left, or when nothing else can go on. A crew that has begun to gather for a
+pass runs it first; other units that a barrier waits for start nothing else. One barrier gathers at a time,
+so no two wait for each other.
+
+Times are integer nanoseconds of one common clock. The result is an order, not a promise: ranks wait for each
+other's results, never for the clock.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from pipeline.builders.crews import Crews
+from pipeline.ops import Kind, Op
+
+_NO_LIMIT = 1 << 62
+
+Times = list[int]
+"""By microbatch, when something of it is done, -1 while that is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the passes of a kind through a part of a `crew` have in common. One may begin once each of `after`
+    has been done for so many nanoseconds, both by microbatch; its end is noted in `done`, and units of the
+    crews `wakes` may wait for it.
+    """
+
+    crew: int
+    after: tuple[tuple[Times, Times], ...]
+    done: Times
+    wakes: tuple[int, ...]
+
+    def begins(self, m: int) -> int:
+        """When the pass of microbatch `m` may begin, -1 while that is unknown."""
+        begins = 0
+        for times, delays in self.after:
+            done = times[m]
+            if done < 0:
+                return -1
+            begins = max(begins, done + delays[m])
+        return begins
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass and what it takes."""
+
+    op: Op
+    ns: int
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Quantum:
+    """A chunk on its `units`, of `microbatches`. If it learns, it keeps `kept` bytes until its backward."""
+
+    chunk: int
+    units: range
+    microbatches: tuple[int, ...]
+    encode_ns: int
+    back_ns: int
+    kept: int
+    learns: bool
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The way of rows and back: what sending those of each microbatch takes, -1 for those without rows; when
+    they are `shipped`; and the crews whose passes they enter.
+    """
+
+    ship_ns: Sequence[int]
+    shipped: Times
+    entered: tuple[int, ...]
+
+
+def fill(
+    crews: Crews,
+    passes: Sequence[Sequence[Pass]],
+    quanta: Sequence[Sequence[Quantum]],
+    barriers: Sequence[Quantum],
+    boundary: Boundary,
+    room: int | None = None,
+    lookahead: int | None = None,
+) -> list[list[Op]]:
+    """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
+    encoding keeps the given order.
+
+    Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more; no quantum is
+    encoded more than `lookahead` microbatches ahead of the first part.
+    """
+    return _Machine(crews, passes, quanta, barriers, boundary, room, lookahead).run()
+
+
+class _Machine:
+    def __init__(
+        self,
+        crews: Crews,
+        passes: Sequence[Sequence[Pass]],
+        quanta: Sequence[Sequence[Quantum]],
+        barriers: Sequence[Quantum],
+        boundary: Boundary,
+        room: int | None,
+        lookahead: int | None,
+    ) -> None:
+        units, microbatches = len(crews.units), len(boundary.ship_ns)
+        self.crews, self.boundary = crews, boundary
+        self.room = _NO_LIMIT if room is None else room
+        self.lookahead = _NO_LIMIT if lookahead is None else lookahead
+        self.out: list[list[Op]] = [[] for _ in range(units)]
+        # Units: what each runs and until when; those that wait for others to come have no end.
+        self.events = [(0, -unit) for unit in range(units)]
+        self.running: list[tuple[Op, Pass | Quantum] | None] = [None] * units
+        self.until = [0] * units
+        # Passes: by crew those to come, the backwards among them, and the one that its units gather for.
+        self.passes = [deque(of) for of in passes]
+        self.backwards = [deque(one for one in of if _goes_back(one)) for of in passes]
+        self.left = [len(of) for of in passes]
+        self.early: set[int] = set()  # backwards taken ahead of their place
+        self.gathering: list[Pass | None] = [None] * len(passes)
+        self.gathered: set[int] = set()
+        self.absent = [0] * len(passes)
+        self.entering = dict.fromkeys(boundary.entered, 0)
+        self.unpassed = [0] * microbatches
+        for one in (one for of in self.backwards for one in of):
+            self.unpassed[one.op.index] += 1
+        # Quanta: by unit those to encode, those to go back and from when on, and the bytes held for them.
+        self.ahead = [deque(of) for of in quanta]
+        self.back: list[deque[tuple[int, Quantum]]] = [deque() for _ in range(units)]
+        self.held = [0] * units
+        self.unencoded = [0] * microbatches
+        for quantum in (*(one for of in quanta for one in of), *barriers):
+            for m in quantum.microbatches:
+                self.unencoded[m] += 1
+        self.encoded: list[list[Quantum]] = [[] for _ in range(microbatches)]
+        self.unreturned: dict[int, int] = {}
+        self.next_shipped = self.ships_end = self.returns_end = 0
+        # Barriers: those to encode, those to go back, and the one that gathers, with who has come.
+        self.barriers = deque(barriers)
+        self.barriers_back: deque[tuple[int, Quantum]] = deque()
+        self.barrier: tuple[Op, Quantum] | None = None
+        self.come: set[int] = set()
+
+    def run(self) -> list[list[Op]]:
+        """Run to the end, from event to event."""
+        now = 0
+        while True:
+            while self.events:
+                now = self.events[0][0]
+                free = set()
+                while self.events and self.events[0][0] == now:
+                    unit = -heappop(self.events)[1]
+                    if self.running[unit] is not None and self.until[unit] == now:
+                        self.finish(unit, now)
+                    free.add(unit)
+                if self.barrier is None and (self.barriers or self.barriers_back):
+                    free.update(self.next_barrier(now))
+                for unit in sorted(free, reverse=True):
+                    if self.running[unit] is None and unit not in self.come | self.gathered:
+                        self.choose(unit, now)
+            if not self.force(now):
+                break
+        assert not any((*self.left, *self.back, self.barriers_back)), "something waits for ever"
+        return self.out
+
+    # What a free unit does.
+
+    def choose(self, unit: int, now: int) -> None:
+        """Start the first that a free unit can do, or leave it idle until something wakes it."""
+        crew = self.crews.crew_of[unit]
+        if self.gathering[crew] is not None:
+            self.gather(crew, unit, now)
+            return
+        held_up = self.barrier is not None and self.is_for(self.barrier[1], crew)
+        if self.barrier is not None and unit in self.barrier[1].units:
+            self.come_to_barrier(unit, now)
+            return
+        back, ahead = self.back[unit], self.ahead[unit]
+        may_go_back = bool(back) and back[0][0] <= now
+        ready = None if held_up else self.ready_pass(crew, unit, now)
+        if ahead:
+            first = ahead[0].microbatches[0]
+            enters = min(self.entering.values())
+            fits = self.fits(unit, ahead[0])
+            urgent = first <= enters and (ready is None or not _goes_back(ready))
+            if urgent and not fits and may_go_back:
+                self.go_back(unit, now)
+            elif fits and (urgent or (ready is None and first <= enters + self.lookahead)):
+                self.encode(unit, now)
+            elif ready is not None:
+                self.begin(crew, ready, unit, now)
+            elif may_go_back:
+                self.go_back(unit, now)
+        elif ready is not None:
+            self.begin(crew, ready, unit, now)
+        elif may_go_back:
+            self.go_back(unit, now)
+        if self.running[unit] is None and back and not may_go_back:
+            heappush(self.events, (back[0][0], -unit))
+
+    def ready_pass(self, crew: int, unit: int, now: int) -> Pass | None:
+        """The pass that a crew may run now: the next in order, or the next backward if that is a forward that
+        must wait.
+        """
+        passes = self.passes[crew]
+        while passes and id(passes[0]) in self.early:
+            self.early.discard(id(passes.popleft()))
+        if not passes:
+            return None
+        begins = passes[0].step.begins(passes[0].op.index)
+        if 0 <= begins <= now:
+            return passes[0]
+        if begins > now:
+            heappush(self.events, (begins, -unit))
+        if not _goes_back(passes[0]) and self.backwards[crew]:
+            one = self.backwards[crew][0]
+            begins = one.step.begins(one.op.index)
+            if 0 <= begins <= now:
+                return one
+            if begins > now:
+                heappush(self.events, (begins, -unit))
+        return None
+
+    def fits(self, unit: int, quantum: Quantum) -> bool:
+        return self.held[unit] + quantum.kept <= self.room
+
+    # Passes.
+
+    def begin(self, crew: int, one: Pass, unit: int, now: int) -> None:
+        """Have the units of a crew gather for a pass, this one first."""
+        if one is self.passes[crew][0]:
+            self.passes[crew].popleft()
+        else:
+            self.early.add(id(one))
+        if _goes_back(one):
+            self.backwards[crew].popleft()
+        elif one.op.kind is Kind.FORWARD and one.op.part == 0:
+            self.entering[crew] = one.op.index + 1
+        units = self.crews.crews[crew]
+        self.gathering[crew], self.absent[crew] = one, len(units)
+        for other in units:
+            if other != unit and self.running[other] is None:
+                heappush(self.events, (now, -other))
+        self.gather(crew, unit, now)
+
+    def gather(self, crew: int, unit: int, now: int) -> None:
+        """Note that a unit has come for the pass of its crew; when all have, it starts."""
+        self.gathered.add(unit)
+        self.absent[crew] -= 1
+        if self.absent[crew]:
+            return
+        one, self.gathering[crew] = self.gathering[crew], None
+        assert one is not None
+        for each in self.crews.crews[crew]:
+            self.gathered.discard(each)
+            self.start(each, one.op, one, now + one.ns)
+
+    # Quanta and barriers.
+
+    def encode(self, unit: int, now: int) -> None:
+        quantum = self.ahead[unit].popleft()
+        self.held[unit] += quantum.kept
+        self.start(unit, Op(Kind.ENCODE, quantum.chunk), quantum, now + quantum.encode_ns)
+
+    def go_back(self, unit: int, now: int) -> None:
+        _, quantum = self.back[unit].popleft()
+        self.start(unit, Op(Kind.ENCODE_BACKWARD, quantum.chunk), quantum, now + quantum.back_ns)
+
+    def is_for(self, quantum: Quantum, crew: int) -> bool:
+        units = self.crews.crews[crew]
+        return units[0] <= quantum.units[-1] and quantum.units[0] <= units[-1]
+
+    def next_barrier(self, now: int, forced: bool = False) -> Sequence[int]:
+        """Let the next barrier gather that may: the units that it waits for."""
+        if self.barriers:
+            quantum = self.barriers[0]
+            soon = quantum.microbatches[0] <= min(self.entering.values()) + self.lookahead
+            if forced or (soon and all(self.fits(unit, quantum) for unit in quantum.units)):
+                self.barriers.popleft()
+                for unit in quantum.units:
+                    self.held[unit] += quantum.kept
+                self.barrier = Op(Kind.ENCODE, quantum.chunk), quantum
+                return quantum.units
+        if self.barriers_back and (forced or self.barriers_back[0][0] <= now):
+            quantum = self.barriers_back[0][1]
+            crews = {self.crews.crew_of[unit] for unit in quantum.units}
+            if forced or not any(self.left[crew] for crew in crews):
+                self.barriers_back.popleft()
+                self.barrier = Op(Kind.ENCODE_BACKWARD, quantum.chunk), quantum
+                return quantum.units
+        return ()
+
+    def come_to_barrier(self, unit: int, now: int) -> None:
+        assert self.barrier is not None
+        self.come.add(unit)
+        op, quantum = self.barrier
+        if not all(each in self.come for each in quantum.units):
+            return
+        self.barrier = None
+        ns = quantum.encode_ns if op.kind is Kind.ENCODE else quantum.back_ns
+        for each in quantum.units:
+            self.come.discard(each)
+            self.start(each, op, quantum, now + ns)
+
+    def force(self, now: int) -> bool:
+        """Go on where the bound or the order of barriers lets nothing: with a barrier, or the quantum that is
+        needed first. Returns whether there is anything.
+        """
+        assert not any((self.barrier, self.gathered)), "units wait for others that never come"
+        woken = list(self.next_barrier(max(now, self.returns_end), forced=True))
+        units = [unit for unit, ahead in enumerate(self.ahead) if ahead]
+        if woken:
+            self.events = [(max(now, self.returns_end), -unit) for unit in woken]
+        elif units:
+            self.encode(min(units, key=lambda unit: self.ahead[unit][0].microbatches), now)
+        return bool(self.events)
+
+    # From start to end.
+
+    def start(self, unit: int, op: Op, what: Pass | Quantum, end: int) -> None:
+        self.running[unit], self.until[unit] = (op, what), end
+        self.out[unit].append(op)
+        heappush(self.events, (end, -unit))
+
+    def finish(self, unit: int, now: int) -> None:
+        """Note the end of what a unit runs; the first unit of those that run it together speaks for all."""
+        running, self.running[unit] = self.running[unit], None
+        assert running is not None
+        op, what = running
+        if isinstance(what, Pass):
+            if unit == self.crews.crews[self.crews.crew_of[unit]][0]:
+                self.passed(what, now)
+        elif op.kind is Kind.ENCODE:
+            if unit == what.units[0]:
+                self.was_encoded(what, now)
+        else:
+            self.held[unit] -= what.kept
+
+    def passed(self, one: Pass, now: int) -> None:
+        self.left[one.step.crew] -= 1
+        if not one.op.makes_input:
+            return
+        one.step.done[one.op.index] = now
+        for crew in one.step.wakes:
+            self.wake(self.crews.crews[crew], now)
+        if _goes_back(one):
+            self.unpassed[one.op.index] -= 1
+            if not self.unpassed[one.op.index] and self.encoded[one.op.index]:
+                self.return_rows(one.op.index, now)
+
+    def wake(self, units: Sequence[int], at: int) -> None:
+        for unit in units:
+            if self.running[unit] is None:
+                heappush(self.events, (at, -unit))
+
+    def was_encoded(self, quantum: Quantum, now: int) -> None:
+        if quantum.learns:
+            self.unreturned[quantum.chunk] = len(quantum.microbatches)
+        for m in quantum.microbatches:
+            self.unencoded[m] -= 1
+            if quantum.learns:
+                self.encoded[m].append(quantum)
+        way = self.boundary
+        while self.next_shipped < len(self.unencoded) and not self.unencoded[self.next_shipped]:
+            m, self.next_shipped = self.next_shipped, self.next_shipped + 1
+            if way.ship_ns[m] >= 0:
+                self.ships_end = way.shipped[m] = max(now, self.ships_end) + way.ship_ns[m]
+                for crew in way.entered:
+                    self.wake(self.crews.crews[crew], self.ships_end)
+
+    def return_rows(self, m: int, now: int) -> None:
+        self.returns_end = max(now, self.returns_end) + self.boundary.ship_ns[m]
+        for quantum in self.encoded[m]:
+            self.unreturned[quantum.chunk] -= 1
+            if self.unreturned[quantum.chunk]:
+                continue
+            entry = self.returns_end, quantum
+            if len(quantum.units) > 1:
+                self.barriers_back.append(entry)
+                self.wake(quantum.units, self.returns_end)
+            else:
+                (unit,) = quantum.units
+                self.back[unit].append(entry)
+                self.wake(quantum.units, self.returns_end)
+
+
+def _goes_back(one: Pass) -> bool:
+    return one.op.kind is Kind.BACKWARD and one.op.makes_input

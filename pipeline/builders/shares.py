@@ -1,0 +1,65 @@
+"""How much encoder work each crew takes, and which quanta: decided before anything is ordered.
+
+Encoder backwards become possible once gradients have come back through the whole pipeline, so most of them
+run at the end of a step. A crew's share is therefore limited twice: by what it idles after the first
+gradients are back, and by its work in all. The least time T of a step in which all the work fits gives the
+shares (water-filling), and quanta go to slots in proportion to them, each microbatch's evenly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a unit does without the quanta to be shared: `work_ns` in all, and `idle_ns` after the first
+    gradients of rows are back.
+    """
+
+    work_ns: int
+    idle_ns: int
+
+
+def share_out(rooms: Sequence[Room], makespan_ns: int, forward_ns: int, backward_ns: int) -> list[int]:
+    """Return the nanoseconds of encoder work, forward and backward, that each unit should take.
+
+    Without quanta the step takes `makespan_ns`; they take `forward_ns` and `backward_ns` in all.
+    """
+    total = forward_ns + backward_ns
+
+    def at(step_ns: int) -> list[int]:
+        later = step_ns - makespan_ns
+        return [
+            max(0, min(step_ns - room.work_ns, total * (room.idle_ns + later) // max(1, backward_ns)))
+            for room in rooms
+        ]
+
+    low, high = 0, makespan_ns + total
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sum(at(middle)) >= total else (middle, high)
+    return at(high)
+
+
+def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
+    """Deal quanta of `costs`, in order, to slots by their `shares`: each goes to the slot that would be least
+    ahead of its share with one more (weighted fair queueing, Demers, Keshav and Shenker, 1989).
+
+    Slots without a share take none, unless none has any. Ties go to the slot of the highest number: late
+    stages wait longest for their first pass.
+    """
+    wanted = {slot: share for slot, share in enumerate(shares) if share > 0} or dict.fromkeys(
+        range(len(shares)), 1
+    )
+    scale, usual = sum(wanted.values()), sum(costs) // max(1, len(costs))
+    taken = dict.fromkeys(wanted, usual)
+    queue = [(usual * scale // share, -slot) for slot, share in wanted.items()]
+    heapify(queue)
+    dealt = []
+    for cost in costs:
+        slot = -queue[0][1]
+        dealt.append(slot)
+        taken[slot] += cost
+        heapreplace(queue, (taken[slot] * scale // wanted[slot], -slot))
+    return dealt
