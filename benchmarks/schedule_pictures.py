@@ -38,6 +38,9 @@ DRAWN = {
     "encode_first": ("pipeline=encode_first",),
     "interleaved, two parts a rank": ("pipeline=interleaved", "layout.llm.parts=2"),
     "zero_bubble_h1": ("pipeline=zero_bubble_h1",),
+    "joint (1F1B)": ("pipeline=joint",),
+    "joint_interleaved, two parts a rank": ("pipeline=joint_interleaved", "layout.llm.parts=2"),
+    "joint_zero_bubble_h1": ("pipeline=joint_zero_bubble_h1",),
 }
 
 

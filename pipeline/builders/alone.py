@@ -28,7 +28,12 @@ def timed_passes(
         ops = [] if stage is None else order(stages, domain.num_parts // stages, count, stage)
         passes.append(
             [
-                Pass(op, max(1, *(compute_ns(rank, op) for rank in of)), steps[op.kind, op.part, crew])
+                Pass(
+                    op,
+                    max([1, *[compute_ns(rank, op) for rank in of]]),
+                    steps[op.kind, op.part, crew],
+                    goes_back=op.kind is Kind.BACKWARD and op.makes_input,
+                )
                 for op in ops
                 if learns or op.makes_input
             ]
@@ -87,7 +92,7 @@ def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list
     gone_back: dict[int, int] = {}  # by microbatch, when all first parts have been through its backward
     for crew in boundary.entered:
         for one, end in zip(passes[crew], ends[crew], strict=True):
-            if one.op.kind is Kind.BACKWARD and one.op.makes_input:
+            if one.goes_back:
                 gone_back[one.op.index] = max(end, gone_back.get(one.op.index, 0))
     first = min((end for m, end in gone_back.items() if boundary.ship_ns[m] >= 0), default=makespan)
     rooms = []

@@ -6,7 +6,7 @@ Time runs from event to event. A unit that is free does the first of these that 
    activations is in the way, the backward of another;
 2. the next pass of the LLM in its crew's order, or if that must wait, the next backward of this order;
 3. the encoding of its next quantum, as far ahead as the bound allows;
-4. the backward of a quantum whose gradients are back.
+4. the backward of a quantum whose gradients are back, of one longer than any pass once no pass is left.
 
 Barriers, chunks that several units encode together, are encoded as early as the bound allows, and go back
 once their units have no passes left, or when nothing else can go on. A crew that has begun to gather for a
@@ -31,7 +31,7 @@ Times = list[int]
 """By microbatch, when something of it is done, -1 while that is unknown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Step:
     """What the passes of a kind through a part of a `crew` have in common. One may begin once each of `after`
     has been done for so many nanoseconds, both by microbatch; its end is noted in `done`, and units of the
@@ -54,26 +54,34 @@ class Step:
         return begins
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Pass:
-    """A pass and what it takes."""
+    """A pass and what it takes. It `goes_back` if its gradients go on to another part, and has `begun` once its
+    crew gathers for it.
+    """
 
     op: Op
     ns: int
     step: Step
+    goes_back: bool
+    begun: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Quantum:
-    """A chunk on its `units`, of `microbatches`. If it learns, it keeps `kept` bytes until its backward."""
+    """A chunk of `microbatches` on its `units`, none before it is placed: what runs and what that takes. If
+    it `learns`, it keeps `kept` bytes until its backward; one that `is_long` fits no gap between passes.
+    """
 
-    chunk: int
-    units: range
+    encode: Op
+    back: Op
     microbatches: tuple[int, ...]
     encode_ns: int
     back_ns: int
     kept: int
     learns: bool
+    is_long: bool
+    units: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -127,19 +135,20 @@ class _Machine:
         self.until = [0] * units
         # Passes: by crew those to come, the backwards among them, and the one that its units gather for.
         self.passes = [deque(of) for of in passes]
-        self.backwards = [deque(one for one in of if _goes_back(one)) for of in passes]
+        self.backwards = [deque(one for one in of if one.goes_back) for of in passes]
         self.left = [len(of) for of in passes]
-        self.early: set[int] = set()  # backwards taken ahead of their place
         self.gathering: list[Pass | None] = [None] * len(passes)
         self.gathered: set[int] = set()
         self.absent = [0] * len(passes)
         self.entering = dict.fromkeys(boundary.entered, 0)
+        self.enters = 0  # the microbatch that a first part takes next
         self.unpassed = [0] * microbatches
         for one in (one for of in self.backwards for one in of):
             self.unpassed[one.op.index] += 1
         # Quanta: by unit those to encode, those to go back and from when on, and the bytes held for them.
         self.ahead = [deque(of) for of in quanta]
         self.back: list[deque[tuple[int, Quantum]]] = [deque() for _ in range(units)]
+        self.later: list[deque[tuple[int, Quantum]]] = [deque() for _ in range(units)]  # long ones
         self.held = [0] * units
         self.unencoded = [0] * microbatches
         for quantum in (*(one for of in quanta for one in of), *barriers):
@@ -173,7 +182,7 @@ class _Machine:
                         self.choose(unit, now)
             if not self.force(now):
                 break
-        assert not any((*self.left, *self.back, self.barriers_back)), "something waits for ever"
+        assert not any((*self.left, *self.back, *self.later, self.barriers_back)), "something waits for ever"
         return self.out
 
     # What a free unit does.
@@ -189,16 +198,17 @@ class _Machine:
             self.come_to_barrier(unit, now)
             return
         back, ahead = self.back[unit], self.ahead[unit]
+        if self.later[unit] and not (back or self.left[crew]):
+            back.append(self.later[unit].popleft())
         may_go_back = bool(back) and back[0][0] <= now
         ready = None if held_up else self.ready_pass(crew, unit, now)
         if ahead:
             first = ahead[0].microbatches[0]
-            enters = min(self.entering.values())
             fits = self.fits(unit, ahead[0])
-            urgent = first <= enters and (ready is None or not _goes_back(ready))
-            if urgent and not fits and may_go_back:
+            urgent = first <= self.enters and (ready is None or not ready.goes_back)
+            if urgent and not fits and (may_go_back or self.later[unit]):
                 self.go_back(unit, now)
-            elif fits and (urgent or (ready is None and first <= enters + self.lookahead)):
+            elif fits and (urgent or (ready is None and first <= self.enters + self.lookahead)):
                 self.encode(unit, now)
             elif ready is not None:
                 self.begin(crew, ready, unit, now)
@@ -216,8 +226,8 @@ class _Machine:
         must wait.
         """
         passes = self.passes[crew]
-        while passes and id(passes[0]) in self.early:
-            self.early.discard(id(passes.popleft()))
+        while passes and passes[0].begun:
+            passes.popleft()
         if not passes:
             return None
         begins = passes[0].step.begins(passes[0].op.index)
@@ -225,7 +235,7 @@ class _Machine:
             return passes[0]
         if begins > now:
             heappush(self.events, (begins, -unit))
-        if not _goes_back(passes[0]) and self.backwards[crew]:
+        if not passes[0].goes_back and self.backwards[crew]:
             one = self.backwards[crew][0]
             begins = one.step.begins(one.op.index)
             if 0 <= begins <= now:
@@ -241,14 +251,12 @@ class _Machine:
 
     def begin(self, crew: int, one: Pass, unit: int, now: int) -> None:
         """Have the units of a crew gather for a pass, this one first."""
-        if one is self.passes[crew][0]:
-            self.passes[crew].popleft()
-        else:
-            self.early.add(id(one))
-        if _goes_back(one):
+        one.begun = True
+        if one.goes_back:
             self.backwards[crew].popleft()
         elif one.op.kind is Kind.FORWARD and one.op.part == 0:
             self.entering[crew] = one.op.index + 1
+            self.enters = min(self.entering.values())
         units = self.crews.crews[crew]
         self.gathering[crew], self.absent[crew] = one, len(units)
         for other in units:
@@ -273,11 +281,11 @@ class _Machine:
     def encode(self, unit: int, now: int) -> None:
         quantum = self.ahead[unit].popleft()
         self.held[unit] += quantum.kept
-        self.start(unit, Op(Kind.ENCODE, quantum.chunk), quantum, now + quantum.encode_ns)
+        self.start(unit, quantum.encode, quantum, now + quantum.encode_ns)
 
     def go_back(self, unit: int, now: int) -> None:
-        _, quantum = self.back[unit].popleft()
-        self.start(unit, Op(Kind.ENCODE_BACKWARD, quantum.chunk), quantum, now + quantum.back_ns)
+        _, quantum = (self.back[unit] or self.later[unit]).popleft()
+        self.start(unit, quantum.back, quantum, now + quantum.back_ns)
 
     def is_for(self, quantum: Quantum, crew: int) -> bool:
         units = self.crews.crews[crew]
@@ -287,19 +295,19 @@ class _Machine:
         """Let the next barrier gather that may: the units that it waits for."""
         if self.barriers:
             quantum = self.barriers[0]
-            soon = quantum.microbatches[0] <= min(self.entering.values()) + self.lookahead
+            soon = quantum.microbatches[0] <= self.enters + self.lookahead
             if forced or (soon and all(self.fits(unit, quantum) for unit in quantum.units)):
                 self.barriers.popleft()
                 for unit in quantum.units:
                     self.held[unit] += quantum.kept
-                self.barrier = Op(Kind.ENCODE, quantum.chunk), quantum
+                self.barrier = quantum.encode, quantum
                 return quantum.units
         if self.barriers_back and (forced or self.barriers_back[0][0] <= now):
             quantum = self.barriers_back[0][1]
             crews = {self.crews.crew_of[unit] for unit in quantum.units}
             if forced or not any(self.left[crew] for crew in crews):
                 self.barriers_back.popleft()
-                self.barrier = Op(Kind.ENCODE_BACKWARD, quantum.chunk), quantum
+                self.barrier = quantum.back, quantum
                 return quantum.units
         return ()
 
@@ -351,12 +359,12 @@ class _Machine:
 
     def passed(self, one: Pass, now: int) -> None:
         self.left[one.step.crew] -= 1
-        if not one.op.makes_input:
+        if one.op.kind is Kind.BACKWARD and not one.goes_back:
             return
         one.step.done[one.op.index] = now
         for crew in one.step.wakes:
             self.wake(self.crews.crews[crew], now)
-        if _goes_back(one):
+        if one.goes_back:
             self.unpassed[one.op.index] -= 1
             if not self.unpassed[one.op.index] and self.encoded[one.op.index]:
                 self.return_rows(one.op.index, now)
@@ -368,7 +376,7 @@ class _Machine:
 
     def was_encoded(self, quantum: Quantum, now: int) -> None:
         if quantum.learns:
-            self.unreturned[quantum.chunk] = len(quantum.microbatches)
+            self.unreturned[quantum.back.index] = len(quantum.microbatches)
         for m in quantum.microbatches:
             self.unencoded[m] -= 1
             if quantum.learns:
@@ -384,18 +392,13 @@ class _Machine:
     def return_rows(self, m: int, now: int) -> None:
         self.returns_end = max(now, self.returns_end) + self.boundary.ship_ns[m]
         for quantum in self.encoded[m]:
-            self.unreturned[quantum.chunk] -= 1
-            if self.unreturned[quantum.chunk]:
+            self.unreturned[quantum.back.index] -= 1
+            if self.unreturned[quantum.back.index]:
                 continue
             entry = self.returns_end, quantum
             if len(quantum.units) > 1:
                 self.barriers_back.append(entry)
                 self.wake(quantum.units, self.returns_end)
             else:
-                (unit,) = quantum.units
-                self.back[unit].append(entry)
+                (self.later if quantum.is_long else self.back)[quantum.units[0]].append(entry)
                 self.wake(quantum.units, self.returns_end)
-
-
-def _goes_back(one: Pass) -> bool:
-    return one.op.kind is Kind.BACKWARD and one.op.makes_input

@@ -39,19 +39,19 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     boundary = _boundary(domain, facts, crews)
     of_llm = timed_passes(passes, domain, facts, crews, boundary.shipped)
     of_crews, makespan = rooms_of(of_llm, boundary)
-    slots = _deal(domain, facts, crews, [of_crews[crew] for crew in crews.crew_of], makespan)
-    quanta, barriers = _quanta(domain, facts, crews, slots)
+    free = _quanta(domain, facts, max((one.ns for of in of_llm for one in of), default=0))
+    slots = _deal(domain, facts, crews, free, [of_crews[crew] for crew in crews.crew_of], makespan)
+    quanta, barriers = _by_unit(crews, free)
     bounds = dict(domain.bounds)
     room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
     units = fill(crews, of_llm, quanta, barriers, boundary, room, lookahead)
-    return [
-        [
-            op
-            for op in units[crews.unit_of[team]]
-            if op.kind not in ENCODES or team * domain.team in slots[op.index]
-        ]
-        for team in domain.teams
-    ]
+    return [_of_team(domain, team, units[crews.unit_of[team]], slots) for team in domain.teams]
+
+
+def _of_team(domain: DomainPlan, team: int, ops: list[Op], slots: Sequence[Slot]) -> list[Op]:
+    """The ops of a team among those of its unit, which may have wider slots than some chunks need."""
+    rank = team * domain.team
+    return [op for op in ops if op.kind not in ENCODES or rank in slots[op.index]]
 
 
 def _boundary(domain: DomainPlan, facts: Facts, crews: Crews) -> Boundary:
@@ -66,77 +66,91 @@ def _boundary(domain: DomainPlan, facts: Facts, crews: Crews) -> Boundary:
     return Boundary(ship_ns, [-1 if ns >= 0 else 0 for ns in ship_ns], tuple(entered))
 
 
-def _deal(domain: DomainPlan, facts: Facts, crews: Crews, rooms: Sequence[Room], makespan: int) -> list[Slot]:
-    """Choose the ranks of every chunk: one slot's go to any, by shares, those that several share stay."""
+def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum]:
+    """What each chunk takes and keeps, wherever it will be."""
+    compute_ns, _ = facts.costs
+    quanta = []
+    for number, chunk in enumerate(domain.chunks):
+        encode, back = Op(Kind.ENCODE, number), Op(Kind.ENCODE_BACKWARD, number)
+        ranks, learns = chunk.ranks[:: chunk.tp], chunk.component not in facts.frozen
+        encode_ns = max([1, *[compute_ns(rank, encode) for rank in ranks]])
+        quanta.append(
+            Quantum(
+                encode=encode,
+                back=back,
+                microbatches=chunk.microbatches,
+                encode_ns=encode_ns,
+                back_ns=max([1, *[compute_ns(rank, back) for rank in ranks]]) if learns else 0,
+                kept=max([facts.kept(rank, encode) for rank in ranks]) if learns else 0,
+                learns=learns,
+                is_long=encode_ns > longest_pass,
+            )
+        )
+    return quanta
+
+
+def _deal(
+    domain: DomainPlan,
+    facts: Facts,
+    crews: Crews,
+    quanta: Sequence[Quantum],
+    rooms: Sequence[Room],
+    makespan: int,
+) -> list[Slot]:
+    """Place every quantum, and return the ranks of its chunk: one slot's go to any, by shares, those that
+    several share stay.
+    """
     ranks = [chunk.ranks for chunk in domain.chunks]
     free: dict[str, list[int]] = defaultdict(list)
     taken = list(rooms)
-    for number, chunk in enumerate(domain.chunks):
+    for number, (chunk, quantum) in enumerate(zip(domain.chunks, quanta, strict=True)):
         if chunk.layout.num_members == 1 and chunk.component in facts.slots:
             free[chunk.component].append(number)
         else:
-            _take(taken, _units(crews, domain, chunk.ranks), _times(domain, facts, number))
+            quantum.units = _units(crews, domain, chunk.ranks)
+            _take(taken, quantum)
     for component, numbers in free.items():
         numbers.sort(key=lambda number: domain.chunks[number].microbatches)
-        times = [_times(domain, facts, number) for number in numbers]
+        own = [quanta[number] for number in numbers]
         units = [_units(crews, domain, slot) for slot in facts.slots[component]]
-        own = sorted({unit for of in units for unit in of})
-        encode_ns, back_ns = (sum(of) for of in zip(*times, strict=True))
-        given = share_out([taken[unit] for unit in own], makespan, encode_ns, back_ns)
-        shares = dict(zip(own, given, strict=True))
-        dealt = deal_out(list(map(sum, times)), [min(shares[unit] for unit in of) for of in units])
-        for number, slot, of in zip(numbers, dealt, times, strict=True):
-            ranks[number] = facts.slots[component][slot]
-            _take(taken, units[slot], of)
+        several = sorted({unit for of in units for unit in of})
+        encode_ns, back_ns = sum(one.encode_ns for one in own), sum(one.back_ns for one in own)
+        given = share_out([taken[unit] for unit in several], makespan, encode_ns, back_ns)
+        shares = dict(zip(several, given, strict=True))
+        costs = [one.encode_ns + one.back_ns for one in own]
+        dealt = deal_out(costs, [min(shares[unit] for unit in of) for of in units])
+        for number, slot, one in zip(numbers, dealt, own, strict=True):
+            ranks[number], one.units = facts.slots[component][slot], units[slot]
+            _take(taken, one)
     return ranks
 
 
-def _take(rooms: list[Room], units: range, times: tuple[int, int]) -> None:
-    """Note what a chunk takes of the room of units."""
-    for unit in units:
+def _take(rooms: list[Room], quantum: Quantum) -> None:
+    """Note what a quantum takes of the room of its units."""
+    for unit in quantum.units:
         room = rooms[unit]
-        rooms[unit] = Room(room.work_ns + sum(times), room.idle_ns - times[1])
+        work_ns = room.work_ns + quantum.encode_ns + quantum.back_ns
+        rooms[unit] = Room(work_ns, room.idle_ns - quantum.back_ns)
 
 
 def _units(crews: Crews, domain: DomainPlan, ranks: Slot) -> range:
     """The units that ranks belong to."""
-    first, last = (crews.unit_of[rank // domain.team] for rank in (ranks[0], ranks[-1]))
+    first, last = crews.unit_of[ranks[0] // domain.team], crews.unit_of[ranks[-1] // domain.team]
     return range(first, last + 1)
 
 
-def _times(domain: DomainPlan, facts: Facts, number: int) -> tuple[int, int]:
-    """What encoding a chunk takes its slowest slot, and its backward, none for a frozen encoder."""
-    chunk, (compute_ns, _) = domain.chunks[number], facts.costs
-    ranks = chunk.ranks[:: chunk.tp]
-    encode = max(compute_ns(rank, Op(Kind.ENCODE, number)) for rank in ranks)
-    if chunk.component in facts.frozen:
-        return encode, 0
-    return encode, max(compute_ns(rank, Op(Kind.ENCODE_BACKWARD, number)) for rank in ranks)
-
-
-def _quanta(
-    domain: DomainPlan, facts: Facts, crews: Crews, slots: Sequence[Slot]
-) -> tuple[list[list[Quantum]], list[Quantum]]:
-    """The quanta of each unit, and those of several, earlier microbatches first."""
+def _by_unit(crews: Crews, placed: Sequence[Quantum]) -> tuple[list[list[Quantum]], list[Quantum]]:
+    """The quanta of each unit, and those of several, earlier microbatches first; of a unit's own, those that
+    take longer than any pass before the others.
+    """
     quanta: list[list[Quantum]] = [[] for _ in crews.units]
     barriers = []
-    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches):
-        learns = chunk.component not in facts.frozen
-        encode_ns, back_ns = _times(domain, facts, number)
-        kept = max(facts.kept(rank, Op(Kind.ENCODE, number)) for rank in chunk.ranks[:: chunk.tp])
-        one = Quantum(
-            chunk=number,
-            units=_units(crews, domain, slots[number]),
-            microbatches=chunk.microbatches,
-            encode_ns=max(1, encode_ns),
-            back_ns=max(1, back_ns),
-            kept=kept if learns else 0,
-            learns=learns,
-        )
+    for one in sorted(placed, key=lambda one: (not one.is_long, one.microbatches)):
         if len(one.units) == 1:
             quanta[one.units[0]].append(one)
         else:
             barriers.append(one)
+    barriers.sort(key=lambda one: one.microbatches)
     return quanta, barriers
 
 

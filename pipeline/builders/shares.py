@@ -43,23 +43,32 @@ def share_out(rooms: Sequence[Room], makespan_ns: int, forward_ns: int, backward
 
 
 def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """Deal quanta of `costs`, in order, to slots by their `shares`: each goes to the slot that would be least
-    ahead of its share with one more (weighted fair queueing, Demers, Keshav and Shenker, 1989).
+    """Deal quanta of `costs`, in order, to slots by their `shares`.
 
-    Slots without a share take none, unless none has any. Ties go to the slot of the highest number: late
-    stages wait longest for their first pass.
+    What costs more than twice the mean goes first, the longest to where most of a share is left. Each of the
+    others goes to the slot that would be least ahead of its share with one more (weighted fair queueing,
+    Demers, Keshav and Shenker, 1989), so a slot with long quanta takes others late. Slots without a share
+    take none, unless none has any. Ties go to the slot of the highest number: late stages wait longest for
+    their first pass.
     """
-    wanted = {slot: share for slot, share in enumerate(shares) if share > 0} or dict.fromkeys(
-        range(len(shares)), 1
-    )
+    everyone = dict.fromkeys(range(len(shares)), 1)
+    wanted = {slot: share for slot, share in enumerate(shares) if share > 0} or everyone
     scale, usual = sum(wanted.values()), sum(costs) // max(1, len(costs))
+    dealt = [-1] * len(costs)
+    long = sorted((n for n, cost in enumerate(costs) if cost > 2 * usual), key=lambda n: (-costs[n], n))
+    most = [(-share, -slot) for slot, share in wanted.items()]
+    heapify(most)
     taken = dict.fromkeys(wanted, usual)
-    queue = [(usual * scale // share, -slot) for slot, share in wanted.items()]
+    for number in long:
+        left, slot = -most[0][0] - costs[number], -most[0][1]
+        heapreplace(most, (-left, -slot))
+        dealt[number] = slot
+        taken[slot] += costs[number]
+    queue = [(taken[slot] * scale // share, -slot) for slot, share in wanted.items()]
     heapify(queue)
-    dealt = []
-    for cost in costs:
-        slot = -queue[0][1]
-        dealt.append(slot)
-        taken[slot] += cost
-        heapreplace(queue, (taken[slot] * scale // wanted[slot], -slot))
+    for number, cost in enumerate(costs):
+        if dealt[number] < 0:
+            dealt[number] = slot = -queue[0][1]
+            taken[slot] += cost
+            heapreplace(queue, (taken[slot] * scale // wanted[slot], -slot))
     return dealt
