@@ -56,8 +56,8 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """A pass and what it takes. It `goes_back` if its gradients go on to another part, and has `begun` once its
-    crew gathers for it.
+    """A pass and what it takes. It `goes_back` if its gradients go on to another part; it has `begun` once
+    its crew gathers for it.
     """
 
     op: Op

@@ -48,7 +48,16 @@ class Case:
     model: str = _axis("dense", "experts")
     encoder_sp: str = _axis("none", "all", "dynamic", "long_short", "hybrid_pow2")
     llm_sp: str = _axis("uniform", "dynamic")
-    schedule: str = _axis("encode_first", "one_f_one_b", "gpipe", "interleaved", "zero_bubble_h1")
+    schedule: str = _axis(
+        "encode_first",
+        "one_f_one_b",
+        "gpipe",
+        "interleaved",
+        "zero_bubble_h1",
+        "joint",
+        "joint_interleaved",
+        "joint_zero_bubble_h1",
+    )
     recompute: str = _axis("none", "full")
     boundary: str = _axis("auto", "two_level", "reduce_scatter")
     data: str = _axis("mixed", "one")
@@ -56,7 +65,7 @@ class Case:
     @property
     def parts(self) -> int:
         """Parts of the LLM on a rank."""
-        return 2 if self.schedule == "interleaved" else 1
+        return 2 if "interleaved" in self.schedule else 1
 
     @property
     def layout(self) -> Layout:
@@ -177,7 +186,7 @@ def _blocks(layout: Case) -> Iterator[tuple[tuple[Any, ...], ...]]:
             AXES["model"] if case.ep == 1 else ("experts",),
             AXES["encoder_sp"] if slots > 1 else ("none",),
             AXES["llm_sp"] if found.pool > 1 else ("uniform",),
-            tuple(s for s in AXES["schedule"] if s != "interleaved" or 2 * case.pp <= LAYERS),
+            tuple(s for s in AXES["schedule"] if "interleaved" not in s or 2 * case.pp <= LAYERS),
             AXES["recompute"],
             AXES["boundary"] if found.domain_size > 1 else ("auto",),
             AXES["data"] if slots * found.num_domains > 1 else ("mixed",),

@@ -207,7 +207,7 @@ def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int
 
 
 def _slots(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
-    """Where chunks may go: to any slot of an encoder's home, if all that lie on one slot have the same size."""
+    """Where chunks of one slot may go: to any of their encoder's home, if all have the same size."""
     slots = {}
     for name, (first, stop) in zip(COMPONENTS, domain.homes, strict=True):
         sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_members == 1}

@@ -1,4 +1,4 @@
-"""A thousand random domains: the verifier accepts what every registered schedule makes of them."""
+"""Random domains: the verifier accepts what every registered schedule makes of them."""
 
 from collections import Counter
 from functools import cache
@@ -13,8 +13,7 @@ from pipeline.ops import ISSUED
 from pipeline.plan import StepPlan
 from pipeline.verifier import violations
 
-DOMAINS = 1000
-EACH = -(-DOMAINS // len(BUILDERS))
+EACH = 200
 
 
 @pytest.mark.parametrize("schedule", BUILDERS)
