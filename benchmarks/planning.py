@@ -4,8 +4,9 @@
 
 Llama 3 70B with a ViT of 2.4 B, tp 8 and pp 4 (experiment=llama3_70b layout=tp8_pp4, the encoder over tp 8),
 trace `longtail`, 16 samples a replica, sequences shared by `dynamic`, op lists for GPUs (safe with one queue
-a rank). A rank takes the step's samples, composes its group's and its domain's plan, verifies it and hashes
-all levels: process CPU time of this, the median of so many steps, in milliseconds, by what it is spent on.
+a rank). A rank takes the step's samples, composes its group's and its domain's plan, verifies it, models what
+it would hold itself and hashes all levels: process CPU time of this, the median of so many steps, in
+milliseconds, by what it is spent on.
 
 Leaves with 1 where a step lacks samples, where planning takes more than 100, 250 and 600 ms for domains of 1,
 8 and 32 replicas at any size, or where it grows more than 1.5 times from 512 GPUs to 16,384. Simulated: the
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from omni.compose import compose_config
+from omni.planning.fullest import check_rank
 from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
@@ -86,6 +88,8 @@ def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
             plan = spec.planner.next_step(step, cursor, number)
         with timed("verify"):
             spec.planner.verify(plan)
+        with timed("memory"):
+            check_rank(spec, spec.arrangement.domain_ranks(number)[0], plan)
         with timed("hash"):
             _ = plan.digests
         spent["all"] = sum(spent.values())
@@ -120,8 +124,8 @@ def main() -> int:
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     print(
-        f"{'GPUs':>6} {'replicas a domain':>18} {'compose':>8} {'verify':>8} {'hash':>8} {'all ms':>8} "
-        f"{'bytes':>9} {'share of a simulated step':>26}"
+        f"{'GPUs':>6} {'replicas a domain':>18} {'compose':>8} {'verify':>8} {'memory':>8} {'hash':>8} "
+        f"{'all ms':>8} {'bytes':>9} {'share of a simulated step':>26}"
     )
     with tempfile.TemporaryDirectory() as folder:
         for replicas in arguments.domains:
@@ -132,8 +136,8 @@ def main() -> int:
                 results[f"{gpus}x{replicas}"] = result
                 print(
                     f"{gpus:6} {replicas:18} {result['compose_ms']:8.1f} {result['verify_ms']:8.1f} "
-                    f"{result['hash_ms']:8.1f} {result['all_ms']:8.1f} {result['bytes']:9} "
-                    f"{result['share']:26.5f}",
+                    f"{result['memory_ms']:8.1f} {result['hash_ms']:8.1f} "
+                    f"{result['all_ms']:8.1f} {result['bytes']:9} {result['share']:26.5f}",
                     flush=True,
                 )
     missed = list(_missed(results, arguments.domains))

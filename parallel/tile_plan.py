@@ -112,6 +112,19 @@ def plan_tiles(
     return TilePlan(groups, Exchange(rank, token_side, tile_side), outgoing)
 
 
+def own_groups(
+    layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int, shape: AttentionShape
+) -> tuple[TileGroup, ...] | None:
+    """Return the groups of what `plan_tiles` plans, at a fraction of its time: nothing that is exchanged."""
+    if not any(tiles):
+        return None
+    own = [
+        [part for tile in sequence if tile.member == rank for part in _parts(tile, length, shape)]
+        for sequence, length in zip(tiles, layout.lengths, strict=True)
+    ]
+    return _group_parts(own)[0]
+
+
 @dataclass(frozen=True)
 class _Part:
     """A tile, or a share of its heads in which every key/value head serves equally many query heads.
@@ -157,16 +170,22 @@ def _parts_by_rank(tiles: Sequence[Tile], length: int, shape: AttentionShape) ->
     """The parts of one sequence that each rank computes, in the order of its tiles."""
     tiles = [tile for tile in tiles if tile.head_count and tile.row_count]
     check_tiles(tiles, length, shape)
-    group = shape.heads // shape.kv_heads
     parts: dict[int, list[_Part]] = {}
     for tile in tiles:
-        reach = context(tile.row_start, tile.row_count, length, shape)
-        for head, heads in _even_heads(tile.head_start, tile.head_count, group):
-            kv_head = head // group
-            kv_heads = (head + heads - 1) // group + 1 - kv_head
-            part = _Part(head, heads, tile.row_start, tile.row_count, kv_head, kv_heads, *reach)
-            parts.setdefault(tile.member, []).append(part)
+        parts.setdefault(tile.member, []).extend(_parts(tile, length, shape))
     return parts
+
+
+def _parts(tile: Tile, length: int, shape: AttentionShape) -> Iterator[_Part]:
+    """The parts of one tile of a sequence, none if it is empty."""
+    if not (tile.head_count and tile.row_count):
+        return
+    group = shape.heads // shape.kv_heads
+    reach = context(tile.row_start, tile.row_count, length, shape)
+    for head, heads in _even_heads(tile.head_start, tile.head_count, group):
+        kv_head = head // group
+        kv_heads = (head + heads - 1) // group + 1 - kv_head
+        yield _Part(head, heads, tile.row_start, tile.row_count, kv_head, kv_heads, *reach)
 
 
 def _even_heads(head: int, heads: int, group: int) -> Iterator[tuple[int, int]]:

@@ -9,13 +9,18 @@ from parallel.work import Load, Part
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
 
 
-def pass_load(domain: DomainPlan, m: int, position: int, part: Part, *, losses: bool) -> Load:
-    """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not."""
+def pass_load(
+    domain: DomainPlan, m: int, position: int, part: Part, *, losses: bool, messages: bool = True
+) -> Load:
+    """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not.
+
+    Without `messages` it leaves out what exchanges send, on which memory does not depend.
+    """
     batch, member, tp = domain.microbatches[m], domain.member(position), domain.tp
     tail = batch.layout.padded_tokens(member, tp) - batch.layout.local_tokens(member)
     first = position - position % part.ep if part.ep else 0
     return Load(
-        seen=attended(batch.layout, batch.tiles, member, tail, part.shape, part.head_dim),
+        seen=attended(batch.layout, batch.tiles, member, tail, part.shape, part.head_dim, messages),
         squares=batch.share(member).squares,
         sequences=_sequences(batch.layout.shards, member),
         targets=_targets(domain, batch, m, member) if losses else 0,
@@ -26,11 +31,11 @@ def pass_load(domain: DomainPlan, m: int, position: int, part: Part, *, losses: 
     )
 
 
-def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part) -> Load:
-    """Load of a chunk on the slot of `position`."""
+def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part, *, messages: bool = True) -> Load:
+    """Load of a chunk on the slot of `position`; `messages` as for a pass."""
     slot = chunk.slot(position)
     return Load(
-        seen=attended(chunk.layout, chunk.tiles, slot, 0, part.shape, part.head_dim),
+        seen=attended(chunk.layout, chunk.tiles, slot, 0, part.shape, part.head_dim, messages),
         squares=chunk.share(position).squares,
         sequences=_sequences(chunk.layout.shards, slot),
         rows=chunk.rows_of(position),

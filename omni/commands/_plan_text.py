@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from omni.planning.fullest import GIB, place
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
-from omni.rehearsal.fullest import GIB, place
 from pipeline.domain_plan import Chunk, Microbatch
 from pipeline.plan import StepPlan
 from pipeline.simulator import Timeline

@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     from omni.commands._plan_text import lines, team_names
     from omni.config import ConfigError
+    from omni.planning.fullest import check_memory
     from omni.planning.pools import without_effect
     from omni.rehearsal.estimate import estimate, sent_by_ranks
-    from omni.rehearsal.fullest import check_memory
     from pipeline.costs import simulate
 
     if arguments.draw and arguments.draw.suffix not in (".svg", ".json"):

@@ -114,9 +114,9 @@ def _rehearse(
     # These take seconds to import: a mistake in the configuration should not wait for them.
     import torch
 
+    from omni.planning.fullest import fullest_rank
     from omni.planning.run_spec import for_gpus
-    from omni.rehearsal.fullest import fullest_rank
-    from omni.rehearsal.memory import model_footprint
+    from omni.rehearsal.footprint_model import model_footprint
     from omni.rehearsal.rehearse import rehearse
 
     spec, step = for_gpus(spec), arguments.step
@@ -181,7 +181,7 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "ClusterConf
 
 
 def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> Iterator[str]:
-    from omni.rehearsal.fullest import place
+    from omni.planning.fullest import place
 
     rank, found = rehearsal.rank, rehearsal.footprint
     yield f"rank {rank} of {spec.arrangement.world} ({spec.arrangement.describe()}): {place(spec, rank)}"

@@ -76,6 +76,7 @@ def train(composed: DictConfig) -> int:
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
     """
+    from omni.planning.fullest import check_first_steps
     from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
     from omni.planning.run_spec import prepare_run
@@ -84,9 +85,10 @@ def train(composed: DictConfig) -> int:
     ranks = count_ranks(config)
     spec = prepare_run(config, ranks)
     path = Path(config.run.dir).absolute()
-    done, before = _continued(RunFolder(path), spec)
+    done, cursor, before = _continued(RunFolder(path), spec)
     for note in learning_rate_notes(config.optim, config.train.steps, done, before):
         print(f"note: {note}", file=sys.stderr)
+    check_first_steps(spec, done + 1, cursor)
     try:
         folder = RunFolder.create(path)
         write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
@@ -97,21 +99,22 @@ def train(composed: DictConfig) -> int:
     return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)
 
 
-def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int | None]:
-    """Return the step after which a run folder is continued, 0 for a new one, and its train.steps until now,
-    None if that is not known. A folder of another run is refused before anything is written to it.
+def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None]:
+    """Return the step after which a run folder is continued, 0 for a new one, its position in the stream, and
+    its train.steps until now, None if that is not known. A folder of another run is refused before anything
+    is written to it.
     """
     from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
     from omni.training.fingerprint import check_fingerprint, fingerprint
 
     checkpoint = latest_checkpoint(folder.checkpoints)
     if checkpoint is None:
-        return 0, None
+        return 0, 0, None
     try:
         manifest = read_manifest(checkpoint)
         check_fingerprint(manifest["fingerprint"], fingerprint(spec), checkpoint)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     with suppress(ConfigError):  # it may be of an older version, or gone
-        return manifest["step"], load_config(folder.config).train.steps
-    return manifest["step"], None
+        return manifest["step"], manifest["cursor"], load_config(folder.config).train.steps
+    return manifest["step"], manifest["cursor"], None

@@ -24,12 +24,17 @@ from pipeline.plan import GroupPlan, StepPlan, Taken
 from pipeline.verifier import verify
 
 
+def _anything(plan: StepPlan) -> None:
+    """Admit a plan."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planner(DomainPlanner):
     """Plans any step of a run.
 
     `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains.
+    components frozen at a step; samples are reordered among `group_size` neighbouring domains. `admit`
+    refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
     stream: Stream
@@ -37,6 +42,7 @@ class Planner(DomainPlanner):
     lengths: Lengths
     frozen: Callable[[int], tuple[str, ...]]
     group_size: int
+    admit: Callable[[StepPlan], None] = _anything
 
     def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
         """Plan step `step` of training, from stream position `cursor`, for domain `number`.
@@ -92,8 +98,10 @@ class Planner(DomainPlanner):
 
         Raises:
             PlanRefusedError: with the rules that it breaks.
+            Exception: what `admit` raises.
         """
         verify(plan, plan_memory(plan.domain, self.table), self.single_queue)
+        self.admit(plan)
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:
         """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""

@@ -7,11 +7,11 @@ the pace, since all of them reduce gradients together.
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 
+from omni.planning.fullest import Peak, fullest_in_team, fullest_team
 from omni.planning.loads import busiest, mean_loads, planned_sums, trained_flops
+from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent
-from omni.rehearsal.fullest import Peak, fullest_in_team, fullest_team
-from omni.rehearsal.rank_work import rank_work
 from omni.rehearsal.traffic import traffic
 from parallel.costs import CostTable
 from pipeline.costs import Spent, simulate, spent_on

@@ -9,8 +9,6 @@ itself is not sent. A link is inside a node or between nodes.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffers")
-
 
 @dataclass(frozen=True)
 class Sent:
@@ -43,9 +41,7 @@ class Footprint:
     """One rank in one step.
 
     `parameters` counts those it holds by component. `peak` is what it holds at the moment when it holds
-    most, in bytes by kind, and `at` the op that then runs: `weights`, `gradients` (fp32 sums), `optimizer`
-    (fp32 weights and moments), `activations` (made by forward passes, for their backward), `workspace` (made
-    by backward passes and updates) and `buffers` (inputs, messages, scratch).
+    most, in bytes by kind (`omni/planning/memory.py`), and `at` the op that then runs.
     """
 
     parameters: Mapping[str, int]

@@ -19,7 +19,8 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from omni.rehearsal.footprint import KINDS, NOTHING, Sent, Traffic, ring, send
+from omni.planning.memory import KINDS
+from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
 from pipeline.ops import Op
 
 _CPU = torch.device("cpu")

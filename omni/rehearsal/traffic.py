@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
+from omni.planning.rank_work import RankWork
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
-from omni.rehearsal.rank_work import RankWork
 from parallel.axes import group_of
 from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS

@@ -5,7 +5,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,7 @@ from infra.checkpoint import CheckpointError
 from infra.run_folder import RunFolder
 from omni.compose import load_config
 from omni.config import ConfigError
+from omni.planning.fullest import check_rank
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.planning.run_spec import RunSpec, prepare_run
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
@@ -32,7 +35,8 @@ def joined(config_path: Path) -> Iterator[tuple[RunSpec, RunFolder, int, torch.d
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     spec = prepare_run(config, world)
     # The planner process is forked here: there is no device context, no process group and no thread yet.
-    with planning_apart(spec.planner, config.train.timeout_s) as plan_step:
+    planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
+    with planning_apart(planner, config.train.timeout_s) as plan_step:
         device = select_device()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -31,7 +31,7 @@ from omni.encoders import attention_flops
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
 from omni.planning.run_spec import prepare_run
-from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.training import parity
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from omni.commands import _shared
 from omni.commands._shared import signs_of_life
 from omni.compose import compose_config
 from omni.config import ConfigError
+from omni.planning.fullest import check_memory, check_rank, fullest_rank
 from omni.planning.loads import loads
 from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.estimate import Estimate, estimate, sent_by_ranks
-from omni.rehearsal.fullest import check_memory, fullest_rank
-from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.footprint_model import model_footprint
 from parallel.work import even_load
 from pipeline.costs import simulate
 from pipeline.plan import StepPlan
@@ -116,14 +117,15 @@ def test_bytes_by_tier_are_those_of_the_models(spec: RunSpec, plans: list[StepPl
         assert of.across == sum(each.across for each in traffic) > 0
 
 
-def test_a_rank_may_hold_what_its_device_has_and_no_byte_more(spec: RunSpec, found: Estimate) -> None:
-    def on(memory_bytes: int | None) -> RunSpec:
-        return replace(spec, cluster=replace(spec.cluster, memory_bytes=memory_bytes))
+def on(spec: RunSpec, memory_bytes: int | None) -> RunSpec:
+    return replace(spec, cluster=replace(spec.cluster, memory_bytes=memory_bytes))
 
-    check_memory(on(None), found.fullest)
-    check_memory(on(found.fullest.bytes), found.fullest)
+
+def test_a_rank_may_hold_what_its_device_has_and_no_byte_more(spec: RunSpec, found: Estimate) -> None:
+    check_memory(on(spec, None), found.fullest)
+    check_memory(on(spec, found.fullest.bytes), found.fullest)
     with pytest.raises(ConfigError) as refused:
-        check_memory(on(found.fullest.bytes - 1), found.fullest)
+        check_memory(on(spec, found.fullest.bytes - 1), found.fullest)
     message = str(refused.value)
     named = [
         f"rank {found.fullest.rank} ",
@@ -133,6 +135,22 @@ def test_a_rank_may_hold_what_its_device_has_and_no_byte_more(spec: RunSpec, fou
     ]
     assert sum(word in message for word in named) == 3, message
     assert [kind for kind in found.fullest.held if f"{kind} " not in message] == []
+
+
+def test_the_planner_of_a_rank_refuses_what_that_rank_cannot_hold(
+    spec: RunSpec, plans: list[StepPlan]
+) -> None:
+    def verify(rank: int, memory_bytes: int | None) -> None:
+        admit = partial(check_rank, on(spec, memory_bytes), rank)
+        replace(spec.planner, admit=admit).verify(plans[1])
+
+    held = {rank: model_footprint(spec, plans[1], rank).bytes for rank in spec.arrangement.domain_ranks(1)}
+    assert len(set(held.values())) > 1
+    for rank, size in held.items():
+        verify(rank, None)
+        verify(rank, size)
+        with pytest.raises(ConfigError, match=f"rank {rank} .* of step 2, more than"):
+            verify(rank, size - 1)
 
 
 # The command.

@@ -24,7 +24,7 @@ from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
 from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
 from omni.rehearsal.footprint import Sent, Traffic
-from omni.rehearsal.memory import model_footprint
+from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.rehearse import classify, group_labels, owned_parameters, rehearse
 from omni.rehearsal.stand_in_data import use_trace

@@ -1,12 +1,16 @@
-"""The rank that holds most, and whether its device can."""
+"""The rank that holds most in a step, and the refusal of what its device cannot hold.
+
+Nothing is refused where `cluster.memory_bytes` is null. What allocators, communicators and drivers take is
+not modelled, and neither are plans of evaluation, which keep nothing for a backward.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from omni.config import ConfigError
+from omni.planning.memory import model_peak
+from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
-from omni.rehearsal.memory import model_peak
-from omni.rehearsal.rank_work import rank_work
 from pipeline.plan import StepPlan
 
 GIB = 1 << 30
@@ -16,7 +20,7 @@ _STATE = ("weights", "gradients", "optimizer")
 @dataclass(frozen=True)
 class Peak:
     """The bytes of each kind that a rank of the world holds when it holds most: `position` of the domain of
-    `plan`, while it runs the op `at`. Kinds are those of `Footprint`.
+    `plan`, while it runs the op `at`. Kinds are those of `memory.py`.
     """
 
     plan: StepPlan
@@ -53,10 +57,36 @@ def fullest_in_team(spec: RunSpec, first: Peak) -> Peak:
 
 def _fullest(spec: RunSpec, plan: StepPlan, positions: Iterable[int]) -> Peak:
     ranks = spec.arrangement.domain_ranks(plan.number)
-    peaks = (
-        Peak(plan, at, ranks[at], *model_peak(spec, rank_work(spec, plan, ranks[at]))) for at in positions
-    )
+    works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
+    peaks = (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
     return max(peaks, key=lambda peak: peak.bytes)
+
+
+def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
+    """Refuse a run of which some rank cannot hold one of the first two steps, from `step` on, which begins at
+    `cursor` of the stream. All domains are planned for it, so this is for worlds of one machine.
+
+    Raises:
+        ConfigError: as `check_memory`.
+    """
+    if spec.cluster.memory_bytes is None:
+        return
+    for number in range(step, min(step + 1, spec.config.train.steps) + 1):
+        fullest = fullest_rank(spec, spec.planner.all_domains(number, cursor))
+        check_memory(spec, fullest)
+        cursor = fullest.plan.taken.next_cursor
+
+
+def check_rank(spec: RunSpec, rank: int, plan: StepPlan) -> None:
+    """Refuse a plan that `rank`, which is of its domain, cannot hold. If each rank asks for itself, no plan
+    that does not fit is run by anyone.
+
+    Raises:
+        ConfigError: as `check_memory`.
+    """
+    if spec.cluster.memory_bytes is not None:
+        position = spec.arrangement.domain_ranks(plan.number).index(rank)
+        check_memory(spec, _fullest(spec, plan, [position]))
 
 
 def check_memory(spec: RunSpec, fullest: Peak) -> None:
@@ -72,7 +102,8 @@ def check_memory(spec: RunSpec, fullest: Peak) -> None:
     made_of = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in by_size)
     raise ConfigError(
         f"rank {fullest.rank} ({place(spec, fullest.rank)}) would hold {fullest.bytes / GIB:.1f} GiB at "
-        f"{fullest.at}, more than the {most / GIB:.1f} GiB of cluster.memory_bytes={most} "
+        f"{fullest.at} of step {fullest.plan.step}, more than the {most / GIB:.1f} GiB of "
+        f"cluster.memory_bytes={most} "
         f"({spec.cluster.name}): {made_of}. {_remedy(spec, fullest)}"
     )
 

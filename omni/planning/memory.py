@@ -5,40 +5,26 @@ of the list and ends with another, so the list is walked with the bytes of what 
 the largest sum. Within a backward pass what was kept is freed layer by layer, faster than gradients grow, so
 its beginning counts, and for the embedding its end. What an op keeps and needs is its part's statement.
 
-Kinds are those of `Footprint`. The model is checked against rehearsals: benchmarks/memory_model.py.
+Kinds of memory are `weights`, `gradients` (fp32 sums), `optimizer` (fp32 weights and moments), `activations`
+(made by forward passes, for their backward), `workspace` (made by backward passes and updates) and `buffers`
+(inputs, messages, scratch). The model is checked against rehearsals: benchmarks/memory_model.py.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 
 from omni.models.llm import NAME as LLM
+from omni.planning.rank_work import RankWork
 from omni.planning.run_spec import RunSpec
-from omni.rehearsal.footprint import KINDS, Footprint
-from omni.rehearsal.rank_work import RankWork, rank_work
-from omni.rehearsal.traffic import traffic
 from parallel.axes import group_of
 from parallel.buckets import buckets, by_replicas
 from parallel.work import FP32, INDEX, Grad, Part
 from pipeline.ops import BACKWARDS, Kind, Op
-from pipeline.plan import StepPlan
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffers")
 
 Held = dict[tuple[str, int, int], tuple[str, int]]
 """What is alive, by what it is, its number and its part: kind and bytes."""
-
-
-def model_footprint(spec: RunSpec, plan: StepPlan, rank: int) -> Footprint:
-    """Model what `rank` holds and sends in the plan of its domain, to be compared with rehearsals."""
-    work = rank_work(spec, plan, rank)
-    peak, at = model_peak(spec, work)
-    return Footprint(
-        parameters={
-            name: sum(weight.elements for part in parts.values() for weight in part.weights())
-            for name, parts in work.components.items()
-        },
-        peak=peak,
-        at=at,
-        traffic=traffic(spec, work),
-    )
 
 
 def model_peak(spec: RunSpec, work: RankWork) -> tuple[dict[str, int], str]:

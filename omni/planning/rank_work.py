@@ -1,4 +1,4 @@
-"""What one rank does in a step, in numbers: the common ground of the memory and the byte model.
+"""What one rank does in a step, in numbers: the common ground of the models of memory and bytes.
 
 From a plan and the statements of work of the run's parts; nothing is built.
 """
@@ -53,8 +53,12 @@ class RankWork:
         return name, self.encoders[name], self.encodings[op.index]
 
 
-def rank_work(spec: RunSpec, plan: StepPlan, rank: int) -> RankWork:
-    """Describe the work of `rank` in the plan of its domain."""
+def rank_work(spec: RunSpec, plan: StepPlan, rank: int, *, messages: bool = True) -> RankWork:
+    """Describe the work of `rank` in the plan of its domain.
+
+    Without `messages` loads leave out what exchanges of shared sequences send, on which memory does not
+    depend: that takes a fraction of the time.
+    """
     arrangement, domain = spec.arrangement, plan.domain
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
@@ -71,12 +75,12 @@ def rank_work(spec: RunSpec, plan: StepPlan, rank: int) -> RankWork:
             name: spec.work[name] for name in spec.encoders if rank in arrangement.encoder_meshes[name]
         },
         passes={
-            (m, p): pass_load(domain, m, position, part, losses=p == domain.num_parts - 1)
+            (m, p): pass_load(domain, m, position, part, losses=p == domain.num_parts - 1, messages=messages)
             for m in range(len(domain.microbatches))
             for p, part in llm.items()
         },
         encodings={
-            c: chunk_load(domain, chunk, position, spec.work[chunk.component])
+            c: chunk_load(domain, chunk, position, spec.work[chunk.component], messages=messages)
             for c, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         },
