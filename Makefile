@@ -3,14 +3,19 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 OVERRIDES ?=
+# Two processes share the files of tests, in the order of their names: the last ones are short.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test parity check data clean
+.PHONY: train test test-slow parity check data clean
 
 train: .venv/ready data ## train the quickstart: make train OVERRIDES="train.steps=100"
 	$(BIN)/omni train experiment=quickstart $(OVERRIDES)
 
 test: .venv/ready-dev ## run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	$(PYTEST)
+
+test-slow: .venv/ready-dev ## run the longer checks
+	$(PYTEST) -m slow
 
 parity: .venv/ready-dev ## run the whole parity matrix and write docs/parity.md
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/omni/parity_report.py docs/parity.md
