@@ -1,7 +1,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given, settings
@@ -315,26 +315,24 @@ WORLDS = [
 def test_samples_of_a_step_do_not_depend_on_layout_or_policies(on_long):
     budget = replace(BUDGET, microbatch_tokens=20, on_long=on_long)
     cursor = 0
-    for step in range(1, 6):
-        whole = [
-            plans_of_all_domains(
-                planner(
-                    world=world,
-                    llm_sp=llm_sp,
-                    encoder_sp=encoder_sp,
-                    policies=policies,
-                    budget=budget,
-                    single_queue=single,
-                    group_size=group_size,
-                ),
-                step,
-                cursor,
+    worlds = list(product(WORLDS, POLICIES))
+    choices = list(
+        product((("uniform", "none"), ("dynamic", "dynamic")), ((False, 32), (True, 1), (False, 2)))
+    )
+    for step in range(1, len(choices) + 1):
+        whole = []
+        for number, (world, policies) in enumerate(worlds):  # with each of the choices once
+            (llm_sp, encoder_sp), (single, group_size) = choices[(number + step) % len(choices)]
+            planning = planner(
+                world=world,
+                llm_sp=llm_sp,
+                encoder_sp=encoder_sp,
+                policies=policies,
+                budget=budget,
+                single_queue=single,
+                group_size=group_size,
             )
-            for world in WORLDS
-            for llm_sp, encoder_sp in (("uniform", "none"), ("dynamic", "dynamic"))
-            for policies in POLICIES
-            for single, group_size in ((False, 32), (True, 1), (False, 2))
-        ]
+            whole.append(plans_of_all_domains(planning, step, cursor))
         taken = {plan.taken for plans in whole for plan in plans}
         assert len(taken) == 1
         assert all(trained_on(plans) == taken_by(plans[0]) for plans in whole)
