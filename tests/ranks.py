@@ -1,6 +1,7 @@
 """Real gloo ranks for tests, started once and reused: importing torch and megatron costs more than a test."""
 
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -49,6 +50,21 @@ class RankPool:
             raise RankError("\n".join(problems))
         return [result for _, result in answers]
 
+    def apart(self, function: Callable[..., None], *args: Any) -> None:
+        """Call `function(*args)` in a fresh process of its own: no threads, no process group, not daemonic.
+
+        Raises RankError with what it printed to stderr if it fails, or is not done in time.
+        """
+        with tempfile.NamedTemporaryFile("r") as errors:
+            process = self.context.Process(target=_alone, args=(errors.name, function, args))
+            process.start()
+            process.join(TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+            if process.exitcode:
+                raise RankError(f"exit code {process.exitcode}\n{errors.read()}")
+
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         ours, theirs = self.context.Pipe()
         process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -75,6 +91,13 @@ class RankPool:
             process.kill()
             process.join()
         del self.workers[:count]
+
+
+def _alone(errors: str, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    with open(errors, "w", buffering=1) as file:
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    function(*args)
 
 
 def _serve(pipe: Connection) -> None:

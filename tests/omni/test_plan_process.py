@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import RankPool
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
@@ -23,29 +25,6 @@ from omni.training.ahead import Ahead
 from pipeline.verifier import PlanRefusedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")
-
-# Tests run in a process of their own: that of pytest may have threads, or a process group.
-FORK = """
-import sys
-from pathlib import Path
-sys.path[:0] = {path!r}
-import test_plan_process
-test_plan_process.{name}(Path({folder!r}))
-"""
-
-
-def forked(name: str, folder: Path) -> subprocess.Popen[str]:
-    """Start a function of this file in a fresh process; its output is read with `communicate`."""
-    code = FORK.format(path=sys.path, name=name, folder=str(folder))
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def passes(name: str, folder: Path) -> None:
-    process = forked(name, folder)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, f"{out}\n{err}"
 
 
 def job_of(folder: Path) -> RunSpec:
@@ -183,24 +162,33 @@ def late(folder: Path) -> None:
     os._exit(0)  # the thread that plans sleeps on
 
 
-def parent(folder: Path) -> None:
-    """Fork, say the child's number, plan for ever."""
-    process = PlannerProcess(Broken(), timeout_s=3600)  # type: ignore[arg-type]
-    process(6, 0, 0)  # by now it has a name
-    print(process.pid, flush=True)
-    process(5, 0, 0)
+# Forks, says the child's number, plans for ever.
+PARENT = """
+import sys
+sys.path[:0] = {path!r}
+from test_plan_process import Broken, PlannerProcess
+process = PlannerProcess(Broken(), timeout_s=3600)
+process(6, 0, 0)  # by now it has a name
+print(process.pid, flush=True)
+process(5, 0, 0)
+"""
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["same_plans", "errors", "ends", "signals", "unsafe", "closing_while_it_plans", "late"],
+    "function",
+    [same_plans, errors, ends, signals, unsafe, closing_while_it_plans, late],
+    ids=lambda function: function.__name__,
 )
-def test_in_a_process_of_its_own(name: str, tmp_path: Path) -> None:
-    passes(name, tmp_path)
+def test_in_a_process_of_its_own(ranks: RankPool, function: Callable[[Path], None], tmp_path: Path) -> None:
+    # That of pytest may have threads, or a process group.
+    ranks.apart(function, tmp_path)
 
 
-def test_the_child_of_a_killed_parent_ends_at_once_and_lets_go_of_its_output(tmp_path: Path) -> None:
-    process = forked("parent", tmp_path)
+def test_the_child_of_a_killed_parent_ends_at_once_and_lets_go_of_its_output() -> None:
+    code = PARENT.format(path=sys.path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     try:
         child = psutil.Process(int(process.stdout.readline()))
