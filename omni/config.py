@@ -271,6 +271,13 @@ class ClusterConfig:
 
 
 @dataclass
+class CostsConfig:
+    """What work costs. `learn`: op times that the run measures correct what the cluster's figures give."""
+
+    learn: bool = False
+
+
+@dataclass
 class TrackingConfig:
     """Where metrics go besides metrics.jsonl: jsonl (nowhere), wandb or tensorboard."""
 
@@ -329,6 +336,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    costs: CostsConfig = field(default_factory=CostsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 

@@ -5,11 +5,12 @@ nanoseconds, so all ranks, machines and Python versions agree on them.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from parallel.laws import FS_PER_NS, Direction, Law, Laws
 from parallel.work import Collective, Grad, Load, Part, even_load, part_name
 
-_FS_PER_NS = 1_000_000
 # Tokens at which a statement is asked what a token takes: so many, of all usual sizes multiples, that integer
 # divisions by tensor-parallel ranks and merge windows leave nothing.
 _REFERENCE = 720_720 * 64
@@ -83,19 +84,20 @@ class Talk:
 
     def ns(self, tokens: int) -> int:
         """Nanoseconds of the collectives of a pass over `tokens`."""
-        return self.fixed_ns + self.token_fs * tokens // _FS_PER_NS
+        return self.fixed_ns + self.token_fs * tokens // FS_PER_NS
 
 
 @dataclass(frozen=True)
 class WorkCost:
     """Time of passes through a part, linear in tokens and in the sum of squared lengths.
 
-    A backward takes `backward_factor` forwards, those of recomputation included, and `attention_again` times
-    the attention alone. Each of `exchanges` layers exchanges shared sequences, once in and once out. What
-    ranks of a layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in
-    the two halves of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`.
-    `weight_fs` is what gradients of weights that can be put off take for a token, as much as a forward unless
-    given. A forward keeps `kept_token` bytes for each token until its backward.
+    Compute takes what the `learnt` laws say, if there are any, else what was stated: a backward takes
+    `backward_factor` forwards, those of recomputation included, and `attention_again` times the attention
+    alone, and its gradients of weights that can be put off `weight_fs` for a token, as much as a forward
+    unless given. Each of `exchanges` layers exchanges shared sequences, once in and once out. What ranks of a
+    layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves
+    of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`. A forward keeps
+    `kept_token` bytes for each token until its backward.
     """
 
     token_fs: int
@@ -110,36 +112,61 @@ class WorkCost:
     reduce_ns: int = 0
     weight_fs: int | None = None
     kept_token: int = 0
+    learnt: Laws | None = None
+
+    @cached_property
+    def stated(self) -> Laws:
+        """The laws of compute that the statement gives."""
+        weight_fs = self.token_fs if self.weight_fs is None else self.weight_fs
+        return Laws(
+            forward=Law(self.token_fs, self.square_fs, self.overhead_ns),
+            input=Law(
+                max(0, self.backward_factor * self.token_fs - weight_fs),
+                (self.backward_factor + self.attention_again) * self.square_fs,
+                (self.backward_factor - 1) * self.overhead_ns,
+            ),
+            weight=Law(weight_fs, 0, self.overhead_ns),
+        )
+
+    @property
+    def laws(self) -> Laws:
+        """The laws of compute, learnt or stated."""
+        return self.learnt or self.stated
 
     def kept_bytes(self, tokens: int) -> int:
         """Bytes that a forward over `tokens` keeps until its backward: what a bound on memory adds up."""
         return self.kept_token * tokens
 
-    def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
-        """Nanoseconds of a forward pass over `tokens` in sequences whose squared lengths sum to `squares`;
-        what a layer exchanges takes `exchange_ns`.
+    def compute_ns(self, tokens: int, squares: int, direction: Direction = None) -> int:
+        """Nanoseconds of a pass over `tokens` in sequences whose squared lengths sum to `squares`, what its
+        layers communicate apart. Recomputation is part of the backward for inputs.
         """
-        return self._compute_ns(tokens, squares) + self.talk_ns(tokens, exchange_ns)
+        if self.learnt is not None:
+            return self.learnt.ns(tokens, squares, direction)
+        forward = self.stated.forward.ns(tokens, squares)
+        if direction is None:
+            return forward
+        weight = self.stated.weight.ns(tokens, squares)
+        if direction is Grad.WEIGHT:
+            return weight
+        both = self.backward_factor * forward + self.attention_again * self.square_fs * squares // FS_PER_NS
+        return both if direction is Grad.BOTH else both - weight
+
+    def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
+        """Nanoseconds of a forward pass; what a layer exchanges takes `exchange_ns`."""
+        return self.compute_ns(tokens, squares) + self.talk_ns(tokens, exchange_ns)
+
+    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
+        """Nanoseconds of the backward pass or a half of it. Gradients are exchanged once, whatever they take
+        to compute.
+        """
+        return self.compute_ns(tokens, squares, grad) + self.talk_ns(tokens, exchange_ns, grad)
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
-        token_fs = self.token_fs + self.forward_talk.token_fs
-        return (token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
-
-    def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
-        """Nanoseconds of the backward pass or a half of it; recomputation is part of that for inputs.
-        Gradients are exchanged once, whatever they take to compute.
-        """
-        weight_fs = self.token_fs if self.weight_fs is None else self.weight_fs
-        of_weights = self.overhead_ns + weight_fs * tokens // _FS_PER_NS + self.weight_talk.ns(tokens)
-        if grad is Grad.WEIGHT:
-            return of_weights
-        both = (
-            self.backward_factor * self._compute_ns(tokens, squares)
-            + self.attention_again * self.square_fs * squares // _FS_PER_NS
-            + self.talk_ns(tokens, exchange_ns, Grad.BOTH)
-        )
-        return both if grad is Grad.BOTH else both - of_weights
+        forward = self.laws.forward
+        token_fs = forward.token_fs + self.forward_talk.token_fs
+        return (token_fs * tokens + forward.square_fs * squares) // FS_PER_NS
 
     def talk_ns(self, tokens: int, exchange_ns: int = 0, grad: Grad | None = None) -> int:
         """Nanoseconds of a pass, a forward or the backward that makes `grad`, that its layers communicate."""
@@ -150,9 +177,6 @@ class WorkCost:
         exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
         later = self.weight_talk.ns(tokens) if grad is Grad.BOTH else 0
         return self.input_talk.ns(tokens) + later + exchanged
-
-    def _compute_ns(self, tokens: int, squares: int) -> int:
-        return self.overhead_ns + (self.token_fs * tokens + self.square_fs * squares) // _FS_PER_NS
 
 
 @dataclass(frozen=True)
@@ -170,9 +194,19 @@ class CostTable:
     components: tuple[str, ...] = ()
     between: Link | None = None
 
-    def llm_part(self, component: int, part: int) -> WorkCost:
-        """Return the costs of a part of the LLM, which is component number `component`."""
-        return self.parts[part_name(self.components[component] if self.components else "llm", part)]
+    def llm_part(self, component: int, part: int) -> str:
+        """Return the name of a part of the LLM, which is component number `component`."""
+        return part_name(self.components[component] if self.components else "llm", part)
+
+    @cached_property
+    def learnt(self) -> tuple[tuple[str, Laws], ...]:
+        """The laws that were learnt, by part: what ranks must agree on beside their configuration."""
+        return tuple((name, cost.learnt) for name, cost in self.parts.items() if cost.learnt is not None)
+
+    def with_laws(self, number: int, learnt: Mapping[str, Laws]) -> "CostTable":
+        """Return the table of another number whose compute takes what was `learnt`, else what was stated."""
+        parts = {name: replace(cost, learnt=learnt.get(name)) for name, cost in self.parts.items()}
+        return replace(self, number=number, parts=parts)
 
     def message_ns(self, rows: int) -> int:
         """Nanoseconds to hand `rows` activations of the LLM's width from one part to the next."""
@@ -210,7 +244,7 @@ def table_from_work(
     between: Link | None = None,
     components: tuple[str, ...] = (),
 ) -> CostTable:
-    """Derive the first table from statements and the cluster's figures; measurement corrects it later.
+    """Derive the first table from statements and the cluster's figures; `learning.py` corrects it.
 
     A roofline (Williams, Waterman and Patterson, 2009): a token takes the longer of its arithmetic and its
     memory traffic. All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width,
@@ -232,7 +266,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
 
     def talk(of_many: Iterable[Collective], of_none: Iterable[Collective]) -> Talk:
         fixed = collectives_ns(of_none, axes)
-        return Talk((collectives_ns(of_many, axes) - fixed) * _FS_PER_NS // _REFERENCE, fixed)
+        return Talk((collectives_ns(of_many, axes) - fixed) * FS_PER_NS // _REFERENCE, fixed)
 
     halves = (
         talk(part.backward(many, half).collectives, part.backward(none, half).collectives)

@@ -70,9 +70,10 @@ def sequence_cost(
     exchanged over `link`.
     """
     work = table.parts[part]
+    forward = work.laws.forward
     # The table times a causal sequence by its square, of which it has half the pairs.
-    pair_fs = work.square_fs * (2 if shape.causal else 1)
-    return SequenceCost(shape, work.exchanges, work.token_fs, pair_fs, head_bytes, link)
+    pair_fs = forward.square_fs * (2 if shape.causal else 1)
+    return SequenceCost(shape, work.exchanges, forward.token_fs, pair_fs, head_bytes, link)
 
 
 def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tuple[str, tuple[Tile, ...]]]:

@@ -4,10 +4,12 @@ Compute includes the collectives inside layers; a shipment takes the time that i
 Times are integer nanoseconds, sizes integer bytes.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from parallel.costs import CostTable, WorkCost
+from parallel.costs import CostTable
+from parallel.learning import Sample
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
 from pipeline.rules.memory import Kept
@@ -23,10 +25,11 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     times: dict[tuple[object, ...], int] = {}
 
     def compute(rank: int, op: Op) -> int:
-        cost, share = _cost_of(domain, table, rank, op)
+        part, share = part_of(domain, table, rank, op)
+        cost = table.parts[part]
         if share is None:
             return cost.reduce_ns
-        key = (id(cost), op.kind, op.grad, share)
+        key = (part, op.kind, op.grad, share)
         ns = times.get(key)
         if ns is None:
             forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
@@ -55,26 +58,44 @@ def _guess_ns(domain: DomainPlan, table: CostTable, m: int) -> int:
     return table.links.across.message_ns(rows * table.row_bytes // domain.num_ranks)
 
 
+def measured(
+    domain: DomainPlan, table: CostTable, rank: int, timings: Iterable[tuple[Op, int]], *, talks: bool
+) -> Iterator[Sample]:
+    """Yield what each pass of a planned domain took at a position: `timings` are its ops, and nanoseconds
+    that it was busy with them. If that `talks`, it includes the collectives inside layers, which the table
+    knows the time of.
+    """
+    for op, busy_ns in timings:
+        if op.kind in COMPUTE:
+            part, share = part_of(domain, table, rank, op)
+            assert share is not None
+            direction = op.grad if op.kind in BACKWARDS else None
+            talk = table.parts[part].talk_ns(share.tokens, share.exchange_ns, direction) if talks else 0
+            yield Sample(part, direction, share.tokens, share.squares, busy_ns - talk)
+
+
 def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
     """Return the bytes that each forward of a planned domain keeps for its backward."""
 
     def kept(rank: int, op: Op) -> int:
-        cost, share = _cost_of(domain, table, rank, op)
-        return 0 if share is None else cost.kept_bytes(share.tokens)
+        part, share = part_of(domain, table, rank, op)
+        return 0 if share is None else table.parts[part].kept_bytes(share.tokens)
 
     return kept
 
 
-def _cost_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[WorkCost, Share | None]:
-    """The costs of the part that an op runs at a position, and what it processes; a reduction nothing."""
+def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[str, Share | None]:
+    """Return the name of the part that an op of compute runs at a position, and what it processes; of a
+    reduction the part alone.
+    """
     if op.kind in (Kind.FORWARD, Kind.BACKWARD):
         return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].share(domain.member(rank))
     if op.kind is Kind.REDUCE:
         if op.index == domain.llm:
             return table.llm_part(domain.llm, op.part), None
-        return table.parts[table.components[op.index]], None
+        return table.components[op.index], None
     chunk = domain.chunks[op.index]
-    return table.parts[chunk.component], chunk.share(rank)
+    return chunk.component, chunk.share(rank)
 
 
 @dataclass(frozen=True)
@@ -102,10 +123,12 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
         if op.kind is Kind.REDUCE:
             reducing += compute_ns(rank, op)
         elif op.kind in COMPUTE:
-            cost, share = _cost_of(timeline.domain, table, rank, op)
+            part, share = part_of(timeline.domain, table, rank, op)
             assert share is not None
             computed += compute_ns(rank, op)
-            layers += cost.talk_ns(share.tokens, share.exchange_ns, op.grad if op.kind in BACKWARDS else None)
+            layers += table.parts[part].talk_ns(
+                share.tokens, share.exchange_ns, op.grad if op.kind in BACKWARDS else None
+            )
         elif op.kind is Kind.WAIT:
             assert transfer is not None
             moving = max(0, min(event.end_ns, transfer.done) - max(event.start_ns, transfer.start))

@@ -25,6 +25,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
+from parallel.laws import Laws
 from pipeline.digest import digest_of
 from pipeline.domain_plan import DomainPlan, PlannedSample
 
@@ -81,6 +82,7 @@ class World:
     step: int
     train: bool
     cost_table: int
+    learnt: tuple[tuple[str, Laws], ...]
     components: tuple[str, ...]
     frozen: tuple[str, ...]
     reductions: tuple[tuple[int, int], ...]
@@ -91,9 +93,10 @@ class World:
 class StepPlan:
     """What a rank knows of a step: the world's level, its group's and its domain's, of number `number`.
 
-    `components` are all of the run, of which the `frozen` do not learn in this step. The order of reductions
-    belongs to the world's level, though a domain holds it: ranks of all domains reduce together, and each of
-    them sees the op lists of its own domain alone.
+    `cost_table` is the number of the table that it was planned with, `learnt` what measurement corrected in
+    it, by part. `components` are all of the run, of which the `frozen` do not learn in this step. The order
+    of reductions belongs to the world's level, though a domain holds it: ranks of all domains reduce
+    together, and each of them sees the op lists of its own domain alone.
     """
 
     step: int
@@ -105,6 +108,7 @@ class StepPlan:
     group: GroupPlan
     number: int
     domain: DomainPlan
+    learnt: tuple[tuple[str, Laws], ...] = ()
 
     @cached_property
     def world(self) -> World:
@@ -113,6 +117,7 @@ class StepPlan:
             self.step,
             self.train,
             self.cost_table,
+            self.learnt,
             self.components,
             self.frozen,
             self.domain.reductions,

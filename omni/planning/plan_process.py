@@ -3,8 +3,8 @@
 Planning a step takes Python 50 to 600 ms in large domains, and the engine launches its kernels from Python:
 as threads of one process they share one lock, and a thread that wants it back waits 5 ms each time. So a rank
 forks a planner process before it has a process group, a device context or threads. The child has the planner
-and its memory-mapped indexes from the fork; it gets (step, cursor, domain) over a pipe and answers with the
-plan, or with the error that planning raised. It never touches torch.distributed or a device.
+and its memory-mapped indexes from the fork; it gets (step, cursor, domain, cost table) over a pipe and
+answers with the plan, or with the error that planning raised. It never touches torch.distributed or a device.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from infra.launch import ENDING
 from omni.planning.planner import Planner
+from parallel.costs import CostTable
 from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
@@ -45,15 +46,19 @@ class Planned:
     cpu_s: float
 
 
-PlanStep = Callable[[int, int, int], Planned]  # of step, cursor and domain; raises what planning raises
+PlanStep = Callable[[int, int, int, CostTable | None], Planned]
+"""Of step, cursor, domain, and the cost table unless it is the planner's own; raises what planning raises."""
 
 
 class PlannerEndedError(RuntimeError):
     """A rank's planner process ended; the message says how, and during which step's plan."""
 
 
-def plan_step(planner: Planner, step: int, cursor: int, domain: int) -> Planned:
-    """Plan, verify and hash a step in this thread."""
+def plan_step(
+    planner: Planner, step: int, cursor: int, domain: int, table: CostTable | None = None
+) -> Planned:
+    """Plan, verify and hash a step in this thread, with the planner's own cost table unless given another."""
+    planner = planner if table is None else planner.with_table(table)
     start, cpu = time.perf_counter(), time.thread_time()
     plan = planner.next_step(step, cursor, domain)
     planner.verify(plan)
@@ -99,7 +104,7 @@ class PlannerProcess:
             _serve(planner, theirs, parent)
         theirs.close()
 
-    def __call__(self, step: int, cursor: int, domain: int) -> Planned:
+    def __call__(self, step: int, cursor: int, domain: int, table: CostTable | None = None) -> Planned:
         """Plan a step in the child.
 
         Raises:
@@ -109,7 +114,7 @@ class PlannerProcess:
         """
         with self._lock:
             try:
-                self._pipe.send((step, cursor, domain))
+                self._pipe.send((step, cursor, domain, table))
                 answer = self._pipe.recv_bytes() if self._pipe.poll(self.timeout_s) else None
             except (EOFError, OSError) as error:
                 raise PlannerEndedError(
@@ -170,7 +175,10 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
             signal.signal(number, signal.SIG_IGN)
         os.dup2(2, 1)  # what a policy prints is seen, but nobody waits for an end of the rank's output
         while True:
-            pipe.send_bytes(_answer(planner, *pipe.recv()))
+            step, cursor, domain, table = pipe.recv()
+            if table is not None:
+                planner = planner.with_table(table)  # kept: what it derives of a table serves many steps
+            pipe.send_bytes(_answer(planner, step, cursor, domain))
     except (EOFError, OSError):  # of the pipe: what planning raises is answered
         code = 0
     except BaseException:

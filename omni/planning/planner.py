@@ -18,6 +18,8 @@ from dataloader.global_batch import Lengths, take_global_batch
 from dataloader.stream import Stream
 from dataloader.tokens import SampleMeta, fit, length
 from omni.planning.domain_planner import DomainPlanner
+from omni.planning.sharing import Sharing
+from parallel.costs import CostTable
 from pipeline.costs import plan_memory
 from pipeline.domain_plan import DomainPlan
 from pipeline.plan import GroupPlan, StepPlan, Taken
@@ -33,8 +35,9 @@ class Planner(DomainPlanner):
     """Plans any step of a run.
 
     `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains. `admit`
-    refuses a plan that breaks no rule, but that whoever plans cannot run.
+    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `share` says
+    how components share sequences by a cost table. `admit` refuses a plan that breaks no rule, but that
+    whoever plans cannot run.
     """
 
     stream: Stream
@@ -42,7 +45,12 @@ class Planner(DomainPlanner):
     lengths: Lengths
     frozen: Callable[[int], tuple[str, ...]]
     group_size: int
+    share: Callable[[CostTable], Mapping[str, Sharing]]
     admit: Callable[[StepPlan], None] = _anything
+
+    def with_table(self, table: CostTable) -> "Planner":
+        """Return the planner that plans with another cost table."""
+        return self if table == self.table else replace(self, table=table, sharing=self.share(table))
 
     def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
         """Plan step `step` of training, from stream position `cursor`, for domain `number`.
@@ -186,6 +194,7 @@ class Planner(DomainPlanner):
             group=group,
             number=number,
             domain=domain,
+            learnt=self.table.learnt,
         )
 
     def _balance(self, samples: Sequence[int], costs: Mapping[int, int], n: int) -> list[list[int]]:

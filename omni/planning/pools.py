@@ -21,9 +21,9 @@ def sharing_of(
     policies: Chosen,
     encoders: Mapping[str, Encoder],
     arrangement: Arrangement,
-    table: CostTable,
     cluster: Cluster,
     element: int,
+    table: CostTable,
 ) -> dict[str, Sharing]:
     """Say for the LLM and each encoder how it shares sequences, with `element` bytes a number.
 

@@ -103,8 +103,8 @@ def prepare_run(config: Config, world: int) -> RunSpec:
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = Cluster(**vars(config.cluster))
     table = cost_table(config, work, encoders, arrangement, cluster, element)
-    sharing = sharing_of(config, policies, encoders, arrangement, table, cluster, element)
-    of_llm = [part for name, part in work.items() if name not in encoders]
+    share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
+    sharing = share(table)
     counts = RememberedCounts(partial(_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
@@ -120,9 +120,10 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
         budget=_budget(config),
         table=table,
-        party=party_size(of_llm, arrangement, sharing[LLM].pool.num_members),
+        party=party_size(_parts_of_llm(work, encoders), arrangement, sharing[LLM].pool.num_members),
         frozen=partial(frozen_components, config.optim.components),
         group_size=_group_size(config, arrangement),
+        share=share,
         # Until several GPUs have shown that separate communicators never block each other.
         single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
     )
@@ -139,6 +140,10 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         table=table,
         cluster=cluster,
     )
+
+
+def _parts_of_llm(work: Mapping[str, Part], encoders: Mapping[str, Encoder]) -> list[Part]:
+    return [part for name, part in work.items() if name not in encoders]
 
 
 def _feeds(

@@ -7,6 +7,7 @@ waits only if one of them is late. Whatever goes wrong in a thread is raised by 
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,6 +17,7 @@ from omni.models.registry import ItemArrays
 from omni.planning.plan_process import Planned, PlanStep
 from omni.planning.planner import Planner
 from omni.rank.inputs import Assembler
+from parallel.costs import CostTable
 from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
 
@@ -39,7 +41,10 @@ class Prepared:
 
 
 class Ahead:
-    """Prepares the steps from `first` (at stream position `cursor`) to `last` for one domain."""
+    """Prepares the steps from `first` (at stream position `cursor`) to `last` for one domain.
+
+    `table_at` tells the cost table of a step, when its plan is begun: PLANS_AHEAD steps before it is taken.
+    """
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class Ahead:
         last: int,
         cursor: int,
         timeout_s: float,
+        table_at: Callable[[int], CostTable | None],
     ) -> None:
         self.planner = planner
         self.plan_step = plan_step
@@ -62,6 +68,7 @@ class Ahead:
         self.last = last
         self.cursor = cursor
         self.timeout_s = timeout_s
+        self.table_at = table_at
         self.plans: dict[int, Future[Planned]] = {}
         self.ready: dict[int, Future[Prepared]] = {}
         self.planning = ThreadPoolExecutor(1, "planner")
@@ -100,14 +107,14 @@ class Ahead:
 
     def _start_plan(self, step: int) -> None:
         if step <= self.last:
-            self.plans[step] = self.planning.submit(self._plan, step)
+            self.plans[step] = self.planning.submit(self._plan, step, self.table_at(step))
 
     def _start_preparing(self, step: int) -> None:
         if step <= self.last:
             self.ready[step] = self.assembling.submit(self._prepare, step, self.plans[step])
 
-    def _plan(self, step: int) -> Planned:
-        planned = self.plan_step(step, self.cursor, self.domain)
+    def _plan(self, step: int, table: CostTable | None) -> Planned:
+        planned = self.plan_step(step, self.cursor, self.domain, table)
         plan = planned.plan
         self.cursor = plan.taken.next_cursor
         self.loader.submit(step, self.assembler.fetch_of(plan.domain, self.planner.metas_of(plan.domain)))

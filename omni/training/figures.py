@@ -1,8 +1,10 @@
 """The metrics of a step, from what was planned and what was measured. Names and units: docs/metrics.md."""
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from omni.planning.loads import imbalance, trained_flops
@@ -10,7 +12,9 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
 from ops.device import device_type, peak_memory_bytes
-from pipeline.costs import simulate
+from parallel.costs import CostTable
+from parallel.learning import Sample
+from pipeline.costs import measured, simulate
 from pipeline.engine import StepResult
 from pipeline.ops import Kind
 
@@ -38,14 +42,24 @@ class Progression:
 
 @dataclass(frozen=True)
 class StepRun:
-    """A step that has run and not updated yet: what was prepared, what this rank made of it, what all ranks
-    learnt, and the load of the busiest rank of the world by component.
+    """A step that has run and not updated yet: what was prepared, by which cost table, what the rank at
+    `position` of its domain made of it, what all ranks learnt, and the load of the busiest rank of the world
+    by component.
     """
 
     prepared: Prepared
+    table: CostTable
+    position: int
     result: StepResult
     totals: StepTotals
     loads: tuple[int, ...]
+
+    @cached_property
+    def passes(self) -> tuple[Sample, ...]:
+        """What each pass of this rank took. A GPU counts collectives inside layers among it."""
+        domain, talks = self.prepared.plan.domain, device_type() == "cuda"
+        timings = ((timing.op, timing.busy_ns) for timing in self.result.timings)
+        return tuple(measured(domain, self.table, self.position, timings, talks=talks))
 
 
 def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float, ...]:
@@ -59,7 +73,16 @@ def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float
     return tuple(idle[cause] for cause in CAUSES)
 
 
-def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> float | None:
+def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:
+    """Time that a table gives passes by what they took, minus 1, by part."""
+    given, taken = Counter[str](), Counter[str]()
+    for part, direction, tokens, squares, ns in passes:
+        given[part] += table.parts[part].compute_ns(tokens, squares, direction)
+        taken[part] += ns
+    return {part: given[part] / ns - 1 for part, ns in taken.items() if ns > 0}
+
+
+def predicted_error(table: CostTable, prepared: Prepared, result: StepResult) -> float | None:
     """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
     Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
@@ -67,7 +90,7 @@ def predicted_error(spec: RunSpec, prepared: Prepared, result: StepResult) -> fl
     ran = [timing for timing in result.timings if timing.op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    events = chain.from_iterable(simulate(prepared.plan.domain, spec.table).events)
+    events = chain.from_iterable(simulate(prepared.plan.domain, table).events)
     simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
     return simulated / (ran[-1].end_s - ran[0].start_s) - 1
 
@@ -123,7 +146,10 @@ def metrics_of(
     for cause, share in zip(CAUSES, shares, strict=True):
         if cause == "data" or not on_gpu:
             metrics[f"perf/idle_frac/{cause}"] = share
-    error = None if on_gpu else predicted_error(spec, prepared, run.result)
+    error = None if on_gpu else predicted_error(run.table, prepared, run.result)
     if error is not None:
         metrics["plan/pred_error"] = error
+    errors = pass_errors(run.table, run.passes)
+    metrics |= {f"plan/pred_error/{part}": value for part, value in errors.items()}
+    metrics["plan/cost_table"] = run.table.number
     return metrics

@@ -37,6 +37,7 @@ from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun, idle_seconds
 from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
 from parallel.consensus import Consensus, DivergenceError, explain
 from pipeline.ops import Op
@@ -79,6 +80,7 @@ class Trainer:
         )
         self.readers = {name: Reader(index.path) for name, index in spec.indexes.items()}
         heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
+        self.tables = CostTables(spec.table, self.rank.groups.control)
         self.evaluator = Evaluator(spec, self.rank, heldout)
         self.step = 0
         self.cursor = 0
@@ -98,6 +100,7 @@ class Trainer:
                 done = self.run_step(ahead.take(step))
                 self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
+                self.learn_costs(done)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
@@ -129,6 +132,7 @@ class Trainer:
             last=last,
             cursor=self.cursor,
             timeout_s=self.config.train.timeout_s,
+            table_at=self.tables.at,
         )
         try:
             for step in range(first, first + PLANS_AHEAD):
@@ -142,7 +146,11 @@ class Trainer:
         if step <= ahead.last:
             plan = ahead.plan(step)
             numbers = (0, plan.group.number, plan.number)
-            self.consensus.offer(step, plan.digests, numbers, busiest(self.spec, plan))
+            self.consensus.offer(step, plan.digests, numbers, busiest(self.spec_at(step), plan))
+
+    def spec_at(self, step: int) -> RunSpec:
+        """The run with the cost table that a step is planned with."""
+        return replace(self.spec, table=self.tables.at(step))
 
     def agree_on(self, plan: StepPlan) -> tuple[int, ...]:
         """Settle that all ranks hold the same plans, level by level, before any of them runs.
@@ -169,16 +177,25 @@ class Trainer:
             plan,
             result,
             seconds=idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
-            planned=planned_sums(self.spec, plan, counts=speaks),
+            planned=planned_sums(self.spec_at(plan.step), plan, counts=speaks),
             tombstones=lost if speaks else 0,
             stop=self.stop.requested,
         )
-        return StepRun(prepared, result, totals, loads)
+        table, position = self.tables.at(plan.step), self.rank.engine.position
+        return StepRun(prepared, table, position, result, totals, loads)
 
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""
         plan, totals = done.prepared.plan, done.totals
         self.advance(plan, totals, update(self.rank, plan, totals))
+
+    def learn_costs(self, done: StepRun) -> None:
+        """Let measured op times correct the cost table of later steps, if `costs.learn` asks for it."""
+        if self.config.costs.learn:
+            step, control = done.prepared.plan.step, self.rank.groups.control
+            with waiting_at(self.rank, f"step {step}: adding up op times", control):
+                self.tables.settle(step)
+            self.tables.offer(done.passes)
 
     def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""
@@ -263,7 +280,7 @@ class Trainer:
                 "cursor": self.cursor,
                 "progression": asdict(self.progression),
                 "layout": self.spec.arrangement.describe(),
-                "cost_table": self.spec.table.number,
+                "cost_tables": self.tables.state(self.step),
                 "fingerprint": fingerprint(self.spec),
             },
             self.config.train.keep_checkpoints,
@@ -282,6 +299,8 @@ class Trainer:
         read_state(path, files, self.rank.components, self.rank.names, self.rank.stage, self.rank.rank)
         self.step, self.cursor = manifest["step"], manifest["cursor"]
         self.progression = Progression(**manifest["progression"])
+        if not self.tables.restore(manifest["cost_tables"]) and self.rank.is_first:
+            print("note: costs are as stated again: those learnt are of another layout, model or cluster")
         return self.step
 
     @contextlib.contextmanager

@@ -129,6 +129,7 @@ def planner(
             party=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
             frozen=lambda step: (),
             group_size=32,
+            share=lambda _: sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
         ),
         **changes,
     )

@@ -75,6 +75,11 @@ def same_plans(folder: Path) -> None:
             assert fresh.digests == theirs.plan.digests, "the digests are of what came"
         assert theirs.cpu_s > 0
         cursor = theirs.plan.taken.next_cursor
+    learnt = planner.table.with_laws(1, {"image": planner.table.parts["llm/0"].stated})
+    for table in (learnt, planner.table):
+        ours, theirs = plan_step(planner, 6, cursor, 0, table), process(6, cursor, 0, table)
+        assert theirs.plan == ours.plan
+        assert (theirs.plan.cost_table, theirs.plan.learnt) == (table.number, table.learnt)
     process.close()
     process.close()
     assert not psutil.pid_exists(process.pid)
@@ -138,7 +143,18 @@ def unsafe(folder: Path) -> None:
 def closing_while_it_plans(folder: Path) -> None:
     process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
     loader = SimpleNamespace(close=lambda: None)
-    ahead = Ahead(None, process, loader, None, domain=0, first=5, last=5, cursor=0, timeout_s=60)  # type: ignore[arg-type]
+    ahead = Ahead(
+        None,
+        process,
+        loader,
+        None,
+        domain=0,
+        first=5,
+        last=5,
+        cursor=0,
+        timeout_s=60,
+        table_at=lambda _: None,
+    )  # type: ignore[arg-type]
     time.sleep(0.3)
     start = time.monotonic()
     ahead.close()
@@ -152,7 +168,16 @@ def late(folder: Path) -> None:
     """Names the step that is waited for, whoever plans it."""
     loader = SimpleNamespace(close=lambda: None)
     ahead = Ahead(
-        None, partial(plan_step, Broken()), loader, None, domain=0, first=5, last=5, cursor=0, timeout_s=-9.8
+        None,
+        partial(plan_step, Broken()),
+        loader,
+        None,
+        domain=0,
+        first=5,
+        last=5,
+        cursor=0,
+        timeout_s=-9.8,
+        table_at=lambda _: None,
     )  # type: ignore[arg-type]
     with pytest.raises(TimeoutError, match="the plan of step 5"):
         ahead.plan(5)

@@ -31,7 +31,7 @@ def all_integers(value) -> bool:
         return all(map(all_integers, value.values()))
     if isinstance(value, (tuple, list)):
         return all(map(all_integers, value))
-    return type(value) is int
+    return value is None or type(value) is int
 
 
 def coefficients(table: CostTable) -> list[object]:
