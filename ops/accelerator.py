@@ -69,10 +69,15 @@ def install() -> None:
     module: Any = torch.nn.Module
     module.cuda = lambda self, *args, **kwargs: self
     tensor.type = _type_for_optimizer(torch.Tensor.type)
-    # megatron's fused functions are torch.compile'd; compiling costs more than it saves here.
-    from torch import _dynamo
+    # megatron's fused functions are torch.compile'd; compiling costs more than it saves here, and the import
+    # of the compiler alone is a fifth of a rank's start.
+    whole: Any = torch
+    whole.compile = _leave_uncompiled
 
-    _dynamo.config.disable = True
+
+def _leave_uncompiled(model: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Stands in for torch.compile, as a function and as a decorator with options."""
+    return (lambda function: function) if model is None else model
 
 
 def _type_for_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,9 @@ There is no global parallel state: every object is given its process groups.
 
 # ruff: noqa: E402
 import logging
+import sys
 import warnings
+from typing import Any
 
 from ops import accelerator
 
@@ -17,6 +19,9 @@ warnings.filterwarnings("ignore", module=r"megatron\..*")
 # megatron calls collectives by names that newer torch releases only rename.
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\..*")
 logging.getLogger("megatron").setLevel(logging.ERROR)
+# Its inference, which nothing here runs, imports wandb where it can: a tenth of a rank's start.
+_modules: dict[str, Any] = sys.modules
+_modules.setdefault("wandb", None)  # as if it were not installed
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -48,6 +53,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+if _modules["wandb"] is None:
+    del _modules["wandb"]
 accelerator.patch()
 # Sequence-parallel layers take scratch memory from one object that megatron's own set-up would make.
 _set_global_memory_buffer()

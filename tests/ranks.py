@@ -32,7 +32,8 @@ class RankPool:
         # On a CPU they are forked from one process that has imported everything and computed nothing.
         self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if self.context.get_start_method() == "forkserver":
-            self.context.set_forkserver_preload(["omni.training.trainer"])
+            # torch imports the second with the first optimizer: here once instead of on every rank.
+            self.context.set_forkserver_preload(["omni.training.trainer", "torch._dynamo"])
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
