@@ -15,7 +15,7 @@ from pipeline.builders.schedule import (
     chunks_by_team,
     without_frozen,
 )
-from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1
+from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
 
 __all__ = [
     "ENCODE_FIRST",
@@ -26,6 +26,7 @@ __all__ = [
     "JOINT_ZERO_BUBBLE_H1",
     "ONE_F_ONE_B",
     "ZERO_BUBBLE_H1",
+    "ZERO_BUBBLE_H2",
     "Builder",
     "Facts",
     "Order",

@@ -12,7 +12,7 @@ from small import overrides
 
 from omni.rehearsal.findings import ALLOWED, unexpected
 
-CASES = covering_array()
+CASES = (*covering_array(), Case(pp=2, schedule="zero_bubble_h2"))
 
 
 @pytest.fixture(scope="module")

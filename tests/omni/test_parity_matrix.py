@@ -54,7 +54,9 @@ SPANNING = (
     Case(pp=2, encoder_tp=2),
     Case(pp=4, encoder_tp=2, encoder_sp="dynamic", schedule="one_f_one_b", recompute="full"),
 )
-BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts"), *SPANNING]}
+# ZB-H2 is ZB-H1 but for how far its stages run ahead.
+FAR_AHEAD = Case(pp=2, encoder_tp=2, schedule="zero_bubble_h2", recompute="full")
+BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts"), *SPANNING, FAR_AHEAD]}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from parallel.work import Grad
 from pipeline.builders.schedule import held_at_most
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.simulator import run
+from pipeline.simulator import Timeline, run
 
 FORWARD, INPUT, WEIGHT = 420, 540, 300  # nanoseconds of a stage
 
@@ -16,8 +16,8 @@ def domain_of(schedule: str, stages: int, microbatches: int, parts: int = 1) -> 
     return make_plan(Shape(stages, parts=parts), microbatches, [], schedule).domain
 
 
-def makespan(domain: DomainPlan) -> int:
-    """Time of even stages whose messages take none."""
+def timeline_of(domain: DomainPlan) -> Timeline:
+    """A step of even stages whose messages take no time."""
     parts = domain.num_parts // domain.num_stages
     backward = {Grad.BOTH: INPUT + WEIGHT, Grad.INPUT: INPUT, Grad.WEIGHT: WEIGHT}
 
@@ -28,11 +28,15 @@ def makespan(domain: DomainPlan) -> int:
         assert whole % parts == 0
         return whole // parts
 
-    return run(domain, compute_ns, lambda op: 0).makespan_ns
+    return run(domain, compute_ns, lambda op: 0)
+
+
+def makespan(domain: DomainPlan) -> int:
+    return timeline_of(domain).makespan_ns
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("microbatches", [8, 11, 24])
+@pytest.mark.parametrize("microbatches", [15, 19, 24])
 @pytest.mark.parametrize(
     "schedule, bubble",
     [
@@ -40,11 +44,24 @@ def makespan(domain: DomainPlan) -> int:
         ("one_f_one_b", FORWARD + INPUT + WEIGHT),
         ("encode_first", FORWARD + INPUT + WEIGHT),
         ("zero_bubble_h1", FORWARD + INPUT - WEIGHT),  # Qi et al., 2024, table 2
+        ("zero_bubble_h2", max(FORWARD, FORWARD + INPUT - 2 * WEIGHT)),
     ],
 )
 def test_bubbles_are_those_of_the_papers(schedule, bubble, stages, microbatches):
     work = microbatches * (FORWARD + INPUT + WEIGHT)
     assert makespan(domain_of(schedule, stages, microbatches)) == work + (stages - 1) * bubble
+
+
+@pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 11), (8, 24)])
+def test_a_stage_of_zb_h2_idles_between_its_first_and_last_pass_as_the_paper_says(stages, microbatches):
+    """The paper's bubble (Qi et al., 2024, table 2) leaves out what a stage begins late and ends early."""
+    timeline = timeline_of(domain_of("zero_bubble_h2", stages, microbatches))
+    work = microbatches * (FORWARD + INPUT + WEIGHT)
+    spans = []
+    for events in timeline.events:
+        passes = [event for event in events if event.op.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        spans.append(passes[-1].end_ns - passes[0].start_ns)
+    assert max(spans) == work + (stages - 1) * (FORWARD + INPUT - 2 * WEIGHT)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -74,6 +91,7 @@ def test_each_schedule_holds_what_it_says(stages):
         "one_f_one_b": lambda stage: stages - stage,
         "encode_first": lambda stage: stages - stage,
         "zero_bubble_h1": lambda stage: stages,
+        "zero_bubble_h2": lambda stage: 2 * stages - 1,
         "interleaved": lambda stage: stages - stage,
     }
     expected |= {  # encoder work apart
@@ -99,14 +117,15 @@ def test_interleaved_parts_hold_at_most_two_groups_each():
         )
 
 
-def test_zero_bubble_puts_the_weights_of_a_later_stage_off_longer():
-    domain = domain_of("zero_bubble_h1", 4, 8)
+@pytest.mark.parametrize("schedule, ahead", [("zero_bubble_h1", 1), ("zero_bubble_h2", 2)])
+def test_zero_bubble_puts_the_weights_of_a_later_stage_off_longer(schedule, ahead):
+    domain = domain_of(schedule, 4, 12)
     for stage, ops in enumerate(domain.ops):
         made = {op.grad: [o for o in ops if o.kind is Kind.BACKWARD and o.grad is op.grad] for op in ops}
-        assert [op.index for op in made[Grad.INPUT]] == [op.index for op in made[Grad.WEIGHT]] == [*range(8)]
+        assert [op.index for op in made[Grad.INPUT]] == [op.index for op in made[Grad.WEIGHT]] == [*range(12)]
         at = {(op.grad, op.index): place for place, op in enumerate(ops) if op.kind is Kind.BACKWARD}
         between = [
-            sum(at[Grad.INPUT, m] < at[Grad.INPUT, later] < at[Grad.WEIGHT, m] for later in range(8))
-            for m in range(4)
+            sum(at[Grad.INPUT, m] < at[Grad.INPUT, later] < at[Grad.WEIGHT, m] for later in range(12))
+            for m in range(12 - stage * ahead)
         ]
-        assert between == [stage] * 4
+        assert between == [stage * ahead] * len(between)
