@@ -26,7 +26,7 @@ from pathlib import Path
 
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad
-from pipeline.builders import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2, SchedulePolicy
+from pipeline.builders import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2, Facts, SchedulePolicy
 from pipeline.builders.interleaved import interleaved_passes
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedSample
 from pipeline.expand import expand
@@ -84,7 +84,7 @@ def simulated(policy: SchedulePolicy, row: dict[str, int]) -> float:
     def message(op: Op) -> int:
         return row["message_us"] * 1000
 
-    lists = expand(policy(domain, (compute, message)), domain)
+    lists = expand(policy(domain, Facts((compute, message), lambda rank, op: 0)), domain)
     timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute, message)
     longest = longest_ns(timeline, from_first_pass=policy is ZERO_BUBBLE_H2)
     work = row["microbatches"] * (row["forward_us"] + backward[Grad.BOTH]) * 1000

@@ -50,7 +50,7 @@ def build_zero_bubble_h1(domain: DomainPlan, facts: Facts) -> Order:
     return encoders_around(zb_h1_passes, domain)
 
 
-def build_zero_bubble_h2(domain: DomainPlan, costs: Costs) -> Order:
+def build_zero_bubble_h2(domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, ZB-H2, all encoder backwards."""
     return encoders_around(zb_h2_passes, domain)
 
