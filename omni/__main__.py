@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from importlib.metadata import version
 
 _DESCRIPTION = """\
 Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
@@ -13,6 +14,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni plan --trace longtail cluster=h100_8x8 launch.ranks=64   time, MFU and memory of a step, without ranks
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
+  omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
   omni data build --recipe quickstart      build, inspect and verify datasets; make traces
 """
@@ -21,6 +23,7 @@ _COMMANDS = {
     "plan": "say what a step takes on a cluster, without ranks: time, MFU, memory, bytes, the plan",
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
+    "calibrate": "measure this machine and write a cluster file",
     "parity": "compare loss, norms and gradients of two configurations",
     "data": "build, inspect and verify datasets and traces",
 }
@@ -34,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="omni", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("-V", "--version", action="version", version=version("omni-train"))
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = arguments[:1]
     for name, text in _COMMANDS.items():

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ def test_omni_help_names_every_command(tmp_path):
     assert result.err == ""
     for command in COMMANDS:
         assert f"\n    {command} " in result.out
+
+
+def test_omni_says_its_version(tmp_path):
+    result = omni(["--version"], tmp_path, timeout_s=60)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == f"{version('omni-train')}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -142,7 +149,14 @@ def test_what_is_run_as_a_module_is_guarded():
 
 
 @pytest.mark.parametrize(
-    "module", ["infra/agent.py", "omni/__main__.py", "omni/training/worker.py", "omni/training/parity.py"]
+    "module",
+    [
+        "infra/agent.py",
+        "omni/__main__.py",
+        "omni/calibration/worker.py",
+        "omni/training/worker.py",
+        "omni/training/parity.py",
+    ],
 )
 def test_entry_points_run_under_a_guard(module):
     tree = ast.parse((ROOT / module).read_text())
@@ -156,6 +170,7 @@ def test_entry_points_are_all_in_the_list_above():
     assert guarded == {
         "infra/agent.py",
         "omni/__main__.py",
+        "omni/calibration/worker.py",
         "omni/training/worker.py",
         "omni/training/parity.py",
     }

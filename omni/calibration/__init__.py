@@ -1,0 +1,1 @@
+"""Measuring a machine: what `omni calibrate` writes into a cluster file."""

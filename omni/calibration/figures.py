@@ -1,0 +1,104 @@
+"""From what was measured on a machine to a file of the group `cluster`. Pure: no tensors, no clock.
+
+Every figure is the slowest rank's, since ranks wait for each other.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+
+from parallel.costs import Link
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured.
+
+    FLOP/s of matrix products by their size, of attention by tokens, and of a layer; bytes that memory reads
+    and writes in a second; nanoseconds of a pass over one token. `inside` and `across` are, by kind of
+    collective, pairs of the bytes that a rank sends and the nanoseconds that this takes, inside its node and
+    between nodes; empty where there is nobody to talk to.
+    """
+
+    products: Mapping[int, int]
+    attention: Mapping[int, int]
+    layer: int
+    memory_bytes_per_s: int
+    memory_bytes: int | None
+    op_overhead_ns: int
+    inside: Mapping[str, Sequence[tuple[int, int]]]
+    across: Mapping[str, Sequence[tuple[int, int]]]
+
+
+def link_of(times: Sequence[tuple[int, int]]) -> Link:
+    """Return the link that takes so long for so many bytes: its latency is the time of the fewest, its
+    bandwidth that at which the most take what they take beyond it.
+    """
+    ordered = sorted(times)
+    (_, latency), (most, longest) = ordered[0], ordered[-1]
+    return Link(max(1, latency), max(1, most * 10**9 // max(1, longest - latency)))
+
+
+def links_of(ranks: Sequence[Mapping[str, Sequence[tuple[int, int]]]]) -> dict[str, Link]:
+    """Return the link of each kind of collective: that of the rank that it takes longest."""
+    kinds = dict.fromkeys(kind for of in ranks for kind in of)
+    return {
+        kind: max((link_of(of[kind]) for of in ranks if kind in of), key=lambda link: link.message_ns(2**20))
+        for kind in kinds
+    }
+
+
+def typical(links: Mapping[str, Link]) -> Link | None:
+    """Return one link for all kinds of collectives: the median of each figure."""
+    if not links:
+        return None
+    of = links.values()
+    return Link(median_low([one.latency_ns for one in of]), median_low([one.bytes_per_s for one in of]))
+
+
+def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what: str) -> str:
+    """Return the text of a cluster file: figures of `ranks`, the first line saying `what` was measured.
+
+    Links that nobody could measure are noted, and stand for the next slower thing that was: one between nodes
+    for one inside, one inside for a rank's own memory.
+    """
+    flops = min(max(one.products.values()) for one in ranks)
+    memory = min(one.memory_bytes_per_s for one in ranks)
+    overhead = max(one.op_overhead_ns for one in ranks)
+    by_kind = {
+        "inside a node": links_of([one.inside for one in ranks]),
+        "between nodes": links_of([one.across for one in ranks]),
+    }
+    inside = typical(by_kind["inside a node"]) or Link(overhead, memory)
+    across = typical(by_kind["between nodes"]) or inside
+    sizes = [one.memory_bytes for one in ranks if one.memory_bytes is not None]
+    lines = [f"# {what} Figures of the slowest rank; written by omni calibrate."]
+    lines += [f"# products of {n} x {n}: {_least(ranks, n) / 1e9:.1f} GFLOP/s" for n in ranks[0].products]
+    for tokens in ranks[0].attention:
+        rate = min(one.attention[tokens] for one in ranks)
+        lines.append(f"# attention of {tokens} tokens: {rate / 1e9:.1f} GFLOP/s")
+    for where, links in by_kind.items():
+        for kind, link in links.items():
+            gigabytes = link.bytes_per_s / 1e9
+            lines.append(f"# {kind} {where}: {gigabytes:.2f} GB/s, latency {link.latency_ns / 1e3:.0f} us")
+        if not links:
+            stands = "that inside one" if by_kind["inside a node"] else "a rank's own memory"
+            lines.append(f"# links {where}: not measured, nobody to talk to; {stands} stands for them")
+    values = {
+        "name": name,
+        "flops": flops,
+        "efficiency": f"{min(1.0, min(one.layer for one in ranks) / flops):.3f}",
+        "memory_bytes_per_s": memory,
+        "link_bytes_per_s": across.bytes_per_s,
+        "link_latency_ns": across.latency_ns,
+        "ranks_per_node": ranks_per_node,
+        "node_link_bytes_per_s": inside.bytes_per_s,
+        "node_link_latency_ns": inside.latency_ns,
+        "op_overhead_ns": overhead,
+        "memory_bytes": min(sizes) if sizes else "null",
+    }
+    return "\n".join([*lines, *(f"{key}: {value}" for key, value in values.items()), ""])
+
+
+def _least(ranks: Sequence[Measured], size: int) -> int:
+    return min(one.products[size] for one in ranks)

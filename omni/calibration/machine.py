@@ -1,0 +1,111 @@
+"""What one rank can do: matrix products, attention, a layer, memory, and what starting a pass costs.
+
+Times are medians of repetitions, of the wall's clock with the device synchronised.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median_low
+
+import torch
+import torch.nn.functional as F
+
+from ops.attention import make_packing, packed_attention
+
+_LEAST, _MOST = 5, 50  # repetitions
+_ENOUGH_S = 0.3
+_HEADS = 8
+_LAYERS = 4  # of the pass whose start is timed
+
+
+def timed(function: Callable[[], object], device: torch.device, repetitions: int | None = None) -> int:
+    """Return the median nanoseconds of a call, after one that is not counted; of as many `repetitions`, or
+    of what a third of a second allows.
+    """
+
+    def once() -> int:
+        start = time.perf_counter_ns()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter_ns() - start
+
+    once()
+    times, end = [once() for _ in range(repetitions or _LEAST)], time.perf_counter() + _ENOUGH_S
+    while not repetitions and len(times) < _MOST and time.perf_counter() < end:
+        times.append(once())
+    return max(1, median_low(times))
+
+
+def _rate(amount: int, function: Callable[[], object], device: torch.device) -> int:
+    """Amount of work in a second."""
+    return amount * 10**9 // timed(function, device)
+
+
+def product_rates(device: torch.device, dtype: torch.dtype) -> dict[int, int]:
+    """FLOP/s of products of square matrices, by their size."""
+    rates = {}
+    for size in (1024, 4096, 8192) if device.type == "cuda" else (128, 512, 1024):
+        a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+        rates[size] = _rate(2 * size**3, partial(torch.matmul, a, b), device)
+    return rates
+
+
+def attention_rates(device: torch.device, dtype: torch.dtype) -> dict[int, int]:
+    """FLOP/s of causal attention, by tokens of the sequence; half of the pairs count."""
+    rates, head = {}, 128 if device.type == "cuda" else 64
+    for tokens in (2048, 8192) if device.type == "cuda" else (256, 1024):
+        q, k, v = (torch.randn(tokens, _HEADS, head, dtype=dtype, device=device) for _ in range(3))
+        packing = make_packing((tokens,), True, _HEADS * head, device, dtype)
+        work = 2 * tokens * tokens * _HEADS * head
+        rates[tokens] = _rate(work, partial(packed_attention, q, k, v, packing), device)
+    return rates
+
+
+def layer_rate(device: torch.device, dtype: torch.dtype) -> int:
+    """FLOP/s of a transformer layer's forward: what is not a product costs time and counts no FLOPs."""
+    width, tokens = (4096, 4096) if device.type == "cuda" else (512, 512)
+    layer = _Layer(width, tokens, device, dtype)
+    return _rate(layer.flops, partial(layer, torch.randn(tokens, width, dtype=dtype, device=device)), device)
+
+
+def overhead_ns(device: torch.device, dtype: torch.dtype) -> int:
+    """Nanoseconds of a pass of a few layers over one token: hardly any work, so what starting it costs."""
+    layers = [_Layer(_HEADS * 8, 1, device, dtype) for _ in range(_LAYERS)]
+
+    def forward(x: torch.Tensor) -> None:
+        for layer in layers:
+            x = layer(x)
+
+    return timed(partial(forward, torch.randn(1, _HEADS * 8, dtype=dtype, device=device)), device)
+
+
+def memory_rate(device: torch.device) -> int:
+    """Bytes that memory reads and writes in a second, of arrays that no cache holds."""
+    count = 2**28 if device.type == "cuda" else 2**24
+    source = torch.randn(count, device=device)
+    target = torch.empty_like(source)
+    return _rate(2 * 4 * count, partial(target.copy_, source), device)
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """Bytes that a device holds; None for a CPU, whose ranks share one memory."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+class _Layer:
+    """A plain pre-norm layer over packed tokens [T, D]: four products and causal attention."""
+
+    def __init__(self, width: int, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        shapes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+        self.weights = [torch.randn(shape, dtype=dtype, device=device) * width**-0.5 for shape in shapes]
+        self.packing = make_packing((tokens,), True, width, device, dtype)
+        self.width = width
+        self.flops = 2 * tokens * sum(w.numel() for w in self.weights) + 2 * tokens * tokens * width
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        qkv, out, up, down = self.weights
+        q, k, v = F.linear(F.rms_norm(x, (self.width,)), qkv).view(len(x), 3, _HEADS, -1).unbind(1)
+        x = x + F.linear(packed_attention(q, k, v, self.packing).reshape(len(x), self.width), out)
+        return x + F.linear(F.silu(F.linear(F.rms_norm(x, (self.width,)), up)), down)

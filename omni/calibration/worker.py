@@ -1,0 +1,88 @@
+"""One rank of a calibration, as torchrun starts it: `python -m omni.calibration.worker JOB.json`.
+
+A job names the file to write (`out`) and the `precision`. Ranks that torchrun starts on several nodes measure
+the links between these as well.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from infra.run_folder import write_text
+from omni.calibration.figures import Measured, cluster_file
+from omni.calibration.links import link_times
+from omni.calibration.machine import (
+    attention_rates,
+    layer_rate,
+    memory_bytes,
+    memory_rate,
+    overhead_ns,
+    product_rates,
+)
+from omni.training.worker import exit_with
+from ops.device import backend_name, dtype_of, select_device
+
+TIMEOUT_S = 300.0
+
+
+def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Measured:
+    """Measure this rank, while all others measure themselves: they share what they will share in training."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Every rank makes every group. Neighbours share a node; the first ranks of all nodes talk between them.
+    nodes = [
+        dist.new_group(list(range(first, min(first + ranks_per_node, world))))
+        for first in range(0, world, ranks_per_node)
+    ]
+    between = dist.new_group(list(range(0, world, ranks_per_node)))
+    dist.barrier()
+    with torch.no_grad():
+        one = Measured(
+            products=product_rates(device, dtype),
+            attention=attention_rates(device, dtype),
+            layer=layer_rate(device, dtype),
+            memory_bytes_per_s=memory_rate(device),
+            memory_bytes=memory_bytes(device),
+            op_overhead_ns=overhead_ns(device, dtype),
+            inside=link_times(nodes[rank // ranks_per_node], device),
+            across={} if rank % ranks_per_node else link_times(between, device),
+        )
+    dist.barrier()
+    return one
+
+
+def calibrate(out: Path, precision: str, device: torch.device, ranks_per_node: int) -> None:
+    """Measure all ranks; the first one writes the cluster file."""
+    world = dist.get_world_size()
+    dtype = dtype_of(precision)
+    own = measure(device, dtype, ranks_per_node)
+    found: list[Measured | None] = [None] * world
+    dist.all_gather_object(found, own)
+    if dist.get_rank():
+        return
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    dtype_name, nodes = str(dtype).removeprefix("torch."), -(-world // ranks_per_node)
+    what = f"{world} rank(s) on {nodes} node(s), {kind}, {dtype_name}, {backend_name()}."
+    # Plans for the cluster called cpu are made as for this machine, others as for GPUs.
+    name = out.stem if device.type == "cuda" else "cpu"
+    write_text(out, cluster_file(name, [one for one in found if one is not None], ranks_per_node, what))
+
+
+def main(job_path: Path) -> None:
+    """Calibrate as this process's rank; all ranks of the world run this."""
+    job = json.loads(job_path.read_text())
+    device = select_device()
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group(backend_name(), timeout=timedelta(seconds=TIMEOUT_S))
+    calibrate(Path(job["out"]), job["precision"], device, int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    exit_with(main, Path(sys.argv[1]))

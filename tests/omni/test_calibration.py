@@ -1,0 +1,132 @@
+"""`omni calibrate`: its figures, its file, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankPool
+from small import overrides, write_mixed
+
+from omni.__main__ import main
+from omni.calibration import links, machine, worker
+from omni.calibration.figures import Measured, cluster_file, link_of
+from omni.compose import compose_config
+from parallel.costs import Cluster, Link
+
+CPU = torch.device("cpu")
+
+
+def times(link: Link) -> tuple[tuple[int, int], ...]:
+    return tuple((size, link.message_ns(size)) for size in (2**6, 2**16, 2**24))
+
+
+NEAR, FAR = Link(2_000, 10**10), Link(30_000, 10**9)
+FAST = Measured(
+    {128: 5 * 10**9, 1024: 8 * 10**10},
+    {256: 10**9},
+    4 * 10**10,
+    10**10,
+    None,
+    10**6,
+    {"all_gather": times(NEAR), "message": times(NEAR)},
+    {},
+)
+SLOW = Measured(
+    {128: 4 * 10**9, 1024: 5 * 10**10}, {256: 10**9}, 3 * 10**10, 9 * 10**9, None, 2 * 10**6, {}, {}
+)
+
+
+def read(folder: Path, text: str) -> Cluster:
+    """The cluster that a file gives to whoever chooses it."""
+    (folder / "cluster").mkdir()
+    (folder / "cluster" / "mine.yaml").write_text(text)
+    config = compose_config(["cluster=mine"], str(folder))
+    return Cluster(**vars(config.cluster))
+
+
+@pytest.mark.parametrize("link", [NEAR, FAR])
+def test_a_link_is_found_from_the_times_of_messages(link: Link) -> None:
+    found = link_of(times(link))
+    assert found.latency_ns == pytest.approx(link.latency_ns, rel=0.05)
+    assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.01)
+
+
+def test_a_file_has_the_figures_of_the_slowest_rank(tmp_path: Path) -> None:
+    cluster = read(tmp_path, cluster_file("cpu", [FAST, SLOW], 2, "Two ranks."))
+    assert (cluster.name, cluster.ranks_per_node, cluster.memory_bytes) == ("cpu", 2, None)
+    assert (cluster.flops, cluster.memory_bytes_per_s, cluster.op_overhead_ns) == (
+        5 * 10**10,
+        9 * 10**9,
+        2 * 10**6,
+    )
+    assert cluster.efficiency == pytest.approx(0.6)
+    assert cluster.links.inside.latency_ns == pytest.approx(NEAR.latency_ns, rel=0.05)
+    assert cluster.links.inside == cluster.links.across, "nobody is on another node"
+
+
+def test_links_that_nobody_could_measure_are_noted(tmp_path: Path) -> None:
+    text = cluster_file("cpu", [SLOW], 1, "One rank.")
+    assert "# links inside a node: not measured" in text
+    assert read(tmp_path, text).links.inside == Link(2 * 10**6, 9 * 10**9)
+
+
+def test_links_between_nodes_are_told_from_those_inside(tmp_path: Path) -> None:
+    across = Measured(**{**vars(FAST), "across": {"all_reduce": times(FAR)}})
+    cluster = read(tmp_path, cluster_file("cpu", [across, FAST], 1, "Two nodes."))
+    assert cluster.links.across.bytes_per_s == pytest.approx(FAR.bytes_per_s, rel=0.01)
+    assert cluster.links.inside.bytes_per_s == pytest.approx(NEAR.bytes_per_s, rel=0.01)
+
+
+def _calibrate(rank: int, out: Path, ranks_per_node: int) -> None:
+    links.SIZES, machine._ENOUGH_S = (2**8, 2**18), 0.0  # type: ignore[misc]
+    worker.calibrate(out, "fp32", CPU, ranks_per_node)
+
+
+@pytest.mark.parametrize(
+    ("per_node", "where", "other"),
+    [(2, "inside a node", "between nodes"), (1, "between nodes", "inside a node")],
+)
+def test_two_ranks_measure_what_a_plan_is_made_with(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], per_node: int, where: str, other: str
+) -> None:
+    out = tmp_path / "cluster" / "mine.yaml"
+    out.parent.mkdir()
+    ranks.run(2, _calibrate, out, per_node)
+    text = out.read_text()
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "message"):
+        assert f"# {kind} {where}: " in text
+    assert f"# links {other}: not measured" in text
+    config = compose_config(["cluster=mine"], str(tmp_path))
+    assert config.cluster.ranks_per_node == per_node
+    assert 10**8 < config.cluster.flops < 10**14
+    assert 0 < config.cluster.efficiency <= 1
+    assert 10**7 < config.cluster.link_bytes_per_s < 10**13
+    write_mixed(tmp_path / "mixed")
+    line = overrides(tmp_path / "mixed", tmp_path / "run", "cluster=mine", "launch.ranks=2")
+    assert main(["plan", "--config-dir", str(tmp_path), *line]) == 0
+    assert "simulated on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "mine.yaml"], "FOLDER/cluster/NAME.yaml"),
+        (["--out", "cluster/mine.json"], "FOLDER/cluster/NAME.yaml"),
+        (
+            ["--out", "cluster/mine.yaml", "--precision", "fp8"],
+            "--precision fp8: choose one of auto, fp32, bf16",
+        ),
+        (["--out", "cluster/mine.yaml", "--ranks", "0"], "--ranks 0: "),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["calibrate", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
