@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ class RankError(AssertionError):
     """A function failed on a rank; the message holds every failing rank's traceback."""
 
 
+def server() -> BaseContext:
+    """What starts processes: on a CPU, forks of one that has imported everything and computed nothing."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # torch imports the last with the first optimizer: here once instead of in every process.
+    context.set_forkserver_preload(["omni.training.trainer", "omni.commands.train", "torch._dynamo"])
+    return context
+
+
 class RankPool:
     """Processes that form a fresh gloo world for every call.
 
@@ -29,11 +40,7 @@ class RankPool:
     """
 
     def __init__(self) -> None:
-        # On a CPU they are forked from one process that has imported everything and computed nothing.
-        self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        if self.context.get_start_method() == "forkserver":
-            # torch imports the second with the first optimizer: here once instead of on every rank.
-            self.context.set_forkserver_preload(["omni.training.trainer", "torch._dynamo"])
+        self.context = server()
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:

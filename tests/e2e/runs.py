@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import psutil
 from PIL import Image
+from ranks import server
 
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
+from omni.__main__ import main
 
 TIMEOUT_S = 180  # of a run: some ten seconds on a machine of its own
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -141,8 +144,25 @@ class Running:
 
 
 def omni(arguments: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S) -> Finished:
-    """Run `omni` to its end."""
-    return Running(["-m", "omni", *arguments], cwd).finish(timeout_s)
+    """Run a command that starts no ranks to its end, in a fork of a process that has imported everything."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = (Path(folder) / name for name in ("out", "err"))
+        process = server().Process(target=_command, args=(list(arguments), cwd, out, err))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise AssertionError(f"running after {timeout_s} s:\n{err.read_text(errors='replace')[-4000:]}")
+        return Finished(process.exitcode, *(file.read_text(errors="replace") for file in (out, err)))
+
+
+def _command(arguments: list[str], cwd: Path, out: Path, err: Path) -> None:
+    for number, file in ((1, out), (2, err)):
+        with file.open("wb") as stream:
+            os.dup2(stream.fileno(), number)
+    os.chdir(cwd)
+    sys.exit(main(arguments))
 
 
 def train(keys: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S) -> Finished:
@@ -152,9 +172,14 @@ def train(keys: Sequence[str], cwd: Path, timeout_s: float = TIMEOUT_S) -> Finis
 
 def start_training(keys: Sequence[str], cwd: Path) -> Running:
     """Start `omni train` with TINY and `keys`, which may replace some of TINY's."""
+    return Running(["-m", "omni", *training(keys)], cwd)
+
+
+def training(keys: Sequence[str]) -> list[str]:
+    """The arguments of `omni` that train with TINY and `keys`."""
     given = {key.partition("=")[0] for key in keys}
     defaults = [key for key in (*TINY, "run.dir=run") if key.partition("=")[0] not in given]
-    return Running(["-m", "omni", "train", *defaults, *keys], cwd)
+    return ["train", *defaults, *keys]
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from runs import TINY, Finished, data_keys, document, omni, picture, read_lines, strip, train, write
+from runs import TINY, Finished, data_keys, document, omni, picture, read_lines, strip, train, training, write
 
 from dataloader.format import PLACEHOLDER, SHARD_SCHEMA, DataError, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
@@ -321,7 +321,7 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
 def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, key, words):
     own = [*data_keys(data / "strips", data / "docs"), "train.steps=1", "launch.ranks=1"]
     own = [k for k in own if k.partition("=")[0] != key.partition("=")[0]]
-    result = train([*own, key], tmp_path, timeout_s=60)
+    result = omni(training([*own, key]), tmp_path, timeout_s=60)
     refused_by_omni(result, *words)
     assert not (tmp_path / "run").exists(), "a refused run leaves no run folder"
     assert "To append" not in result.err, "Hydra's hint is to invent the key"
