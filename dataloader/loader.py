@@ -47,13 +47,12 @@ class Fetched(Generic[T]):
     """The answer to a Fetch, in its order.
 
     `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them; an item that could not be prepared
-    is None and named in `failures`. `wait_s` is how long `get` waited.
+    is None and named in `failures`.
     """
 
     texts: list[TextArrays]
     items: list[T | None]
     failures: tuple[Failure, ...]
-    wait_s: float
 
 
 class _Work(NamedTuple):
@@ -132,7 +131,6 @@ class Loader(Generic[T]):
         Raises TimeoutError saying what it waits for (the fetch stays and may be asked for again), or the
         error that reading it raised.
         """
-        begin = time.monotonic()
         with self._changed:
             self._check_open()
             if key not in self._jobs:
@@ -158,7 +156,7 @@ class Loader(Generic[T]):
         texts = [arrays for arrays in job.texts if arrays is not None]
         assert len(texts) == len(job.texts)
         failures = tuple(failure for _, failure in sorted(job.failures, key=lambda pair: pair[0]))
-        return Fetched(texts, job.items, failures, time.monotonic() - begin)
+        return Fetched(texts, job.items, failures)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads, waiting at most `timeout_s` for those in the middle of a read."""

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def timelines(self) -> Path:
+        """The folder of recorded timelines, with a folder for each recorded step."""
+        return self.path / "timelines"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

@@ -15,6 +15,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file
+  omni timeline runs/NAME --step 100       draw a recorded step of a run beside its simulation
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
   omni data build --recipe quickstart      build, inspect and verify datasets; make traces
 """
@@ -24,6 +25,7 @@ _COMMANDS = {
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "calibrate": "measure this machine and write a cluster file",
+    "timeline": "draw a recorded step of a run, measured above simulated",
     "parity": "compare loss, norms and gradients of two configurations",
     "data": "build, inspect and verify datasets and traces",
 }

@@ -289,13 +289,16 @@ class TrackingConfig:
 
 @dataclass
 class TrainConfig:
-    """Length, seeds, precision and cadence. `precision: auto` is bf16 on a GPU and fp32 on the CPU."""
+    """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
+    never. `precision: auto` is bf16 on a GPU and fp32 on the CPU.
+    """
 
     steps: int = MISSING
     seed: int = 0
     precision: str = "auto"
     eval_every: int = 0
     checkpoint_every: int = 0
+    timeline_every: int = 0
     keep_checkpoints: int = 2
     timeout_s: float = 300.0
 

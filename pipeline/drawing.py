@@ -1,7 +1,7 @@
 """Timelines as pictures: SVG for people, trace events for viewers such as Perfetto.
 
-A row is a team of ranks, a span what it does from one time to another: an op, or waiting, by what is waited
-for. Times of simulated timelines are simulated; the titles say so.
+A row is a rank or a team of ranks, a span what it does from one time to another: an op, or waiting, by what
+is waited for. Whether times were simulated or measured, the titles say.
 """
 
 import json
@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from parallel.work import Grad
+from pipeline.domain_plan import DomainPlan
+from pipeline.laps import DATA, END, HOST, PEERS, Lap, cause_of
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.simulator import Timeline
 
 WAITING = "wait"
-PEERS = "peers"
+COMMUNICATION = "issuing and taking in"
 COLOURS = {
     "encode": "#f2b134",
     "encode backward": "#c77d0a",
@@ -23,15 +25,23 @@ COLOURS = {
     "backward, inputs": "#2f6fb2",
     "backward, weights": "#57b09b",
     "reduce": "#9a7fc9",
+    COMMUNICATION: "#5c6b73",
+    HOST: "#8d8d8d",
 }
 _IDLE = {
     "ship": "#f6e3bd",
     "return": "#ead2b0",
     "recv_forward": "#dbe7f5",
     "recv_backward": "#c9d6e6",
+    "send_forward": "#e4e4e4",
+    "send_backward": "#e4e4e4",
     PEERS: "#e6dff1",
+    "reduce": "#d9d0ea",
+    DATA: "#f3d3d3",
+    HOST: "#dcdcdc",
+    END: "#efefef",
 }
-_OTHER_IDLE = "#e4e4e4"
+_SHOWN = {**COLOURS, **{f"waits for {cause}": colour for cause, colour in _IDLE.items()}}
 _WIDTH, _HEIGHT, _GAP, _LEFT, _LINE = 1200, 18, 3, 110, 16  # pixels
 _DIGIT = 7  # pixels
 _TICKS = 12  # at most
@@ -39,13 +49,13 @@ _TICKS = 12  # at most
 
 @dataclass(frozen=True)
 class Span:
-    """What a team does from `start_ns` to `end_ns`: `kind` is one of COLOURS, or "wait" with what is waited
-    for in `cause`; `text` names the op whole, `number` is its chunk or microbatch.
+    """What a row does from `start_ns` to `end_ns`: `kind` is one of COLOURS, or "wait" with what is waited
+    for in `cause`; `text` names the op whole, `number` is its chunk or microbatch, None beside ops.
     """
 
     kind: str
     text: str
-    number: int
+    number: int | None
     start_ns: int
     end_ns: int
     cause: str = ""
@@ -53,10 +63,16 @@ class Span:
 
 @dataclass(frozen=True)
 class Row:
-    """A team of ranks and its spans, in order of time."""
+    """A rank or a team of them and its spans, in order of time."""
 
     name: str
     spans: tuple[Span, ...]
+
+
+def team_names(ranks: Sequence[int], team: int) -> list[str]:
+    """Name the teams of a domain of these global ranks, such as "ranks 8-15"."""
+    firsts = range(0, len(ranks), team)
+    return [f"ranks {ranks[at]}-{ranks[at + team - 1]}" if team > 1 else f"rank {ranks[at]}" for at in firsts]
 
 
 def rows_of(timeline: Timeline, names: Sequence[str]) -> list[Row]:
@@ -71,16 +87,34 @@ def _spans(timeline: Timeline, team: int) -> Iterator[Span]:
             continue
         if op.kind is Kind.WAIT:
             assert op.on is not None
-            yield from _span(WAITING, op, start, event.end_ns, cause=str(op.on))
+            yield from _span(WAITING, op, start, event.end_ns, str(op.on))
             continue
         begun = start if transfer is None else max(start, transfer.start)
-        yield from _span(WAITING, op, start, begun, cause=PEERS)
+        yield from _span(WAITING, op, start, begun, "reduce" if op.kind is Kind.REDUCE else PEERS)
         yield from _span(_kind(op), op, begun, event.end_ns)
 
 
-def _span(kind: str, op: Op, start: int, end: int, cause: str = "") -> Iterator[Span]:
+def _span(kind: str, what: Op | str, start: int, end: int, cause: str = "") -> Iterator[Span]:
     if end > start:
-        yield Span(kind, str(op), op.index, start, end, cause)
+        yield Span(kind, str(what), what.index if isinstance(what, Op) else None, start, end, cause)
+
+
+def spans_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> tuple[Span, ...]:
+    """Return what a position of a domain did in a measured step. How long it stood still in a lap is known,
+    but not when: waiting is drawn before the work of the lap.
+    """
+    spans: list[Span] = []
+    for lap in laps:
+        working = lap.start_ns + lap.idle_ns
+        spans += _span(WAITING, lap.what, lap.start_ns, working, cause_of(lap.what, domain, position))
+        spans += _span(_measured_kind(lap.what), lap.what, working, lap.end_ns)
+    return tuple(spans)
+
+
+def _measured_kind(what: Op | str) -> str:
+    if isinstance(what, str):
+        return HOST
+    return COMMUNICATION if what.kind is Kind.WAIT or what.kind in ISSUED else _kind(what)
 
 
 def _kind(op: Op) -> str:
@@ -90,8 +124,8 @@ def _kind(op: Op) -> str:
 
 
 def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
-    """Return what rows wait, summed, by cause: an issued op, "peers" whose layers communicate, or the "end"
-    of the step that others still work towards.
+    """Return what rows wait, summed, by cause: one of `laps.CAUSES`, of which a simulated row has only the
+    "end" of the step that others still work towards, and those of its ops.
     """
     end = max((row.spans[-1].end_ns for row in rows if row.spans), default=0)
     found: dict[str, int] = {}
@@ -99,8 +133,18 @@ def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
         for span in row.spans:
             if span.kind == WAITING:
                 found[span.cause] = found.get(span.cause, 0) + span.end_ns - span.start_ns
-        found["end"] = found.get("end", 0) + end - (row.spans[-1].end_ns if row.spans else 0)
+        found[END] = found.get(END, 0) + end - (row.spans[-1].end_ns if row.spans else 0)
     return found
+
+
+def spent_ns(rows: Sequence[Row]) -> dict[str, int]:
+    """Return what rows spend their time with, summed, by what it is called in pictures."""
+    found = {f"waits for {cause}": ns for cause, ns in idle_ns(rows).items()}
+    for row in rows:
+        for span in row.spans:
+            if span.kind != WAITING:
+                found[span.kind] = found.get(span.kind, 0) + span.end_ns - span.start_ns
+    return {key: found[key] for key in _SHOWN if found.get(key)}
 
 
 def svg(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
@@ -117,8 +161,10 @@ def svg(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
         body += _axis(top, end)
         top += 2 * _LINE
     used = {_key(s) for _, rows in pictures for row in rows for s in row.spans}
-    body += _legend(top, [key for key in _colours() if key in used])
-    width, height = _LEFT + _WIDTH + _LINE, top + _LINE
+    width = _LEFT + _WIDTH + _LINE
+    legend, bottom = _legend(top, width, [key for key in _SHOWN if key in used])
+    body += legend
+    height = bottom + _LINE
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">\n'
@@ -131,13 +177,14 @@ def _row(row: Row, top: int, end: int) -> Iterator[str]:
     for span in row.spans:
         x = _LEFT + span.start_ns * _WIDTH / end
         width = (span.end_ns - span.start_ns) * _WIDTH / end
-        what = f"waits for {span.cause}: {span.text}" if span.kind == WAITING else span.text
+        what = f"{_key(span)}: {span.text}" if span.kind == WAITING else span.text
         yield (
-            f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT}" fill="{_colour(span)}">'
+            f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_HEIGHT}" fill="{_SHOWN[_key(span)]}">'
             f"<title>{escape(what)}, {(span.end_ns - span.start_ns) / 1e6:.3f} ms</title></rect>"
         )
-        if width >= _DIGIT * (1 + len(str(span.number))) and span.kind != WAITING:
-            yield _text(x + 2, top + _HEIGHT - 5, str(span.number))
+        number = "" if span.number is None or span.kind == WAITING else str(span.number)
+        if number and width >= _DIGIT * (1 + len(number)):
+            yield _text(x + 2, top + _HEIGHT - 5, number)
 
 
 def _axis(top: int, end: int) -> Iterator[str]:
@@ -154,12 +201,17 @@ def _round_step(end: int) -> int:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor * _TICKS >= end)
 
 
-def _legend(top: int, keys: Sequence[str]) -> Iterator[str]:
-    x = 0
+def _legend(top: int, width: int, keys: Sequence[str]) -> tuple[list[str], int]:
+    """What colours mean, in lines of the picture's width, the last of which is returned, too."""
+    body, x = [], 0
     for key in keys:
-        yield f'<rect x="{x}" y="{top - 10}" width="10" height="10" fill="{_colours()[key]}"/>'
-        yield _text(x + 14, top, key)
-        x += 24 + 6 * len(key)
+        wide = 24 + 6 * len(key)
+        if x + wide > width:
+            x, top = 0, top + _LINE
+        body.append(f'<rect x="{x}" y="{top - 10}" width="10" height="10" fill="{_SHOWN[key]}"/>')
+        body.append(_text(x + 14, top, key))
+        x += wide
+    return body, top
 
 
 def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
@@ -168,14 +220,6 @@ def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
 
 def _key(span: Span) -> str:
     return f"waits for {span.cause}" if span.kind == WAITING else span.kind
-
-
-def _colours() -> dict[str, str]:
-    return {**COLOURS, **{f"waits for {cause}": colour for cause, colour in _IDLE.items()}}
-
-
-def _colour(span: Span) -> str:
-    return _colours().get(_key(span), _OTHER_IDLE)
 
 
 def trace_events(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
@@ -189,7 +233,7 @@ def trace_events(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
             events += [
                 {
                     "ph": "X",
-                    "name": span.text if span.kind != WAITING else f"waits for {span.cause}",
+                    "name": span.text if span.kind != WAITING else _key(span),
                     "cat": span.kind,
                     **where,
                     "ts": span.start_ns / 1e3,

@@ -26,9 +26,10 @@ from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, Pending, Stage, StepInputs
 from pipeline.domain_plan import EMBEDDING
+from pipeline.laps import HOST
 from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
 from pipeline.plan import StepPlan
-from pipeline.stopwatch import Stopwatch, Timing
+from pipeline.stopwatch import Stopwatch, Timing, timings_of
 
 
 @dataclass
@@ -36,7 +37,7 @@ class StepResult:
     """What a step leaves behind on this rank.
 
     `sums` are the last stage's reported sums ([2 · sources], None elsewhere); `outputs` are the last stage's
-    outputs of a forward-only plan by microbatch; `watch` has timed this rank's ops.
+    outputs of a forward-only plan by microbatch; `watch` times this rank's ops.
     """
 
     watch: Stopwatch
@@ -45,8 +46,8 @@ class StepResult:
 
     @cached_property
     def timings(self) -> list[Timing]:
-        """What this rank's ops took; on a GPU to be read once the host has learnt the step's totals."""
-        return self.watch.timings()
+        """What this rank's ops took. On a GPU the host waits for them: ask once it has the step's totals."""
+        return timings_of(self.watch.laps())
 
 
 class Engine:
@@ -86,15 +87,17 @@ class Engine:
         self.lanes = {Kind.SHIP: Lane(device), Kind.RETURN: Lane(device)}
         self.on_op = on_op
 
-    def run(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
+    def run(self, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | None = None) -> StepResult:
         """Run this rank's ops of the plan's domain. The plan must have been verified and agreed on.
+
+        The ops become laps of `watch`, or of a stopwatch of their own.
 
         Raises:
             StallError: if a peer does not answer within the timeout.
         """
-        step = _Step(self, plan, inputs)
-        watch = step.result.watch
-        watch.start()
+        watch = watch or Stopwatch(self.device)
+        step = _Step(self, plan, inputs, StepResult(watch))
+        watch.done(HOST)
         with torch.set_grad_enabled(plan.train):
             for op in plan.domain.ops_of(self.position):
                 self.on_op(op)
@@ -107,7 +110,7 @@ class Engine:
 class _Step:
     """The tensors that live during one step, each from the op that makes it to the op that uses it last."""
 
-    def __init__(self, engine: Engine, plan: StepPlan, inputs: StepInputs) -> None:
+    def __init__(self, engine: Engine, plan: StepPlan, inputs: StepInputs, result: StepResult) -> None:
         self.engine = engine
         self.plan = plan
         self.domain = domain = plan.domain
@@ -117,7 +120,7 @@ class _Step:
         ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
-        self.result = StepResult(Stopwatch(engine.device))
+        self.result = result
         # By chunk: rows with their graph, their gradients, and the microbatches whose shipment is to come.
         self.encoded: dict[int, torch.Tensor] = {}
         self.row_grads: dict[int, torch.Tensor] = {}

@@ -1,25 +1,25 @@
-"""What a rank's ops took, by the clock of the device that ran them.
+"""Times what a rank does by the clock of the device that does it.
 
-Ops follow each other, so one mark between two of them ends the one and begins the next. On a CPU a mark is
-the time of the wall and that of the calling thread, which computes whatever an op computes, autograd's
-backward too, and stands still while it waits. On a GPU it is an event on the current stream: the host goes on
-at once, and the times are there once the device has passed the last mark.
+Laps follow each other: one mark ends a lap and begins the next. On a CPU a mark is the time of the wall and
+that of the calling thread, which computes whatever an op computes, autograd's backward too, and stands still
+while it waits. On a GPU it is an event on the current stream: the host goes on at once.
 """
 
 import time
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.ops import Kind, Op
+from pipeline.laps import Lap
+from pipeline.ops import COMPUTE, ISSUED, Kind, Op
+
+_WORK = COMPUTE | ISSUED | {Kind.REDUCE}
 
 
 class Timing(NamedTuple):
-    """An op that ran, in seconds since the stopwatch was started, and how long its rank was busy with it.
-
-    `busy_ns` leaves out waiting for peers: on a CPU it is the time that the calling thread computed; on a GPU
-    it is the time of the device, 0 for a WAIT, and collectives inside layers and reductions count whole.
-    """
+    """An op that ran, in seconds since the step's start on this rank; `busy_ns` as `Stopwatch` tells it."""
 
     op: Op
     start_s: float
@@ -28,45 +28,54 @@ class Timing(NamedTuple):
 
 
 class Stopwatch:
-    """Times ops that run one after the other, from `start` on."""
+    """Times laps from when it is made on; `made_ns` is that moment by `time.perf_counter_ns` of the host.
+
+    A rank is busy on a CPU while the calling thread computes. On a GPU it is busy with all of an op but a
+    WAIT, collectives inside layers and reductions too, and with nothing of other laps.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self.ops: list[Op] = []
-        self.marks: list[Any] = []
+        self.made_ns = time.perf_counter_ns()
+        self.ended: list[Op | str] = []
+        self.marks: list[Any] = [self._mark()]
 
-    def start(self) -> None:
-        """Begin: the first op starts now."""
-        self.ops, self.marks = [], [self._mark()]
-
-    def done(self, op: Op) -> None:
-        """Say that an op has run, or on a GPU that all of it is queued; the next one starts now."""
-        self.ops.append(op)
+    def done(self, what: Op | str) -> None:
+        """Say that a lap is over, or on a GPU that all of it is queued; the next one starts now."""
+        self.ended.append(what)
         self.marks.append(self._mark())
 
-    def timings(self) -> list[Timing]:
-        """Return what the ops took, in the order in which they ran.
-
-        Raises:
-            RuntimeError: on a GPU that has not passed the last mark.
-        """
-        times = [self._since_start(mark) for mark in self.marks]
-        return [
-            Timing(op, start / 1e9, end / 1e9, 0 if self.on_gpu and op.kind is Kind.WAIT else after - before)
-            for op, (start, before), (end, after) in zip(self.ops, times, times[1:], strict=False)
-        ]
+    def laps(self) -> list[Lap]:
+        """Return the laps so far, in order of time. The host waits until a GPU is through with them."""
+        times = self._device_ns() if self.on_gpu else self.marks
+        first = times[0][0]
+        laps = []
+        for what, ((start, before), (end, after)) in zip(self.ended, pairwise(times), strict=True):
+            busy = min(end - start, after - before)
+            if self.on_gpu and not (isinstance(what, Op) and what.kind in _WORK):
+                busy = 0
+            laps.append(Lap(what, start - first, end - first, busy))
+        return laps
 
     def _mark(self) -> Any:
+        """A moment: (the wall's, the thread's) on a CPU, an event on a GPU."""
         if not self.on_gpu:
             return time.perf_counter_ns(), time.thread_time_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _since_start(self, mark: Any) -> tuple[int, int]:
-        """Nanoseconds from the start to a mark: of the clock, and of work."""
-        first = self.marks[0]
-        if self.on_gpu:
-            ns = round(first.elapsed_time(mark) * 1e6)
-            return ns, ns
-        return mark[0] - first[0], mark[1] - first[1]
+    def _device_ns(self) -> list[tuple[int, int]]:
+        """When the device passed each mark, all of it being work."""
+        self.marks[-1].synchronize()
+        passed = [round(self.marks[0].elapsed_time(mark) * 1e6) for mark in self.marks]
+        return [(ns, ns) for ns in passed]
+
+
+def timings_of(laps: Sequence[Lap]) -> list[Timing]:
+    """Return the laps of ops."""
+    return [
+        Timing(lap.what, lap.start_ns / 1e9, lap.end_ns / 1e9, lap.busy_ns)
+        for lap in laps
+        if isinstance(lap.what, Op)
+    ]

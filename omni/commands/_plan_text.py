@@ -7,6 +7,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
 from pipeline.domain_plan import Chunk, Microbatch
+from pipeline.drawing import team_names
 from pipeline.plan import StepPlan
 from pipeline.simulator import Timeline
 
@@ -39,7 +40,7 @@ def lines(
     yield from _memory(spec, found)
     yield from _domain(spec, plan, sent)
     yield "\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait"
-    names = team_names(spec, plan)
+    names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
     for number, name in enumerate(names):
         yield f"  {name:{max(map(len, names))}}  {draw(timeline, number)}"
 
@@ -93,13 +94,6 @@ def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator
 def shared(parts: Sequence[Microbatch | Chunk]) -> int:
     """Sequences of microbatches or chunks that several ranks hold parts of."""
     return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
-
-
-def team_names(spec: RunSpec, plan: StepPlan) -> list[str]:
-    """Name the teams of a plan's domain by their numbers in the world, such as "ranks 8-15"."""
-    ranks, team = spec.arrangement.domain_ranks(plan.number), plan.domain.team
-    firsts = range(0, len(ranks), team)
-    return [f"ranks {ranks[at]}-{ranks[at + team - 1]}" if team > 1 else f"rank {ranks[at]}" for at in firsts]
 
 
 def draw(timeline: Timeline, team: int) -> str:

@@ -3,9 +3,14 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.drawing import Row
 
 EVERY_S = 3.0
 
@@ -30,6 +35,26 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a synthetic trace in place of data.sources: balanced, longtail, shift",
     )
+
+
+def check_drawing(path: Path | None) -> None:
+    """Refuse to draw in a format that there is not.
+
+    Raises:
+        ConfigError: naming the formats.
+    """
+    from omni.config import ConfigError
+
+    if path is not None and path.suffix not in (".svg", ".json"):
+        raise ConfigError(f"--draw {path}: write a picture (.svg) or trace events (.json)")
+
+
+def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Row]]]") -> None:
+    """Draw titled timelines, in the format that the path ends with."""
+    from infra.run_folder import write_text
+    from pipeline.drawing import svg, trace_events
+
+    write_text(path, svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
 
 
 @contextmanager

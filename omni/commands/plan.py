@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.commands._shared import add_configuration, add_trace, signs_of_life
+from omni.commands._shared import add_configuration, add_trace, check_drawing, signs_of_life, write_drawing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -70,15 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(config: "Config", arguments: argparse.Namespace) -> None:
-    from omni.commands._plan_text import lines, team_names
+    from omni.commands._plan_text import lines
     from omni.config import ConfigError
     from omni.planning.fullest import check_memory
     from omni.planning.pools import without_effect
     from omni.rehearsal.estimate import estimate, sent_by_ranks
     from pipeline.costs import simulate
+    from pipeline.drawing import team_names
 
-    if arguments.draw and arguments.draw.suffix not in (".svg", ".json"):
-        raise ConfigError(f"--draw {arguments.draw}: write a picture (.svg) or trace events (.json)")
+    check_drawing(arguments.draw)
     spec = _resolve(config)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
@@ -96,8 +96,9 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
         timeline = simulate(plan.domain, spec.table, spec.planner.single_queue)
     for text in without_effect(spec.planner.sharing):
         print(f"note: {text}", file=sys.stderr)
+    names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
     if arguments.draw:
-        _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", team_names(spec, plan))
+        _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:
         print(json.dumps(figures(spec, found, plan, sent), indent=2))
@@ -105,17 +106,15 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     for line in lines(spec, found, plan, timeline, sent):
         print(line)
     if arguments.ops:
-        for name, ops in zip(team_names(spec, plan), plan.domain.ops, strict=True):
+        for name, ops in zip(names, plan.domain.ops, strict=True):
             print(f"\n{name}: {' '.join(map(str, ops))}")
 
 
 def _draw(path: Path, timeline: "Timeline", title: str, names: "list[str]") -> None:
     """Write a picture of a simulated timeline, in the format that the path ends with."""
-    from infra.run_folder import write_text
-    from pipeline.drawing import rows_of, svg, trace_events
+    from pipeline.drawing import rows_of
 
-    pictures = [(f"{title} (simulated)", rows_of(timeline, names))]
-    write_text(path, svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
+    write_drawing(path, [(f"{title} (simulated)", rows_of(timeline, names))])
 
 
 def _resolve(config: "Config") -> "RunSpec":

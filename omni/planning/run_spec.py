@@ -207,7 +207,7 @@ def _check_choices(config: Config) -> None:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
     check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
-    require("train", config.train, "eval_every", "checkpoint_every", least=0)
+    require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
     require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples")
     require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)

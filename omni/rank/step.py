@@ -18,6 +18,7 @@ from parallel.waiting import waiting
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
 from pipeline.plan import StepPlan
+from pipeline.stopwatch import Stopwatch
 
 
 @contextlib.contextmanager
@@ -28,8 +29,8 @@ def waiting_at(rank: Rank, where: str, group: dist.ProcessGroup) -> Iterator[Non
         yield
 
 
-def execute(rank: Rank, plan: StepPlan, inputs: StepInputs) -> StepResult:
-    """Run this rank's ops of a plan that is verified and agreed on.
+def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | None = None) -> StepResult:
+    """Run this rank's ops of a plan that is verified and agreed on, timed by `watch` if it is given.
 
     If the plan trains, gradients of the step before are cleared first, and afterwards every rank has its
     shards of the summed gradients.
@@ -38,9 +39,9 @@ def execute(rank: Rank, plan: StepPlan, inputs: StepInputs) -> StepResult:
         StallError: if a peer does not answer in time.
     """
     if not plan.train:
-        return rank.engine.run(plan, inputs)
+        return rank.engine.run(plan, inputs, watch)
     rank.optimizer.begin(plan.step)
-    result = rank.engine.run(plan, inputs)
+    result = rank.engine.run(plan, inputs, watch)
     with waiting_at(rank, f"step {plan.step}: gradients of tied embeddings", rank.groups.world):
         rank.optimizer.tie()
     return result
@@ -50,7 +51,6 @@ def learn_totals(
     rank: Rank,
     plan: StepPlan,
     result: StepResult,
-    seconds: Sequence[float] = (),
     planned: Sequence[float] = (),
     tombstones: int = 0,
     stop: bool = False,
@@ -69,7 +69,6 @@ def learn_totals(
             result.sums,
             len(rank.assembler.sources),
             squares,
-            seconds,
             expert_load,
             planned,
             tombstones,

@@ -13,15 +13,14 @@ from ops.device import to_device
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, seconds that ranks spent in named ways, what the plans of all domains add up to, the load of
-    experts in the step before (tokens of the busiest over the mean, summed over layers), samples lost to bad
-    data, and whether any rank was asked to stop.
+    component, what the plans of all domains add up to, the load of experts in the step before (tokens of the
+    busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
+    stop.
     """
 
     losses: tuple[float, ...]
     targets: tuple[float, ...]
     squares: tuple[float, ...]
-    seconds: tuple[float, ...]
     planned: tuple[float, ...]
     expert_load: float
     tombstones: int
@@ -42,7 +41,6 @@ def reduce_totals(
     sums: torch.Tensor | None,
     num_sources: int,
     squares: torch.Tensor,
-    seconds: Sequence[float],
     expert_load: torch.Tensor,
     planned: Sequence[float],
     tombstones: int,
@@ -52,7 +50,7 @@ def reduce_totals(
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*seconds, *planned, tombstones, stop], dtype=torch.float64)
+    rest = torch.tensor([*planned, tombstones, stop], dtype=torch.float64)
     packed = torch.cat([sums, squares, expert_load.double().reshape(1), to_device(rest, squares.device)])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
@@ -61,8 +59,7 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        seconds=tuple(values[m + 1 : m + 1 + len(seconds)]),
-        planned=tuple(values[m + 1 + len(seconds) : -2]),
+        planned=tuple(values[m + 1 : -2]),
         expert_load=values[m],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,

@@ -70,7 +70,7 @@ def stand_in(fetch: Fetch) -> Fetched[ItemArrays]:
     items that could not be decoded, which keep their planned shape.
     """
     texts = [tokenize(Sample("", _text(meta), ()), meta, ByteTokenizer()) for _, meta in fetch.texts]
-    return Fetched(texts, [None] * len(fetch.items), (), 0.0)
+    return Fetched(texts, [None] * len(fetch.items), ())
 
 
 def _text(meta: SampleMeta) -> str:

@@ -6,10 +6,9 @@ The loader's threads read texts and prepare items; one more thread builds tensor
 waits only if one of them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from dataloader.loader import Failure, Loader
@@ -28,8 +27,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that is ready to run on this rank. `wait_s` is how long the rank waited for it, `plan_s` how
-    long its plan took and `plan_cpu_s` how much of that a core worked.
+    """A step that is ready to run on this rank. `plan_s` is how long its plan took and `plan_cpu_s` how much
+    of that a core worked.
     """
 
     plan: StepPlan
@@ -37,7 +36,6 @@ class Prepared:
     failures: tuple[Failure, ...]
     plan_s: float
     plan_cpu_s: float
-    wait_s: float
 
 
 class Ahead:
@@ -91,13 +89,11 @@ class Ahead:
         Raises:
             TimeoutError: naming the step, if it is not ready in time.
         """
-        start = time.perf_counter()
         prepared = self._result(self.ready.pop(step), f"step {step}, to be planned and loaded")
         del self.plans[step]
         self._start_plan(step + PLANS_AHEAD)
         self._start_preparing(step + 1)
-        wait_s = time.perf_counter() - start
-        return replace(prepared, wait_s=wait_s)
+        return prepared
 
     def close(self) -> None:
         """Stop preparing; steps under way are dropped."""
@@ -125,7 +121,7 @@ class Ahead:
         plan = planned.plan
         fetched = self.loader.get(step, self.timeout_s)
         inputs = self.assembler.assemble(plan.domain, fetched, predict=False)
-        return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s, fetched.wait_s)
+        return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s)
 
     def _result(self, future: Future[T], what: str) -> T:
         """Wait a little longer than those who plan and load, whose own errors say more."""

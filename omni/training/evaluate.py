@@ -142,7 +142,7 @@ class Evaluator:
         assembler = self.rank.assembler
         fetch = assembler.fetch_of(domain, metas)
         items: list[ItemArrays | None] = [self._item(*item) for item in fetch.items]
-        fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, (), 0.0)
+        fetched = Fetched([texts[i] for i in assembler.texts(domain)], items, ())
         inputs = assembler.assemble(domain, fetched, predict)
         result = execute(self.rank, plan, inputs)
         return [

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 from omni.planning.loads import imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
@@ -15,19 +14,11 @@ from ops.device import device_type, peak_memory_bytes
 from parallel.costs import CostTable
 from parallel.learning import Sample
 from pipeline.costs import measured, simulate
+from pipeline.drawing import idle_ns, rows_of
 from pipeline.engine import StepResult
+from pipeline.laps import DATA
 from pipeline.ops import Kind
-
-# Causes of idling, in the order in which ranks add up their seconds; data is the wait before the step.
-CAUSES = ("pipeline", "boundary", "data")
-_CAUSE = {
-    Kind.RECV_FORWARD: "pipeline",
-    Kind.SEND_FORWARD: "pipeline",
-    Kind.RECV_BACKWARD: "pipeline",
-    Kind.SEND_BACKWARD: "pipeline",
-    Kind.SHIP: "boundary",
-    Kind.RETURN: "boundary",
-}
+from pipeline.simulator import Timeline
 
 
 @dataclass
@@ -62,17 +53,6 @@ class StepRun:
         return tuple(measured(domain, self.table, self.position, timings, talks=talks))
 
 
-def idle_seconds(result: StepResult, wait_s: float, on_gpu: bool) -> tuple[float, ...]:
-    """Seconds this rank idled, by cause. On a GPU the host's clock sees no waits inside a step."""
-    idle = dict.fromkeys(CAUSES, 0.0)
-    for timing in [] if on_gpu else result.timings:
-        op = timing.op
-        if op.kind is Kind.WAIT and op.on is not None:
-            idle[_CAUSE[op.on]] += timing.end_s - timing.start_s
-    idle["data"] = wait_s
-    return tuple(idle[cause] for cause in CAUSES)
-
-
 def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:
     """Time that a table gives passes by what they took, minus 1, by part."""
     given, taken = Counter[str](), Counter[str]()
@@ -82,28 +62,37 @@ def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:
     return {part: given[part] / ns - 1 for part, ns in taken.items() if ns > 0}
 
 
-def predicted_error(table: CostTable, prepared: Prepared, result: StepResult) -> float | None:
+def predicted_error(timeline: Timeline, result: StepResult) -> float | None:
     """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
-    Reduction is not part of either. The measured time is the host's, so it means nothing on a GPU.
+    Reduction is not part of either.
     """
     ran = [timing for timing in result.timings if timing.op.kind is not Kind.REDUCE]
     if not ran:
         return None
-    events = chain.from_iterable(simulate(prepared.plan.domain, table).events)
+    events = (event for team in timeline.events for event in team)
     simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
     return simulated / (ran[-1].end_s - ran[0].start_s) - 1
+
+
+def simulated_idle(timeline: Timeline) -> dict[str, float]:
+    """The share of a simulated step that ranks idle, by cause; nothing for a step without work."""
+    teams = timeline.domain.teams
+    whole = timeline.makespan_ns * len(teams)
+    idle = idle_ns(rows_of(timeline, [""] * len(teams)))
+    return {cause: ns / whole for cause, ns in idle.items()} if whole else {}
 
 
 def metrics_of(
     spec: RunSpec,
     run: StepRun,
+    idle: Mapping[str, float],
     norms: Mapping[str, float],
     rates: Mapping[str, float],
     progression: Progression,
     step_s: float,
 ) -> dict[str, float]:
-    """All metrics of one training step."""
+    """All metrics of one training step, of which all ranks spent the shares `idle` standing still."""
     prepared, totals, plan = run.prepared, run.totals, run.prepared.plan
     tokens, count = plan.taken.tokens, len(plan.components)
     forward = dict(zip(plan.components, totals.planned, strict=False))
@@ -118,7 +107,8 @@ def metrics_of(
         "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
         "perf/step_s": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "data/wait_frac": totals.seconds[CAUSES.index("data")] / (spec.arrangement.world * step_s),
+        "perf/idle_frac": sum(idle.values()),
+        "data/wait_frac": idle[DATA],
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.tombstones,
@@ -142,14 +132,18 @@ def metrics_of(
     if not (on_gpu and spec.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
-    shares = [seconds / (spec.arrangement.world * step_s) for seconds in totals.seconds]
-    for cause, share in zip(CAUSES, shares, strict=True):
-        if cause == "data" or not on_gpu:
-            metrics[f"perf/idle_frac/{cause}"] = share
-    error = None if on_gpu else predicted_error(run.table, prepared, run.result)
+    metrics |= {f"perf/idle_frac/{cause}": share for cause, share in idle.items() if share}
+    return metrics | _predictions(run, spec.planner.single_queue)
+
+
+def _predictions(run: StepRun, single_queue: bool) -> dict[str, float]:
+    """What the first domain's simulated step is like, and how far it is from what this rank measured."""
+    timeline = simulate(run.prepared.plan.domain, run.table, single_queue)
+    idle = simulated_idle(timeline)
+    metrics = {"plan/cost_table": run.table.number, "plan/idle_frac": sum(idle.values())}
+    metrics |= {f"plan/idle_frac/{cause}": share for cause, share in idle.items() if share}
+    error = predicted_error(timeline, run.result)
     if error is not None:
         metrics["plan/pred_error"] = error
     errors = pass_errors(run.table, run.passes)
-    metrics |= {f"plan/pred_error/{part}": value for part, value in errors.items()}
-    metrics["plan/cost_table"] = run.table.number
-    return metrics
+    return metrics | {f"plan/pred_error/{part}": value for part, value in errors.items()}

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 
 from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
+from infra.timelines import forget_after
 from infra.tracker import Tracker
 from infra.tracking import make_tracker
 from omni.planning.pools import without_effect
@@ -51,18 +53,31 @@ class Reporter:
             last = read_metrics(folder.metrics)[-1]
             self.loss = last["loss/train"]
             self.heldout = {key: value for key, value in last.items() if key.startswith("loss/eval/")}
+        if resumed is None:
+            set_aside(folder.timelines)
+        else:
+            forget_after(folder, resumed)
         self.samples = _open_records(folder.samples, resumed) if spec.config.data.record_samples else None
         self.progress = Progress(spec.config.train.steps)
         self.progress.note(_opening(spec, folder, resumed))
 
-    def step(self, run: StepRun, optimizer: JointOptimizer, step_s: float, heldout: dict[str, float]) -> None:
-        """Report one step that took `step_s` seconds, with any held-out losses measured after it."""
+    def step(
+        self,
+        run: StepRun,
+        idle: Mapping[str, float],
+        optimizer: JointOptimizer,
+        step_s: float,
+        heldout: dict[str, float],
+    ) -> None:
+        """Report one step that took `step_s` seconds, of which all ranks spent the shares `idle` standing
+        still, with any held-out losses measured after it.
+        """
         if not self.active:
             return
         plan, totals = run.prepared.plan, run.totals
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(self.spec, run, norms, rates, self.progression, step_s)
+        metrics = metrics_of(self.spec, run, idle, norms, rates, self.progression, step_s)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss = totals.loss

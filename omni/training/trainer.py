@@ -35,13 +35,17 @@ from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.evaluate import Evaluator, Transcription
-from omni.training.figures import Progression, StepRun, idle_seconds
+from omni.training.figures import Progression, StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.idle import IdleShares
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
+from omni.training.timeline import meet, record
 from parallel.consensus import Consensus, DivergenceError, explain
+from pipeline.laps import DATA, END, idle_of
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
+from pipeline.stopwatch import Stopwatch
 
 
 class BadDataError(RuntimeError):
@@ -96,15 +100,23 @@ class Trainer:
             return
         with self.watchdog, self.stop, self.reporting(resumed) as report, self.ahead() as ahead:
             for step in range(self.step + 1, self.config.train.steps + 1):
+                recorded = self.is_due(step, self.config.train.timeline_every)
+                stays = meet(self.rank, step) if recorded else ()
                 start = time.perf_counter()
-                done = self.run_step(ahead.take(step))
+                watch = Stopwatch(self.rank.device)
+                prepared = ahead.take(step)
+                watch.done(DATA)
+                done = self.run_step(prepared, watch)
+                idle = self.idle_shares(done)
                 self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
                 self.learn_costs(done)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
-                report.step(done, self.rank.optimizer, step_s, heldout)
+                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout)
+                if recorded:
+                    record(self.folder, self.spec, self.rank, done, stays)
                 self.check_updates(done.totals)
                 if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.save()
@@ -163,26 +175,38 @@ class Trainer:
             raise DivergenceError(explain(plan, agreement.divergence, diff, self.rank.groups.control))
         return agreement.figures
 
-    def run_step(self, prepared: Prepared) -> StepRun:
-        """Run a step once all ranks agree on its plan, and learn its totals."""
-        plan = prepared.plan
+    def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:
+        """Run a step once all ranks agree on its plan, and learn its totals, with laps on `watch`."""
+        plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
         loads = self.agree_on(plan)
         self.check_failures(prepared)
         tombstones = Tombstones(self.rank, plan, prepared.failures)
-        result = execute(self.rank, plan, replace(prepared.inputs, before_loss=tombstones.mask))
+        inputs = replace(prepared.inputs, before_loss=tombstones.mask)
+        result = execute(self.rank, plan, inputs, watch)
         lost = len(tombstones.samples)
         speaks = self.rank.engine.position == 0  # for its domain
         totals = learn_totals(
             self.rank,
             plan,
             result,
-            seconds=idle_seconds(result, prepared.wait_s, self.rank.device.type == "cuda"),
             planned=planned_sums(self.spec_at(plan.step), plan, counts=speaks),
             tombstones=lost if speaks else 0,
             stop=self.stop.requested,
         )
+        watch.done(END)
         table, position = self.tables.at(plan.step), self.rank.engine.position
         return StepRun(prepared, table, position, result, totals, loads)
+
+    def idle_shares(self, done: StepRun) -> IdleShares:
+        """Start summing what ranks spent a step with while they stood still."""
+        laps = done.result.watch.laps()
+        idle_ns = idle_of(laps, done.prepared.plan.domain, self.rank.position)
+        return IdleShares(idle_ns, laps[-1].end_ns, self.rank.groups.control)
+
+    def settle(self, idle: IdleShares) -> dict[str, float]:
+        """Learn what ranks spent the step with while they stood still."""
+        with waiting_at(self.rank, f"step {self.step}: idle times", self.rank.groups.control):
+            return idle.settle()
 
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""

@@ -54,8 +54,8 @@ def plant(trainer: Trainer) -> None:
     laws, engine, rank = true_laws(trainer.spec.table), trainer.rank.engine, trainer.rank.rank
     run = engine.run
 
-    def planted(plan: Any, inputs: Any) -> Any:
-        result = run(plan, inputs)
+    def planted(plan: Any, inputs: Any, watch: Any = None) -> Any:
+        result = run(plan, inputs, watch)
         rng = random.Random(1000 * plan.step + rank)
 
         def taken(timing: Any) -> int:

@@ -298,7 +298,7 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
     for position in range(domain.num_ranks):
         assembler = Assembler(llm, {}, ("here",), Place(position, CPU, torch.float32))
         texts = [(np.arange(n), np.arange(n), np.ones(n, bool)) for n in lengths]
-        fetched = Fetched(texts if assembler.reads_text(domain) else [], [], (), 0.0)
+        fetched = Fetched(texts if assembler.reads_text(domain) else [], [], ())
         (inputs,) = assembler.assemble(domain, fetched, predict=False).microbatches
         packs.append(inputs.packed)
     return packs

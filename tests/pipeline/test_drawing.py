@@ -9,7 +9,8 @@ import pytest
 from domain_plans import SCHEDULES, Shape, Work, make_plan
 from wide_plans import random_wide_plan
 
-from pipeline.drawing import WAITING, Row, idle_ns, rows_of, svg, trace_events
+from pipeline.drawing import WAITING, Row, idle_ns, rows_of, spans_of, spent_ns, svg, trace_events
+from pipeline.laps import CAUSES, DATA, END, HOST, PEERS, Lap, cause_of, idle_of
 from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import Timeline, run
 
@@ -66,7 +67,7 @@ def test_what_a_rank_waits_for_is_told():
         "forward",
         "backward",
         "send_backward",
-        "peers",
+        "reduce",
     ]
 
 
@@ -75,7 +76,45 @@ def test_ranks_whose_layers_communicate_wait_for_their_peers():
     timeline = run(domain, lambda rank, op: 10 if op.kind in COMPUTE else 0, lambda op: 0)
     waits = [(s.cause, s.end_ns - s.start_ns) for s in drawn(timeline)[1].spans if s.kind == WAITING]
     # For the forward, while the other rank encodes, and for the reduction, while that one goes back.
-    assert waits == [("peers", 10), ("peers", 10)]
+    assert waits == [("peers", 10), ("reduce", 10)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
+    random = Random(seed)
+    domain = random_wide_plan(random).domain
+    for position in range(len(domain.ops) * domain.team):
+        laps, at = [], 0
+        for what in (DATA, HOST, *domain.ops_of(position), END):
+            end = at + random.randint(0, 50)
+            laps.append(Lap(what, at, end, random.randint(0, end - at)))
+            at = end
+        spans = spans_of(laps, domain, position)
+        now = 0
+        for span in spans:
+            assert now == span.start_ns < span.end_ns
+            now = span.end_ns
+        assert now == at
+        seen = list(dict.fromkeys(span.text for span in spans))
+        assert seen == list(dict.fromkeys(str(lap.what) for lap in laps if lap.end_ns > lap.start_ns))
+        idle = {cause: ns for cause, ns in idle_ns([Row("", spans)]).items() if ns}
+        assert idle == {cause: ns for cause, ns in idle_of(laps, domain, position).items() if ns}
+        assert sum(spent_ns([Row("", spans)]).values()) == at
+
+
+def test_what_a_measured_rank_stands_still_for_is_told():
+    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "gpipe").domain
+    causes = {
+        DATA: DATA,
+        END: END,
+        Op(Kind.WAIT, 0, Kind.SHIP): "ship",
+        Op(Kind.SHIP, 0): HOST,
+        Op(Kind.FORWARD, 0): PEERS,  # whose layers communicate
+        Op(Kind.ENCODE, 0): HOST,  # alone
+        Op(Kind.REDUCE, 0): "reduce",
+    }
+    assert {what: cause_of(what, domain, 0) for what in causes} == causes
+    assert set(causes.values()) < set(CAUSES)
 
 
 def test_an_svg_has_a_rectangle_for_each_span_on_one_scale():

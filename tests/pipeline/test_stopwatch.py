@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from pipeline.laps import DATA, END, HOST
 from pipeline.ops import Kind, Op
-from pipeline.stopwatch import Stopwatch
+from pipeline.stopwatch import Stopwatch, timings_of
 
 WAIT = Op(Kind.WAIT, 0, Kind.RECV_FORWARD)
 FORWARD, BACKWARD, REDUCE = Op(Kind.FORWARD, 0), Op(Kind.BACKWARD, 0), Op(Kind.REDUCE, 0)
@@ -35,52 +36,50 @@ class Burn(torch.autograd.Function):
 
 
 def test_on_a_cpu_an_op_is_busy_while_it_computes_and_not_while_it_stands_still():
-    watch = Stopwatch(torch.device("cpu"))
     output = Burn.apply(torch.ones(1, requires_grad=True))
-    watch.start()
+    watch = Stopwatch(torch.device("cpu"))
     burn(30_000_000)
     watch.done(FORWARD)
     output.backward()
     watch.done(BACKWARD)
     time.sleep(0.05)
     watch.done(WAIT)
-    forward, backward, wait = watch.timings()
+    forward, backward, wait = timings_of(watch.laps())
     assert 30e6 <= forward.busy_ns < 40e6
     assert 20e6 <= backward.busy_ns < 30e6, "autograd computes on the thread that calls it"
     assert wait.busy_ns < 5e6
     assert wait.end_s - wait.start_s >= 0.05
-    for timing in (forward, backward, wait):
-        assert timing.busy_ns / 1e9 <= timing.end_s - timing.start_s + 1e-3
 
 
 def test_what_other_threads_compute_is_not_the_ops_own():
     watch = Stopwatch(torch.device("cpu"))
     other = threading.Thread(target=burn, args=(50_000_000,))
-    watch.start()
     other.start()
     other.join()
     watch.done(WAIT)
-    assert watch.timings()[0].busy_ns < 10e6
+    assert watch.laps()[0].busy_ns < 10e6
 
 
-def test_ops_follow_each_other_from_the_start_on_and_a_second_start_begins_anew():
+def test_laps_follow_each_other_from_the_start_on_and_those_of_ops_are_timings():
     watch = Stopwatch(torch.device("cpu"))
-    assert watch.timings() == []
-    for ops in ((FORWARD, WAIT, BACKWARD), (REDUCE,)):
-        watch.start()
-        for op in ops:
-            watch.done(op)
-        timings = watch.timings()
-        assert [timing.op for timing in timings] == list(ops)
-        assert timings[0].start_s == 0
-        assert all(a.end_s == b.start_s for a, b in pairwise(timings))
+    assert watch.laps() == []
+    for what in (DATA, HOST, FORWARD, WAIT, END):
+        watch.done(what)
+    laps = watch.laps()
+    assert [lap.what for lap in laps] == [DATA, HOST, FORWARD, WAIT, END]
+    assert laps[0].start_ns == 0
+    assert all(a.end_ns == b.start_ns for a, b in pairwise(laps))
+    assert all(0 <= lap.busy_ns <= lap.end_ns - lap.start_ns for lap in laps)
+    of_ops = [lap for lap in laps if isinstance(lap.what, Op)]
+    assert timings_of(laps) == [
+        (lap.what, lap.start_ns / 1e9, lap.end_ns / 1e9, lap.busy_ns) for lap in of_ops
+    ]
 
 
 class Event:
-    """A CUDA event that the device passes 10 ms after the one before it, once it is told to go on."""
+    """A CUDA event, which the device passes 10 ms after the one before it, once the host waits for it."""
 
-    passed = 0
-    recorded = 0
+    recorded = passed = 0
 
     def __init__(self, enable_timing=False):
         assert enable_timing
@@ -89,23 +88,27 @@ class Event:
         Event.recorded += 1
         self.number = Event.recorded
 
+    def synchronize(self):
+        Event.passed = self.number
+
     def elapsed_time(self, end):
-        if end.number > Event.passed:
-            raise RuntimeError("device not ready")
+        assert end.number <= Event.passed, "device not ready"
         return 10.0 * (end.number - self.number)
 
 
-def test_on_a_gpu_times_are_those_of_events_and_are_read_later(monkeypatch: pytest.MonkeyPatch):
+def test_on_a_gpu_times_are_those_of_events_and_the_host_waits_only_to_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     watch = Stopwatch(torch.device("cuda", 0))
-    watch.start()
-    for op in (FORWARD, WAIT, REDUCE):
-        watch.done(op)
-    with pytest.raises(RuntimeError, match="not ready"):
-        watch.timings()
-    Event.passed = Event.recorded
-    assert watch.timings() == [
-        (FORWARD, 0, 0.01, 10_000_000),
-        (WAIT, 0.01, 0.02, 0),
-        (REDUCE, 0.02, 0.03, 10_000_000),
+    for what in (HOST, FORWARD, WAIT, REDUCE, END):
+        watch.done(what)
+    assert Event.passed == 0, "nobody has waited"
+    ms = 1_000_000
+    assert watch.laps() == [
+        (HOST, 0, 10 * ms, 0),
+        (FORWARD, 10 * ms, 20 * ms, 10 * ms),
+        (WAIT, 20 * ms, 30 * ms, 0),
+        (REDUCE, 30 * ms, 40 * ms, 10 * ms),
+        (END, 40 * ms, 50 * ms, 0),
     ]

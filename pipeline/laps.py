@@ -1,0 +1,62 @@
+"""What a rank did in a measured step, lap by lap, and what its idle time is made of.
+
+A rank idles while a lap goes on and it computes nothing. The cause is what it stands still for: the op that a
+WAIT is for, the peers whose layers communicate, a reduction of gradients, or what the lap is called.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import COMPUTE, Kind, Op
+
+# Laps beside ops: waiting for the step to be prepared, what else the host does before the first op, and what
+# follows the last one until all ranks know the step's totals.
+DATA, HOST, END = "data", "host", "end"
+PEERS = "peers"
+CAUSES = (
+    DATA,
+    HOST,
+    *map(str, (Kind.SHIP, Kind.RETURN)),
+    *map(str, (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
+    PEERS,
+    str(Kind.REDUCE),
+    END,
+)
+"""Whatever a rank may idle for."""
+
+
+class Lap(NamedTuple):
+    """An op, or one of DATA, HOST and END, in nanoseconds since the step's start on this rank; `busy_ns` of
+    it, at most the whole, the rank did not stand still.
+    """
+
+    what: Op | str
+    start_ns: int
+    end_ns: int
+    busy_ns: int
+
+    @property
+    def idle_ns(self) -> int:
+        """How long the rank stood still."""
+        return self.end_ns - self.start_ns - self.busy_ns
+
+
+def cause_of(what: Op | str, domain: DomainPlan, position: int) -> str:
+    """Return what a position stands still for in a lap: one of CAUSES."""
+    if isinstance(what, str):
+        return what
+    if what.kind is Kind.WAIT:
+        return str(what.on)
+    if what.kind is Kind.REDUCE:
+        return str(Kind.REDUCE)
+    shared = what.kind in COMPUTE and len(domain.parties(what, position)) > 1
+    return PEERS if shared else HOST
+
+
+def idle_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> dict[str, int]:
+    """Return the nanoseconds that a position idled, for each of CAUSES."""
+    found = dict.fromkeys(CAUSES, 0)
+    for lap in laps:
+        found[cause_of(lap.what, domain, position)] += lap.idle_ns
+    return found
