@@ -23,7 +23,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.__main__ import main
 
-TIMEOUT_S = 180  # of a run: some ten seconds on a machine of its own
+TIMEOUT_S = 240  # of a run: some ten seconds on a machine of its own
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # Ten pictures of 8x8 pixels that stand for the digits.
 DIGITS = np.random.default_rng(7).integers(0, 256, (10, 8, 8), dtype=np.uint8)
