@@ -148,7 +148,7 @@ class _Machine:
         if channel is None:
             return _ALONE, ns, None, None
         if team not in channel.queues:
-            raise StuckError(f"rank {team * self.domain.team} runs {op}, which it has no part in")
+            raise StuckError(f"position {team * self.domain.team} runs {op}, which it has no part in")
         key: Name = () if reduces else (kind, op.index, op.part, op.grad)
         transfer = channel.transfers.get(key)
         if transfer is None:
@@ -234,16 +234,18 @@ class _Machine:
 
     def _never_issued(self, team: int, at: int) -> str:
         op = self.domain.ops[team][at]
-        return f"rank {team * self.domain.team} waits for {op.on}({op.index}), which it never issued before"
+        return (
+            f"position {team * self.domain.team} waits for {op.on}({op.index}), which it never issued before"
+        )
 
     def _describe(self, team: int, at: int) -> str:
         op, transfer = self.domain.ops[team][at], self.programs[team][at][2]
-        text = f"rank {team * self.domain.team} stands at op {at}, {op}"
+        text = f"position {team * self.domain.team} stands at op {at}, {op}"
         assert transfer is not None
         came = {queue.team for _, queue in transfer.came}
         missing = [other * self.domain.team for other in transfer.teams if other not in came]
         if missing:
-            return f"{text}, waiting for rank {', '.join(map(str, missing))} to take part"
+            return f"{text}, waiting for position {', '.join(map(str, missing))} to take part"
         if transfer.behind is not None and transfer.behind.done < 0:
             return f"{text}, behind a reduction that other domains make first"
         return f"{text}, behind another transfer on its channel"

@@ -16,7 +16,8 @@ R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 Each kind of rule has a file in `pipeline/rules`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from pipeline.plan import StepPlan
 from pipeline.rules.communication import collective_order, pair_order, waits_once
@@ -32,10 +33,11 @@ class PlanRefusedError(RuntimeError):
     """A plan broke a rule; nothing of it has run. The message lists the rules and where they broke."""
 
 
-def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> None:
+def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False, ranks: Sequence[int] = ()) -> None:
     """Check all rules on the domain of a plan.
 
-    With `single_fifo` the lists must also run with one communication queue a rank.
+    With `single_fifo` the lists must also run with one communication queue a rank. Rules name positions; a
+    refusal says which of the run's `ranks` they are, if these are given.
 
     Raises:
         PlanRefusedError: with the first violations.
@@ -43,7 +45,16 @@ def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> None:
     found = list(violations(plan, kept, single_fifo))
     if found:
         lines = "\n  ".join(f"domain {plan.number}: {text}" for text in found[:10])
+        if ranks:
+            lines += f"\n  positions 0 to {len(ranks) - 1} of domain {plan.number} are ranks {_spans(ranks)}"
         raise PlanRefusedError(f"the plan of step {plan.step} is refused:\n  {lines}")
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers in words, those that follow one another as "4 to 7"."""
+    runs = groupby(enumerate(numbers), key=lambda entry: entry[1] - entry[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(group) for _, group in runs)]
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ends)
 
 
 def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterator[str]:

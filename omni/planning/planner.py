@@ -108,7 +108,8 @@ class Planner(DomainPlanner):
             PlanRefusedError: with the rules that it breaks.
             Exception: what `admit` raises.
         """
-        verify(plan, plan_memory(plan.domain, self.table), self.single_queue)
+        ranks = self.arrangement.domain_ranks(plan.number)
+        verify(plan, plan_memory(plan.domain, self.table), self.single_queue, ranks)
         self.admit(plan)
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:

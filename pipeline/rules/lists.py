@@ -29,7 +29,11 @@ def fields(kind: Kind, index: int, part: int = 0, on: Kind | None = None, grad: 
 def who(domain: DomainPlan, team: int) -> str:
     """Return the positions of a team in words."""
     first = team * domain.team
-    return f"rank {first}" if domain.team == 1 else f"the team of ranks {first} to {first + domain.team - 1}"
+    return (
+        f"position {first}"
+        if domain.team == 1
+        else f"the team of positions {first} to {first + domain.team - 1}"
+    )
 
 
 def chunks_by_team(domain: DomainPlan) -> list[list[int]]:

@@ -23,7 +23,7 @@ def everything_once(plan: StepPlan, lists: Lists) -> Iterator[str]:
     for c, chunk in enumerate(domain.chunks):
         first, stop = homes[chunk.component]
         if not (first <= chunk.ranks[0] and chunk.ranks[-1] < stop):
-            yield f"R5: chunk {c} is on ranks {chunk.ranks}, which do not all hold {chunk.component}"
+            yield f"R5: chunk {c} is on positions {chunk.ranks}, which do not all hold {chunk.component}"
     for team, (ops, own) in enumerate(zip(lists, _expected(plan), strict=True)):
         counts = Counter([op for op in ops if op[0] not in ISSUED and op[0] is not Kind.WAIT])
         if counts != own:
@@ -74,7 +74,7 @@ def _why(op: Fields, plan: StepPlan) -> str:
     """The reason for how often an op runs."""
     kind, index, *_ = op
     if kind in ENCODES:
-        return f"a chunk of ranks {plan.domain.chunks[index].ranks}"
+        return f"a chunk of positions {plan.domain.chunks[index].ranks}"
     return plan.components[index] if kind is Kind.REDUCE else "a microbatch passes every part"
 
 

@@ -24,8 +24,8 @@ def unclear_table(domain: DomainPlan) -> Iterator[str]:
     homes = [rank for home in domain.homes for rank in home]
     if any(rank % domain.team for rank in (domain.stage_size, *homes)):
         yield (
-            f"R5: stages of {domain.stage_size} ranks and the homes {domain.homes} are not all whole teams "
-            f"of {domain.team}"
+            f"R5: stages of {domain.stage_size} positions and the homes {domain.homes} are not all whole "
+            f"teams of {domain.team}"
         )
     elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
         yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
@@ -49,14 +49,14 @@ def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
         elif chunk.layout.lengths != tuple(item.tokens for item in items):
             yield f"R5: chunk {c} divides {chunk.layout.lengths} tokens, which are not those of its items"
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
-            yield f"R5: chunk {c} is on ranks {ranks}, which are not neighbours"
+            yield f"R5: chunk {c} is on positions {ranks}, which are not neighbours"
         elif ranks[0] % domain.team or (len(ranks) % slots == 0 and chunk.tp % domain.team):
             yield (
-                f"R5: chunk {c} is on {slots} slots of ranks {ranks}, which are not whole teams of "
+                f"R5: chunk {c} is on {slots} slots of positions {ranks}, which are not whole teams of "
                 f"{domain.team}"
             )
         elif ranks[-1] >= domain.num_ranks:
-            yield f"R5: chunk {c} is on ranks {ranks} of {domain.num_ranks}"
+            yield f"R5: chunk {c} is on positions {ranks} of {domain.num_ranks}"
         elif len(ranks) % slots or chunk.outputs != outputs_of(
             chunk.items, domain.items, chunk.layout, chunk.tp, len(domain.fed_by(chunk.component))
         ):

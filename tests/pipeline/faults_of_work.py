@@ -116,7 +116,7 @@ def chunk_where_its_encoder_is_not(plan: StepPlan, random: Random) -> Planted | 
     for team in range(ranks[0] // domain.team, ranks[-1] // domain.team + 1):
         lists[team] = ran[:1] + lists[team] + ran[1:]
     chunks = (*domain.chunks[:c], replace(chunk, ranks=ranks), *domain.chunks[c + 1 :])
-    words = f"chunk {c} is on ranks {ranks}, which do not all hold {chunk.component}"
+    words = f"chunk {c} is on positions {ranks}, which do not all hold {chunk.component}"
     return Planted(with_domain(with_ops(plan, lists), chunks=chunks), "R5", (words,))
 
 
@@ -243,7 +243,7 @@ WORK: dict[str, Fault] = {
     "a pass twice": changed_count(of_kind(*PASSES), 2),
     "a chunk left out": changed_count(of_kind(*ENCODES), 0),
     "a chunk twice": changed_count(of_kind(*ENCODES), 2),
-    "a chunk of others": added_op(a_chunk_of_others, " 1 times, not 0: a chunk of ranks "),
+    "a chunk of others": added_op(a_chunk_of_others, " 1 times, not 0: a chunk of positions "),
     "a weight gradient left out": changed_count(lambda op: op.grad is Grad.WEIGHT, 0),
     "a weight gradient twice": changed_count(lambda op: op.grad is Grad.WEIGHT, 2),
     "a whole backward beside its halves": added_op(a_whole_beside_halves, " 1 times whole, 1 times "),

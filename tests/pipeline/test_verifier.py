@@ -55,7 +55,7 @@ def test_a_valid_plan_is_accepted():
 def test_swapped_ships_on_one_rank_are_refused():
     plan = edited(lambda lists: swap(lists[1], Op(Kind.SHIP, 2), Op(Kind.SHIP, 3)))
     assert "R1" in rules(plan)
-    assert any("rank 1 issues ship in order [0, 1, 3, 2]" in text for text in problems(plan))
+    assert any("position 1 issues ship in order [0, 1, 3, 2]" in text for text in problems(plan))
 
 
 def test_swapped_returns_on_one_rank_are_refused():
@@ -91,8 +91,8 @@ def test_a_reduction_before_what_others_wait_for_is_refused(kind):
             RandomRanks(plan, seed).run()
     (found,) = problems(plan, bound=3)
     assert found.startswith("R7: ")
-    assert "rank 2 stands at op" in found
-    assert "reduce(0), waiting for rank" in found
+    assert "position 2 stands at op" in found
+    assert "reduce(0), waiting for position" in found
 
 
 def test_waiting_after_a_reduction_is_harmless():
@@ -172,7 +172,7 @@ def test_a_send_that_nobody_receives_is_refused():
 def test_an_op_before_what_it_uses_is_refused(rank, early, late):
     plan = edited(lambda lists: move_after(lists[rank], early, late))
     early, late = of_rank(a_plan(), rank, early), of_rank(a_plan(), rank, late)
-    assert f"R3: rank {rank} must run {early} before {late}" in problems(plan)
+    assert f"R3: position {rank} must run {early} before {late}" in problems(plan)
 
 
 def test_a_chunk_encoded_on_another_rank_than_planned_is_refused():
@@ -405,8 +405,8 @@ def test_a_return_awaited_before_the_gradient_is_sent_is_refused_and_explained()
     plan = a_return_awaited_before_the_gradient_is_sent()
     found = problems(plan)
     assert [text.split(":")[0] for text in found] == ["R7"]
-    assert "wait(return 1), waiting for rank 0 to take part" in found[0]
-    assert "wait(recv_backward 1), waiting for rank 1 to take part" in found[0]
+    assert "wait(return 1), waiting for position 0 to take part" in found[0]
+    assert "wait(recv_backward 1), waiting for position 1 to take part" in found[0]
 
 
 def test_what_the_machine_refuses_hangs_on_random_ranks():
@@ -464,7 +464,7 @@ def test_two_ranks_of_a_slot_that_encode_in_opposite_orders_are_refused():
     plan = shared(lambda lists: swap(lists[1], Op(Kind.ENCODE, 0), Op(Kind.ENCODE, 2)))
     # Rank 1 may not ship microbatch 0 before it has encoded for it.
     plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domain.ops))
-    refused_only_by_r7(plan, "rank 0 stands at op", "encode(0), waiting for rank 1 to take part")
+    refused_only_by_r7(plan, "position 0 stands at op", "encode(0), waiting for position 1 to take part")
 
 
 def _ships_last(ops: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -483,7 +483,9 @@ def test_opposite_orders_of_backward_are_refused():
     plan = shared(
         lambda lists: move_after(lists[3], Op(Kind.ENCODE_BACKWARD, 1), Op(Kind.ENCODE_BACKWARD, 2))
     )
-    refused_only_by_r7(plan, "rank 2 stands at op", "encode_backward(1), waiting for rank 3 to take part")
+    refused_only_by_r7(
+        plan, "position 2 stands at op", "encode_backward(1), waiting for position 3 to take part"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -492,7 +494,7 @@ def test_two_ranks_of_a_party_that_pass_microbatches_in_opposite_orders_are_refu
     lists = [list(ops) for ops in plan.domain.ops]
     lists[rank].reverse()
     plan = with_domain(plan, ops=tuple(map(tuple, lists)))
-    refused_only_by_r7(plan, "forward(0), waiting for rank", "forward(1), waiting for rank")
+    refused_only_by_r7(plan, "forward(0), waiting for position", "forward(1), waiting for position")
     alone = with_domain(plan, party=1)
     assert not problems(alone)
     RandomRanks(alone, seed=0).run()
@@ -506,8 +508,8 @@ def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
     move_before(lists[1], Op(Kind.ENCODE, 0), Op(Kind.FORWARD, 0))
     refused_only_by_r7(
         with_domain(plan, ops=tuple(map(tuple, lists))),
-        "rank 0 stands at op 0, forward(0), waiting for rank 1",
-        "encode(0), waiting for rank 0",
+        "position 0 stands at op 0, forward(0), waiting for position 1",
+        "encode(0), waiting for position 0",
     )
 
 
@@ -517,20 +519,21 @@ def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
 def test_a_chunk_that_a_rank_of_its_slots_leaves_out_is_refused(op, rank):
     found = problems(shared(lambda lists: lists[rank].remove(op)))
     ranks = a_shared_plan().domain.chunks[op.index].ranks
-    assert f"R5: rank {rank} runs {op} 0 times, not 1: a chunk of ranks {ranks}" in found
+    assert f"R5: position {rank} runs {op} 0 times, not 1: a chunk of positions {ranks}" in found
     assert any(
-        text.startswith("R7: ") and f"{op}, waiting for rank {rank} to take part" in text for text in found
+        text.startswith("R7: ") and f"{op}, waiting for position {rank} to take part" in text
+        for text in found
     )
 
 
 def test_a_rank_that_helps_uninvited_is_refused():
     found = problems(shared(lambda lists: lists[5].insert(0, Op(Kind.ENCODE, 3))))
-    assert "R5: rank 5 runs encode(3) 1 times, not 0: a chunk of ranks (3, 4)" in found
+    assert "R5: position 5 runs encode(3) 1 times, not 0: a chunk of positions (3, 4)" in found
 
 
 def test_a_pass_of_a_rank_beside_the_llm_is_refused():
     found = problems(shared(lambda lists: lists[8].insert(0, Op(Kind.FORWARD, 0))))
-    assert "R5: rank 8 runs forward(0), which is not in the plan" in found
+    assert "R5: position 8 runs forward(0), which is not in the plan" in found
 
 
 # Homes: which ranks hold a component.
@@ -542,7 +545,7 @@ def with_homes(plan: StepPlan, *homes: tuple[int, int]) -> StepPlan:
 
 def test_a_chunk_outside_the_home_of_its_component_is_refused():
     found = problems(with_homes(a_shared_plan(), (8, 10), (0, 4)))
-    assert "R5: chunk 3 is on ranks (3, 4), which do not all hold image" in found
+    assert "R5: chunk 3 is on positions (3, 4), which do not all hold image" in found
     assert not any("chunk 2" in text for text in found)
 
 
@@ -550,14 +553,14 @@ def test_every_rank_of_a_home_reduces_and_no_other():
     plan = a_shared_plan()
     assert [rank for rank, ops in enumerate(plan.domain.ops) if Op(Kind.REDUCE, 0) in ops] == [8, 9]
     found = problems(shared(lambda lists: remove(lists[7], Op(Kind.REDUCE, 1))))
-    assert found[0] == "R5: rank 7 runs reduce(1) 0 times, not 1: image"
+    assert found[0] == "R5: position 7 runs reduce(1) 0 times, not 1: image"
     assert [text[:2] for text in found[1:]] == ["R7"]
     found = problems(shared(lambda lists: lists[7].append(Op(Kind.REDUCE, 0))))
-    assert "R5: rank 7 runs reduce(0) 1 times, not 0: audio" in found
-    assert "R1: rank 7 reduces in order [(1, 0), (2, 1), (0, 0)], not that of the plan" in found
+    assert "R5: position 7 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R1: position 7 reduces in order [(1, 0), (2, 1), (0, 0)], not that of the plan" in found
     found = problems(with_homes(plan, (8, 9), (0, 8)))
-    assert "R5: rank 9 runs reduce(0) 1 times, not 0: audio" in found
-    assert "R5: chunk 4 is on ranks (8, 9), which do not all hold audio" in found
+    assert "R5: position 9 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R5: chunk 4 is on positions (8, 9), which do not all hold audio" in found
 
 
 def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
@@ -565,8 +568,8 @@ def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
     with pytest.raises(DeadlockError):
         RandomRanks(plan, seed=0).run()
     found = problems(plan)
-    assert found[0] == "R5: rank 9 runs reduce(0) 0 times, not 1: audio"
-    assert "reduce(0), waiting for rank 9 to take part" in found[1]
+    assert found[0] == "R5: position 9 runs reduce(0) 0 times, not 1: audio"
+    assert "reduce(0), waiting for position 9 to take part" in found[1]
     assert "behind a reduction that other domains make first" in found[1]
 
 
@@ -576,7 +579,7 @@ def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
 def test_each_rank_of_a_stage_sends_to_its_own_neighbour():
     plan = shared(lambda lists: swap(lists[2], Op(Kind.SEND_FORWARD, 0), Op(Kind.SEND_FORWARD, 1)))
     found = [text for text in problems(plan) if text.startswith("R2")]
-    assert found == ["R2: rank 2 sends send_forward [1, 0, 2], rank 6 receives [0, 1, 2]"]
+    assert found == ["R2: position 2 sends send_forward [1, 0, 2], position 6 receives [0, 1, 2]"]
 
 
 def test_a_route_to_another_rank_of_the_first_stage_is_refused():
@@ -627,7 +630,7 @@ def test_rows_go_to_every_attach_point():
 def test_a_later_stage_waits_for_its_rows_and_returns_their_gradients_after_its_pass(early, late):
     plan = tapped(lambda lists: move_after(lists[2], early, late))
     early, late = of_rank(plan, 2, early), of_rank(plan, 2, late)
-    assert f"R3: rank 2 must run {early} before {late}" in problems(plan, bound=3)
+    assert f"R3: position 2 must run {early} before {late}" in problems(plan, bound=3)
     assert what_happens(plan, seed=0) is not None
 
 
@@ -650,6 +653,11 @@ def test_the_refusal_names_step_domain_and_rule():
     with pytest.raises(PlanRefusedError, match="step 17 is refused") as refusal:
         verify(replace(broken, step=17, number=3), one)
     assert "domain 3: R2" in str(refusal.value)
+    assert "are ranks" not in str(refusal.value)
+    with pytest.raises(
+        PlanRefusedError, match=r"positions 0 to 4 of domain 3 are ranks 6 to 7, 22, 24 to 25$"
+    ):
+        verify(replace(broken, step=17, number=3), one, ranks=(6, 7, 22, 24, 25))
 
 
 # Any change that the verifier lets pass must be harmless.

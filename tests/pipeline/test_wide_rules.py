@@ -59,35 +59,35 @@ def halves_of(whole: Op) -> tuple[Op, Op]:
 @HALVES
 def test_a_weight_gradient_that_never_runs_is_refused(whole):
     plan = with_lists(a_plan(), lambda lists: lists[0].remove(halves_of(whole)[1]))
-    refused(plan, f"R5: rank 0 runs {whole} 0 times whole, 1 times for inputs and 0 for weights, not 1")
+    refused(plan, f"R5: position 0 runs {whole} 0 times whole, 1 times for inputs and 0 for weights, not 1")
 
 
 @HALVES
 def test_a_weight_gradient_that_runs_twice_is_refused(whole):
     weight = halves_of(whole)[1]
     plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), weight))
-    refused(plan, f"R5: rank 0 runs {whole} 0 times whole, 1 times for inputs and 2 for weights, not 1")
+    refused(plan, f"R5: position 0 runs {whole} 0 times whole, 1 times for inputs and 2 for weights, not 1")
 
 
 @HALVES
 def test_an_input_gradient_that_never_runs_is_refused(whole):
     first, weight = halves_of(whole)
     plan = with_lists(a_plan(), lambda lists: lists[0].remove(first))
-    refused(plan, "0 times for inputs and 1 for weights", f"R3: rank 0 must run {first} before {weight}")
+    refused(plan, "0 times for inputs and 1 for weights", f"R3: position 0 must run {first} before {weight}")
 
 
 @HALVES
 def test_a_weight_gradient_before_its_input_gradient_is_refused(whole):
     first, weight = halves_of(whole)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], weight, first))
-    refused(plan, f"R3: rank 0 must run {first} before {weight}")
+    refused(plan, f"R3: position 0 must run {first} before {weight}")
 
 
 @HALVES
 def test_a_whole_backward_beside_a_split_one_is_refused(whole):
     weight = halves_of(whole)[1]
     plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), whole))
-    refused(plan, f"R5: rank 0 runs {whole} 1 times whole, 1 times for inputs and 1 for weights, not 1")
+    refused(plan, f"R5: position 0 runs {whole} 1 times whole, 1 times for inputs and 1 for weights, not 1")
 
 
 def test_a_weight_gradient_of_a_frozen_llm_is_refused():
@@ -96,12 +96,14 @@ def test_a_weight_gradient_of_a_frozen_llm_is_refused():
     assert not problems(safe, bound=100)
     assert Op(B, 1, part=2, grad=INPUT) in safe.domain.ops[0]
     plan = with_lists(safe, lambda lists: lists[0].append(Op(B, 1, part=2, grad=WEIGHT)))
-    refused(plan, "R5: rank 0 runs backward(1, part 2) 0 times whole, 1 times for inputs and 1 for weights")
+    refused(
+        plan, "R5: position 0 runs backward(1, part 2) 0 times whole, 1 times for inputs and 1 for weights"
+    )
 
 
 def test_a_forward_has_no_halves():
     plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(F, 1, grad=INPUT)))
-    refused(plan, "R5: rank 0 runs forward(1, input), which is not in the plan")
+    refused(plan, "R5: position 0 runs forward(1, input), which is not in the plan")
 
 
 # Reductions.
@@ -113,7 +115,7 @@ def test_a_reduction_before_the_last_gradient_of_its_part_is_refused(split):
     ops, reduction = plan.domain.ops[0], Op(Kind.REDUCE, LLM, part=0)
     last = [op for op in ops if op.kind is B and op.part == 0 and op.makes_weight][-1]
     before = with_lists(plan, lambda lists: move(lists[0], reduction, last))
-    refused(before, f"R3: rank 0 must run {last} before {reduction}")
+    refused(before, f"R3: position 0 must run {last} before {reduction}")
     assert "adds to gradients that were reduced before" in str(what_happens(before))
     after = with_lists(plan, lambda lists: move(lists[0], reduction, last, after=True))
     assert not problems(after, bound=100)
@@ -124,7 +126,7 @@ def test_a_reduction_before_anything_of_its_part_is_refused():
     plan = a_plan(frozen=("audio", "image"))
     reduction = Op(Kind.REDUCE, LLM, part=0)
     plan = with_lists(plan, lambda lists: (lists[0].remove(reduction), lists[0].insert(0, reduction)))
-    refused(plan, "R3: rank 0 must run backward(0, weight) before reduce(2)")
+    refused(plan, "R3: position 0 must run backward(0, weight) before reduce(2)")
 
 
 def test_the_first_part_is_reduced_after_the_gradients_of_an_output_that_may_be_tied_to_it():
@@ -132,19 +134,21 @@ def test_the_first_part_is_reduced_after_the_gradients_of_an_output_that_may_be_
     assert problems(plan, bound=100) == []
     last, reduction = Op(B, 1, part=1, grad=WEIGHT), Op(Kind.REDUCE, LLM, part=0)
     plan = with_lists(plan, lambda lists: move(lists[0], last, reduction, after=True))
-    assert problems(plan, bound=100) == [f"R3: rank 0 must run {last} before {reduction}"]
+    assert problems(plan, bound=100) == [f"R3: position 0 must run {last} before {reduction}"]
 
 
 def test_two_parts_that_one_rank_reduces_in_the_wrong_order_are_refused():
     first, second = Op(Kind.REDUCE, LLM, part=0), Op(Kind.REDUCE, LLM, part=2)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], first, second, after=True))
-    refused(plan, "R1: rank 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan", "R7")
+    refused(
+        plan, "R1: position 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan", "R7"
+    )
 
 
 def test_the_reduction_of_a_part_that_a_rank_does_not_hold_is_refused():
     plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(Kind.REDUCE, LLM, part=1)))
     found = problems(plan)
-    assert found == ["R5: rank 0 runs reduce(2, part 1), which is not in the plan"]
+    assert found == ["R5: position 0 runs reduce(2, part 1), which is not in the plan"]
 
 
 # Parts.
@@ -161,9 +165,9 @@ def test_a_message_to_the_wrong_part_is_refused():
 
     refused(
         with_lists(a_plan(), edit),
-        "R2: rank 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
-        "R3: rank 0 must run forward(1, part 2) before send_forward(1, part 2)",
-        "R4: rank 0 issues send_forward(1, part 2) twice",
+        "R2: position 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
+        "R3: position 0 must run forward(1, part 2) before send_forward(1, part 2)",
+        "R4: position 0 issues send_forward(1, part 2) twice",
     )
 
 
@@ -172,7 +176,7 @@ def test_messages_of_two_parts_in_the_wrong_order_are_refused():
         i, j = (lists[0].index(Op(Kind.SEND_FORWARD, m, part=p)) for m, p in ((1, 2), (2, 0)))
         lists[0][i], lists[0][j] = lists[0][j], lists[0][i]
 
-    refused(with_lists(a_plan(), edit), "R2: rank 0 sends send_forward")
+    refused(with_lists(a_plan(), edit), "R2: position 0 sends send_forward")
 
 
 def test_a_part_before_the_one_that_it_continues_is_refused():
@@ -183,7 +187,7 @@ def test_a_part_before_the_one_that_it_continues_is_refused():
         move(lists[0], Op(Kind.SEND_FORWARD, 0), Op(F, 0), after=True)
 
     plan = with_lists(a_plan(), edit)
-    refused(plan, "R7: rank 0 stands at op")
+    refused(plan, "R7: position 0 stands at op")
 
 
 def folded(edit) -> StepPlan:
@@ -196,14 +200,14 @@ def folded(edit) -> StepPlan:
 def test_a_part_that_hands_on_within_its_rank_comes_first(early, late):
     assert not problems(folded(lambda lists: None))
     plan = folded(lambda lists: move(lists[1], early, late, after=True))
-    refused(plan, f"R3: rank 1 must run {early} before {late}")
+    refused(plan, f"R3: position 1 must run {early} before {late}")
 
 
 def test_a_message_within_a_rank_is_refused():
     """No rank sends to itself: the next part finds what it needs."""
     added = [Op(Kind.SEND_FORWARD, 1, part=1), Op(Kind.RECV_FORWARD, 1, part=2)]
     plan = folded(lambda lists: lists[1].extend(added))
-    assert problems(plan) == [f"R5: rank 1 runs {op}, which is not in the plan" for op in added]
+    assert problems(plan) == [f"R5: position 1 runs {op}, which is not in the plan" for op in added]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,7 @@ def test_a_message_within_a_rank_is_refused():
 )
 def test_an_op_that_a_rank_of_these_parts_cannot_run_is_refused(op):
     plan = with_lists(a_plan(), lambda lists: lists[0].append(op))
-    assert problems(plan) == [f"R5: rank 0 runs {op}, which is not in the plan"]
+    assert problems(plan) == [f"R5: position 0 runs {op}, which is not in the plan"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +253,7 @@ def test_a_table_that_holds_a_part_on_too_few_or_too_many_teams_is_refused(holds
 def test_a_table_without_the_parts_of_the_ops_is_refused(holds):
     found = problems(with_domain(a_plan(), holds=holds))
     assert found
-    assert all(text.startswith("R5: rank") and "not in the plan" in text for text in found)
+    assert all(text.startswith("R5: position") and "not in the plan" in text for text in found)
 
 
 def test_teams_of_a_stage_that_hold_different_parts_are_refused():
@@ -286,7 +290,7 @@ def test_a_chunk_that_is_not_of_whole_teams_is_refused(ranks, slots):
     """A team has one list, so that all of its ranks would encode it, and the same items."""
     assert not problems(team_plan())
     (text,) = problems(with_chunk(team_plan(), 0, ranks, slots))
-    assert text == f"R5: chunk 0 is on {slots} slots of ranks {ranks}, which are not whole teams of 2"
+    assert text == f"R5: chunk 0 is on {slots} slots of positions {ranks}, which are not whole teams of 2"
 
 
 def test_homes_that_are_not_of_whole_teams_are_refused():
@@ -299,9 +303,9 @@ def test_what_a_team_does_wrong_names_its_ranks():
     plan = with_lists(team_plan(), lambda lists: lists[2].clear())
     found = problems(plan)
     why = "a microbatch passes every part"
-    assert f"R5: the team of ranks 4 to 5 runs forward(0, part 1) 0 times, not 1: {why}" in found
-    assert found[-1].startswith("R7: rank 0 stands at op")
-    assert "waiting for rank 4 to take part" in found[-1]
+    assert f"R5: the team of positions 4 to 5 runs forward(0, part 1) 0 times, not 1: {why}" in found
+    assert found[-1].startswith("R7: position 0 stands at op")
+    assert "waiting for position 4 to take part" in found[-1]
 
 
 # Messages that are issued twice.
@@ -318,7 +322,7 @@ def test_a_message_that_both_ends_exchange_twice_is_refused(kind, rank, other):
             at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
             ops[at:at] = [Op(end, 1, part=part), Op(Kind.WAIT, 1, end, part)]
 
-    refused(with_lists(plan, edit), f"R4: rank {rank} issues {Op(kind, 1, part=rank)} twice")
+    refused(with_lists(plan, edit), f"R4: position {rank} issues {Op(kind, 1, part=rank)} twice")
 
 
 @pytest.mark.parametrize("kind", [Kind.SHIP, Kind.RETURN])
@@ -328,7 +332,7 @@ def test_a_collective_that_all_ranks_issue_twice_is_refused(kind):
             at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
             ops[at:at] = [Op(kind, 3), Op(Kind.WAIT, 3, kind)]
 
-    refused(with_lists(a_plan(), edit), f"R4: rank 0 issues {kind}(3) twice")
+    refused(with_lists(a_plan(), edit), f"R4: position 0 issues {kind}(3) twice")
 
 
 # Bytes.
@@ -366,7 +370,7 @@ def test_activations_over_their_bound_in_bytes_are_refused(split, most):
     assert what_happens(plan) is None
     assert not problems(with_domain(plan, bounds=(("llm/0", most),)), kept=kept)
     assert problems(with_domain(plan, bounds=(("llm/0", most - 1),)), kept=kept) == [
-        f"R6: rank 0 holds {most} bytes of activations of llm/0 at forward(2), more than its bound of "
+        f"R6: position 0 holds {most} bytes of activations of llm/0 at forward(2), more than its bound of "
         f"{most - 1}"
     ]
 
@@ -375,7 +379,7 @@ def test_activations_of_encoders_have_bounds_too():
     plan = on_one_rank(0)
     assert not problems(with_domain(plan, bounds=(("image", 1 + 2 + 3),)), kept=kept)
     assert problems(with_domain(plan, bounds=(("image", 5),)), kept=kept) == [
-        "R6: rank 0 holds 6 bytes of activations of image at encode(2), more than its bound of 5"
+        "R6: position 0 holds 6 bytes of activations of image at encode(2), more than its bound of 5"
     ]
 
 
@@ -413,17 +417,17 @@ def test_a_microbatch_that_ships_before_its_last_quantum_is_refused(m, chunk):
     plan = with_lists(
         quanta(), lambda lists: move(lists[0], Op(Kind.ENCODE, chunk), Op(Kind.SHIP, m), after=True)
     )
-    refused(plan, f"R3: rank 0 must run encode({chunk}) before ship({m})")
+    refused(plan, f"R3: position 0 must run encode({chunk}) before ship({m})")
 
 
 @pytest.mark.parametrize("m", [0, 1])
 def test_a_quantum_goes_back_after_the_gradients_of_all_its_microbatches(m):
     wait, back = Op(Kind.WAIT, m, Kind.RETURN), Op(Kind.ENCODE_BACKWARD, 0)
     plan = with_lists(quanta(), lambda lists: move(lists[0], wait, back, after=True))
-    refused(plan, f"R3: rank 0 must run {wait} before {back}")
+    refused(plan, f"R3: position 0 must run {wait} before {back}")
 
 
-TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on rank 0
+TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on position 0
 
 
 @pytest.mark.parametrize("part", [0, 2])
@@ -442,7 +446,7 @@ def test_a_return_before_the_backward_of_a_part_with_rows_is_refused(part):
         if wait in lists[0][lists[0].index(returned) :]:
             move(lists[0], wait, returned)
 
-    refused(with_lists(plan, edit), f"R3: rank 0 must run {back} before {returned}")
+    refused(with_lists(plan, edit), f"R3: position 0 must run {back} before {returned}")
 
 
 def test_rows_are_waited_for_before_each_part_that_they_enter():
@@ -451,7 +455,7 @@ def test_rows_are_waited_for_before_each_part_that_they_enter():
         plan = with_lists(
             quanta(TAPS), lambda lists, part=part: move(lists[0], wait, Op(F, 1, part=part), after=True)
         )
-        refused(plan, f"R3: rank 0 must run {wait} before {Op(F, 1, part=part)}")
+        refused(plan, f"R3: position 0 must run {wait} before {Op(F, 1, part=part)}")
 
 
 def test_rows_for_another_part_of_the_same_rank_are_refused():
