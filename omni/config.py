@@ -185,6 +185,8 @@ class PipelineConfig:
     """In which order the work of a step runs."""
 
     schedule: str = MISSING
+    # Bytes of activations of each encoder that a rank holds at most; null does not bound them.
+    encoder_bytes: int | None = None
 
 
 @dataclass

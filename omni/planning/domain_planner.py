@@ -27,8 +27,9 @@ from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
-from pipeline.costs import plan_costs, plan_memory
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.builders.schedule import candidates_of
+from pipeline.costs import plan_costs, plan_memory, simulate
+from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.plan import Taken
@@ -72,7 +73,8 @@ class DomainPlanner:
     `encoders` maps a modality to the component that takes it; `sharing` says how each component shares
     sequences, `feeds` where its rows enter; `party` neighbouring ranks of a stage run passes of the LLM
     together, because its layers communicate; `single_queue` asks for op lists that are safe where all
-    communication of a rank shares one queue; `chunking` makes quanta of work of a domain's items.
+    communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
+    rank holds, if given; `chunking` makes quanta of work of a domain's items.
     """
 
     encoders: Mapping[str, str]
@@ -87,6 +89,7 @@ class DomainPlanner:
     table: CostTable
     party: int
     single_queue: bool = False
+    encoder_bytes: int | None = None
     chunking: Chunking = make_chunks
 
     def sample_ns(self, meta: SampleMeta) -> int:
@@ -141,29 +144,48 @@ class DomainPlanner:
             samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=self._chunks(items, len(microbatches), train),
+            chunks=(),
             routes=(),
             ops=(),
             reductions=self._reductions(frozen) if train else (),
             feeds=self.feeds,
         )
-        domain, ranks = replace(domain, bounds=self._bounds(domain)), world.domain_ranks(number)
-        places = train and self.policies.schedule.quanta > 0
-        if not places:
+        ranks = world.domain_ranks(number)
+        if not train:
+            domain = self._with_routes(self._with_chunks(domain, 0), ranks)
+            return self._with_ops(domain, build_forward_only(domain))
+        candidates = candidates_of(self.policies.schedule, world.llm.parts)
+        planned = [self._scheduled(domain, policy, ranks, frozenset(frozen)) for policy in candidates]
+        if len(planned) == 1:
+            return planned[0]
+        return min(planned, key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
+
+    def _scheduled(
+        self, domain: DomainPlan, policy: SchedulePolicy, ranks: Sequence[int], frozen: frozenset[str]
+    ) -> DomainPlan:
+        """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
+        domain = self._with_chunks(domain, policy.quanta)
+        domain = replace(domain, bounds=self._bounds(domain, policy))
+        if not policy.quanta:
             domain = self._with_routes(domain, ranks)
-        order = self._order(domain, frozen) if train else build_forward_only(domain)
-        if places:
+        costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)
+        order = policy(domain, Facts(costs, kept, self._slots, frozen))
+        if policy.quanta:
             domain = self._with_routes(as_ordered(domain, order), ranks)
-        domain = replace(domain, ops=_lists(without_frozen(order, domain, frozenset(frozen)), domain))
+        return self._with_ops(domain, without_frozen(order, domain, frozen))
+
+    def _with_chunks(self, domain: DomainPlan, quanta: int) -> DomainPlan:
+        """Make chunks of a domain's items: so many quanta for each slot and microbatch, if any."""
+        count = quanta * len(domain.microbatches)
+        chunking = partial(make_quanta, count=count) if quanta else self.chunking
+        return replace(domain, chunks=chunking(domain.items, self._slots, self.sharing, self._tokens_cost))
+
+    def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
+        """Make op lists of an order of compute, with communication and all reductions."""
+        domain = replace(domain, ops=_lists(order, domain))
         if not self.single_queue:
             return domain
         return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_costs(domain, self.table)))))
-
-    def _chunks(self, items: Sequence[PlannedItem], microbatches: int, train: bool) -> tuple[Chunk, ...]:
-        """Make chunks of a domain's items: quanta, if its schedule says where they run."""
-        quanta = self.policies.schedule.quanta if train else 0
-        chunking = partial(make_quanta, count=quanta * microbatches) if quanta else self.chunking
-        return chunking(items, self._slots, self.sharing, self._tokens_cost)
 
     def _with_routes(self, domain: DomainPlan, ranks: Sequence[int]) -> DomainPlan:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""
@@ -184,11 +206,13 @@ class DomainPlanner:
             for part in reversed(range(num_parts if component == self.llm else 1))
         )
 
-    def _bounds(self, domain: DomainPlan) -> tuple[tuple[str, int], ...]:
-        """Bytes of each part's activations: of the most microbatches that the schedule has in flight."""
+    def _bounds(self, domain: DomainPlan, policy: SchedulePolicy) -> tuple[tuple[str, int], ...]:
+        """Bytes of each part's activations: of the most microbatches that a schedule has in flight, and of
+        encoders what the configuration allows, if it bounds them.
+        """
         kept, bounds = plan_memory(domain, self.table), []
         for part in range(domain.num_parts):
-            most = self.policies.schedule.in_flight(domain, part)
+            most = policy.in_flight(domain, part)
             first = domain.holder(part, 0)
             sizes = (
                 sorted(
@@ -198,6 +222,8 @@ class DomainPlanner:
                 for rank in range(first, first + domain.stage_size, domain.tp)
             )
             bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
+        if self.encoder_bytes is not None:
+            bounds += [(name, self.encoder_bytes) for name in self._slots]
         return tuple(bounds)
 
     @cached_property
@@ -254,11 +280,6 @@ class DomainPlanner:
                 )
             start += length(meta)
         return items
-
-    def _order(self, domain: DomainPlan, frozen: Sequence[str]) -> Order:
-        """Order the compute of a step of training."""
-        costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)
-        return self.policies.schedule(domain, Facts(costs, kept, self._slots, frozenset(frozen)))
 
 
 def _lists(order: Order, domain: DomainPlan) -> tuple[tuple[Op, ...], ...]:

@@ -126,6 +126,7 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         share=share,
         # Until several GPUs have shown that separate communicators never block each other.
         single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
+        encoder_bytes=config.pipeline.encoder_bytes,
     )
     return RunSpec(
         config=config,

@@ -83,7 +83,8 @@ class SchedulePolicy(Policy):
 
     A schedule with `quanta` says where chunks run: a chunk of one slot goes where the order encodes it. Items
     that stay whole come to it as about so many chunks for each slot and microbatch, of about equal cost, and
-    routes are planned after it.
+    routes are planned after it. Of a policy with `candidates` nothing else counts: the planner plans with
+    each of them and keeps what takes the least simulated time.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -91,6 +92,7 @@ class SchedulePolicy(Policy):
     in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
     parts: int | None = 1
     quanta: int = 0
+    candidates: tuple["SchedulePolicy", ...] = ()
 
     def __call__(self, domain: DomainPlan, facts: Facts) -> Order:
         """Order the compute of every team.
@@ -101,6 +103,16 @@ class SchedulePolicy(Policy):
         order = self.decide(domain, facts)
         self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
         return order
+
+
+def candidates_of(policy: SchedulePolicy, parts: int) -> tuple[SchedulePolicy, ...]:
+    """Return the schedules to plan with: a policy, or its candidates for so many parts of the LLM on a rank.
+
+    Of these, schedules for any number of parts are tried where there are several.
+    """
+    if not policy.candidates:
+        return (policy,)
+    return tuple(each for each in policy.candidates if (each.parts is None) == (parts > 1))
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:

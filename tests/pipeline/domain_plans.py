@@ -18,7 +18,7 @@ from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
 LLM = COMPONENTS.index("llm")
-BUILDERS = own(SchedulePolicy)
+BUILDERS = {name: policy for name, policy in own(SchedulePolicy).items() if not policy.candidates}
 SCHEDULES = (*BUILDERS, "forward_only")
 UNIT = 4  # tokens of an item for each of its rows
 

@@ -1,0 +1,31 @@
+"""Auto: the schedule among several that takes the least simulated time, step by step.
+
+Which one that is depends on the step: with a few very long items, encoding before the pipeline balances best;
+with many, filling the pipeline's bubbles does.
+"""
+
+from pipeline.builders.encode_first import ENCODE_FIRST
+from pipeline.builders.interleaved import INTERLEAVED
+from pipeline.builders.joint import JOINT, JOINT_INTERLEAVED, JOINT_ZERO_BUBBLE_H1
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy
+from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1
+from pipeline.domain_plan import DomainPlan
+
+
+def _by_its_candidates(domain: DomainPlan, facts: Facts) -> Order:
+    raise AssertionError("auto is planned by its candidates")
+
+
+AUTO = SchedulePolicy(
+    "auto",
+    _by_its_candidates,
+    parts=None,
+    candidates=(
+        ENCODE_FIRST,
+        ZERO_BUBBLE_H1,
+        JOINT,
+        JOINT_ZERO_BUBBLE_H1,
+        INTERLEAVED,
+        JOINT_INTERLEAVED,
+    ),
+)
