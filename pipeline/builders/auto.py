@@ -21,11 +21,11 @@ AUTO = SchedulePolicy(
     _by_its_candidates,
     parts=None,
     candidates=(
-        ENCODE_FIRST,
-        ZERO_BUBBLE_H1,
+        JOINT_ZERO_BUBBLE_H1,  # the first of equals is kept: split backwards bear costs that are off
         JOINT,
-        JOINT_ZERO_BUBBLE_H1,
-        INTERLEAVED,
+        ZERO_BUBBLE_H1,
+        ENCODE_FIRST,
         JOINT_INTERLEAVED,
+        INTERLEAVED,
     ),
 )

@@ -10,7 +10,7 @@ pass must wait, and in the cool-down. Three steps:
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pipeline.builders.alone import rooms_of, timed_passes
@@ -73,20 +73,25 @@ def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum
     for number, chunk in enumerate(domain.chunks):
         encode, back = Op(Kind.ENCODE, number), Op(Kind.ENCODE_BACKWARD, number)
         ranks, learns = chunk.ranks[:: chunk.tp], chunk.component not in facts.frozen
-        encode_ns = max([1, *[compute_ns(rank, encode) for rank in ranks]])
+        encode_ns = max(1, _most(compute_ns, ranks, encode))
         quanta.append(
             Quantum(
                 encode=encode,
                 back=back,
                 microbatches=chunk.microbatches,
                 encode_ns=encode_ns,
-                back_ns=max([1, *[compute_ns(rank, back) for rank in ranks]]) if learns else 0,
-                kept=max([facts.kept(rank, encode) for rank in ranks]) if learns else 0,
+                back_ns=max(1, _most(compute_ns, ranks, back)) if learns else 0,
+                kept=_most(facts.kept, ranks, encode) if learns else 0,
                 learns=learns,
                 is_long=encode_ns > longest_pass,
             )
         )
     return quanta
+
+
+def _most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
+    """The most that an op takes, or keeps, on any of `ranks`."""
+    return of(ranks[0], op) if len(ranks) == 1 else max(of(rank, op) for rank in ranks)
 
 
 def _deal(
