@@ -36,12 +36,13 @@ from pipeline.builders import (
     AUTO,
     ENCODE_FIRST,
     JOINT,
+    JOINT_ZERO_BUBBLE_H1,
+    JOINT_ZERO_BUBBLE_H2,
     ONE_F_ONE_B,
     Facts,
     SchedulePolicy,
     as_ordered,
 )
-from pipeline.builders.joint import JOINT_ZERO_BUBBLE_H1
 from pipeline.builders.schedule import candidates_of
 from pipeline.costs import Costs
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem
@@ -55,7 +56,7 @@ STAGES, MICROBATCHES = 8, 32
 RATIOS = (0.05, 0.15, 0.5, 1.0, 2.0)
 QUANTA = 2  # for each rank and microbatch
 FORWARD = 1_000_000  # nanoseconds of a stage
-WHOLE, SPLIT = JOINT, JOINT_ZERO_BUBBLE_H1
+WHOLE, SPLIT = JOINT, JOINT_ZERO_BUBBLE_H2
 TARGETS = {"whole": (1.17, 1.08, 1.03, 1.03, 1.02), "split": (1.05, 1.05, 1.01, 1.01, 1.01)}
 ONE_QUEUE, HALF, AUTO_OFF, BUILDING_MS = 0.02, 1.06, 1.03, 50
 NOISE = 0.3
@@ -261,7 +262,7 @@ def longer_steps(seeds: Sequence[int]) -> list[dict[str, float]]:
     room, rows = MICROBATCHES * QUANTA // 2, []
     for microbatches in (32, 64, 128):
         cases = [make_case(1.0, seed, microbatches=microbatches) for seed in seeds]
-        lists = [build(case, SPLIT, room) for case in cases]
+        lists = [build(case, JOINT_ZERO_BUBBLE_H1, room) for case in cases]
         rows.append(
             {
                 "microbatches": microbatches,

@@ -4,7 +4,12 @@ from pipeline.builders.auto import AUTO
 from pipeline.builders.encode_first import ENCODE_FIRST
 from pipeline.builders.gpipe import GPIPE
 from pipeline.builders.interleaved import INTERLEAVED
-from pipeline.builders.joint import JOINT, JOINT_INTERLEAVED, JOINT_ZERO_BUBBLE_H1
+from pipeline.builders.joint import (
+    JOINT,
+    JOINT_INTERLEAVED,
+    JOINT_ZERO_BUBBLE_H1,
+    JOINT_ZERO_BUBBLE_H2,
+)
 from pipeline.builders.one_f_one_b import ONE_F_ONE_B
 from pipeline.builders.schedule import (
     Builder,
@@ -26,6 +31,7 @@ __all__ = [
     "JOINT",
     "JOINT_INTERLEAVED",
     "JOINT_ZERO_BUBBLE_H1",
+    "JOINT_ZERO_BUBBLE_H2",
     "ONE_F_ONE_B",
     "ZERO_BUBBLE_H1",
     "ZERO_BUBBLE_H2",

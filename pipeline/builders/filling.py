@@ -178,7 +178,7 @@ class _Machine:
                 if self.barrier is None and (self.barriers or self.barriers_back):
                     free.update(self.next_barrier(now))
                 for unit in sorted(free, reverse=True):
-                    if self.running[unit] is None and unit not in self.come | self.gathered:
+                    if self.running[unit] is None and not (unit in self.come or unit in self.gathered):
                         self.choose(unit, now)
             if not self.force(now):
                 break
@@ -258,6 +258,9 @@ class _Machine:
             self.entering[crew] = one.op.index + 1
             self.enters = min(self.entering.values())
         units = self.crews.crews[crew]
+        if len(units) == 1:
+            self.start(unit, one.op, one, now + one.ns)
+            return
         self.gathering[crew], self.absent[crew] = one, len(units)
         for other in units:
             if other != unit and self.running[other] is None:

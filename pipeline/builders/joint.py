@@ -20,7 +20,7 @@ from pipeline.builders.interleaved import interleaved_passes
 from pipeline.builders.one_f_one_b import one_f_one_b_passes
 from pipeline.builders.schedule import Facts, Order, Passes, SchedulePolicy, most_in_flight
 from pipeline.builders.shares import Room, deal_out, share_out
-from pipeline.builders.zero_bubble import zb_h1_passes
+from pipeline.builders.zero_bubble import zb_h1_passes, zb_h2_passes
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.policies import Slot
@@ -169,3 +169,4 @@ def joint_over(name: str, passes: Passes, parts: int | None = 1) -> SchedulePoli
 JOINT = joint_over("joint", one_f_one_b_passes)
 JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, parts=None)
 JOINT_ZERO_BUBBLE_H1 = joint_over("joint_zero_bubble_h1", zb_h1_passes)
+JOINT_ZERO_BUBBLE_H2 = joint_over("joint_zero_bubble_h2", zb_h2_passes)

@@ -54,9 +54,12 @@ class Case:
         "gpipe",
         "interleaved",
         "zero_bubble_h1",
+        "zero_bubble_h2",
         "joint",
         "joint_interleaved",
         "joint_zero_bubble_h1",
+        "joint_zero_bubble_h2",
+        "auto",
     )
     recompute: str = _axis("none", "full")
     boundary: str = _axis("auto", "two_level", "reduce_scatter")

@@ -98,6 +98,7 @@ def test_each_schedule_holds_what_it_says(stages):
         "joint": expected["one_f_one_b"],
         "joint_interleaved": expected["interleaved"],
         "joint_zero_bubble_h1": expected["zero_bubble_h1"],
+        "joint_zero_bubble_h2": expected["zero_bubble_h2"],
     }
     for schedule, policy in BUILDERS.items():
         domain = domain_of(schedule, stages, microbatches)
