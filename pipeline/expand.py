@@ -4,8 +4,8 @@
 - SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
 - RETURN(m) is issued as soon as the rank's own backward of m is done, long before any rank waits for it: a
   return issued only where it is needed would make every chunk a barrier. All ranks return in the order in
-  which the first one goes back. A rank beside the LLM has no backward to wait for, so it issues all returns
-  before its first encoder backward.
+  which the first one goes back. A rank beside the LLM has no backward to wait for: it issues each return with
+  its shipment, or ranks that it shares the domain with would wait for it to go back itself.
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
   no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
@@ -122,9 +122,8 @@ class _Expanded:
 
     def encode_backward(self, op: Op) -> None:
         assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
-        if not self.parts:
-            self.return_ready()
         for m in self.domain.chunks[op.index].microbatches:
+            self.wait(Kind.SHIP, m)
             self.wait(Kind.RETURN, m)
         self.run_op(op)
 
@@ -195,9 +194,12 @@ class _Expanded:
     def ship_ready(self) -> None:
         while self.ships and not any(self.unencoded[: self.ships[0] + 1]):
             self.issue(Kind.SHIP, self.ships.popleft())
+            if not self.parts:
+                self.return_ready()
 
     def return_ready(self) -> None:
-        while self.returns and not self.unpassed[self.returns[0]]:
+        while self.returns and not self.unpassed[self.returns[0]] and self.returns[0] not in self.ships:
             m = self.returns.popleft()
-            self.wait(Kind.SHIP, m)
+            if self.parts:
+                self.wait(Kind.SHIP, m)
             self.issue(Kind.RETURN, m)

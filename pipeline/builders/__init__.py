@@ -1,6 +1,7 @@
 """Schedules, one a file, and the policy that each is."""
 
 from pipeline.builders.auto import AUTO
+from pipeline.builders.disaggregated import DISAGGREGATED
 from pipeline.builders.encode_first import ENCODE_FIRST
 from pipeline.builders.gpipe import GPIPE
 from pipeline.builders.interleaved import INTERLEAVED
@@ -25,6 +26,7 @@ from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
 
 __all__ = [
     "AUTO",
+    "DISAGGREGATED",
     "ENCODE_FIRST",
     "GPIPE",
     "INTERLEAVED",

@@ -65,7 +65,7 @@ class _Needs:
         elif kind is Kind.SHIP:
             yield from self.encodes[m]
         elif kind is Kind.RETURN:
-            yield fields(Kind.WAIT, m, on=Kind.SHIP)
+            yield fields(Kind.SHIP, m)
             for own in self.with_rows:
                 yield self.backward(m, own)
         elif kind is Kind.ENCODE_BACKWARD:

@@ -51,6 +51,7 @@ class Case:
     schedule: str = _axis(
         "encode_first",
         "one_f_one_b",
+        "disaggregated",
         "gpipe",
         "interleaved",
         "zero_bubble_h1",
@@ -189,11 +190,18 @@ def _blocks(layout: Case) -> Iterator[tuple[tuple[Any, ...], ...]]:
             AXES["model"] if case.ep == 1 else ("experts",),
             AXES["encoder_sp"] if slots > 1 else ("none",),
             AXES["llm_sp"] if found.pool > 1 else ("uniform",),
-            tuple(s for s in AXES["schedule"] if "interleaved" not in s or 2 * case.pp <= LAYERS),
+            tuple(s for s in AXES["schedule"] if _schedules(case, s)),
             AXES["recompute"],
             AXES["boundary"] if found.domain_size > 1 else ("auto",),
             AXES["data"] if slots * found.num_domains > 1 else ("mixed",),
         )
+
+
+def _schedules(case: Case, schedule: str) -> bool:
+    """Whether a layout can have a schedule, and one that changes something."""
+    if schedule == "disaggregated":
+        return case.beside > 0
+    return "interleaved" not in schedule or 2 * case.pp <= LAYERS
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Each builder against what its paper says: bubbles on even stages, activations held, gradients put off."""
 
 import pytest
-from domain_plans import BUILDERS, Shape, make_plan
+from domain_plans import BUILDERS, Shape, Work, make_plan
 
 from parallel.work import Grad
 from pipeline.builders.schedule import held_at_most
@@ -90,6 +90,7 @@ def test_each_schedule_holds_what_it_says(stages):
         "gpipe": lambda stage: microbatches,
         "one_f_one_b": lambda stage: stages - stage,
         "encode_first": lambda stage: stages - stage,
+        "disaggregated": lambda stage: stages - stage,
         "zero_bubble_h1": lambda stage: stages,
         "zero_bubble_h2": lambda stage: 2 * stages - 1,
         "interleaved": lambda stage: stages - stage,
@@ -130,3 +131,67 @@ def test_zero_bubble_puts_the_weights_of_a_later_stage_off_longer(schedule, ahea
             for m in range(12 - stage * ahead)
         ]
         assert between == [stage * ahead] * len(between)
+
+
+# Encoders.
+
+
+def compute_of(ops: tuple[Op, ...]) -> str:
+    """The compute of a list in short: e0 and E0 encode and go back, f0 and B0 are passes."""
+    short = {Kind.ENCODE: "e", Kind.ENCODE_BACKWARD: "E", Kind.FORWARD: "f", Kind.BACKWARD: "B"}
+    return " ".join(f"{short[op.kind]}{op.index}" for op in ops if op.kind in short)
+
+
+def with_encoders(
+    schedule: str, stages: int, microbatches: int, rank: int, beside: int = 0, frozen: tuple[str, ...] = ()
+) -> DomainPlan:
+    """A chunk of each microbatch on `rank`, or in turn on the `beside` ranks from there on."""
+    ranks = [rank + m % max(1, beside) for m in range(microbatches)]
+    work = [Work("image", m, (ranks[m],), (2,)) for m in range(microbatches)]
+    home = (min(ranks), max(ranks) + 1)
+    shape = Shape(stages, beside=beside, homes=(home, home))
+    return make_plan(shape, microbatches, work, schedule, frozen).domain
+
+
+def test_on_the_first_stage_1f1b_encodes_right_before_and_goes_back_right_after():
+    first, last = with_encoders("one_f_one_b", 2, 4, rank=0).ops
+    assert compute_of(first) == "e0 f0 e1 f1 B0 E0 e2 f2 B1 E1 e3 f3 B2 E2 B3 E3"
+    assert compute_of(last) == "f0 B0 f1 B1 f2 B2 f3 B3"
+    for frozen, expected in (
+        (("image",), "e0 f0 e1 f1 B0 e2 f2 B1 e3 f3 B2 B3"),
+        (("llm",), "e0 f0 e1 f1 B0 E0 e2 f2 B1 E1 e3 f3 B2 E2 B3 E3"),
+    ):
+        assert compute_of(with_encoders("one_f_one_b", 2, 4, 0, frozen=frozen).ops[0]) == expected
+
+
+def test_beside_the_llm_encoders_are_a_few_microbatches_ahead_of_the_first_stage():
+    ops = with_encoders("disaggregated", 2, 6, rank=2, beside=1).ops
+    assert compute_of(ops[0]) == "f0 f1 B0 f2 B1 f3 B2 f4 B3 f5 B4 B5"
+    assert compute_of(ops[2]) == "e0 e1 e2 e3 E0 e4 E1 e5 E2 E3 E4 E5"
+    one, two = with_encoders("disaggregated", 2, 6, rank=2, beside=2).ops[2:]
+    assert compute_of(one) == "e0 e2 e4 E0 E2 E4"
+    assert compute_of(two) == "e1 e3 e5 E1 E3 E5"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("beside", [1, 2, 3])
+def test_what_ranks_beside_the_llm_hold_does_not_grow_with_the_step(stages, beside):
+    for microbatches in (4, 12, 24):
+        for ops in with_encoders("disaggregated", stages, microbatches, stages, beside).ops[stages:]:
+            held = [m for op in ops for m in [(op.kind is Kind.ENCODE) - (op.kind is Kind.ENCODE_BACKWARD)]]
+            most = max(sum(held[: at + 1]) for at in range(len(held)))
+            assert most <= -(-stages // beside) + 2
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    "beside, encode, back", [(1, 400, 800), (1, 10, 1250), (2, 800, 1700), (3, 1260, 2520)]
+)
+def test_encoders_that_keep_up_cost_their_first_forward_and_their_last_backward(stages, beside, encode, back):
+    """Ratios of ranks that make as many rows in the time of a stage as it consumes."""
+    microbatches, whole = 16, FORWARD + INPUT + WEIGHT
+    assert encode + back <= beside * whole
+    domain = with_encoders("disaggregated", stages, microbatches, stages, beside)
+    ns = {Kind.ENCODE: encode, Kind.ENCODE_BACKWARD: back, Kind.FORWARD: FORWARD, Kind.REDUCE: 0}
+    taken = run(domain, lambda rank, op: ns.get(op.kind, INPUT + WEIGHT), lambda op: 0).makespan_ns
+    assert taken == encode + (microbatches + stages - 1) * whole + back

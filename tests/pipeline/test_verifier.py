@@ -26,7 +26,7 @@ from random_ranks import DataError, DeadlockError, RandomRanks
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from pipeline.domain_plan import ItemRows, Point
-from pipeline.ops import Kind, Op
+from pipeline.ops import COLLECTIVE, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError, verify
@@ -468,11 +468,11 @@ def test_two_ranks_of_a_slot_that_encode_in_opposite_orders_are_refused():
 
 
 def _ships_last(ops: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Issue all ships after the last encode of this rank."""
-    ships = [op for op in ops if op.kind is Kind.SHIP]
-    rest = [op for op in ops if op.kind is not Kind.SHIP]
-    last = max((at for at, op in enumerate(rest) if op.kind is Kind.ENCODE), default=-1)
-    return (*rest[: last + 1], *ships, *rest[last + 1 :])
+    """Issue all ships, and returns that go with them, after the last encode of this rank."""
+    last = max((at for at, op in enumerate(ops) if op.kind is Kind.ENCODE), default=-1)
+    first = ops[: last + 1]
+    later = [op for op in first if op.kind in COLLECTIVE]
+    return (*(op for op in first if op not in later), *later, *ops[last + 1 :])
 
 
 def test_opposite_orders_of_backward_are_refused():

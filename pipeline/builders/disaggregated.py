@@ -1,0 +1,51 @@
+"""Disaggregated: ranks beside the LLM encode a few microbatches ahead of its first stage, and go back through
+what they encoded as gradients return.
+
+1F1B holds the activations of as many microbatches at the first stage as there are stages, so gradients of a
+microbatch return after that many forwards. Ranks beside the LLM encode that many before they go back through
+the first, and `AHEAD` chunks more each: what they hold is bounded, however long the step. As long as they
+make rows at least as fast as a stage consumes them, the first stage never waits for rows but the first
+(tests/pipeline/test_builders.py): for each microbatch that it runs forward and back, they do so too. Any
+number of such ranks serve any number of replicas, since a microbatch is one for the whole domain.
+"""
+
+from pipeline.builders.one_f_one_b import build_one_f_one_b
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, chunks_by_team
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+
+AHEAD = 2
+"""Chunks of a rank: one whose rows are under way, and one that it encodes."""
+
+
+def build_disaggregated(domain: DomainPlan, facts: Facts) -> Order:
+    """1F1B, with encoder work beside it in the order of microbatches.
+
+    Encoders on ranks of the LLM work as under `one_f_one_b`. All ranks beside it run ahead by one number of
+    microbatches, so that those which share chunks meet them in one order: if they take turns, each has a
+    chunk of every so many microbatches only.
+    """
+    order = build_one_f_one_b(domain, facts)
+    beside = {
+        team: mine
+        for team, mine in enumerate(chunks_by_team(domain))
+        if domain.stage(team * domain.team) is None
+    }
+    chunks = max(map(len, beside.values()), default=0)
+    if chunks:
+        turn = -(-len(domain.microbatches) // chunks)
+        for team, mine in beside.items():
+            order[team] = _around(mine, domain.num_stages + AHEAD * turn)
+    return order
+
+
+def _around(chunks: list[tuple[int, int, int]], most: int) -> list[Op]:
+    """Order the chunks of a team, (number, first microbatch, last one): going back through a chunk follows
+    the chunks that begin less than `most` microbatches after it ends.
+    """
+    timed = [(2 * first, Op(Kind.ENCODE, c)) for c, first, _ in chunks]
+    timed += [(2 * (last + most) - 1, Op(Kind.ENCODE_BACKWARD, c)) for c, _, last in chunks]
+    return [op for _, op in sorted(timed, key=lambda entry: entry[0])]
+
+
+DISAGGREGATED = SchedulePolicy("disaggregated", build_disaggregated)
