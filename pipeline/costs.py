@@ -11,7 +11,7 @@ from functools import cache
 from parallel.costs import CostTable
 from parallel.learning import Sample
 from pipeline.domain_plan import DomainPlan, Share
-from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
+from pipeline.ops import COLLECTIVE, COMPUTE, Kind, Op
 from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
@@ -29,11 +29,11 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
         cost = table.parts[part]
         if share is None:
             return cost.reduce_ns
-        key = (part, op.kind, op.grad, share)
+        grad = domain.made_by(op)
+        key = (part, grad, share)
         ns = times.get(key)
         if ns is None:
-            forward = op.kind in (Kind.FORWARD, Kind.ENCODE)
-            ns = times[key] = cost.forward_ns(*share) if forward else cost.backward_ns(*share, op.grad)
+            ns = times[key] = cost.backward_ns(*share, grad) if grad else cost.forward_ns(*share)
         return ns
 
     @cache
@@ -69,7 +69,7 @@ def measured(
         if op.kind in COMPUTE:
             part, share = part_of(domain, table, rank, op)
             assert share is not None
-            direction = op.grad if op.kind in BACKWARDS else None
+            direction = domain.made_by(op)
             talk = table.parts[part].talk_ns(share.tokens, share.exchange_ns, direction) if talks else 0
             yield Sample(part, direction, share.tokens, share.squares, busy_ns - talk)
 
@@ -126,9 +126,8 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
             part, share = part_of(timeline.domain, table, rank, op)
             assert share is not None
             computed += compute_ns(rank, op)
-            layers += table.parts[part].talk_ns(
-                share.tokens, share.exchange_ns, op.grad if op.kind in BACKWARDS else None
-            )
+            grad = timeline.domain.made_by(op)
+            layers += table.parts[part].talk_ns(share.tokens, share.exchange_ns, grad)
         elif op.kind is Kind.WAIT:
             assert transfer is not None
             moving = max(0, min(event.end_ns, transfer.done) - max(event.start_ns, transfer.start))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from parallel.boundary import Route
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile
+from parallel.work import Grad
 from pipeline.digest import digest_of
-from pipeline.ops import Kind, Op
+from pipeline.ops import BACKWARDS, Kind, Op
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,19 @@ class DomainPlan:
             tuple(t * self.team for t, parts in enumerate(self.holds) if part in parts)
             for part in range(self.num_parts)
         )
+
+    @cached_property
+    def llm_learns(self) -> bool:
+        """Whether weights of the LLM learn in this step: their gradients are reduced."""
+        return any(number == self.llm for number, _ in self.reductions)
+
+    def made_by(self, op: Op) -> Grad | None:
+        """Return which gradients an op makes, None for a forward. The backward of a frozen LLM makes those of
+        its inputs alone, although it is not split.
+        """
+        if op.kind not in BACKWARDS:
+            return None
+        return op.grad if op.kind is Kind.ENCODE_BACKWARD or self.llm_learns else Grad.INPUT
 
     def ops_of(self, rank: int) -> tuple[Op, ...]:
         """Return the op list of a position."""

@@ -91,7 +91,9 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Counter[str]]:
             yield _sum(held) + Counter(activations=forward.kept + forward.workspace)
     elif op.kind in BACKWARDS:
         _, part, load = work.of(op)
-        backward = part.backward(load, op.grad)
+        grad = work.domain.made_by(op)
+        assert grad is not None
+        backward = part.backward(load, grad)
         yield _sum(held) + Counter(workspace=backward.workspace)
         done = {key: value for key, value in held.items() if key != _kept(op)}
         yield _sum(done) + Counter(workspace=backward.last)
@@ -143,7 +145,7 @@ def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
 def _backward(work: RankWork, op: Op, held: Held) -> None:
     m, p = op.index, op.part
     held.pop(_kept(op), None)
-    if op.grad is Grad.INPUT:
+    if op.grad is Grad.INPUT and (op.kind is Kind.ENCODE_BACKWARD or work.domain.llm_learns):
         _, part, load = work.of(op)
         held[_kept(op)] = "workspace", part.backward(load, op.grad).kept
     if op.grad is Grad.WEIGHT:

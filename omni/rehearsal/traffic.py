@@ -16,7 +16,7 @@ from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
 from parallel.work import Collective
-from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
+from pipeline.ops import COMPUTE, Kind, Op
 
 Messages = Mapping[int, int]
 Call = tuple[str, str, Messages, int]
@@ -36,7 +36,8 @@ def _calls(spec: RunSpec, work: RankWork) -> Iterator[Call]:
     for op in work.domain.ops_of(work.position):
         if op.kind in COMPUTE:
             component, part, load = work.of(op)
-            done = part.backward(load, op.grad) if op.kind in BACKWARDS else part.forward(load)
+            grad = work.domain.made_by(op)
+            done = part.backward(load, grad) if grad else part.forward(load)
             yield from _of_part(spec, work, component, done.collectives)
         elif op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
             yield _hand_on(spec, work, op)

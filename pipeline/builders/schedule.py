@@ -175,11 +175,10 @@ def without_frozen(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> 
     the LLM's weights, through which the others' gradients still pass.
     """
     idle = {number for number, chunk in enumerate(domain.chunks) if chunk.component in frozen}
-    llm_learns = any(number == domain.llm for number, _ in domain.reductions)
 
     def runs(op: Op) -> bool:
         if op.kind is Kind.BACKWARD:
-            return llm_learns or op.makes_input
+            return domain.llm_learns or op.makes_input
         return op.kind is not Kind.ENCODE_BACKWARD or op.index not in idle
 
     return [[op for op in ops if runs(op)] for ops in order]

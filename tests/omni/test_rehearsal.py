@@ -278,6 +278,18 @@ def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
             assert modelled.peak[kind] == pytest.approx(found.peak[kind], rel=1e-3)
 
 
+@pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1"])
+def test_the_backward_of_a_frozen_llm_sends_what_gradients_of_its_inputs_take(
+    data: Path, schedule: str
+) -> None:
+    more = ["layout.llm.tp=2", "layout.llm.pp=2", "+optim.components={llm: {frozen: [[1, 3]]}}"]
+    spec = for_gpus(small_job(data, 4, *more, f"pipeline={schedule}"))
+    plan = plan_of_step(spec, 1)
+    found, modelled = rehearse(spec, plan, 3).footprint, model_footprint(spec, plan, 3)
+    assert modelled.traffic == found.traffic
+    assert modelled.bytes == pytest.approx(found.bytes, rel=0.03)
+
+
 def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     cut = ["model.llm.layers=8", "model.encoders.image.layers=2", "data.step_tokens=65536"]
     config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])

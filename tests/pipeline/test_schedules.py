@@ -243,6 +243,14 @@ def test_one_f_one_b_takes_the_time_of_the_closed_form(stages, microbatches):
     assert timeline.waited_ns(0) == (stages - 1) * (10 + 20)
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "encode_first", "gpipe", "zero_bubble_h1"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_backward_of_a_frozen_llm_takes_what_gradients_of_its_inputs_do(stages, schedule):
+    domain = make_plan(stages, 5, [], schedule, frozen=("llm",)).domain
+    timeline = simulate(domain, table(stages, forward_ns=10, encode_ns=0))
+    assert timeline.makespan_ns == (5 + stages - 1) * (10 + 10)
+
+
 def test_forward_only_takes_the_time_of_the_closed_form():
     domain = make_plan(3, 5, [], "forward_only").domain
     timeline = simulate(domain, table(3, forward_ns=10, encode_ns=0, message_ns=1))
