@@ -323,7 +323,8 @@ class Trainer:
         read_state(path, files, self.rank.components, self.rank.names, self.rank.stage, self.rank.rank)
         self.step, self.cursor = manifest["step"], manifest["cursor"]
         self.progression = Progression(**manifest["progression"])
-        if not self.tables.restore(manifest["cost_tables"]) and self.rank.is_first:
+        costs = manifest.get("cost_tables")  # older checkpoints have none
+        if costs is not None and not self.tables.restore(costs) and self.rank.is_first:
             print("note: costs are as stated again: those learnt are of another layout, model or cluster")
         return self.step
 
