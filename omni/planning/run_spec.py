@@ -93,8 +93,7 @@ def prepare_run(config: Config, world: int) -> RunSpec:
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
     check_parts(arrangement.llm.parts, policies.pipeline)
-    _check_choices(config)
-    check_optim(config.optim, (LLM, *encoders), config.train.steps)
+    _check_choices(config, (LLM, *encoders))
     tokenizer = tokenizer_of(config)
     indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
     heldout = _open_all("data.heldout", config.data.heldout, tokenizer, by_modality)
@@ -196,7 +195,8 @@ def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]
         return encoders[name].count(size)
 
 
-def _check_choices(config: Config) -> None:
+def _check_choices(config: Config, components: tuple[str, ...]) -> None:
+    """Refuse values that are none of those known, or below the least."""
     for key, value, known in (
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
@@ -217,6 +217,8 @@ def _check_choices(config: Config) -> None:
     require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
     require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)
     require("cluster", config.cluster, "efficiency", least=1e-6)
+    require("pipeline", config.pipeline, "encoder_bytes")
+    check_optim(config.optim, components, config.train.steps)
     for name, source in config.data.sources.items():
         require(f"data.sources.{name}", source, "weight", least=0)
     for name, heldout in config.data.heldout.items():
