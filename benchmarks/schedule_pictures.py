@@ -1,6 +1,6 @@
 """One step under every schedule, drawn one above the other, with what its idle time is made of. Simulated.
 
-    python benchmarks/schedule_pictures.py [schedules.svg] [--trace longtail] [OVERRIDES]
+    python benchmarks/schedule_pictures.py [schedules.svg] [--trace longtail] [--only stage0,joint] [OVERRIDES]
 
 A model of 1 B with an encoder of 0.4 B, four stages of one GPU, 131,072 tokens of the trace: the same samples
 under each schedule, each list as GPUs run it, with one queue a rank. The last line is JSON: the simulated
@@ -41,6 +41,7 @@ DRAWN = {
     "joint (1F1B)": ("pipeline=joint",),
     "joint_interleaved, two parts a rank": ("pipeline=joint_interleaved", "layout.llm.parts=2"),
     "joint_zero_bubble_h1": ("pipeline=joint_zero_bubble_h1",),
+    "auto": ("pipeline=auto",),
 }
 
 
@@ -65,11 +66,14 @@ def main() -> int:
     )
     parser.add_argument("picture", type=Path, nargs="?", help="where to draw, such as schedules.svg")
     parser.add_argument("--trace", default="longtail")
+    parser.add_argument("--only", default="", help="beginnings of the titles to draw, with commas between")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     pictures: list[tuple[str, list[Row]]] = []
     results = {}
     for title, overrides in DRAWN.items():
+        if not title.startswith(tuple(arguments.only.split(","))):
+            continue
         with tempfile.TemporaryDirectory() as folder:
             timeline = timeline_of(prepare(Path(folder), arguments.trace, [*overrides, *arguments.overrides]))
         rows = rows_of(timeline, [f"rank {team}" for team in timeline.domain.teams])
