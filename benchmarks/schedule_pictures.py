@@ -1,6 +1,6 @@
 """One step under every schedule, drawn one above the other, with what its idle time is made of. Simulated.
 
-    python benchmarks/schedule_pictures.py [schedules.svg] [--trace longtail] [--only stage0,joint] [OVERRIDES]
+    python benchmarks/schedule_pictures.py [schedules.svg] [--trace longtail] [--only stage0,joint] [KEYS]
 
 A model of 1 B with an encoder of 0.4 B, four stages of one GPU, 131,072 tokens of the trace: the same samples
 under each schedule, each list as GPUs run it, with one queue a rank. The last line is JSON: the simulated
