@@ -33,6 +33,7 @@ from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import ENCODE_FIRST
+from pipeline.builders.schedule import candidates_of
 from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
@@ -226,9 +227,10 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
     for plan in plans_of_all_domains(planning, 5, cursor):
         planning.verify(plan)
         domain = plan.domain
+        schedules = candidates_of(chosen["policies"].schedule, planning.arrangement.llm.parts)
         for team in domain.teams:
             for part in domain.holds[team]:
-                most = chosen["policies"].schedule.in_flight(domain, part)
+                most = max(schedule.in_flight(domain, part) for schedule in schedules)
                 assert most_in_flight(domain.ops[team], part) <= most
 
 
@@ -293,7 +295,9 @@ def test_long_items_are_shared_where_the_policy_says_so():
             .domain.chunks
             for policy in ("none", "all")
         )
-        assert [chunk.ranks for chunk in own] == [(0,)]
+        # A schedule that places chunks may choose the second stage, which waits for the first.
+        places = schedule.quanta or schedule.candidates
+        assert [chunk.ranks for chunk in own] in ([[(0,)], [(1,)]] if places else [[(0,)]])
         assert [(chunk.ranks, chunk.layout.num_members, chunk.rows) for chunk in shared] == [
             ((0, 1), 2, (500, 500))
         ]
