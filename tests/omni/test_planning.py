@@ -32,11 +32,13 @@ from omni.planning.planner import Planner
 from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
-from pipeline.builders import ENCODE_FIRST
+from pipeline.builders import AUTO, ENCODE_FIRST, JOINT
 from pipeline.builders.schedule import candidates_of
+from pipeline.costs import plan_memory, simulate
 from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
+from pipeline.verifier import PlanRefusedError
 
 
 def trained_on(plans: Iterable[StepPlan]) -> Counter:
@@ -301,6 +303,52 @@ def test_long_items_are_shared_where_the_policy_says_so():
         assert [(chunk.ranks, chunk.layout.num_members, chunk.rows) for chunk in shared] == [
             ((0, 1), 2, (500, 500))
         ]
+
+
+@pytest.mark.parametrize("parts, pp", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("single_queue", [False, True])
+def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queue):
+    world = arrange(Layout(pp=pp, parts=parts), {"eye": 1, "ear": 1}, COLOCATED, 0)
+
+    def taken(schedule):
+        own = planner(
+            world=world,
+            policies=policies_of(LPT, schedule),
+            single_queue=single_queue,
+            table=table(pp * parts),
+            budget=Budget(36, 300, None, "drop"),
+        )
+        return simulate(own.next_step(1, 0, 0).domain, own.table, single_queue).makespan_ns
+
+    candidates = candidates_of(AUTO, parts)
+    assert len(candidates) > 1
+    assert taken(AUTO) == min(map(taken, candidates))
+
+
+def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refuses_others():
+    world = arrange(Layout(pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0)
+
+    def bounded(schedule, most):
+        costs = table(2)
+        eye = replace(costs.parts["eye"], kept_token=100)
+        return planner(
+            world=world,
+            policies=policies_of(LPT, schedule),
+            table=replace(costs, parts={**costs.parts, "eye": eye}),
+            budget=Budget(36, 300, None, "drop"),
+            encoder_bytes=most,
+        )
+
+    roomy = bounded(JOINT, 10**12)
+    plan = roomy.next_step(1, 0, 0)
+    kept = plan_memory(plan.domain, roomy.table)
+    sizes = [kept(chunk.ranks[0], Op(Kind.ENCODE, c)) for c, chunk in enumerate(plan.domain.chunks)]
+    most = max(max(sizes), sum(sizes) // 3)
+    tight = bounded(JOINT, most)
+    tight.verify(tight.next_step(1, 0, 0))
+    first = bounded(ENCODE_FIRST, most)
+    with pytest.raises(PlanRefusedError, match=f"R6: .* than its bound of {most}"):
+        first.verify(first.next_step(1, 0, 0))
 
 
 # The same samples, whoever computes them.
