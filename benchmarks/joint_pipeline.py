@@ -9,7 +9,7 @@ with --quick:
 
 - free: with a queue for each communicator; one: lists for one queue a rank;
 - half: activations of the encoder bounded to half of what `encode_first` holds;
-- shared: a tenth of the encoder's work lies on all eight ranks, which run it together.
+- shared: a tenth of the encoder's work lies on all eight ranks, which run it together; it may cost 0.01.
 
 Further: under one bound of so many bytes, 32, 64 and 128 microbatches; what `auto` chooses, over the best of
 its candidates, by costs of which each is up to 30 % off those of the plan; and what building a schedule of 16
@@ -58,7 +58,7 @@ QUANTA = 2  # for each rank and microbatch
 FORWARD = 1_000_000  # nanoseconds of a stage
 WHOLE, SPLIT = JOINT, JOINT_ZERO_BUBBLE_H2
 TARGETS = {"whole": (1.17, 1.08, 1.03, 1.03, 1.02), "split": (1.05, 1.05, 1.01, 1.01, 1.01)}
-ONE_QUEUE, HALF, AUTO_OFF, BUILDING_MS = 0.02, 1.06, 1.03, 50
+ONE_QUEUE, BARRIERS, HALF, AUTO_OFF, BUILDING_MS = 0.02, 0.01, 1.06, 1.03, 50
 NOISE = 0.3
 
 
@@ -238,7 +238,7 @@ def misses(ratio: float, each: Sequence[dict[str, dict[str, float]]]) -> list[st
     for name, targets in TARGETS.items():
         target = targets[RATIOS.index(ratio)]
         means = {column: statistics.mean(of[name][column] for of in each) for column in each[0][name]}
-        limits = {"free": target, "one": means["free"] + ONE_QUEUE, "shared": target}
+        limits = {"free": target, "one": means["free"] + ONE_QUEUE, "shared": target + BARRIERS}
         limits["shared, one"] = means["shared"] + ONE_QUEUE
         if name == "split" and ratio >= 0.5:
             limits["half"] = HALF
@@ -326,7 +326,7 @@ def main() -> int:
     print("\n".join(str(row) for row in longer))
     failed += [f"peak memory grows: {longer}"] * (len({row["peak"] for row in longer}) > 1)
     failed += [f"longer steps come less near: {longer}"] * (
-        longer[-1]["over bound"] > longer[0]["over bound"] + 1e-9
+        longer[-1]["over bound"] > longer[0]["over bound"] + 0.001
     )
     off = {str(ratio): max(auto_off(ratio, seed) for seed in seeds) for ratio in RATIOS}
     print(f"auto, over the best candidate: {off}; building {building:.0f} ms")

@@ -1,6 +1,7 @@
 """The passes of the LLM by themselves: who waits for whom, and when they would run without encoders."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from pipeline.builders.crews import Crews
 from pipeline.builders.filling import Boundary, Pass, Step, Times
@@ -25,7 +26,7 @@ def timed_passes(
     passes = []
     for crew, of in enumerate(ranks):
         stage = domain.stage(of[0])
-        ops = [] if stage is None else order(stages, domain.num_parts // stages, count, stage)
+        ops = () if stage is None else _ordered(order, stages, domain.num_parts // stages, count, stage)
         passes.append(
             [
                 Pass(
@@ -39,6 +40,12 @@ def timed_passes(
             ]
         )
     return passes
+
+
+@lru_cache(maxsize=256)
+def _ordered(order: Passes, stages: int, parts: int, microbatches: int, stage: int) -> tuple[Op, ...]:
+    """An order of passes, which is the same from step to step."""
+    return tuple(order(stages, parts, microbatches, stage))
 
 
 def _steps(

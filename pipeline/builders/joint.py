@@ -10,8 +10,8 @@ pass must wait, and in the cool-down. Three steps:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 
 from pipeline.builders.alone import rooms_of, timed_passes
 from pipeline.builders.crews import Crews, crews_of
@@ -45,13 +45,28 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     bounds = dict(domain.bounds)
     room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
     units = fill(crews, of_llm, quanta, barriers, boundary, room, lookahead)
-    return [_of_team(domain, team, units[crews.unit_of[team]], slots) for team in domain.teams]
+    narrow = _narrow(domain, crews, free, slots)
+    return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 
 
-def _of_team(domain: DomainPlan, team: int, ops: list[Op], slots: Sequence[Slot]) -> list[Op]:
-    """The ops of a team among those of its unit, which may have wider slots than some chunks need."""
+def _narrow(
+    domain: DomainPlan, crews: Crews, quanta: Sequence[Quantum], slots: Sequence[Slot]
+) -> dict[int, Slot]:
+    """The ranks of chunks that need not all of their units, whose slots of another encoder are wider."""
+    size = [len(unit) * domain.team for unit in crews.units]
+    return {
+        number: slots[number]
+        for number, one in enumerate(quanta)
+        if len(slots[number]) < sum(size[unit] for unit in one.units)
+    }
+
+
+def _of_team(domain: DomainPlan, team: int, ops: list[Op], narrow: Mapping[int, Slot]) -> list[Op]:
+    """The ops of a team among those of its unit."""
+    if not narrow:
+        return list(ops)
     rank = team * domain.team
-    return [op for op in ops if op.kind not in ENCODES or rank in slots[op.index]]
+    return [op for op in ops if op.kind not in ENCODES or rank in narrow.get(op.index, (rank,))]
 
 
 def _boundary(domain: DomainPlan, facts: Facts, crews: Crews) -> Boundary:
@@ -71,7 +86,7 @@ def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum
     compute_ns, _ = facts.costs
     quanta = []
     for number, chunk in enumerate(domain.chunks):
-        encode, back = Op(Kind.ENCODE, number), Op(Kind.ENCODE_BACKWARD, number)
+        encode, back = _ops_of(number)
         ranks, learns = chunk.ranks[:: chunk.tp], chunk.component not in facts.frozen
         encode_ns = max(1, _most(compute_ns, ranks, encode))
         quanta.append(
@@ -87,6 +102,12 @@ def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum
             )
         )
     return quanta
+
+
+@lru_cache(maxsize=1 << 14)
+def _ops_of(chunk: int) -> tuple[Op, Op]:
+    """The two ops of a chunk."""
+    return Op(Kind.ENCODE, chunk), Op(Kind.ENCODE_BACKWARD, chunk)
 
 
 def _most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
