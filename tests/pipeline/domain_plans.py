@@ -174,9 +174,10 @@ def make_plan(
     order = build_forward_only(domain)
     if train:
         builder = BUILDERS[schedule] if isinstance(schedule, str) else schedule
-        facts = Facts(costs or FREE, one, _slots(domain), frozenset(frozen))
+        places = isinstance(builder, SchedulePolicy) and builder.quanta
+        facts = Facts(costs or FREE, one, _slots(domain) if places else {}, frozenset(frozen))
         order = builder(domain, facts)
-        if isinstance(builder, SchedulePolicy) and builder.quanta:
+        if places:
             domain = as_ordered(domain, order)
             domain = replace(domain, routes=plan_routes(domain))
     lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)

@@ -10,6 +10,7 @@ import pytest
 from domain_plans import Shape, Work, make_plan
 from wide_plans import with_split_backwards
 
+from parallel.laws import Law, Laws
 from parallel.tiles import Tile
 from parallel.work import Grad
 from pipeline.builders import INTERLEAVED
@@ -157,6 +158,9 @@ def test_every_field_of_the_step_changes_the_digest_of_its_level(field):
         changed = replace(value, skipped=())
     elif field == "group":
         changed = replace(value, replicas=())
+    elif field == "learnt":
+        law = Law(1, 2, 3)
+        changed = (("image", Laws(law, law, law)),)
     else:
         changed = value[:-1] if isinstance(value, tuple) else changed_leaf(value)
     other = replace(plan, **{field: changed})
