@@ -23,7 +23,6 @@ from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import owned_parameters, rehearse
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.plan import StepPlan
-from pipeline.verifier import verify
 
 TOLERANCE = 0.02
 GIB = 1 << 30
@@ -66,13 +65,14 @@ def main() -> int:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])
         use_trace(config, arguments.trace, Path(folder) / "trace")
         spec = for_gpus(prepare_run(config, planned_ranks(config)))
-        plan = spec.planner.next_step(1, 0)
-        verify(plan, spec.layout.pp, spec.planner.single_queue)
+        plans = dict(enumerate(spec.planner.all_domains(1, 0)))
+        for plan in plans.values():
+            spec.planner.verify(plan)
         world = spec.arrangement.llm.world
         ranks = sorted(Random(arguments.seed).sample(range(world), min(arguments.ranks, world)))
-        print(f"{spec.arrangement.describe()}; {sum(sample.length for sample in plan.samples)} tokens")
+        print(f"{spec.arrangement.describe()}; {plans[0].taken.tokens} tokens")
         print("rank  tp  cp  dp  pp   held GiB  modelled       off   sent GiB  modelled       off  fullest")
-        found = [check(spec, plan, rank) for rank in ranks]
+        found = [check(spec, plans[spec.arrangement.domain(rank)], rank) for rank in ranks]
         worst = {key: max((off[key] for off in found), key=abs) for key in found[0]}
         print("largest: " + ", ".join(f"{key} {value:+.4%}" for key, value in worst.items()))
         if arguments.parameters:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from pipeline.builders.crews import Crews
-from pipeline.builders.filling import Boundary, Pass, Step, Times
 from pipeline.builders.schedule import Facts, Passes
 from pipeline.builders.shares import Room
+from pipeline.builders.timed import Boundary, Pass, Step, Times
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 

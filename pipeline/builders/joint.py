@@ -15,11 +15,12 @@ from functools import lru_cache, partial
 
 from pipeline.builders.alone import rooms_of, timed_passes
 from pipeline.builders.crews import Crews, crews_of
-from pipeline.builders.filling import Boundary, Quantum, fill
+from pipeline.builders.filling import fill
 from pipeline.builders.interleaved import interleaved_passes
 from pipeline.builders.one_f_one_b import one_f_one_b_passes
 from pipeline.builders.schedule import Facts, Order, Passes, SchedulePolicy, most_in_flight
 from pipeline.builders.shares import Room, deal_out, share_out
+from pipeline.builders.timed import Boundary, Quantum
 from pipeline.builders.zero_bubble import zb_h1_passes, zb_h2_passes
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
