@@ -6,8 +6,10 @@ Two ranks of one thread, pp=2, gloo: a decoder of hidden 256 and encoders that t
 times what it takes, in steps of 4 and of 16 microbatches. For each, the same ranks train the same model on
 the same samples three times over, with encode-first, joint, and joint over ZB-H1, in turn, step by step.
 Costs learn from measured ops. After 12 steps to warm up, the time of a step is that from a barrier to the
-totals of all ranks; nothing is planned meanwhile. A ratio is the median of those of neighbouring steps, its
-interval that between the order statistics that hold the median with 95 %.
+totals of all ranks; nothing is planned or loaded meanwhile. A turn in which the compute of one of its steps
+stood still for more than 3 % of its time is left out: something else ran on the machine; it must be quiet
+enough for half of the turns to stay. A ratio is the median of those of the turns, its interval that between
+the order statistics that hold the median with 95 %.
 
 Leaves with 1 where the whole interval of `joint` over `encode_first` is above 1, where `joint` has less than
 80 % of a gain of at least 2 % that the simulator predicts for these lists, or where the simulator is off by
@@ -15,6 +17,7 @@ more than 5 % in the median of the settings or 10 % in one. The last line is JSO
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -40,7 +43,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import SourceConfig
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.trainer import Trainer
 from pipeline.costs import simulate
@@ -51,6 +54,7 @@ ENCODERS = {"0.15": (1, 96), "0.5": (2, 160), "1": (3, 192)}  # layers and width
 MICROBATCHES = (4, 16)
 TOKENS, LENGTH, HEIGHT, WARMUP = 512, 128, 16, 12
 GAIN, WORTH, MEDIAN_OFF, MOST_OFF = 0.8, 0.02, 0.05, 0.10
+STILL = 0.03  # of the time of compute ops: more says that a step was disturbed
 
 
 def write_data(path: Path, count: int) -> None:
@@ -87,10 +91,13 @@ def make_trainer(
     return Trainer(prepare_run(config, 2), RunFolder(run), rank, torch.device("cpu"))
 
 
-def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float, float]:
-    """Measured and predicted seconds of a step, and the encoder's work over the LLM's by the learnt table."""
+def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float, float, float]:
+    """Measured and predicted seconds of a step, the encoder's work over the LLM's by the learnt table, and
+    for which share of the time of this rank's compute ops it stood still.
+    """
     prepared = ahead.take(step)
     trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
+    concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
     dist.barrier()
     start = time.perf_counter()
     done = trainer.run_step(prepared)
@@ -106,25 +113,27 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float,
                 spent[event.op.kind] += event.end_ns - event.start_ns
     encoder = spent[Kind.ENCODE] + spent[Kind.ENCODE_BACKWARD]
     ratio = encoder / max(1, spent[Kind.FORWARD] + spent[Kind.BACKWARD])
-    return taken, timeline.makespan_ns / 1e9, ratio
+    computed = [timing for timing in done.result.timings if timing.op.kind in COMPUTE]
+    busy_s = sum(timing.busy_ns for timing in computed) / 1e9
+    still = 1 - busy_s / sum(timing.end_s - timing.start_s for timing in computed)
+    return taken, timeline.makespan_ns / 1e9, ratio, still
 
 
 def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) -> None:
-    """One rank: all schedules in turn, step by step; rank 0 leaves what it measured."""
+    """One rank: all schedules in turn, step by step; each leaves what it measured."""
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder / f'store-{encoder}-{m}'}", rank=rank, world_size=2)
     total = WARMUP + steps
     trainers = [make_trainer(folder, rank, name, encoder, total, m) for name in SCHEDULES]
-    found: list[list[tuple[float, float, float]]] = [[] for _ in trainers]
+    found: list[list[tuple[float, float, float, float]]] = [[] for _ in trainers]
     with contextlib.ExitStack() as stack:
         aheads = [stack.enter_context(trainer.ahead()) for trainer in trainers]
         for step in range(1, total + 1):
             turns = list(range(len(trainers)))
             for at in turns[step % len(turns) :] + turns[: step % len(turns)]:
                 found[at].append(timed_step(trainers[at], aheads[at], step))
-    if rank == 0:
-        (folder / "found.json").write_text(json.dumps([of[WARMUP:] for of in found]))
+    (folder / f"found-{rank}.json").write_text(json.dumps([of[WARMUP:] for of in found]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -135,6 +144,15 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     half = 0.98 * math.sqrt(n)
     low, high = max(0, math.floor(n / 2 - half)), min(n - 1, math.ceil(n / 2 + half) - 1)
     return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def undisturbed(folder: Path) -> list[list[tuple[float, float, float]]]:
+    """What the first rank measured, by schedule, in the turns that nothing disturbed on either rank."""
+    found = [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(2)]
+    turns = range(len(found[0][0]))
+    still = [max(of[turn][3] for own in found for of in own) for turn in turns]
+    kept = [turn for turn in turns if still[turn] <= STILL]
+    return [[tuple(of[turn][:3]) for turn in kept] for of in found[0]]
 
 
 def summarise(found: Sequence[Sequence[tuple[float, float, float]]]) -> dict[str, dict[str, object]]:
@@ -151,6 +169,7 @@ def summarise(found: Sequence[Sequence[tuple[float, float, float]]]) -> dict[str
             "predicted": round(statistics.median(a[1] / b[1] for a, b in zip(of, first, strict=True)), 4),
             "off": round(statistics.median(a[1] / a[0] for a in of) - 1, 4),
             "encoder": round(statistics.median(a[2] for a in of), 3),
+            "turns": len(of),
         }
     return rows
 
@@ -183,8 +202,12 @@ def main() -> int:
         for ratio, encoder in ENCODERS.items():
             for m in MICROBATCHES if not arguments.quick or ratio == "0.5" else ():
                 mp.spawn(work, (folder, encoder, m, arguments.steps), nprocs=2)
-                rows = summarise(json.loads((folder / "found.json").read_text()))
-                setting = f"ratio {ratio}, {m} microbatches"
+                setting, found = f"ratio {ratio}, {m} microbatches", undisturbed(folder)
+                if len(found[0]) * 2 < arguments.steps:
+                    missed.append(f"{setting}: {len(found[0])} of {arguments.steps} turns were undisturbed")
+                if not found[0]:
+                    continue
+                rows = summarise(found)
                 table[setting] = rows
                 missed += misses(setting, rows)
                 off += [abs(float(str(row["off"]))) for row in rows.values()]

@@ -18,7 +18,8 @@ from random import Random
 from omni.compose import compose_config
 from omni.planning.layouts import planned_ranks
 from omni.planning.memory import KINDS
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import owned_parameters, rehearse

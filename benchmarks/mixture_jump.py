@@ -24,7 +24,8 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import write_text
 from omni.compose import compose_config
 from omni.config import SourceConfig
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from pipeline.costs import plan_costs, simulate
 from pipeline.drawing import Row, rows_of, svg
 from pipeline.ops import COMPUTE

@@ -29,7 +29,8 @@ from typing import Any
 
 from omni.compose import compose_config
 from omni.planning.fullest import check_rank
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 

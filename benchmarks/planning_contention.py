@@ -32,7 +32,7 @@ import torch
 from omni.compose import compose_config
 from omni.planning.layouts import planned_ranks
 from omni.planning.plan_process import Planned, PlannerProcess, PlanStep, plan_step
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rehearsal.stand_in_data import use_trace
 
 OPERATORS = 200  # of a batch, of some microseconds each

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from infra.run_folder import write_text
 from omni.compose import compose_config
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 from pipeline.drawing import Row, idle_ns, rows_of, svg

@@ -28,8 +28,9 @@ from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.models.llm import NAME as LLM
 from omni.planning.layouts import planned_ranks
+from omni.planning.prepare import prepare_run
 from omni.planning.rank_work import RankWork, rank_work
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.planning.work import part_axes
 from omni.rehearsal.rehearse import rehearse
 from omni.rehearsal.stand_in_data import use_trace

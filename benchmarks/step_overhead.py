@@ -28,7 +28,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 
 LAYERS, WIDTH, HEADS, FFN, LENGTH, BATCH, VOCABULARY = 4, 256, 8, 704, 512, 2, 264

@@ -165,6 +165,7 @@ class DomainPlan:
     for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
     it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
     `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
+    `schedule` names who placed the ops: of a schedule with candidates, the one that was chosen.
     """
 
     team: int
@@ -183,6 +184,7 @@ class DomainPlan:
     reductions: tuple[tuple[int, int], ...] = ()
     bounds: tuple[tuple[str, int], ...] = ()
     feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
+    schedule: str = ""
 
     @property
     def num_ranks(self) -> int:

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.models.registry import make_encoder
     from omni.planning.choices import chosen_policies
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
-    from omni.planning.run_spec import tokenizer_of
+    from omni.planning.prepare import tokenizer_of
     from omni.planning.work import part_work
     from ops.device import dtype_of
 

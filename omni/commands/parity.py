@@ -75,7 +75,7 @@ def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | Non
     from infra.run_folder import RunFolder, write_text
     from omni.compose import compose_config
     from omni.planning.layouts import count_ranks
-    from omni.planning.run_spec import prepare_run
+    from omni.planning.prepare import prepare_run
     from omni.training.parity import FILE, OVERRIDES, load
 
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]

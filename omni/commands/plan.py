@@ -120,7 +120,8 @@ def _draw(path: Path, timeline: "Timeline", title: str, names: "list[str]") -> N
 def _resolve(config: "Config") -> "RunSpec":
     """The run as it is planned where the cluster is."""
     from omni.planning.layouts import planned_ranks
-    from omni.planning.run_spec import for_gpus, prepare_run
+    from omni.planning.prepare import prepare_run
+    from omni.planning.run_spec import for_gpus
 
     on_gpus = config.cluster.name != "cpu"
     if on_gpus and config.train.precision == "auto":
@@ -173,6 +174,7 @@ def figures(
         "held_at": found.fullest.at,
         "memory_bytes": spec.cluster.memory_bytes,
         "shown_domain": plan.number,
+        "schedule": domain.schedule,
         "digests": {name: f"{digest:016x}" for name, _, digest, _ in plan.levels},
         "microbatches": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items": len(domain.items),

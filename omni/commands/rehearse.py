@@ -108,7 +108,7 @@ def _rehearse(
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
     from omni.planning.layouts import planned_ranks
-    from omni.planning.run_spec import prepare_run
+    from omni.planning.prepare import prepare_run
 
     spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.

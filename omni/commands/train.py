@@ -79,7 +79,7 @@ def train(composed: DictConfig) -> int:
     from omni.planning.fullest import check_first_steps
     from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
-    from omni.planning.run_spec import prepare_run
+    from omni.planning.prepare import prepare_run
 
     config: Config = to_config(composed)
     ranks = count_ranks(config)

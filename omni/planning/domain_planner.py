@@ -126,8 +126,11 @@ class DomainPlanner:
         costs: Sequence[int],
         frozen: tuple[str, ...],
         train: bool,
-    ) -> DomainPlan:
-        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds."""
+    ) -> list[DomainPlan]:
+        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds.
+
+        Returns a plan for each candidate of the schedule, in the order of their simulated times.
+        """
         world = self.arrangement
         microbatches = self._microbatches(members, [length(meta) for meta in metas], costs)
         items = [
@@ -153,19 +156,19 @@ class DomainPlanner:
         ranks = world.domain_ranks(number)
         if not train:
             domain = self._with_routes(self._with_chunks(domain, 0), ranks)
-            return self._with_ops(domain, build_forward_only(domain))
+            return [self._with_ops(domain, build_forward_only(domain))]
         candidates = candidates_of(self.policies.schedule, world.llm.parts)
         planned = [self._scheduled(domain, policy, ranks, frozenset(frozen)) for policy in candidates]
-        if len(planned) == 1:
-            return planned[0]
-        return min(planned, key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
+        if len(planned) > 1:
+            planned.sort(key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
+        return planned
 
     def _scheduled(
         self, domain: DomainPlan, policy: SchedulePolicy, ranks: Sequence[int], frozen: frozenset[str]
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
         domain = self._with_chunks(domain, policy.quanta)
-        domain = replace(domain, bounds=self._bounds(domain, policy))
+        domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)
         costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)

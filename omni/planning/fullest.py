@@ -5,7 +5,8 @@ not modelled, and neither are plans of evaluation, which keep nothing for a back
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from omni.config import ConfigError
 from omni.planning.memory import model_peak
@@ -60,6 +61,17 @@ def _fullest(spec: RunSpec, plan: StepPlan, positions: Iterable[int]) -> Peak:
     works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
     peaks = (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
     return max(peaks, key=lambda peak: peak.bytes)
+
+
+def fits(spec: RunSpec, plan: StepPlan) -> bool:
+    """Say whether every rank of a plan's domain can hold it."""
+    most = spec.cluster.memory_bytes
+    return most is None or fullest_rank(spec, [plan]).bytes <= most
+
+
+def asking_what_fits(spec: RunSpec) -> RunSpec:
+    """Return the run with a planner that, among candidates, takes plans that fit."""
+    return replace(spec, planner=replace(spec.planner, fits=partial(fits, spec)))
 
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:

@@ -1,47 +1,23 @@
-"""Everything about a run that follows from its configuration and its data, before any rank exists.
+"""A run, resolved: everything about it that follows from its configuration and its data.
 
-`prepare_run` is where a user's mistakes are found: unknown encoders, sizes that do not fit, layouts that do
-not divide the world, datasets that are missing or cut short. The same spec is what the trainer runs, what
-`omni plan` prints and times.
+`prepare.py` makes it. The same spec is what the trainer runs, what `omni plan` prints and times.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dataloader.format import DataError
-from dataloader.global_batch import Budget
 from dataloader.index import Index
-from dataloader.item_counts import RememberedCounts
-from dataloader.stream import SourceSpec, Stream
-from dataloader.tokenizer import Tokenizer, get_tokenizer
-from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
-from infra.tracker import KINDS, MODES
-from omni.config import Config, ConfigError, HeldoutConfig, SourceConfig, require
+from dataloader.tokenizer import Tokenizer
+from dataloader.tokens import SampleMeta
+from omni.config import Config
 from omni.models.llm import NAME as LLM
-from omni.models.llm import (
-    attach_points,
-    check_llm,
-    llm_parts,
-)
-from omni.models.registry import Encoder, make_encoder, naming
-from omni.planning.choices import Chosen, chosen_policies
-from omni.planning.domain_planner import Policies, TransportChoice
-from omni.planning.layouts import check_layout, check_parts, resolve_layout
-from omni.planning.optim_schedule import check_optim, frozen_components
+from omni.models.registry import Encoder, naming
+from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
-from omni.planning.pools import sharing_of
-from omni.planning.work import cost_table, part_work, party_size
-from ops.device import device_type, dtype_of
 from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement, Layout
 from parallel.work import Part
-from pipeline.domain_plan import EMBEDDING, Point
-
-ON_ERROR = ("fail", "skip")
-MOST_SEEDS = 2**63
-GROUP_REPLICAS = 16
-PRECISIONS = ("auto", "fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -77,213 +53,17 @@ class RunSpec:
 
     def heldout_meta(self, source: str, sample: int) -> SampleMeta:
         """Metadata of a held-out sample."""
-        return self.heldout[source].meta(sample, source, partial(_count, self.encoders))
+        return self.heldout[source].meta(sample, source, partial(item_count, self.encoders))
 
 
-def prepare_run(config: Config, world: int) -> RunSpec:
-    """Check a configuration against its data and `world` ranks, and resolve it.
-
-    Raises:
-        ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
-            remedy.
-    """
-    check_llm(config.model.llm)
-    encoders = _make_encoders(config)
-    by_modality = _by_modality(encoders)
-    arrangement = resolve_layout(config, world)
-    policies = chosen_policies(config)
-    check_parts(arrangement.llm.parts, policies.pipeline)
-    _check_choices(config, (LLM, *encoders))
-    tokenizer = tokenizer_of(config)
-    indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
-    heldout = _open_all("data.heldout", config.data.heldout, tokenizer, by_modality)
-    check_layout(config, encoders, arrangement, tokenizer.vocab_size)
-    element = dtype_of(config.train.precision).itemsize
-    work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
-    cluster = Cluster(**vars(config.cluster))
-    table = cost_table(config, work, encoders, arrangement, cluster, element)
-    share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
-    sharing = share(table)
-    counts = RememberedCounts(partial(_count, encoders))
-    planner = Planner(
-        stream=_stream(config, indexes),
-        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
-        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
-        encoders=by_modality,
-        components=(LLM, *encoders),
-        arrangement=arrangement,
-        llm=LLM,
-        sharing=sharing,
-        feeds=_feeds(config, encoders, arrangement, tokenizer.vocab_size),
-        transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
-        budget=_budget(config),
-        table=table,
-        party=party_size(_parts_of_llm(work, encoders), arrangement, sharing[LLM].pool.num_members),
-        frozen=partial(frozen_components, config.optim.components),
-        group_size=_group_size(config, arrangement),
-        share=share,
-        # Until several GPUs have shown that separate communicators never block each other.
-        single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
-        encoder_bytes=config.pipeline.encoder_bytes,
-    )
-    return RunSpec(
-        config=config,
-        policies=policies,
-        arrangement=arrangement,
-        encoders=encoders,
-        tokenizer=tokenizer,
-        indexes=indexes,
-        heldout=heldout,
-        planner=planner,
-        work=work,
-        table=table,
-        cluster=cluster,
-    )
-
-
-def _parts_of_llm(work: Mapping[str, Part], encoders: Mapping[str, Encoder]) -> list[Part]:
-    return [part for name, part in work.items() if name not in encoders]
-
-
-def _feeds(
-    config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
-) -> tuple[tuple[str, tuple[Point, ...]], ...]:
-    """The attach points of the encoders whose rows enter elsewhere than at the embedding alone."""
-    parts = llm_parts(config.model.llm, vocab_size, arrangement.llm)
-    points = attach_points([name for encoder in encoders.values() for name in encoder.attach], parts)
-    return tuple(
-        (name, tuple(points[p] for p in encoder.attach))
-        for name, encoder in encoders.items()
-        if encoder.attach != (EMBEDDING.name,)
-    )
+def item_count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]) -> tuple[int, int]:
+    """Return the tokens and rows of an item, by the encoder that takes its modality."""
+    name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
+    with naming(name):
+        return encoders[name].count(size)
 
 
 def for_gpus(spec: RunSpec) -> RunSpec:
     """Return the run as it is planned where GPUs are: op lists that are safe with one queue a rank."""
     planner = replace(spec.planner, single_queue=spec.arrangement.domain_size > 1)
     return replace(spec, planner=planner)
-
-
-def _group_size(config: Config, arrangement: Arrangement) -> int:
-    """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas."""
-    require("balance", config.balance, "group")
-    return config.balance.group or max(1, GROUP_REPLICAS // arrangement.replicas)
-
-
-def _make_encoders(config: Config) -> dict[str, Encoder]:
-    if LLM in config.model.encoders:
-        raise ConfigError(f"model.encoders.{LLM}: this name is the LLM's; choose another")
-    return {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
-
-
-def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
-    out: dict[str, str] = {}
-    for name, encoder in encoders.items():
-        if encoder.modality in out:
-            raise ConfigError(
-                f"model.encoders.{name} and model.encoders.{out[encoder.modality]} both take "
-                f"{encoder.modality} items: keep one"
-            )
-        out[encoder.modality] = name
-    return out
-
-
-def _count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]) -> tuple[int, int]:
-    name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
-    with naming(name):
-        return encoders[name].count(size)
-
-
-def _check_choices(config: Config, components: tuple[str, ...]) -> None:
-    """Refuse values that are none of those known, or below the least."""
-    for key, value, known in (
-        ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
-        ("data.on_error", config.data.on_error, ON_ERROR),
-        ("train.precision", config.train.precision, PRECISIONS),
-        ("tracking.kind", config.tracking.kind, KINDS),
-        ("tracking.mode", config.tracking.mode, MODES),
-    ):
-        if value not in known:
-            raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
-    check_seed(config)
-    require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
-    require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
-    require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples")
-    require("data", config.data, "window_groups", "loader_threads")
-    require("data", config.data, "max_error_share", least=0)
-    require("launch", config.launch, "max_restarts", least=0)
-    require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
-    require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
-    require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)
-    require("cluster", config.cluster, "efficiency", least=1e-6)
-    require("pipeline", config.pipeline, "encoder_bytes")
-    check_optim(config.optim, components, config.train.steps)
-    for name, source in config.data.sources.items():
-        require(f"data.sources.{name}", source, "weight", least=0)
-    for name, heldout in config.data.heldout.items():
-        require(f"data.heldout.{name}", heldout, "samples")
-        require(f"data.heldout.{name}", heldout, "generate", least=0)
-    if not config.data.sources:
-        raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
-
-
-def check_seed(config: Config) -> None:
-    """Raise ConfigError for a seed that some generator of random numbers does not take."""
-    if not 0 <= config.train.seed < MOST_SEEDS:
-        raise ConfigError(f"train.seed={config.train.seed}: must lie in [0, {MOST_SEEDS})")
-
-
-def tokenizer_of(config: Config) -> Tokenizer:
-    """Return the tokenizer of a run.
-
-    Raises:
-        ConfigError: if there is none of its name.
-    """
-    try:
-        return get_tokenizer(config.data.tokenizer)
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer={config.data.tokenizer}: {error}") from error
-
-
-def _open_all(
-    section: str,
-    sources: Mapping[str, SourceConfig] | Mapping[str, HeldoutConfig],
-    tokenizer: Tokenizer,
-    by_modality: Mapping[str, str],
-) -> dict[str, Index]:
-    """Open the indexes of a section, whose items encoders must take."""
-    indexes = {}
-    for name, source in sources.items():
-        try:
-            indexes[name] = Index.open(source.path, tokenizer.name)
-        except DataError as error:
-            raise DataError(f"{section}.{name}.path={source.path}: {error}") from error
-        _check_modalities(f"{section}.{name}", indexes[name], by_modality)
-    return indexes
-
-
-def _check_modalities(source: str, index: Index, by_modality: Mapping[str, str]) -> None:
-    for modality in index.manifest.modalities:
-        if modality not in by_modality:
-            raise ConfigError(
-                f"{source} holds {modality} items, and no encoder of model.encoders takes them "
-                f"(there are encoders for: {', '.join(by_modality) or 'nothing'})"
-            )
-
-
-def _stream(config: Config, indexes: Mapping[str, Index]) -> Stream:
-    specs = {
-        name: SourceSpec(len(index), index.manifest.rows_per_group, config.data.sources[name].weight)
-        for name, index in indexes.items()
-    }
-    return Stream(specs, config.train.seed, config.data.window_groups)
-
-
-def _budget(config: Config) -> Budget:
-    data = config.data
-    if (data.step_tokens is None) == (data.step_samples is None):
-        raise ConfigError(
-            f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
-        )
-    return Budget(data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long)

@@ -17,7 +17,7 @@ from dataloader.trace import generate
 from dataloader.writer import DatasetWriter
 from omni.config import Config, SourceConfig
 from omni.models.registry import ItemArrays, make_encoder
-from omni.planning.run_spec import check_seed
+from omni.planning.prepare import check_seed
 
 NUM_SAMPLES = 1024
 _WINDOW = 28  # pixels of a row's side in the traces

@@ -21,7 +21,8 @@ from omni.compose import load_config
 from omni.config import ConfigError
 from omni.planning.fullest import check_rank
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError

@@ -9,7 +9,8 @@ from parity_runs import configure
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import Config
-from omni.planning.run_spec import for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import for_gpus
 from omni.rehearsal.rehearse import Rehearsal, rehearse
 
 GPU = torch.device("cuda", 0)

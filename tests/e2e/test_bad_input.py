@@ -17,7 +17,8 @@ from dataloader.format import PLACEHOLDER, SHARD_SCHEMA, DataError, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import length
 from omni.compose import compose_config
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 
 RADAR = Sample("radar-0", PLACEHOLDER + "an echo", (Item("radar", "raw", (16,), b"0123456789abcdef"),))
 

@@ -9,7 +9,8 @@ from runs import TINY, checkpoints, data_keys, read_lines, strip, train, write
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.planning.fullest import check_first_steps, fullest_rank
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from pipeline.plan import StepPlan
 
 STEPS = 12

@@ -12,7 +12,7 @@ from runs import TINY, Running, data_keys, learnt, read_lines, start_training, s
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")

@@ -30,7 +30,7 @@ from omni.encoder_modules import Sharding
 from omni.encoders import attention_flops
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.training import parity

@@ -18,7 +18,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training import parity
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.parity import Difference, Measurement

@@ -28,7 +28,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import ComponentOptimConfig, Config, MoEConfig, OptimConfig
 from omni.planning.optim_schedule import learning_rate
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rank.state import Owned, owned
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.parity import collect, collect_buffers

@@ -12,7 +12,8 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from pipeline.domain_plan import DomainPlan
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"

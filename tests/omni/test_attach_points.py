@@ -11,7 +11,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.llm import attach_points
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training import parity
 from omni.training.parity import TOLERANCE, Measurement, compare
 from pipeline.ops import Kind, Op

@@ -27,7 +27,7 @@ from omni.config import ConfigError
 from omni.models.encoders.audio import AudioConfig, AudioEncoder
 from omni.models.encoders.audio_stem import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.training.parity import Measurement, compare

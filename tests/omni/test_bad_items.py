@@ -18,7 +18,7 @@ from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.models.registry import Encoder, ItemArrays
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 
 SKIP = ("data.on_error=skip", "data.max_error_share=1")

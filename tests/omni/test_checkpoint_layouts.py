@@ -19,7 +19,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.moe import expert_biases
 from omni.models.regions import all_parameters
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rank.state import MOMENTS, Owned
 from omni.training.parity import collect
 from omni.training.trainer import Trainer

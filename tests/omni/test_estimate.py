@@ -14,9 +14,10 @@ from omni.commands import _shared
 from omni.commands._shared import signs_of_life
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.planning.fullest import check_memory, check_rank, fullest_rank
+from omni.planning.fullest import check_memory, check_rank, fits, fullest_rank
 from omni.planning.loads import loads
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.rehearsal.estimate import Estimate, estimate, sent_by_ranks
 from omni.rehearsal.footprint_model import model_footprint
 from parallel.work import even_load
@@ -135,6 +136,13 @@ def test_a_rank_may_hold_what_its_device_has_and_no_byte_more(spec: RunSpec, fou
     ]
     assert sum(word in message for word in named) == 3, message
     assert [kind for kind in found.fullest.held if f"{kind} " not in message] == []
+
+
+def test_a_plan_fits_where_its_fullest_rank_does(spec: RunSpec, plans: list[StepPlan]) -> None:
+    most = fullest_rank(spec, plans[:1]).bytes
+    assert fits(on(spec, None), plans[0])
+    assert fits(on(spec, most), plans[0])
+    assert not fits(on(spec, most - 1), plans[0])
 
 
 def test_the_planner_of_a_rank_refuses_what_that_rank_cannot_hold(

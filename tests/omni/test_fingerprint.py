@@ -8,7 +8,7 @@ from small import overrides, write_mixed
 
 from infra.checkpoint import CheckpointError
 from omni.compose import compose_config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.fingerprint import check_fingerprint, fingerprint
 
 

@@ -126,7 +126,7 @@ def test_a_run_learns_what_ops_take_and_goes_on_with_it(ranks: RankPool, data: P
 
 def make_table(line: list[str]) -> CostTable:
     from omni.compose import compose_config
-    from omni.planning.run_spec import prepare_run
+    from omni.planning.prepare import prepare_run
 
     return prepare_run(compose_config(line), 2).table
 

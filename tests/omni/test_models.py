@@ -24,7 +24,7 @@ from omni.models.initialise import initialise
 from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
 from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, naming, registered
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import ChunkInputs
 from parallel.layout import Layout

@@ -20,7 +20,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.config import Config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rank import inputs
 from omni.rank.optimizer import JointOptimizer
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights

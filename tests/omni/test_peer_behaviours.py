@@ -11,7 +11,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.encoders.transformer_module import TransformerModule
 from omni.models.encoders.vit import ViTEncoder
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training import parity
 from omni.training.parity import TOLERANCE, Measurement, compare
 from pipeline.ops import Kind

@@ -20,7 +20,8 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.planning.plan_process import PlannerEndedError, PlannerProcess, plan_step
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from omni.training.ahead import Ahead
 from pipeline.verifier import PlanRefusedError
 

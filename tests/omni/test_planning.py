@@ -325,6 +325,31 @@ def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queu
     assert taken(AUTO) == min(map(taken, candidates))
 
 
+def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
+    world = arrange(Layout(pp=3), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    own = planner(
+        world=world, policies=policies_of(LPT, AUTO), table=table(3), budget=Budget(36, 300, None, "drop")
+    )
+    seen = []
+
+    def only(count):
+        def fits(plan):
+            seen.append(plan.domain.schedule)
+            return len(seen) >= count
+
+        seen.clear()
+        return replace(own, fits=fits).next_step(1, 0, 0).domain
+
+    makespans = []
+    for count in range(1, len(candidates_of(AUTO, 1)) + 1):
+        chosen = only(count)
+        assert chosen.schedule == seen[-1]
+        makespans.append(simulate(chosen, own.table).makespan_ns)
+    assert makespans == sorted(makespans)
+    assert sorted(seen) == sorted(policy.name for policy in candidates_of(AUTO, 1))
+    assert only(100).schedule == seen[0], "where none fits, the quickest goes on to be refused"
+
+
 def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refuses_others():
     world = arrange(Layout(pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0)
 

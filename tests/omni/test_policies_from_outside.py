@@ -9,7 +9,8 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.config import POLICIES, ConfigError
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from pipeline.ops import Kind
 from pipeline.plan import StepPlan
 

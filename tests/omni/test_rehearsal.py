@@ -22,7 +22,8 @@ from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
-from omni.planning.run_spec import RunSpec, for_gpus, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec, for_gpus
 from omni.rehearsal.footprint import Sent, Traffic
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.meter import Meter

@@ -12,7 +12,8 @@ from dataloader.reader import Reader
 from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from omni.training.trainer import Trainer
 from parallel.work import even_load
 from pipeline.plan import StepPlan

@@ -25,7 +25,8 @@ from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.llm_stage import LLMStage
 from omni.models.weight_gradients import PendingProducts
-from omni.planning.run_spec import RunSpec, prepare_run
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from omni.planning.sharing import make_chunks
 from omni.rank.step import execute
 from omni.training import parity

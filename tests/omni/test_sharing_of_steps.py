@@ -8,7 +8,7 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.planning.pools import without_effect
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.planning.sharing import Sharing, make_chunks, worth_sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.policies import SharingPolicy, make_pool

@@ -24,7 +24,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config, load_config
 from omni.config import POLICIES, Config, EncoderLayoutConfig
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 
 HERE = Path(__file__).parent
 SEEDS = ("0", "1", "4242")

@@ -13,7 +13,7 @@ from infra.timelines import read_step, recorded_steps
 from omni.__main__ import main
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 from pipeline.costs import simulate
 from pipeline.drawing import rows_of

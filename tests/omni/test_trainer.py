@@ -17,7 +17,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
-from omni.planning.run_spec import prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rank.tombstones import Tombstones
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
