@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 STEP_KEYS = ("progress/step", "step")
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [{key: float(v) if isinstance(v, str) else v for key, v in record.items()} for record in records]
 
 
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a summary.json holds, its numbers that are not finite as floats again."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return {key: float(v) if v in NOT_FINITE else v for key, v in values.items()}
+
+
 def truncate_after(path: Path, step: int) -> None:
     """Drop from a JSONL file, atomically, the lines of steps above `step`, and a cut-short last line.
 
@@ -108,14 +115,15 @@ def truncate_after(path: Path, step: int) -> None:
                 new.write(line.rstrip("\n") + "\n")
 
 
-def set_aside(path: Path) -> None:
-    """Rename a file or folder, if it exists, to the first free of `<name>.1`, `<name>.2`, ..."""
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or folder, if it exists, to the first free of `<name>.1`, `<name>.2`, ...: return it."""
     if not path.exists():
-        return
+        return None
     number = 1
     while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     path.rename(free)
+    return free
 
 
 @contextmanager

@@ -1,17 +1,42 @@
-"""What every tracker is: the interface that the trainer knows, and a step as all of them store it."""
+"""What every tracker is: what it is told of the run, and of each of its steps."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 KINDS = ("jsonl", "wandb", "tensorboard")
 MODES = ("auto", "offline", "online")  # of W&B
 
 
-class Tracker(Protocol):
-    """What the trainer knows of tracking."""
+@dataclass(frozen=True)
+class About:
+    """What a tracker is told of a run before its first step: the resolved configuration in plain containers,
+    and W&B's name, project, group and mode ("auto", online if a key for the W&B host is configured, else
+    offline; "offline" or "online").
+    """
+
+    config: Mapping[str, Any]
+    name: str
+    project: str = "omni"
+    group: str | None = None
+    mode: str = "auto"
+
+
+class Tracker:
+    """What the run knows of tracking. What a tracker has no place for, it leaves as it is here."""
+
+    def picture(self, step: int, name: str, svg: str) -> None:
+        """Record a picture of a step, before the step itself."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step, once, steps rising. "progress/step" is added to the record."""
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Record where the checkpoint of a step lies; nothing is copied."""
+
+    def alert(self, title: str, text: str) -> None:
+        """Tell whoever watches the run of something that needs a look."""
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Add to the final numbers of the run; later values replace earlier ones of the same name."""

@@ -7,33 +7,23 @@ Only one rank makes a tracker.
 
 import json
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
-from infra.tracker import KINDS, Tracker, record
+from infra.tracker import KINDS, About, Tracker, record
 
 logger = logging.getLogger(__name__)
 
 
-def make_tracker(
-    kind: str,
-    folder: RunFolder,
-    config: Mapping[str, Any],
-    name: str,
-    project: str,
-    group: str | None,
-    mode: str,
-    resumed_from: int | None,
-) -> Tracker:
+def make_tracker(kind: str, folder: RunFolder, about: About, resumed_from: int | None) -> "Trackers":
     """The tracker `kind`: "jsonl" alone, or "wandb" or "tensorboard" on top of it.
 
-    `config` is the resolved configuration in plain containers. `name`, `project`, `group` and `mode` are
-    W&B's; `mode` is "auto" (online if a key for the W&B host is configured, else offline), "offline" or
-    "online". `resumed_from` is the step of the checkpoint that was loaded: later steps are dropped from the
-    earlier records and the new ones follow. None starts new records; those already in the folder are
-    renamed (`metrics.jsonl.1`), not overwritten.
+    `resumed_from` is the step of the checkpoint that was loaded: later steps are dropped from the earlier
+    records and the new ones follow. None starts new records; those already in the folder are renamed
+    (`metrics.jsonl.1`), not overwritten.
 
     Raises ValueError if the kind or mode is unknown or if W&B or TensorBoard cannot start.
     """
@@ -43,19 +33,18 @@ def make_tracker(
         set_aside(folder.metrics)
     else:
         truncate_after(folder.metrics, resumed_from)
-    view: Tracker | None = None
+    views: dict[str, Tracker] = {}
     if kind == "wandb":
         # Imported when chosen: wandb takes half a second and starts a process.
         from infra.tracking_wandb import start_wandb
 
-        view = start_wandb(folder, config, name, project, group, mode, resumed_from)
+        views[kind] = start_wandb(folder, about, resumed_from)
     elif kind == "tensorboard":
-        view = _start_tensorboard(folder, config, resumed_from)
-    jsonl = JsonlTracker(folder, resumed_from)
-    return jsonl if view is None else _WithView(jsonl, view, kind)
+        views[kind] = _start_tensorboard(folder, about.config, resumed_from)
+    return Trackers(JsonlTracker(folder, resumed_from), views)
 
 
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """One line of metrics.jsonl a step, and summary.json."""
 
     def __init__(self, folder: RunFolder, resumed_from: int | None) -> None:
@@ -70,6 +59,12 @@ class JsonlTracker:
         self._last_step = step
         append_line(self._file, record(step, metrics))
 
+    def settle(self) -> None:
+        """Have all lines on the disk. A checkpoint is committed after it: what a run continues from never
+        knows of a step that has no record, even if the machine fails.
+        """
+        os.fsync(self._file.fileno())
+
     def summary(self, values: Mapping[str, object]) -> None:
         """Write summary.json, atomically."""
         self._summary.update(values)
@@ -80,46 +75,56 @@ class JsonlTracker:
         self._file.close()
 
 
-class _WithView:
-    """JSONL first, then the view, until the view fails."""
+class Trackers(Tracker):
+    """JSONL first, then each view, until that view fails."""
 
-    def __init__(self, jsonl: JsonlTracker, view: Tracker, kind: str) -> None:
+    def __init__(self, jsonl: JsonlTracker, views: dict[str, Tracker]) -> None:
         self._jsonl = jsonl
-        self._view: Tracker | None = view
-        self._kind = kind
+        self._views = views
+
+    def picture(self, step: int, name: str, svg: str) -> None:
+        """Hand on to the views."""
+        self._each(lambda view: view.picture(step, name, svg))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append to metrics.jsonl, then hand on."""
         self._jsonl.log(step, metrics)
-        if self._view is not None:
-            try:
-                self._view.log(step, metrics)
-            except Exception as error:
-                self._drop(error)
+        self._each(lambda view: view.log(step, metrics))
+
+    def settle(self) -> None:
+        """Have metrics.jsonl on the disk."""
+        self._jsonl.settle()
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Hand on to the views."""
+        self._each(lambda view: view.checkpoint(step, path))
+
+    def alert(self, title: str, text: str) -> None:
+        """Hand on to the views."""
+        self._each(lambda view: view.alert(title, text))
 
     def summary(self, values: Mapping[str, object]) -> None:
+        """Write summary.json, then hand on."""
         self._jsonl.summary(values)
-        if self._view is not None:
-            try:
-                self._view.summary(values)
-            except Exception as error:
-                self._drop(error)
+        self._each(lambda view: view.summary(values))
 
     def finish(self, exit_code: int) -> None:
+        """Close all."""
         self._jsonl.finish(exit_code)
-        if self._view is not None:
-            try:
-                self._view.finish(exit_code)
-            except Exception as error:
-                self._drop(error)
+        self._each(lambda view: view.finish(exit_code))
 
-    def _drop(self, error: Exception) -> None:
-        self._view = None
-        logger.warning(
-            "tracking: %s failed and is dropped, metrics.jsonl continues: %r",
-            self._kind,
-            error,
-            exc_info=error,
-        )
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for kind, view in list(self._views.items()):
+            try:
+                call(view)
+            except Exception as error:
+                del self._views[kind]
+                logger.warning(
+                    "tracking: %s failed and is dropped, metrics.jsonl continues: %r",
+                    kind,
+                    error,
+                    exc_info=error,
+                )
 
 
 def _start_tensorboard(folder: RunFolder, config: Mapping[str, Any], resumed_from: int | None) -> Tracker:
@@ -135,7 +140,7 @@ def _start_tensorboard(folder: RunFolder, config: Mapping[str, Any], resumed_fro
         ) from error
 
 
-class _TensorBoard:
+class _TensorBoard(Tracker):
     def __init__(self, path: Path, config: Mapping[str, Any], resumed_from: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

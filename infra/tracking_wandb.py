@@ -9,6 +9,7 @@ there: W&B takes each step once.
 
 import netrc
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Mapping
@@ -18,37 +19,29 @@ from urllib.parse import urlsplit
 
 import wandb
 
-from infra.run_folder import RunFolder, read_metrics, set_aside, write_text
-from infra.tracker import MODES, Tracker, record
+from infra.run_folder import RunFolder, read_metrics, read_summary, set_aside, write_text
+from infra.tracker import MODES, About, Tracker, record
 
 START_S = 60.0
 FINISH_S = 60.0
 
 
-def start_wandb(
-    folder: RunFolder,
-    config: Mapping[str, Any],
-    name: str,
-    project: str,
-    group: str | None,
-    mode: str,
-    resumed_from: int | None,
-) -> Tracker:
+def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "WandbTracker":
     """Start or resume the W&B run of this folder; its files go to `<run folder>/wandb`.
 
     Raises ValueError, within about a minute, if W&B cannot start.
     """
-    mode = resolve_mode(mode)
+    mode = resolve_mode(about.mode)
     if resumed_from is None or mode == "offline":
         set_aside(folder.path / "wandb")
     try:
         run = wandb.init(
             id=_run_id(folder, fresh=resumed_from is None),
             resume="allow",
-            name=name,
-            project=project,
-            group=group,
-            config=dict(config),
+            name=about.name,
+            project=about.project,
+            group=about.group,
+            config=dict(about.config),
             dir=str(folder.path),
             mode=mode,  # type: ignore[arg-type]
             settings=_settings(),
@@ -62,12 +55,32 @@ def start_wandb(
         print(f"W&B: {run.url}", file=sys.stderr)
     run.define_metric("progress/step")
     run.define_metric("*", step_metric="progress/step")
-    view = _Wandb(run)
+    tracker = WandbTracker(run)
     if resumed_from is not None:
-        for earlier in read_metrics(folder.metrics):
-            if earlier["progress/step"] >= run.starting_step:
-                view.log(int(earlier["progress/step"]), earlier)
-    return view
+        tracker.replay(folder)
+    return tracker
+
+
+def sync_wandb(folder: RunFolder, about: About) -> str:
+    """Bring the W&B run of a folder level with its metrics.jsonl, and say where it is.
+
+    Online, the server is sent the steps that it lacks. Offline, the run is built anew, with the same id, in
+    place of earlier offline files. Either way a second call changes nothing.
+
+    Raises ValueError if there is nothing to send, or W&B cannot start.
+    """
+    records = read_metrics(folder.metrics)
+    if not records:
+        raise ValueError(f"{folder.metrics} holds no steps: give the folder of a run that has trained")
+    offline = resolve_mode(about.mode) == "offline"
+    before = set_aside(folder.path / "wandb") if offline else None
+    tracker = start_wandb(folder, about, int(records[-1]["progress/step"]))
+    if folder.summary.exists():
+        tracker.summary(read_summary(folder.summary))
+    tracker.finish(0 if folder.summary.exists() else 1)
+    if before is not None:
+        shutil.rmtree(before)  # all that it held is in the new one
+    return tracker.where
 
 
 def resolve_mode(mode: str) -> str:
@@ -126,18 +139,31 @@ def _settings() -> wandb.Settings:
     return settings
 
 
-class _Wandb:
+class WandbTracker(Tracker):
+    """A W&B run. `where` is its address, or offline its folder."""
+
     def __init__(self, run: Any) -> None:
         self._run = run
+        self.where: str = run.url or str(Path(run.dir).parent)
+
+    def replay(self, folder: RunFolder) -> None:
+        """Log the steps of metrics.jsonl that the run does not have yet."""
+        for earlier in read_metrics(folder.metrics):
+            step = int(earlier["progress/step"])
+            if step >= self._run.starting_step:
+                self.log(step, earlier)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step."""
         # commit: otherwise the record waits for the next step, and a killed run has one less.
         self._run.log(record(step, metrics), step=step, commit=True)
 
     def summary(self, values: Mapping[str, object]) -> None:
+        """Add to W&B's summary."""
         self._run.summary.update(dict(values))
 
     def finish(self, exit_code: int) -> None:
+        """Close the run, and wait until W&B's own process has ended."""
         self._run.finish(exit_code=exit_code)
         # finish returns before W&B's process has written the last block of the file; its end does not.
         wandb.teardown(exit_code)

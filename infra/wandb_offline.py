@@ -10,7 +10,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 class OfflineRun:
     """A W&B run as logged, without W&B's own keys: config and summary nested, one dict a history record."""
 
+    id: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -42,6 +43,7 @@ def read_offline_run(path: Path) -> OfflineRun:
         message = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
         match message.WhichOneof("record_type"):
             case "run":
+                run.id = message.run.run_id
                 _apply(run.config, message.run.config)
                 _apply(run.summary, message.run.summary)
             case "config":
@@ -50,7 +52,8 @@ def read_offline_run(path: Path) -> OfflineRun:
                 _apply(run.summary, message.summary)
             case "history":
                 run.history.append(_items(message.history.item))
-    return OfflineRun(_public(run.config), [_public(row) for row in run.history], _public(run.summary))
+    history = [_public(row) for row in run.history]
+    return replace(run, config=_public(run.config), history=history, summary=_public(run.summary))
 
 
 def _find(path: Path) -> Path:

@@ -1,18 +1,17 @@
 """What a user sees of a run: the progress line, metrics, sample records, the summary."""
 
+import os
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from omegaconf import OmegaConf
-
 from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
 from infra.timelines import forget_after
-from infra.tracker import Tracker
 from infra.tracking import make_tracker
+from omni.about import about_run
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
@@ -37,20 +36,11 @@ class Reporter:
         self.loss = float("nan")
         if not active:
             return
-        config: Any = OmegaConf.to_container(OmegaConf.structured(spec.config))
-        tracking = spec.config.tracking
-        self.tracker: Tracker = make_tracker(
-            tracking.kind,
-            folder,
-            config,
-            spec.config.run.name,
-            tracking.project,
-            tracking.group,
-            tracking.mode,
-            resumed,
-        )
-        if resumed is not None:  # a run that only lacks its summary takes the last losses from its records
-            last = read_metrics(folder.metrics)[-1]
+        about = about_run(spec.config, folder.path)
+        self.tracker = make_tracker(spec.config.tracking.kind, folder, about, resumed)
+        earlier = read_metrics(folder.metrics)
+        if earlier:  # a run that only lacks its summary takes the last losses from its records
+            last = earlier[-1]
             self.loss = last["loss/train"]
             self.heldout = {key: value for key, value in last.items() if key.startswith("loss/eval/")}
         if resumed is None:
@@ -87,6 +77,13 @@ class Reporter:
             self.progress.note(f"held-out loss after step {step}: {losses}")
         if self.samples is not None:
             append_line(self.samples, _record(plan))
+
+    def settle(self) -> None:
+        """Have the records of all steps on the disk, before a checkpoint says that they are done."""
+        if self.active:
+            self.tracker.settle()
+            if self.samples is not None:
+                os.fsync(self.samples.fileno())
 
     def note(self, text: str) -> None:
         """Say something between steps."""

@@ -119,6 +119,7 @@ class Trainer:
                     record(self.folder, self.spec, self.rank, done, stays)
                 self.check_updates(done.totals)
                 if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
+                    report.settle()
                     self.save()
                 if done.totals.stop:
                     report.note(

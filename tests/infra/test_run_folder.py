@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -18,6 +20,7 @@ from infra.run_folder import (
     write_json,
     write_text,
 )
+from infra.tracking import JsonlTracker
 
 CRASH_BEFORE_REPLACE = """
 import os, signal, sys
@@ -101,6 +104,51 @@ def test_truncate_refuses_what_it_cannot_read_and_changes_nothing(tmp_path):
         assert list(tmp_path.iterdir()) == [path]
     truncate_after(tmp_path / "missing.jsonl", 1)
     assert not (tmp_path / "missing.jsonl").exists()
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_kills_while_metrics_are_written_lose_and_repeat_no_step(tmp_path, seed):
+    """A process killed at any byte of a line, again and again, with a checkpoint every few steps."""
+    random = Random(seed)
+    folder, steps = RunFolder.create(tmp_path), 12
+    attempt, saved, values = 0, None, {}
+    while (saved or 0) < steps:
+        tracker = JsonlTracker(folder, saved)
+        for step in range((saved or 0) + 1, steps + 1):
+            before = folder.metrics.stat().st_size
+            values[step] = random.random()
+            tracker.log(step, {"attempt": attempt, "loss/train": values[step]})
+            if random.random() < 0.2:
+                # The step's line is cut anywhere, or whole but the process is gone before the next.
+                os.truncate(folder.metrics, random.randint(before, folder.metrics.stat().st_size))
+                break
+            if step % 3 == 0:
+                tracker.settle()
+                saved = step
+        tracker.finish(1)
+        attempt += 1
+        if saved is None:
+            folder.metrics.unlink()
+        else:
+            truncate_after(folder.metrics, saved)
+    records = read_metrics(folder.metrics)
+    assert [record["progress/step"] for record in records] == list(range(1, steps + 1))
+    assert [record["loss/train"] for record in records] == [values[step] for step in range(1, steps + 1)]
+
+
+def test_a_file_cut_at_any_byte_reads_back_as_its_whole_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for step in (1, 2, 3):
+            append_line(file, {"progress/step": step, "loss/train/Größe": 0.1 * step, "x": math.nan})
+    data = path.read_bytes()
+    ends = [i for i in range(len(data)) if data[i : i + 1] == b"\n"]
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        whole = sum(end <= cut for end in ends)  # a line that lacks its newline alone is whole
+        assert [record["progress/step"] for record in read_metrics(path)] == [1, 2, 3][:whole]
+        truncate_after(path, 3)
+        assert path.read_bytes() == data[: ends[whole - 1] + 1 if whole else 0]
 
 
 def test_set_aside_overwrites_nothing(tmp_path):

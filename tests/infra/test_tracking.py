@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from infra.run_folder import RunFolder, read_metrics
+from infra.tracker import About
 from infra.tracking import make_tracker
-from infra.tracking_wandb import resolve_mode
+from infra.tracking_wandb import resolve_mode, sync_wandb
 from infra.wandb_offline import read_offline_run
 
 CONFIG = {
@@ -21,6 +24,9 @@ CONFIG = {
     "name": "quickstart",
     "long": "x" * 100_000,  # several 32 KiB blocks of the .wandb file
 }
+
+
+ABOUT = About(CONFIG, "a run", "omni-tests", "a group")
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def no_key(tmp_path, monkeypatch):
 
 
 def start(kind, folder, resumed_from=None, mode="auto"):
-    return make_tracker(kind, folder, CONFIG, "a run", "omni-tests", "a group", mode, resumed_from)
+    return make_tracker(kind, folder, replace(ABOUT, mode=mode), resumed_from)
 
 
 def metrics_of(step):
@@ -123,6 +129,37 @@ def test_a_resumed_wandb_run_is_the_same_run_with_one_whole_history(folder):
     assert same(sorted_rows(run.history), sorted_rows(read_metrics(folder.metrics)))
 
 
+def test_a_run_resumed_twice_and_requeued_is_one_history_after_sync(folder):
+    attempts = [(None, 1, 5), (3, 4, 9), (6, 7, 8), (8, 9, 12)]  # step 9 twice, steps 4, 5, 7 and 8, too
+    for number, (resumed, first, last) in enumerate(attempts):
+        tracker = start("jsonl", folder, resumed)
+        for step in range(first, last + 1):
+            tracker.log(step, {"attempt": number, "loss/train": 1 / step})
+        if last == 12:
+            tracker.summary({"loss/train": 1 / 12, "worst": math.nan})
+        tracker.finish(1)
+    last_attempts = [0, 0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3]
+
+    where = sync_wandb(folder, ABOUT)
+    run = read_offline_run(folder.path)
+    assert [row["progress/step"] for row in run.history] == list(range(1, 13))
+    assert [row["attempt"] for row in run.history] == last_attempts
+    assert run.config == CONFIG
+    assert run.summary["loss/train"] == 1 / 12
+    assert run.summary["worst"] is None, "W&B keeps no NaN there, but no word in its place either"
+
+    again = sync_wandb(folder, ABOUT)
+    assert Path(again).name.split("-")[-1] == Path(where).name.split("-")[-1] == run.id
+    assert read_offline_run(folder.path) == run
+    assert [path.name for path in folder.path.glob("wandb*")].count("wandb.1") == 0
+    assert len(list((folder.path / "wandb").glob("offline-run-*"))) == 1
+
+
+def test_nothing_to_sync_is_said(folder):
+    with pytest.raises(ValueError, match="holds no steps"):
+        sync_wandb(folder, ABOUT)
+
+
 def test_a_damaged_wandb_file_is_refused_and_a_cut_one_is_read(folder):
     tracker = start("wandb", folder)
     log_steps(tracker, 1, 20)
@@ -149,9 +186,10 @@ def test_a_damaged_wandb_file_is_refused_and_a_cut_one_is_read(folder):
 KILLED_SERVICE = """
 import pathlib, psutil, sys, time
 from infra.run_folder import RunFolder
+from infra.tracker import About
 from infra.tracking import make_tracker
 folder = RunFolder.create(pathlib.Path(sys.argv[1]))
-tracker = make_tracker("wandb", folder, {}, "a run", "omni-tests", None, "offline", None)
+tracker = make_tracker("wandb", folder, About({}, "a run", "omni-tests", None, "offline"), None)
 tracker.log(1, {"loss/train": 1.0})
 (service,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "wandb-core"]
 service.kill()

@@ -1,0 +1,22 @@
+"""What trackers are told of a run. No torch here."""
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from infra.tracker import About
+from omni.config import Config
+
+
+def about_run(config: Config, folder: Path) -> About:
+    """Return what W&B is told of a run in `folder`. The name has the folder's, to tell runs apart."""
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    name, tracking = config.run.name, config.tracking
+    return About(
+        config=plain,
+        name=name if folder.name == name else f"{name}/{folder.name}",
+        project=tracking.project,
+        group=tracking.group,
+        mode=tracking.mode,
+    )
