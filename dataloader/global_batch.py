@@ -23,12 +23,22 @@ _MOST_READ = 1 << 16  # samples read together
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them)."""
+    """Tokens of a microbatch, and what a step takes: LLM tokens or samples (one of them).
+
+    A sample has at most `sample_tokens`, None for those of a microbatch; `on_long` says what is done with
+    longer ones. Which samples a step takes follows from these alone, whatever the layout.
+    """
 
     microbatch_tokens: int
     step_tokens: int | None
     step_samples: int | None
     on_long: str
+    sample_tokens: int | None = None
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sample."""
+        return self.microbatch_tokens if self.sample_tokens is None else self.sample_tokens
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,15 @@ def take_global_batch(
         if budget.on_long == "error" and not tokens_of.all():
             refused = int(np.argmin(tokens_of))
             meta = metas(stream.names[sources[refused]], int(ids[refused]))
-            fit(meta, budget.microbatch_tokens, budget.on_long)  # says why
+            fit(meta, budget.longest, budget.on_long)  # says why
         read.append((sources, ids, tokens_of))
         cursor += end
         taken += int(np.count_nonzero(tokens_of))
         tokens += int(tokens_of.sum())
         if not taken and cursor == begin + stream.cycle:
+            key = "microbatch_tokens" if budget.sample_tokens is None else "sample_tokens"
             raise DataError(
-                f"data.microbatch_tokens={budget.microbatch_tokens} fits no sample: "
+                f"data.{key}={budget.longest} fits no sample: "
                 f"{cursor - begin} in a row were dropped, as too long or for an item that its encoder cannot "
                 f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
             )
@@ -126,5 +137,5 @@ def _lengths_of(stream: Stream, lengths: Lengths, sources: Ints, ids: Ints, budg
     out = np.empty(len(ids), dtype=np.int64)
     for number in np.flatnonzero(np.bincount(sources)).tolist():
         of = sources == number
-        out[of] = lengths(stream.names[number], ids[of], budget.microbatch_tokens, budget.on_long)
+        out[of] = lengths(stream.names[number], ids[of], budget.longest, budget.on_long)
     return out

@@ -1,4 +1,4 @@
-"""Packing samples into microbatches without padding."""
+"""Packing samples without padding, by first-fit-decreasing."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,22 @@ from collections.abc import Sequence
 def pack(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
     """Bins of sample indices whose lengths add up to at most `budget` tokens each, by first-fit-decreasing.
 
-    Samples are placed from the longest (ties by index) into the first bin with room, O(n log n). At most
-    11/9 of the fewest possible bins, plus one. Bins are ordered by their smallest index, indices ascend
-    within. ValueError if a length is not in 1..budget.
+    A longer sample has a bin of its own. The others are placed from the longest (ties by index) into the
+    first bin with room, O(n log n): at most 11/9 of the fewest possible bins, plus one. Bins are ordered by
+    their smallest index, indices ascend within. ValueError if a length is below 1.
     """
     for i, size in enumerate(lengths):
-        if not 1 <= size <= budget:
-            raise ValueError(
-                f"sample {i} has {size} tokens, a microbatch holds 1 to {budget}: raise the budget, or let "
-                "long samples be dropped or truncated"
-            )
+        if size < 1:
+            raise ValueError(f"sample {i} has {size} tokens: it must have at least 1")
     if not lengths:
         return ()
     # A heap-shaped tree over the n bins that may be needed: each node holds the largest room below it.
     leaves = 1 << (len(lengths) - 1).bit_length()
     room = [budget] * (2 * leaves)
     bins: list[list[int]] = [[] for _ in lengths]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    num_long = sum(size > budget for size in lengths)
+    for i in order[num_long:]:
         node = 1
         while node < leaves:
             node = 2 * node if room[2 * node] >= lengths[i] else 2 * node + 1
@@ -31,4 +30,5 @@ def pack(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
         while node > 1:
             node //= 2
             room[node] = max(room[2 * node], room[2 * node + 1])
-    return tuple(sorted(tuple(sorted(members)) for members in bins if members))
+    longer = [(i,) for i in order[:num_long]]
+    return tuple(sorted([*longer, *(tuple(sorted(members)) for members in bins if members)]))

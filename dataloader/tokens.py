@@ -93,7 +93,8 @@ def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     if policy == "error":
         raise DataError(
             f"sample {meta.id} of source {meta.source!r} has {length(meta)} tokens, the budget is {budget}: "
-            "raise data.microbatch_tokens, or set data.on_long to drop or truncate"
+            "raise data.microbatch_tokens or, if it is set, data.sample_tokens; or set data.on_long to drop "
+            "or truncate"
         )
     return _truncate(meta, budget)
 

@@ -208,12 +208,15 @@ class HeldoutConfig:
 
 @dataclass
 class DataConfig:
-    """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples."""
+    """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A
+    sample has at most `sample_tokens`, null for `microbatch_tokens`; more takes ranks that share it.
+    """
 
     sources: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, Any] = field(default_factory=dict)
     tokenizer: str = "bytes"
     microbatch_tokens: int = MISSING
+    sample_tokens: int | None = None
     step_tokens: int | None = None
     step_samples: int | None = None
     on_long: str = "error"

@@ -259,7 +259,10 @@ class DomainPlanner:
             [[mine[i] for i in of] for of in self.policies.packing([lengths[i] for i in mine], size)]
             for mine in members
         ]
-        together = self.policies.pairing([[sum(costs[i] for i in pack) for pack in own] for own in packs])
+        work, tokens = (
+            [[sum(of[i] for i in pack) for pack in own] for own in packs] for of in (costs, lengths)
+        )
+        together = self.policies.pairing(work, tokens, self._room)
         return tuple(
             lay_out(
                 [[] if pack is None else own[pack] for own, pack in zip(packs, chosen, strict=True)],
@@ -268,6 +271,14 @@ class DomainPlanner:
             )
             for chosen in together
         )
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a microbatch of several packs: a full pack of each replica, or of each member of a pool
+        of which none holds more.
+        """
+        world, policy = self.arrangement, self.sharing[self.llm].policy
+        return self.budget.microbatch_tokens * (world.pool if policy.finds_room else world.replicas)
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]

@@ -55,14 +55,22 @@ def busiest(spec: RunSpec, plan: StepPlan) -> tuple[int, ...]:
 
 
 def planned_sums(spec: RunSpec, plan: StepPlan, counts: bool) -> tuple[float, ...]:
-    """What the plans of all domains add up to: FLOPs and loads by component, microbatches. Only one rank of
-    a domain `counts`.
+    """What the plans of all domains add up to: FLOPs and loads by component, tokens that their microbatches
+    had room for. Only one rank of a domain `counts`.
     """
     if not counts:
         return (0.0,) * (2 * len(plan.components) + 1)
     flops, found = step_flops(spec, plan), loads(spec, plan)
     sums = [sum(found[name]) for name in plan.components]
-    return (*(flops[name] for name in plan.components), *sums, len(plan.domain.microbatches))
+    return (*(flops[name] for name in plan.components), *sums, _capacity(spec, plan))
+
+
+def _capacity(spec: RunSpec, plan: StepPlan) -> int:
+    """Tokens that the microbatches of a domain had room for: a full pack of each replica, or a sample that is
+    longer.
+    """
+    full = spec.arrangement.replicas * spec.config.data.microbatch_tokens
+    return sum(max(full, sum(batch.layout.lengths)) for batch in plan.domain.microbatches)
 
 
 def trained_flops(

@@ -93,8 +93,8 @@ class Planner(DomainPlanner):
     def evaluation(
         self, step: int, samples: Sequence[SampleMeta], num_domains: int, number: int = 0
     ) -> StepPlan:
-        """Plan one forward pass over given samples, which must fit a microbatch each, for domain `number` of
-        `num_domains`.
+        """Plan one forward pass over given samples, no longer than the budget allows, for domain `number`
+        of `num_domains`.
         """
         sources = tuple(dict.fromkeys(meta.source for meta in samples))
         taken = Taken(
@@ -121,7 +121,7 @@ class Planner(DomainPlanner):
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:
         """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""
-        return fit(self.metas(source, sample), self.budget.microbatch_tokens, self.budget.on_long)
+        return fit(self.metas(source, sample), self.budget.longest, self.budget.on_long)
 
     def metas_of(self, domain: DomainPlan) -> list[SampleMeta]:
         """Return the metadata of a domain's samples in training, in their order."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from omni.config import Config, ConfigError
+from omni.config import Config, ConfigError, DataConfig
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen
@@ -53,6 +53,28 @@ def sharing_of(
         own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], everyone)
         out[name] = _encoder_sharing(policies.encoder_sp, encoder, len(slots), own)
     return out
+
+
+def check_long_samples(data: DataConfig, policy: SharingPolicy, arrangement: Arrangement) -> None:
+    """Refuse samples longer than a microbatch where ranks do not share them.
+
+    Raises:
+        ConfigError: naming both keys and the remedy.
+    """
+    longest = data.sample_tokens
+    if longest is None or longest <= data.microbatch_tokens:
+        return
+    if not policy.finds_room:
+        why = f"llm_sp={policy.name} bounds no rank's tokens: choose one that does, such as dynamic"
+    elif arrangement.pool == 1:
+        why = "nobody shares it: raise layout.domain or layout.llm.cp"
+    else:
+        return
+    raise ConfigError(
+        f"data.sample_tokens={longest}: a sample of more than "
+        f"data.microbatch_tokens={data.microbatch_tokens} is spread over the ranks that share sequences, and "
+        f"{why}; or raise data.microbatch_tokens"
+    )
 
 
 def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:

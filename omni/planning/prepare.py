@@ -23,13 +23,13 @@ from omni.models.llm import (
     llm_parts,
 )
 from omni.models.registry import Encoder, make_encoder
-from omni.planning.choices import chosen_policies
+from omni.planning.choices import Chosen, chosen_policies
 from omni.planning.domain_planner import Policies, TransportChoice
 from omni.planning.fullest import asking_what_fits
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_optim, frozen_components
 from omni.planning.planner import Planner
-from omni.planning.pools import sharing_of
+from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_spec import RunSpec, item_count
 from omni.planning.work import cost_table, part_work, party_size
 from ops.device import device_type, dtype_of
@@ -80,7 +80,7 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         feeds=_feeds(config, encoders, arrangement, tokenizer.vocab_size),
         transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
         policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
-        budget=_budget(config),
+        budget=_budget(config, policies, arrangement),
         table=table,
         party=party_size(_parts_of_llm(work, encoders), arrangement, sharing[LLM].pool.num_members),
         frozen=partial(frozen_components, config.optim.components),
@@ -161,7 +161,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
     require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
-    require("data", config.data, "microbatch_tokens", "step_tokens", "step_samples")
+    require("data", config.data, "microbatch_tokens", "sample_tokens", "step_tokens", "step_samples")
     require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)
     require("launch", config.launch, "max_restarts", least=0)
@@ -232,10 +232,13 @@ def _stream(config: Config, indexes: Mapping[str, Index]) -> Stream:
     return Stream(specs, config.train.seed, config.data.window_groups)
 
 
-def _budget(config: Config) -> Budget:
+def _budget(config: Config, policies: Chosen, arrangement: Arrangement) -> Budget:
     data = config.data
     if (data.step_tokens is None) == (data.step_samples is None):
         raise ConfigError(
             f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
         )
-    return Budget(data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long)
+    check_long_samples(data, policies.llm_sp, arrangement)
+    return Budget(
+        data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long, data.sample_tokens
+    )

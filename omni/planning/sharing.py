@@ -50,9 +50,14 @@ class Sharing:
         return self.pool.cost
 
     def layout(self, packs: Sequence[Sequence[int]]) -> SequenceLayout:
-        """Lay out sequences, given by the lengths of those of each replica, over all members."""
+        """Lay out sequences, given by the lengths of those of each replica, over all members.
+
+        A sequence alone that is longer than the pool holds otherwise is spread evenly.
+        """
         if not self.policy.within_replica:
-            return self.policy([length for pack in packs for length in pack], self.pool)
+            lengths = [length for pack in packs for length in pack]
+            pool = self.pool.holding(*lengths) if len(lengths) == 1 else self.pool
+            return self.policy(lengths, pool)
         shards = [
             tuple(replace(shard, member=shard.member + replica * self.pool.num_members) for shard in of)
             for replica, pack in enumerate(packs)

@@ -108,7 +108,7 @@ class Evaluator:
         ]
 
     def _fits(self, prompt: SampleMeta, new: Sequence[int]) -> bool:
-        return length(_grown(prompt, new)) <= self.spec.config.data.microbatch_tokens
+        return length(_grown(prompt, new)) <= self.spec.planner.budget.longest
 
     def _next_tokens(self, step: int, metas: Sequence[SampleMeta], texts: Sequence[np.ndarray]) -> list[int]:
         """The likeliest next token of each sequence, on all ranks of the domain."""
@@ -154,8 +154,8 @@ class Evaluator:
         total = len(self.spec.heldout[source])
         num_samples = min(num_samples, total)
         metas = [self.spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
-        budget = self.spec.config.data.microbatch_tokens
-        return [meta for meta in metas if fit(meta, budget, "drop") is not None]
+        longest = self.spec.planner.budget.longest
+        return [meta for meta in metas if fit(meta, longest, "drop") is not None]
 
     def _tokens_at_once(self) -> int:
         """Tokens of one evaluation plan: a few microbatches for each replica."""

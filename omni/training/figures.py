@@ -98,8 +98,7 @@ def metrics_of(
     forward = dict(zip(plan.components, totals.planned, strict=False))
     flops = trained_flops(spec, plan, forward, round(totals.num_targets))
     peak = spec.cluster.flops * spec.arrangement.world * step_s
-    packs = totals.planned[-1] * spec.arrangement.replicas
-    capacity = packs * spec.config.data.microbatch_tokens
+    capacity = totals.planned[-1]
     metrics = {
         "progress/step": plan.step,
         "progress/tokens": progression.tokens,

@@ -12,7 +12,10 @@ from infra.checkpoint import CheckpointError
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
-_FREE = re.compile(r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped")
+_FREE = re.compile(
+    r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped"
+    r"|data\.microbatch_tokens"
+)
 
 
 def fingerprint(spec: RunSpec) -> dict[str, Any]:
@@ -26,6 +29,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
     parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
     data = config["data"]
     parts["data"] = {
+        "sample_tokens": spec.planner.budget.longest,
         "sources": {
             name: {
                 "weight": source["weight"],
@@ -39,7 +43,6 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
             key: data[key]
             for key in (
                 "tokenizer",
-                "microbatch_tokens",
                 "step_tokens",
                 "step_samples",
                 "on_long",
@@ -65,6 +68,8 @@ def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
 
 def check_fingerprint(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
     """Refuse to continue a checkpoint under another configuration, naming the first differences."""
+    # In older checkpoints, microbatches bound the length of samples.
+    saved = {"data.sample_tokens": saved.get("data.microbatch_tokens"), **saved}
     differences = [
         f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
         for key in sorted(set(saved) | set(current))

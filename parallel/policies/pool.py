@@ -4,7 +4,7 @@ Times of even cuts come from a table that is made once for a pool, so that plann
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -35,6 +35,17 @@ class Pool:
     num_members: int
     unit: int
     tokens_per_rank: int | None
+
+    def holding(self, tokens: int) -> "Pool":
+        """Return the pool whose ranks may hold so many tokens together: each its even share, if that is more
+        than `tokens_per_rank`.
+        """
+        even = -(-tokens // (self.num_members * self.unit)) * self.unit
+        if self.tokens_per_rank is None or even <= self.tokens_per_rank:
+            return self
+        wider = replace(self, tokens_per_rank=even)
+        vars(wider)["shares"] = self.shares  # made once for a cost table
+        return wider
 
     @cached_property
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:

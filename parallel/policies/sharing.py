@@ -53,6 +53,11 @@ class SharingPolicy(Policy):
             all(shard.start % pool.unit == 0 for shards in layout.shards for shard in shards),
             f"sequences are cut at multiples of {pool.unit}",
         )
+        self.require(
+            pool.tokens_per_rank is None
+            or all(layout.local_tokens(member) <= pool.tokens_per_rank for member in range(pool.num_members)),
+            f"a rank holds at most {pool.tokens_per_rank} tokens",
+        )
         self.require(self.cuts or all(len(shards) == 1 for shards in layout.shards), "sequences stay whole")
         return layout
 

@@ -84,7 +84,8 @@ def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget)
         if name == "llm":
             over = world.llm.cp if policy.within_replica else world.pool
             # Room for sequences that a policy leaves whole, or cuts unevenly.
-            out[name] = Sharing(policy, make_pool(cost, over, 1, 2 * budget.microbatch_tokens), world.pool)
+            most = budget.microbatch_tokens * (1 if policy.finds_room else 2)
+            out[name] = Sharing(policy, make_pool(cost, over, 1, most), world.pool)
         else:
             slots = len(world.slots(name))
             whole = slots == 1 or not policy.cuts
@@ -159,12 +160,18 @@ def settings_of_planners(draw) -> dict:
         size = beside if beside % (dp // shared) else beside // (dp // shared)
     slots = [k for k in (1, 2, 3) if size % k == 0]
     encoder_tp = {name: draw(st.sampled_from(slots)) for name in ("eye", "ear")}
+    world = arrange(Layout(tp, cp, dp, pp), encoder_tp, placement, beside, shared)
+    llm_sp = draw(st.sampled_from(["uniform", "uniform", *SHARING]))
+    budget = draw(budgets(least=0))
+    if SHARING[llm_sp].finds_room and world.pool > 1:
+        longest = draw(st.none() | st.integers(1, 8 * budget.microbatch_tokens))
+        budget = replace(budget, sample_tokens=longest)
     return {
-        "world": arrange(Layout(tp, cp, dp, pp), encoder_tp, placement, beside, shared),
-        "llm_sp": draw(st.sampled_from(["uniform", "uniform", *SHARING])),
+        "world": world,
+        "llm_sp": llm_sp,
         "encoder_sp": draw(st.sampled_from(["none", "none", *BEYOND_REPLICAS])),
         "policies": draw(st.sampled_from(POLICIES)),
         "single_queue": draw(st.booleans()),
         "group_size": draw(st.sampled_from([1, 2, 3, 32])),
-        "budget": draw(budgets(least=0)),
+        "budget": budget,
     }

@@ -45,6 +45,11 @@ CASES = {
     "cp3 pp2": (6, ["layout.llm.cp=3", "layout.llm.pp=2"]),
     "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),
     "dp2 llm long_short": (2, ["llm_sp=long_short", "layout.domain=2", *CHEAP_LINKS]),
+    # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
+    "dp4 samples of eight microbatches": (
+        4,
+        ["llm_sp=dynamic", "layout.domain=4", "data.microbatch_tokens=20", "data.sample_tokens=160"],
+    ),
     "pp4 two_level_back": (
         4,
         ["layout.llm.pp=4", "boundary.transport=two_level_back", "cluster.ranks_per_node=2"],

@@ -10,6 +10,7 @@ from planners import (
     BUDGET,
     POLICIES,
     SCHEDULES,
+    SHARING,
     SOURCES,
     UNIT,
     colocated,
@@ -105,9 +106,14 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
     for domain in domains_of(chosen, cursor):
         for batch in domain.microbatches:
             assert batch.layout.lengths == tuple(domain.samples[i].length for i in batch.samples)
-            assert 0 < sum(batch.layout.lengths) <= most * world.replicas
+            tokens = sum(batch.layout.lengths)
             held = [batch.layout.local_tokens(member) for member in range(world.pool)]
-            assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
+            if SHARING[chosen["llm_sp"]].finds_room:
+                assert 0 < tokens <= most * world.pool or len(batch.samples) == 1
+                assert max(held) <= max(most, -(-tokens // world.pool))
+            else:
+                assert 0 < tokens <= most * world.replicas
+                assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
             work = [batch.share(member) for member in range(world.pool)]
             assert [tokens for tokens, *_ in work] == held
             assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)

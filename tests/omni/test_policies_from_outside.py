@@ -34,7 +34,7 @@ def one_after_the_other(domain, costs):
             yield from (Op(Kind.ENCODE_BACKWARD, c) for c in mine)
     return [list(ops(team * domain.team)) for team in domain.teams]
 
-def apart(costs):
+def apart(costs, tokens, room):
     packs = [(r, p) for r, own in enumerate(costs) for p in range(len(own))]
     return tuple(tuple(p if r == mine else None for r in range(len(costs))) for mine, p in packs)
 

@@ -39,7 +39,9 @@ def deal_back_and_forth(costs: Sequence[int], n: int) -> tuple[int, ...]:
 
 
 def pack_in_order(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Next fit: fill a pack in the order of the stream, and open the next where a sample has no room."""
+    """Next fit: fill a pack in the order of the stream, and open the next where a sample has no room. A
+    sample beyond the budget has a pack of its own.
+    """
     packs: list[list[int]] = []
     room = 0
     for sample, length in enumerate(lengths):
@@ -51,10 +53,22 @@ def pack_in_order(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     return tuple(map(tuple, packs))
 
 
-def pair_by_cost(costs: Sequence[Sequence[int]]) -> tuple[tuple[int | None, ...], ...]:
-    """The costliest packs of all replicas pass together, then the next ones: nobody waits for a short one."""
+def pair_by_cost(
+    costs: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], room: int
+) -> tuple[tuple[int | None, ...], ...]:
+    """The costliest packs of all replicas pass together, then the next ones: nobody waits for a short one.
+    Where they find no room together, each passes alone.
+    """
+    together: list[tuple[int | None, ...]] = []
     ordered = [sorted(range(len(own)), key=lambda pack: (-own[pack], pack)) for own in costs]
-    return tuple(zip_longest(*ordered))
+    for packs in zip_longest(*ordered):
+        own = [(replica, pack) for replica, pack in enumerate(packs) if pack is not None]
+        if sum(tokens[replica][pack] for replica, pack in own) <= room:
+            together.append(packs)
+        else:
+            others = range(len(packs))
+            together += [tuple(pack if r == replica else None for r in others) for replica, pack in own]
+    return tuple(together)
 
 
 def on_last_stage(sizes: DomainSizes) -> tuple[int, int]:
