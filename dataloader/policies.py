@@ -1,4 +1,4 @@
-"""How the samples of a step are divided: over replicas, into microbatches, and which of these pass together.
+"""How the samples of a replica are divided into microbatches, and which of these pass together.
 
 None of it changes what is trained on.
 """
@@ -8,30 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dataloader.packing import pack
-from parallel.least_loaded import longest_first
 from parallel.policy import Policy
-
-
-@dataclass(frozen=True)
-class BalancePolicy(Policy):
-    """Which bin takes which sample.
-
-    `decide(costs, n)` gives for each sample, of `costs` nanoseconds, its bin in 0 … n-1. It is called at two
-    levels: the samples of a step over domains, then those of each domain over its replicas. Bins may be
-    empty.
-    """
-
-    group: ClassVar[str] = "omni.balance"
-    decide: Callable[[Sequence[int], int], tuple[int, ...]]
-
-    def __call__(self, costs: Sequence[int], n: int) -> tuple[int, ...]:
-        """Return the bin of each sample."""
-        bins = tuple(self.decide(costs, n))
-        self.require(
-            len(bins) == len(costs) and all(0 <= number < n for number in bins),
-            f"each of {len(costs)} samples goes to one of {n} bins",
-        )
-        return bins
 
 
 @dataclass(frozen=True)
@@ -98,25 +75,6 @@ class PairingPolicy(Policy):
         return together
 
 
-def assign_none(costs: Sequence[int], n: int) -> tuple[int, ...]:
-    """Round robin: sample i goes to bin i % n, whatever it costs."""
-    _check(costs, n)
-    return tuple(i % n for i in range(len(costs)))
-
-
-def assign_lpt(costs: Sequence[int], n: int) -> tuple[int, ...]:
-    """Longest processing time first: each sample, from the costliest, to the bin with the least so far."""
-    _check(costs, n)
-    bins, _ = longest_first(costs, n)
-    return tuple(bins)
-
-
-def _check(costs: Sequence[int], n: int) -> None:
-    if n < 1:
-        raise ValueError(f"the number of bins is {n}: it must be at least 1")
-    assert all(cost >= 0 for cost in costs), "costs are nanoseconds"
-
-
 def pair_in_order(
     costs: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], room: int
 ) -> tuple[tuple[int | None, ...], ...]:
@@ -157,8 +115,6 @@ def fill_in_order(
     return tuple(together)
 
 
-NONE = BalancePolicy("none", assign_none)
-LPT = BalancePolicy("lpt", assign_lpt)
 FIRST_FIT_DECREASING = PackingPolicy("first_fit_decreasing", pack)
 IN_ORDER = PairingPolicy("in_order", pair_in_order)
 ALIKE = PairingPolicy("alike", pair_alike)

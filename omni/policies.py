@@ -3,7 +3,8 @@
 What stands here is kept stable; docs/policies.md explains it.
 """
 
-from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from dataloader.balance import BalancePolicy, Bins, SampleCosts
+from dataloader.policies import PackingPolicy, PairingPolicy
 from parallel.costs import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
 from parallel.policies import Pool, SharingPolicy
@@ -17,6 +18,7 @@ from pipeline.ops import Kind, Op
 
 __all__ = [
     "BalancePolicy",
+    "Bins",
     "DomainPlan",
     "DomainSizes",
     "Facts",
@@ -31,6 +33,7 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Pool",
+    "SampleCosts",
     "SchedulePolicy",
     "SequenceLayout",
     "Shard",

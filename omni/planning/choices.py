@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from dataloader.balance import BalancePolicy
+from dataloader.policies import PackingPolicy, PairingPolicy
 from omni.config import Config
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
+from dataloader.balance import BalancePolicy, SampleCosts
 from dataloader.global_batch import Budget
-from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from dataloader.policies import PackingPolicy, PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
+from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
 from parallel.boundary import Route
 from parallel.costs import CostTable, Links
@@ -92,23 +94,10 @@ class DomainPlanner:
     encoder_bytes: int | None = None
     chunking: Chunking = make_chunks
 
-    def sample_ns(self, meta: SampleMeta) -> int:
-        """Nanoseconds of a sample on the slowest stage, its items spread over all slots of its replica."""
-        tokens = length(meta)
-        stages = (
-            sum(self._tokens_cost(part_name(self.llm, part), tokens) for part in parts)
-            for parts in self.arrangement.stage_parts
-        )
-        llm = max(stages) // self.arrangement.llm.cp
-        return llm + sum(
-            self._item_cost(item.modality, item.tokens)
-            * self.arrangement.replicas
-            // len(self._slots[self.encoders[item.modality]])
-            for item in meta.items
-        )
-
-    def _item_cost(self, modality: str, tokens: int) -> int:
-        return self._tokens_cost(self.encoders[modality], tokens)
+    @cached_property
+    def costing(self) -> Costing:
+        """What samples cost."""
+        return Costing(self.table, self.arrangement, self.llm, self.encoders, self.sharing)
 
     def _tokens_cost(self, part: str, tokens: int) -> int:
         return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
@@ -123,16 +112,16 @@ class DomainPlanner:
         members: Sequence[Sequence[int]],
         taken: Taken,
         metas: Sequence[SampleMeta],
-        costs: Sequence[int],
+        costs: SampleCosts,
         frozen: tuple[str, ...],
         train: bool,
     ) -> list[DomainPlan]:
-        """Plan a domain; `members` are the samples of each of its replicas, of `costs` nanoseconds.
+        """Plan a domain; `members` are the samples of each of its replicas, by place in `metas`.
 
         Returns a plan for each candidate of the schedule, in the order of their simulated times.
         """
         world = self.arrangement
-        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs)
+        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs.total_ns)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]

@@ -13,6 +13,7 @@ ranks that share a level compose it from the same arguments and get the same.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dataloader.balance import Bins, SampleCosts
 from dataloader.dealing import deal
 from dataloader.global_batch import Lengths, take_global_batch
 from dataloader.stream import Stream
@@ -170,28 +171,27 @@ class Planner(DomainPlanner):
         """Plan domain `number` of the `domains` of its group, among which `metas`, by number in the step, are
         divided.
         """
-        costs = {n: self.sample_ns(meta) for n, meta in metas.items()}
-        of_domains = self._balance(list(metas), costs, len(domains))
+        numbers = list(metas)
+        costs = self.costing.costs(list(metas.values()))
+        replicas = self._divide(costs, len(domains))
         group = GroupPlan(
             number=number // self.group_size if train else 0,
             first=domains[0],
-            replicas=tuple(
-                tuple(map(tuple, self._balance(own, costs, self.arrangement.replicas))) for own in of_domains
-            ),
+            replicas=tuple(tuple(tuple(numbers[i] for i in of) for of in own) for own in replicas),
         )
-        own = group.replicas[number - domains[0]]
-        mine = sorted(n for replica in own for n in replica)
-        local = {n: i for i, n in enumerate(mine)}
+        own = replicas[number - domains[0]]
+        mine = sorted(i for replica in own for i in replica)
+        local = {i: place for place, i in enumerate(mine)}
         candidates = self.plan_domain(
             number,
-            [[local[n] for n in replica] for replica in own],
+            [[local[i] for i in replica] for replica in own],
             taken,
-            [metas[n] for n in mine],
-            [costs[n] for n in mine],
+            [metas[numbers[i]] for i in mine],
+            costs.take(mine),
             frozen,
             train,
         )
-        samples = tuple(map(taken.sample, mine))
+        samples = tuple(taken.sample(numbers[i]) for i in mine)
         plans = [
             StepPlan(
                 step=step,
@@ -212,11 +212,18 @@ class Planner(DomainPlanner):
         # Where none fits, the quickest goes on, and is refused with what it is made of.
         return next(filter(self.fits, plans), plans[0])
 
-    def _balance(self, samples: Sequence[int], costs: Mapping[int, int], n: int) -> list[list[int]]:
-        """Divide samples, given by number, over `n` bins."""
-        bins: list[list[int]] = [[] for _ in range(n)]
-        for sample, number in zip(
-            samples, self.policies.balance([costs[i] for i in samples], n), strict=True
-        ):
-            bins[number].append(sample)
-        return bins
+    def _divide(self, costs: SampleCosts, num_domains: int) -> list[list[list[int]]]:
+        """Divide the samples of a group over its domains, and those of each over its replicas."""
+        replicas, alone = self.arrangement.replicas, self.costing.alone
+        domains = Bins(num_domains, replicas, (True,) * len(alone))
+        out = []
+        for own in self._balance(list(range(len(costs))), costs, domains):
+            out.append(self._balance(own, costs.take(own), Bins(replicas, 1, alone)))
+        return out
+
+    def _balance(self, numbers: Sequence[int], costs: SampleCosts, bins: Bins) -> list[list[int]]:
+        """Divide samples, given by number, over bins."""
+        out: list[list[int]] = [[] for _ in range(bins.count)]
+        for number, chosen in zip(numbers, self.policies.balance(costs, bins), strict=True):
+            out[chosen].append(number)
+        return out

@@ -1,12 +1,8 @@
-from itertools import product
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from own_policies import own
 
 from dataloader.packing import pack
-from dataloader.policies import BalancePolicy, assign_lpt, assign_none
 
 
 @settings(deadline=None)
@@ -68,35 +64,3 @@ def test_packing_edges():
     assert pack([3, 11, 7], 10) == ((0, 2), (1,))  # what is longer has a pack of its own
     with pytest.raises(ValueError, match="sample 0 has 0 tokens"):
         pack([0], 10)
-
-
-POLICIES = own(BalancePolicy)
-costs = st.lists(st.integers(0, 10**12), max_size=40)
-
-
-@settings(deadline=None)
-@given(costs, st.integers(1, 8), st.sampled_from(sorted(POLICIES)))
-def test_policies_assign_each_sample_to_a_replica(costs, n, name):
-    assigned = POLICIES[name](costs, n)
-    assert len(assigned) == len(costs)
-    assert all(0 <= replica < n for replica in assigned)
-    assert assigned == POLICIES[name](costs, n)
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_lpt_is_within_four_thirds_of_the_optimum(costs, n):
-    def largest(assigned):
-        return max(sum(c for c, r in zip(costs, assigned, strict=True) if r == k) for k in range(n))
-
-    optimum = min(map(largest, product(range(n), repeat=len(costs))))
-    assert 3 * n * largest(assign_lpt(costs, n)) <= (4 * n - 1) * optimum
-
-
-def test_policies_by_hand():
-    assert assign_none([9, 1, 1, 1], 2) == (0, 1, 0, 1)
-    assert assign_lpt([3, 9, 3, 3], 2) == (1, 0, 1, 1)
-    assert assign_lpt([5, 5, 5, 5], 2) == (0, 1, 0, 1)  # ties by id
-    assert assign_lpt([], 2) == ()
-    with pytest.raises(ValueError, match="bins is 0"):
-        assign_lpt([1], 0)

@@ -17,6 +17,7 @@ from omni_timeseries.policies import SNAKE
 from packages import pip_install
 from ranks import RankPool
 from runs import Finished, Running, read_lines
+from samples import bins_of, samples_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from dataloader.format import PLACEHOLDER, Item, Sample, SampleError
@@ -177,9 +178,9 @@ def test_policies_of_every_kind_shape_the_plan(site: Path, data: Path, tmp_path:
 
 
 def test_samples_are_dealt_back_and_forth() -> None:
-    assert SNAKE([9, 7, 5, 3, 1, 0, 8], 3) == (0, 2, 2, 1, 0, 0, 1)
-    assert SNAKE([], 2) == ()
-    assert SNAKE([4, 4, 4], 1) == (0, 0, 0)
+    assert SNAKE(samples_of([9, 7, 5, 3, 1, 0, 8]), bins_of(3)) == (0, 2, 2, 1, 0, 0, 1)
+    assert SNAKE(samples_of([]), bins_of(2)) == ()
+    assert SNAKE(samples_of([4, 4, 4]), bins_of(1)) == (0, 0, 0)
 
 
 def encoder(**keys: int) -> TimeSeriesEncoder:

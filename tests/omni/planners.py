@@ -9,8 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 from own_policies import own
 
+from dataloader.balance import BalancePolicy
+from dataloader.balance.simple import LPT, NONE
 from dataloader.global_batch import Budget, Lengths
-from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER, LPT, NONE, BalancePolicy
+from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 from omni.planning.domain_planner import Policies, TransportChoice

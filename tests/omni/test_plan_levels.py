@@ -18,9 +18,10 @@ from planners import (
     settings_of_planners,
 )
 
+from dataloader.balance import BalancePolicy
+from dataloader.balance.simple import LPT, NONE
 from dataloader.dealing import deal
 from dataloader.global_batch import Budget
-from dataloader.policies import LPT, NONE, BalancePolicy
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from pipeline.builders import ENCODE_FIRST
@@ -129,9 +130,9 @@ def test_planning_a_domain_asks_for_nothing_of_other_groups(group_size):
     asked: list[tuple[str, int]] = []
     costed: list[int] = []
 
-    def balance(costs, n):
-        costed.append(len(costs))
-        return LPT.decide(costs, n)
+    def balance(samples, bins):
+        costed.append(len(samples))
+        return LPT.decide(samples, bins)
 
     planning = planner(
         6,

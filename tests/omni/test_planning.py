@@ -22,9 +22,9 @@ from planners import (
     table,
 )
 
+from dataloader.balance.simple import LPT, NONE
 from dataloader.format import DataError
 from dataloader.global_batch import Budget
-from dataloader.policies import LPT, NONE
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.config import LLMConfig, MoEConfig

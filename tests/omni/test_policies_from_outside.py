@@ -38,7 +38,7 @@ def apart(costs, tokens, room):
     packs = [(r, p) for r, own in enumerate(costs) for p in range(len(own))]
     return tuple(tuple(p if r == mine else None for r in range(len(costs))) for mine, p in packs)
 
-BALANCE = BalancePolicy("mine", lambda costs, n: (n - 1,) * len(costs))
+BALANCE = BalancePolicy("mine", lambda samples, bins: (bins.count - 1,) * len(samples))
 PACKING = PackingPolicy("mine", lambda lengths, budget: tuple((i,) for i in range(len(lengths))))
 PAIRING = PairingPolicy("mine", apart)
 PLACEMENT = PlacementPolicy("mine", lambda sizes: (sizes.llm_size - sizes.stage_size, sizes.llm_size))

@@ -11,8 +11,9 @@ import torch
 from ranks import RankPool
 from small import overrides, write_mixed
 
+from dataloader.balance import BalancePolicy
 from dataloader.format import Sample
-from dataloader.policies import BalancePolicy, PackingPolicy
+from dataloader.policies import PackingPolicy
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
@@ -66,7 +67,7 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
     assert sum(len(held) for _, held in found) > len(everything), "some items are shared"
 
 
-ALL_TO_ONE = BalancePolicy("all_to_one", lambda costs, n: (n - 1,) * len(costs))
+ALL_TO_ONE = BalancePolicy("all_to_one", lambda samples, bins: (bins.count - 1,) * len(samples))
 ONE_EACH = PackingPolicy("one_each", lambda lengths, budget: tuple((i,) for i in range(len(lengths))))
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from own_policies import PYPROJECT, entry_points_of, own
 from packages import install
+from samples import bins_of, samples_of
 
-from dataloader.policies import BalancePolicy, PackingPolicy, PairingPolicy
+from dataloader.balance import BalancePolicy
+from dataloader.policies import PackingPolicy, PairingPolicy
 from omni.config import POLICIES
 from parallel.costs import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
@@ -30,9 +32,9 @@ KINDS = (
 )
 MODULE = """
 from omni.policies import BalancePolicy, PackingPolicy
-MINE = BalancePolicy("mine", lambda costs, n: (n - 1,) * len(costs))
+MINE = BalancePolicy("mine", lambda samples, bins: (bins.count - 1,) * len(samples))
 OTHER = PackingPolicy("other", lambda lengths, budget: ())
-def function(costs, n): return ()
+def function(samples, bins): return ()
 """
 
 
@@ -54,7 +56,7 @@ def test_a_policy_of_another_package_is_found_without_importing_the_others(tmp_p
     mine = 'mine = "mine_found:MINE"\nbroken = "mine_nowhere:X"'
     install(tmp_path, monkeypatch, "mine_found", MODULE, {"omni.balance": mine})
     assert registered("omni.balance") == ["broken", "lpt", "mine", "none"]
-    assert find(BalancePolicy, "mine", "balance.policy")([5, 6], 3) == (2, 2)
+    assert find(BalancePolicy, "mine", "balance.policy")(samples_of([5, 6]), bins_of(3)) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,8 +95,8 @@ POOL = make_pool(SequenceCost(AttentionShape(4, 4), 2, 1000, 10, 16, LINK), 2, u
 @pytest.mark.parametrize(
     "policy, arguments",
     [
-        (BalancePolicy("p", lambda costs, n: (n,) * len(costs)), ([1], 2)),
-        (BalancePolicy("p", lambda costs, n: ()), ([1], 2)),
+        (BalancePolicy("p", lambda samples, bins: (bins.count,)), (samples_of([1]), bins_of(2))),
+        (BalancePolicy("p", lambda samples, bins: ()), (samples_of([1]), bins_of(2))),
         (PackingPolicy("p", lambda lengths, budget: ((0, 0), (1,))), ([1, 1], 4)),
         (PackingPolicy("p", lambda lengths, budget: ((0, 1),)), ([3, 3], 4)),
         (PackingPolicy("p", lambda lengths, budget: ((0,), ())), ([3], 4)),

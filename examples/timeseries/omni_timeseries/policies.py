@@ -8,6 +8,7 @@ from itertools import zip_longest
 
 from omni.policies import (
     BalancePolicy,
+    Bins,
     DomainPlan,
     DomainSizes,
     Facts,
@@ -18,6 +19,7 @@ from omni.policies import (
     PairingPolicy,
     PlacementPolicy,
     Pool,
+    SampleCosts,
     SchedulePolicy,
     SequenceLayout,
     Shard,
@@ -26,16 +28,17 @@ from omni.policies import (
 )
 
 
-def deal_back_and_forth(costs: Sequence[int], n: int) -> tuple[int, ...]:
+def deal_back_and_forth(samples: SampleCosts, bins: Bins) -> list[int]:
     """Deal samples like cards, the costliest first: to bins 0 … n-1, then n-1 … 0, and so on.
 
     Every bin gets as many samples as any other, up to one. Ties go to the smaller sample.
     """
-    there_and_back = [*range(n), *reversed(range(n))]
-    bins = [0] * len(costs)
-    for turn, sample in enumerate(sorted(range(len(costs)), key=lambda i: (-costs[i], i))):
-        bins[sample] = there_and_back[turn % len(there_and_back)]
-    return tuple(bins)
+    costs = samples.total_ns
+    there_and_back = [*range(bins.count), *reversed(range(bins.count))]
+    chosen = [0] * len(samples)
+    for turn, sample in enumerate(sorted(range(len(samples)), key=lambda i: (-costs[i], i))):
+        chosen[sample] = there_and_back[turn % len(there_and_back)]
+    return chosen
 
 
 def pack_in_order(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,79 @@
+"""What samples cost a run: the columns that policies of balance decide over. Pure, like all planning."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataloader.balance import SampleCosts
+from dataloader.tokens import SampleMeta, length
+from omni.planning.sharing import Sharing
+from parallel.costs import CostTable
+from parallel.layout import Arrangement
+from parallel.policies.pool import most_ranks
+from parallel.work import part_name
+
+
+@dataclass(frozen=True)
+class Costing:
+    """Costs samples by a cost table; `encoders` maps a modality to the component that takes it, and `sharing`
+    says how each component shares sequences.
+    """
+
+    table: CostTable
+    arrangement: Arrangement
+    llm: str
+    encoders: Mapping[str, str]
+    sharing: Mapping[str, Sharing]
+
+    def costs(self, metas: Sequence[SampleMeta]) -> SampleCosts:
+        """Return the costs of samples."""
+        names = tuple(dict.fromkeys((self.llm, *self.encoders.values())))
+        ns = np.zeros((len(metas), len(names)), np.int64)
+        unsplit_ns = np.zeros_like(ns)
+        kept_bytes = np.zeros(len(metas), np.int64)
+        slots = {name: len(self.arrangement.slots(name)) for name in names[1:]}
+        for row, meta in enumerate(metas):
+            tokens = length(meta)
+            llm_ns = max(sum(self._ns(part, tokens) for part in parts) for parts in self._stages)
+            ns[row, 0] = llm_ns // self.arrangement.llm.cp
+            unsplit_ns[row, 0] = llm_ns // self._ways(self.llm, tokens)
+            kept = max(sum(self._kept(part, tokens) for part in parts) for parts in self._stages)
+            for item in meta.items:
+                name = self.encoders[item.modality]
+                column, item_ns = names.index(name), self._ns(name, item.tokens)
+                ns[row, column] += item_ns * self.arrangement.replicas // slots[name]
+                whole_ns = item_ns // self._ways(name, item.tokens)
+                unsplit_ns[row, column] = max(unsplit_ns[row, column], whole_ns)
+                kept += self._kept(name, item.tokens)
+            kept_bytes[row] = kept
+        return SampleCosts(
+            names,
+            ns,
+            unsplit_ns,
+            np.array([length(meta) for meta in metas], np.int64),
+            np.array([meta.bytes for meta in metas], np.int64),
+            kept_bytes,
+        )
+
+    @property
+    def alone(self) -> tuple[bool, ...]:
+        """Whether a replica does the work of its samples by itself, for the LLM and each encoder."""
+        own = self.sharing[self.llm]
+        llm = self.arrangement.replicas == 1 or own.policy.within_replica
+        return (llm, *(self.arrangement.replicas == 1 for _ in dict.fromkeys(self.encoders.values())))
+
+    @property
+    def _stages(self) -> list[list[str]]:
+        return [[part_name(self.llm, part) for part in parts] for parts in self.arrangement.stage_parts]
+
+    def _ns(self, part: str, tokens: int) -> int:
+        return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
+
+    def _kept(self, part: str, tokens: int) -> int:
+        return self.table.parts[part].kept_bytes(tokens)
+
+    def _ways(self, name: str, tokens: int) -> int:
+        """Over how many members a sequence of a component may be cut."""
+        own = self.sharing[name]
+        return most_ranks(tokens, own.pool) if own.policy.cuts and not own.whole else 1
