@@ -16,10 +16,14 @@ from types import FrameType
 
 import psutil
 
+from infra.lineage import STARTED_BY, outlives_parent
+from infra.machine import usable_cores
+
 WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its workers
 AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills everything
 STRAGGLERS_S = 5  # what is left after the agent gets between SIGTERM and SIGKILL
 LAUNCH_ID = "OMNI_LAUNCH_ID"  # marks every process of one launch through its environment
+MISTAKE = 2  # exit code of a rank that would fail again, and is not restarted
 TAIL_LINES = 40
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -31,17 +35,22 @@ def launch_local(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    launch: str | None = None,
+    parent: int | None = None,
 ) -> int:
     """Run `python -m <module> <config_path>` on `ranks` local processes and return the exit code.
 
     The code is torchrun's; 128 + n if it died of signal n, or if SIGTERM, SIGINT, SIGHUP or SIGUSR1 arrived
     here, was handed on as SIGTERM and ended the run. After such a signal the workers have
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (50 unless set) to save and leave, torchrun 10 more, then all is
-    killed; a second signal kills at once. No process of the launch outlives this call.
+    killed; a second signal kills at once. No process of the launch outlives this call, nor this process if
+    that is killed. The end of `parent`, which started this process (default: its parent at this call), counts
+    as SIGHUP, unless this process ignores that (nohup) or leads a session of its own (setsid).
 
     Output goes to this process's stdout and stderr, or is appended to the file `log`, whose last lines are
     shown when the run fails. `env` is added to the environment. OMP_NUM_THREADS is cores // ranks unless
-    set. `max_restarts`: how often torchrun restarts all workers after one died. Needs the main thread.
+    set. Modules are not imported from the working folder. `max_restarts`: how often torchrun restarts all
+    workers after one died. `launch` names the launch, by default with a new name. Needs the main thread.
     Raises ValueError for a missing configuration and for ranks < 1.
     """
     if ranks < 1:
@@ -49,7 +58,8 @@ def launch_local(
     if not config_path.is_file():
         raise ValueError(f"config_path={config_path} does not exist: give the config.yaml of a run folder")
     command = _torchrun(config_path.absolute(), ranks, module, max_restarts)
-    environment = _environment(ranks, env or {})
+    environment = _environment(ranks, env or {}, launch or new_launch())
+    parent = parent or os.getppid()
     grace_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + AGENT_MARGIN_S
 
     with _noting_signals() as received, _output(log) as stream:
@@ -58,7 +68,7 @@ def launch_local(
             command, env=environment, stdout=stream, stderr=stream, start_new_session=True
         )
         try:
-            code = _wait(agent, received, grace_s)
+            code = _wait(agent, received, grace_s, parent)
         finally:
             _kill_group(agent)
             _end_stragglers(environment[LAUNCH_ID])
@@ -91,29 +101,39 @@ def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> 
     ]
 
 
-def _environment(ranks: int, extra: Mapping[str, str]) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def new_launch() -> str:
+    """Return a name for a launch that no other has."""
+    return uuid.uuid4().hex
+
+
+def _environment(ranks: int, extra: Mapping[str, str], launch: str) -> dict[str, str]:
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(WORKERS_GRACE_S),
     }
     fixed = {
-        # With the agent's store shared, a restart finds stale gloo addresses and mostly fails.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        LAUNCH_ID: uuid.uuid4().hex,
+        # A user's calendar.py in the working folder is not Python's. An empty entry of PYTHONPATH, as in
+        # PYTHONPATH=$PYTHONPATH:/mine, is the working folder, too.
+        "PYTHONSAFEPATH": "1",
+        LAUNCH_ID: launch,
+        STARTED_BY: str(os.getpid()),
     }
-    return {**defaults, **os.environ, **extra, **fixed}
+    environment = {**defaults, **os.environ, **extra, **fixed}
+    path = [entry for entry in environment.pop("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {**environment, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
-def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float) -> int:
+def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float, parent: int) -> int:
     """The agent's return code. The first signal is handed on to the agent, which signals the workers, and
-    gives them `grace_s` seconds; a second one gives none.
+    gives them `grace_s` seconds; a second one gives none. The end of `parent` is taken for SIGHUP.
     """
     kill_at: float | None = None
     while True:
         try:
             return agent.wait(timeout=0.1)
         except subprocess.TimeoutExpired:
+            if not received and outlives_parent(parent):
+                received.append(signal.SIGHUP)
             if received and kill_at is None:
                 # Always SIGTERM: the agent knows no SIGUSR1, and SIGINT would interrupt the workers' step.
                 agent.terminate()
@@ -130,7 +150,9 @@ def _noting_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    before = {number: signal.signal(number, note) for number in ENDING}
+    # One that is ignored stays so: nohup ignores SIGHUP, and shells SIGINT for what runs in the background.
+    heeded = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield received
     finally:

@@ -310,10 +310,13 @@ class TrainConfig:
 
 @dataclass
 class LaunchConfig:
-    """Processes. `ranks: null` is one a GPU, or two on a machine without one."""
+    """Processes. `ranks: null` is one a GPU, or two on a machine without one. `oversubscribe` starts more
+    ranks than the cores and the memory of this machine can be expected to take.
+    """
 
     ranks: int | None = None
     max_restarts: int = 0
+    oversubscribe: bool = False
 
 
 @dataclass

@@ -10,6 +10,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+from infra.lineage import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
+
 import torch
 import torch.distributed as dist
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +11,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from infra.launch import launch_local
+from infra.launch import launch_local, new_launch
 from infra.run_folder import RunFolder, write_text
+from infra.run_lock import holding
 from omni.compose import check_shadowed, load_config, offer_policies, to_config
 from omni.config import Config, ConfigError
 from omni.refusals import refusal
@@ -25,6 +26,7 @@ WORKER = "omni.training.worker"
 
 def run(arguments: list[str]) -> int:
     """Hand the command line to Hydra. The exit code is that of the run, 2 for a user's mistake."""
+    parent = os.getppid()  # before anything that takes time: whoever started this may end meanwhile
     sys.argv = ["omni train", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on instead of printing them
     offer_policies()
@@ -33,7 +35,7 @@ def run(arguments: list[str]) -> int:
     def job(config: DictConfig) -> None:
         nonlocal in_job
         in_job = True
-        _job(config)
+        _job(config, parent)
         in_job = False
 
     try:
@@ -46,10 +48,10 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _job(composed: DictConfig) -> None:
+def _job(composed: DictConfig, parent: int) -> None:
     """One job: a single run, or one of a sweep."""
     try:
-        code = train(_resolve(composed))
+        code = train(_resolve(composed), parent)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
@@ -70,8 +72,9 @@ def _resolve(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def train(composed: DictConfig) -> int:
-    """Check a configuration, write it to its run folder and train it on this machine.
+def train(composed: DictConfig, parent: int) -> int:
+    """Check a configuration, write it to its run folder and train it on this machine, for as long as the
+    process `parent` lives, which started this one.
 
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
@@ -89,14 +92,17 @@ def train(composed: DictConfig) -> int:
     for note in learning_rate_notes(config.optim, config.train.steps, done, before):
         print(f"note: {note}", file=sys.stderr)
     check_first_steps(spec, done + 1, cursor)
-    try:
-        folder = RunFolder.create(path)
-        write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir={config.run.dir}: no run folder can be written there ({error}): choose another"
-        ) from error
-    return launch_local(folder.config, ranks, WORKER, max_restarts=config.launch.max_restarts)
+    folder, launch = RunFolder(path), new_launch()
+    with ExitStack() as held:
+        try:
+            held.enter_context(holding(folder, launch))
+            write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={config.run.dir}: no run folder can be written there ({error}): choose another"
+            ) from error
+        restarts = config.launch.max_restarts
+        return launch_local(folder.config, ranks, WORKER, max_restarts=restarts, launch=launch, parent=parent)
 
 
 def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from infra.machine import crowding, this_machine
 from omni.config import Config, ConfigError, require
 from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
@@ -15,13 +16,20 @@ def count_ranks(config: Config) -> int:
     """Return how many ranks a launch on this machine starts: as asked, or one a GPU, or two without GPUs.
 
     Raises:
-        ConfigError: for fewer than one, or more than there are GPUs.
+        ConfigError: for fewer than one, more than there are GPUs, or, unless `launch.oversubscribe` is set,
+            more than the cores and the memory of this machine can take.
     """
     require("launch", config.launch, "ranks")
     gpus = visible_devices()
     ranks = config.launch.ranks or gpus or 2
     if 0 < gpus < ranks:
         raise ConfigError(f"launch.ranks={ranks}: this machine has {gpus} GPUs, and every rank needs its own")
+    crowded = None if config.launch.oversubscribe else crowding(ranks, this_machine())
+    if crowded:
+        raise ConfigError(
+            f"launch.ranks={ranks}: {crowded}; choose fewer, or set launch.oversubscribe=true. What does "
+            f"not fit this machine can be planned (omni plan) and rehearsed (omni rehearse)"
+        )
     return ranks
 
 

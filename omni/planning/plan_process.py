@@ -29,12 +29,13 @@ import torch
 import torch.distributed as dist
 
 from infra.launch import ENDING
+from infra.lineage import end_with_parent
 from omni.planning.planner import Planner
 from parallel.costs import CostTable
 from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
     """Be the child: answer requests until the parent lets go of the pipe or ends."""
     code = 1
     try:
-        _die_with(parent)
+        end_with_parent(parent)  # a closed pipe is noticed after a plan only
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME)
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         os.dup2(2, 1)  # what a policy prints is seen, but nobody waits for an end of the rank's output
@@ -186,15 +188,6 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)  # never back into the code that forked
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends: a closed pipe is noticed after a plan only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_NAME, NAME)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
-        os._exit(0)
 
 
 def _answer(planner: Planner, step: int, cursor: int, domain: int) -> bytes:

@@ -18,6 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from infra.lineage import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
+
 import torch
 import torch.distributed as dist
 

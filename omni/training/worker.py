@@ -1,6 +1,7 @@
 """One rank of a run, as torchrun starts it: `python -m omni.training.worker RUN_FOLDER/config.yaml`."""
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -11,12 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from infra.lineage import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
+
 import torch
 import torch.distributed as dist
 
 from dataloader.format import DataError
 from infra.checkpoint import CheckpointError
+from infra.launch import MISTAKE, new_launch
 from infra.run_folder import RunFolder
+from infra.run_lock import LockedError, holding, launch_of_rank
 from omni.compose import load_config
 from omni.config import ConfigError
 from omni.planning.fullest import check_rank
@@ -27,6 +35,10 @@ from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
 from parallel.layout import LayoutError
+from parallel.waiting import StallError
+
+_TOLD = (CheckpointError, DivergenceError, NoUpdateError, PlannerEndedError, StallError)
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 @contextlib.contextmanager
@@ -35,9 +47,12 @@ def joined(config_path: Path) -> Iterator[tuple[RunSpec, RunFolder, int, torch.d
     config = load_config(config_path)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     spec = prepare_run(config, world)
-    # The planner process is forked here: there is no device context, no process group and no thread yet.
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
-    with planning_apart(planner, config.train.timeout_s) as plan_step:
+    with contextlib.ExitStack() as held:
+        if rank == 0:  # the launcher may hold it already, for all processes of the launch
+            held.enter_context(holding(RunFolder(config_path.parent), launch_of_rank() or new_launch()))
+        # The planner process is forked here: there is no device context, no process group and no thread yet.
+        plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s))
         device = select_device()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -54,28 +69,43 @@ def main(config_path: Path) -> None:
 
 
 def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
-    """Run a rank's main function; end with 0, 2 for a user's mistake, 1 for any other failure.
-
-    Errors of ours whose message says all there is to say are printed without a traceback.
+    """Run a rank's main function; end with 0, 2 for a mistake in the configuration or the data, which a
+    restart would not mend, and 1 for any other failure.
     """
-    rank = os.environ.get("RANK", "0")
     code = 0
     try:
         function(config_path)
-    except (ConfigError, LayoutError, DataError) as error:
-        print(f"rank {rank}: error: {error}", file=sys.stderr)
-        code = 2
-    except (BadDataError, CheckpointError, DivergenceError, NoUpdateError, PlannerEndedError) as error:
-        print(f"rank {rank} failed: {error}", file=sys.stderr)
-        code = 1
-    except BaseException:
-        print(f"rank {rank} failed:", file=sys.stderr)
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        code = _told(error, config_path)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: destructors of communicators would wait for peers that may be gone.
     os._exit(code)
+
+
+def _told(error: BaseException, config_path: Path) -> int:
+    """Tell a failure and return its exit code. Errors of ours whose message says all are told without a
+    traceback, and so are those of disks.
+    """
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, ConfigError | LayoutError | DataError | LockedError):
+        print(f"rank {rank}: error: {error}", file=sys.stderr)
+        return MISTAKE
+    if isinstance(error, BadDataError):
+        print(f"rank {rank} failed: {error}", file=sys.stderr)
+        return MISTAKE
+    if isinstance(error, _TOLD):
+        print(f"rank {rank} failed: {error}", file=sys.stderr)
+    elif isinstance(error, OSError) and error.errno in _OF_DISKS:
+        print(
+            f"rank {rank} failed: {error}. If it is {config_path.parent} that cannot be read or written: its "
+            f"last checkpoint stays good; mend that, and start again with the same run.dir",
+            file=sys.stderr,
+        )
+    else:
+        print(f"rank {rank} failed:", file=sys.stderr)
+        traceback.print_exception(error)
+    return 1
 
 
 if __name__ == "__main__":

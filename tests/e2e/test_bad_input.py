@@ -317,6 +317,9 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
         ("model.llm.heads=0", ["heads=0"]),
         ("launch.ranks=0", ["launch.ranks=0"]),
         ("launch.ranks=-1", ["launch.ranks=-1"]),
+        ("launch.ranks=100000", ["error: launch.ranks=100000", "cores", "launch.oversubscribe=true"]),
+        ("data=null", ["error: ", "leave it out with ~data"]),
+        ("train.seed=18446744073709551616", ["error: train.seed=18446744073709551616", "must lie"]),
     ],
 )
 def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, key, words):
@@ -543,7 +546,7 @@ def failed(tmp_path_factory) -> Finished:
 
 
 def test_a_bad_image_stops_the_run_and_is_named(failed):
-    assert failed.code > 0
+    assert failed.code == 2, "it would fail again"
     assert failed.lines_with("source strips", "sample 5", "item 0", "data.on_error=skip")
 
 

@@ -170,8 +170,11 @@ def test_what_is_run_as_a_module_is_guarded():
 def test_entry_points_run_under_a_guard(module):
     tree = ast.parse((ROOT / module).read_text())
     guards = [node for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
-    assert len(guards) == 1
-    assert ast.unparse(guards[0].test) == "__name__ == '__main__'"
+    *first, entry = guards
+    assert entry is tree.body[-1]
+    assert {ast.unparse(guard.test) for guard in guards} == {"__name__ == '__main__'"}
+    # A process of a launch may ask to end with its parent before it imports what takes long.
+    assert [ast.unparse(guard.body) for guard in first] in ([], ["end_with_parent()"])
 
 
 def test_entry_points_are_all_in_the_list_above():

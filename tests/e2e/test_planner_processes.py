@@ -8,7 +8,19 @@ import psutil
 import pytest
 import torch
 from ranks import RankPool
-from runs import TINY, Running, data_keys, learnt, read_lines, start_training, strip, train, write
+from runs import (
+    TINY,
+    Running,
+    data_keys,
+    learnt,
+    omni,
+    read_lines,
+    start_training,
+    strip,
+    train,
+    training,
+    write,
+)
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -44,9 +56,16 @@ def gone(processes: list[psutil.Process]) -> bool:
     return all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
 
 
-def test_no_planner_survives_a_killed_rank(keys: list[str], tmp_path: Path) -> None:
+def test_a_run_has_one_launch_and_no_planner_survives_a_killed_rank(keys: list[str], tmp_path: Path) -> None:
     running, found = started(keys, tmp_path)
     try:
+        config = (tmp_path / "run" / "config.yaml").read_text()
+        second = omni(training([*keys, *LONG, "train.keep_checkpoints=9"]), tmp_path)
+        assert second.code == 2
+        assert second.lines_with(
+            "error: run.dir=", f"process {running.process.pid},", "choose another run.dir"
+        )
+        assert (tmp_path / "run" / "config.yaml").read_text() == config
         rank = found[0].parent()
         assert rank is not None
         rank.send_signal(signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Real torchrun launches: exit codes, signals, restarts, and nothing left behind."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from infra.launch import launch_local
 
 # What a worker does, chosen by ACTION; each writes its pid and environment to the run folder first.
 WORKER = """
+from infra.lineage import end_with_parent
+end_with_parent()
+
+import calendar
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from infra.shutdown import StopFlag
@@ -38,8 +43,24 @@ if action == "stop":
             time.sleep(0.05)
     (folder / f"saved{rank}").write_text(stop.signal_name)
     sys.exit(0)
+if action == "meet":
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+    if rank == "0" and restart == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
 ready()
-if action == "ignore":
+if action in ("ignore", "stay"):
+    time.sleep(300)
+if action == "mistake" and rank == "1":
+    time.sleep(1)  # for rank 0 to be stopped
+    sys.exit(2)
+if action == "mistake":
+    os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(300)
 if action == "fail" and rank == "1":
     while not (folder / "go").exists():  # the test first notes which processes there are
@@ -57,8 +78,10 @@ import os, sys
 from pathlib import Path
 from infra.launch import launch_local
 assert "torch" not in sys.modules
+parent = os.getppid()
 log = Path(os.environ["LOG"]) if "LOG" in os.environ else None
-sys.exit(launch_local(Path(sys.argv[1]), int(sys.argv[2]), "worker", log, None, int(sys.argv[3])))
+config, ranks, restarts = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+sys.exit(launch_local(config, ranks, "worker", log, None, restarts, parent=parent))
 """
 
 
@@ -67,19 +90,42 @@ def run_folder(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("a: 1\n")
+    # Ranks start in a folder with a module of Python's name, which is not theirs.
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "calendar.py").write_text("raise ImportError('the calendar of the working folder')")
     yield tmp_path / "run"
-    for process in psutil.process_iter():  # what a failed test left
+    for process in left(tmp_path / "run"):  # by a failed test
         with suppress(psutil.Error):
-            if process.environ().get("PYTHONPATH", "").startswith(f"{tmp_path}:"):
-                process.kill()
+            process.kill()
 
 
-def start(run_folder, action, ranks=2, restarts=0, **env):
-    command = [sys.executable, "-c", MAIN, str(run_folder / "config.yaml"), str(ranks), str(restarts)]
-    path = os.pathsep.join([str(run_folder.parent), os.getcwd()])
-    environment = {**os.environ, "ACTION": action, "PYTHONPATH": path, **env}
+def left(run_folder):
+    """All processes of launches of a test, the launcher's too."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("OMNI_TEST") == str(run_folder):
+                found.append(process)
+    return still_running(found)
+
+
+def command_of(run_folder, ranks=2, restarts=0):
+    # -P as for a script: the launcher, too, keeps out of the working folder.
+    return [sys.executable, "-Pc", MAIN, str(run_folder / "config.yaml"), str(ranks), str(restarts)]
+
+
+def start(run_folder, action, ranks=2, restarts=0, command=None, **env):
+    path = os.pathsep.join(["", str(run_folder.parent), os.getcwd()])  # the empty entry is the working folder
+    environment = {**os.environ, "ACTION": action, "PYTHONPATH": path, "OMNI_TEST": str(run_folder), **env}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        command or command_of(run_folder, ranks, restarts),
+        cwd=run_folder.parent / "cwd",
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    )
 
 
 def wait_for_ranks(run_folder, ranks=2):
@@ -192,6 +238,80 @@ def test_an_agent_that_dies_leaves_no_orphans(run_folder):
     assert launch.returncode == 128 + signal.SIGKILL
     assert last_line(err) == f"run folder {run_folder}: exit code 137"
     assert still_running(workers) == []
+
+
+linux = pytest.mark.skipif(not psutil.LINUX, reason="a kernel that ends children with their parent")
+
+
+def gone(run_folder, within_s=10):
+    """Whether no process of a test's launches is left after a while."""
+    deadline = time.monotonic() + within_s
+    while left(run_folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not left(run_folder)
+
+
+@linux
+@pytest.mark.parametrize("when", ["as the agent starts", "as ranks start", "while ranks run"])
+@pytest.mark.parametrize("victim", ["launcher", "agent", "shell"])
+def test_nothing_outlives_a_sudden_end(run_folder, victim, when):
+    shell = ["bash", "-c", f"{shlex.join(command_of(run_folder))}; true"]
+    started = start(run_folder, "stay", command=shell if victim == "shell" else None)
+    launcher = started.pid
+    if victim == "shell":
+        launcher = child_of(started.pid).pid
+    agent = child_of(launcher)
+    if when == "as ranks start":
+        child_of(agent.pid)
+    elif when == "while ranks run":
+        wait_for_ranks(run_folder)
+    os.kill({"launcher": launcher, "agent": agent.pid, "shell": started.pid}[victim], signal.SIGKILL)
+    assert gone(run_folder), left(run_folder)
+    started.communicate(timeout=10)
+
+
+def child_of(pid):
+    deadline = time.monotonic() + 60
+    while not psutil.Process(pid).children():
+        assert time.monotonic() < deadline, "no child was started"
+        time.sleep(0.01)
+    return psutil.Process(pid).children()[0]
+
+
+@linux
+def test_a_run_may_be_told_to_outlive_its_shell(run_folder):
+    nohup = f"nohup {shlex.join(command_of(run_folder))} >/dev/null 2>/dev/null </dev/null & wait"
+    shell = start(run_folder, "stop", command=["bash", "-c", nohup])
+    workers = wait_for_ranks(run_folder)
+    launcher = workers[0].parent().parent()
+    shell.kill()
+    shell.communicate(timeout=10)
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert still_running([launcher, *workers]) == [launcher, *workers]
+    launcher.terminate()
+    assert gone(run_folder)
+    assert (run_folder / "saved0").read_text() == "SIGTERM"
+
+
+def test_a_mistake_is_not_restarted_and_a_worker_that_is_stopped_does_not_delay_the_end(run_folder):
+    launch = start(run_folder, "mistake", restarts=3)
+    workers = wait_for_ranks(run_folder)
+    began = time.monotonic()
+    launch.communicate(timeout=60)
+    assert launch.returncode == 2
+    assert time.monotonic() - began < 20, "torchrun gives a worker 30 s to leave"
+    assert [int((run_folder / f"rank{rank}").read_text().split()[0]) for rank in (0, 1)] == [
+        worker.pid for worker in workers
+    ], "started once"
+
+
+@pytest.mark.slow
+def test_restarted_workers_meet_at_a_store_of_their_own(run_folder):
+    launch = start(run_folder, "meet", restarts=1, OMP_NUM_THREADS="1")
+    out, err = launch.communicate(timeout=120)
+    assert launch.returncode == 0, err
+    assert out.count("done after 1 restarts") == 2
 
 
 def test_a_launch_that_cannot_be_is_refused(run_folder):

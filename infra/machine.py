@@ -1,0 +1,47 @@
+"""What this machine has for ranks, and how many are too many."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+RANKS_PER_CORE = 8  # beyond, ranks that wait for each other take longer than their timeouts allow
+RANK_BYTES = 2**29  # a rank's interpreter with its libraries, before it holds a model
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Cores and bytes of memory that processes started here may use."""
+
+    cores: int
+    memory_bytes: int
+
+
+def this_machine() -> Machine:
+    """Measure this machine, or the container that this process is in."""
+    limits = [psutil.virtual_memory().total]
+    for file in map(Path, _CGROUP_LIMITS):
+        text = file.read_text().strip() if file.exists() else "max"
+        limits += [int(text)] if text.isdigit() else []
+    return Machine(usable_cores(), min(limits))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def crowding(ranks: int, machine: Machine) -> str | None:
+    """Say why a machine is no place for so many ranks, and how many it takes; None if it takes them."""
+    most = machine.cores * RANKS_PER_CORE
+    if ranks > most:
+        return f"this machine has {machine.cores} cores, which {most} ranks share at most"
+    most = machine.memory_bytes // RANK_BYTES
+    if ranks > most:
+        memory, one = machine.memory_bytes / 2**30, RANK_BYTES / 2**30
+        return (
+            f"this machine has {memory:.1f} GiB, and a rank takes {one:g} before it holds a model: {most} fit"
+        )
+    return None

@@ -1,0 +1,47 @@
+"""The agent's store is taken before workers start, and is another for each start."""
+
+import socket
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from infra.agent import FreshStores
+
+
+class OneNode(RendezvousHandler):
+    """A rendezvous of one agent that names a port which it does not hold, as torchrun's does."""
+
+    def next_rendezvous(self):
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 1))
+
+    def get_backend(self):
+        return "alone"
+
+    def is_closed(self):
+        return False
+
+    def set_closed(self):
+        pass
+
+    def num_nodes_waiting(self):
+        return 0
+
+    def get_run_id(self):
+        return "run"
+
+    def shutdown(self):
+        return True
+
+
+def test_workers_of_each_start_meet_at_a_store_that_is_held_for_them():
+    rendezvous = FreshStores(OneNode())
+    assert rendezvous.use_agent_store
+    first = rendezvous.next_rendezvous().bootstrap_store_info
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", first.master_port))
+    worker = TCPStore("127.0.0.1", first.master_port, is_master=False)
+    worker.set("address of rank 0", "stale")
+    second = rendezvous.next_rendezvous().bootstrap_store_info
+    restarted = TCPStore("127.0.0.1", second.master_port, is_master=False)
+    assert not restarted.check(["address of rank 0"])
