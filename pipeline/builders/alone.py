@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 from pipeline.builders.crews import Crews
 from pipeline.builders.schedule import Facts, Passes
@@ -90,7 +91,7 @@ def _steps(
 def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list[Room], int]:
     """Time the passes without encoders. Returns what each crew does and idles, and the end of the last pass.
 
-    Nothing of it stays in the passes.
+    Passes are left with the latest moments at which they may begin, by themselves.
     """
     shipped = list(boundary.shipped)
     boundary.shipped[:] = [0] * len(shipped)
@@ -106,11 +107,39 @@ def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list
     for of, own in zip(passes, ends, strict=True):
         busy = sum(min(one.ns, max(0, end - first)) for one, end in zip(of, own, strict=True))
         rooms.append(Room(sum(one.ns for one in of), makespan - first - busy))
+    _note_latest(passes, ends, makespan)
     for of in passes:
         for one in of:
             one.step.done[one.op.index] = -1
     boundary.shipped[:] = shipped
     return rooms, makespan
+
+
+def _note_latest(passes: Sequence[Sequence[Pass]], ends: Sequence[Sequence[int]], makespan: int) -> None:
+    """Note for each pass when it may begin at the latest, so that the last pass ends no later: the backward
+    sweep of the critical path method (Kelley and Walker, 1959), over passes from the last to end on.
+    """
+    steps = {id(one.step): one.step for of in passes for one in of}
+    # For each step, by microbatch, when it must be done; and where it says so of those that it waits for.
+    needed = {id(step.done): [makespan] * len(step.done) for step in steps.values()}
+    tells = {
+        key: [(needed[id(times)], delays) for times, delays in step.after if id(times) in needed]
+        for key, step in steps.items()
+    }
+    following = [makespan] * len(passes)
+    last_first = sorted(
+        ((end, crew, one) for crew, of in enumerate(passes) for one, end in zip(of, ends[crew], strict=True)),
+        key=itemgetter(0),
+        reverse=True,
+    )
+    for _, crew, one in last_first:
+        m, step, must = one.op.index, one.step, following[crew]
+        if one.op.makes_input:
+            must = min(must, needed[id(step.done)][m])
+        one.latest = following[crew] = must - one.ns
+        if one.op.makes_input:
+            for times, delays in tells[id(step)]:
+                times[m] = min(times[m], one.latest - delays[m])
 
 
 def _run_alone(passes: Sequence[Sequence[Pass]]) -> list[list[int]]:

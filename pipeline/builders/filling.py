@@ -6,7 +6,9 @@ Time runs from event to event. A unit that is free does the first of these that 
    activations is in the way, the backward of another;
 2. the next pass of the LLM in its crew's order, or if that must wait, the next backward of this order;
 3. the encoding of its next quantum, as far ahead as the bound allows;
-4. the backward of a quantum whose gradients are back, of one longer than any pass once no pass is left.
+4. the backward of a quantum whose gradients are back, if that holds up no pass so long that the last one
+   ends later than it must anyway, or if the bound keeps the unit from encoding; of a quantum longer than any
+   pass once no pass is left. What is put off so runs after the passes, where shares leave room for it.
 
 Barriers, chunks that several units encode together, are encoded as early as the bound allows, and go back
 once their units have no passes left, or when nothing else can go on. A crew that has begun to gather for a
@@ -34,16 +36,18 @@ def fill(
     quanta: Sequence[Sequence[Quantum]],
     barriers: Sequence[Quantum],
     boundary: Boundary,
+    late: int = 0,
     room: int | None = None,
     lookahead: int | None = None,
 ) -> list[list[Op]]:
     """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
     encoding keeps the given order.
 
+    Passes may begin `late` after their latest moments, and as late as others had to, for the sake of quanta.
     Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more; no quantum is
     encoded more than `lookahead` microbatches ahead of the first part.
     """
-    return _Machine(crews, passes, quanta, barriers, boundary, room, lookahead).run()
+    return _Machine(crews, passes, quanta, barriers, boundary, late, room, lookahead).run()
 
 
 class _Machine:
@@ -54,6 +58,7 @@ class _Machine:
         quanta: Sequence[Sequence[Quantum]],
         barriers: Sequence[Quantum],
         boundary: Boundary,
+        late: int,
         room: int | None,
         lookahead: int | None,
     ) -> None:
@@ -70,6 +75,7 @@ class _Machine:
         self.passes = [deque(of) for of in passes]
         self.backwards = [deque(one for one in of if one.goes_back) for of in passes]
         self.left = [len(of) for of in passes]
+        self.late = late  # the most that a pass has begun after its latest moment
         self.gathering: list[Pass | None] = [None] * len(passes)
         self.gathered: set[int] = set()
         self.absent = [0] * len(passes)
@@ -145,11 +151,11 @@ class _Machine:
                 self.encode(unit, now)
             elif ready is not None:
                 self.begin(crew, ready, unit, now)
-            elif may_go_back:
+            elif may_go_back and (not fits or self.has_time(unit, back[0][1], now)):
                 self.go_back(unit, now)
         elif ready is not None:
             self.begin(crew, ready, unit, now)
-        elif may_go_back:
+        elif may_go_back and self.has_time(unit, back[0][1], now):
             self.go_back(unit, now)
         if self.running[unit] is None and back and not may_go_back:
             heappush(self.events, (back[0][0], -unit))
@@ -177,6 +183,17 @@ class _Machine:
                 heappush(self.events, (begins, -unit))
         return None
 
+    def has_time(self, unit: int, quantum: Quantum, now: int) -> bool:
+        """Whether the next pass of a unit can wait for a backward and hold up the last pass no longer than it
+        is, or the next barrier waits for room here.
+        """
+        crew = self.crews.crew_of[unit]
+        passes = self.passes[crew]
+        if not self.left[crew] or now + quantum.back_ns <= passes[0].latest + self.late:
+            return True
+        barrier = self.barriers[0] if self.barriers else None
+        return barrier is not None and unit in barrier.units and not self.fits(unit, barrier)
+
     def fits(self, unit: int, quantum: Quantum) -> bool:
         return self.held[unit] + quantum.kept <= self.room
 
@@ -185,6 +202,7 @@ class _Machine:
     def begin(self, crew: int, one: Pass, unit: int, now: int) -> None:
         """Have the units of a crew gather for a pass, this one first."""
         one.begun = True
+        self.late = max(self.late, now - one.latest)
         if one.goes_back:
             self.backwards[crew].popleft()
         elif one.op.kind is Kind.FORWARD and one.op.part == 0:
@@ -264,6 +282,10 @@ class _Machine:
         needed first. Returns whether there is anything.
         """
         assert not any((self.barrier, self.gathered)), "units wait for others that never come"
+        for unit, back in enumerate(self.back):
+            if back:
+                self.go_back(unit, max(now, back[0][0]))
+                return True
         woken = list(self.next_barrier(max(now, self.returns_end), forced=True))
         units = [unit for unit, ahead in enumerate(self.ahead) if ahead]
         if woken:

@@ -41,11 +41,12 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     of_llm = timed_passes(passes, domain, facts, crews, boundary.shipped)
     of_crews, makespan = rooms_of(of_llm, boundary)
     free = _quanta(domain, facts, max((one.ns for of in of_llm for one in of), default=0))
-    slots = _deal(domain, facts, crews, free, [of_crews[crew] for crew in crews.crew_of], makespan)
+    rooms = [of_crews[crew] for crew in crews.crew_of]
+    slots = _deal(domain, facts, crews, free, rooms, makespan)
     quanta, barriers = _by_unit(crews, free)
     bounds = dict(domain.bounds)
     room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
-    units = fill(crews, of_llm, quanta, barriers, boundary, room, lookahead)
+    units = fill(crews, of_llm, quanta, barriers, boundary, _late(rooms, free, makespan), room, lookahead)
     narrow = _narrow(domain, crews, free, slots)
     return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 
@@ -121,35 +122,45 @@ def _deal(
     facts: Facts,
     crews: Crews,
     quanta: Sequence[Quantum],
-    rooms: Sequence[Room],
+    rooms: list[Room],
     makespan: int,
 ) -> list[Slot]:
-    """Place every quantum, and return the ranks of its chunk: one slot's go to any, by shares, those that
-    several share stay.
+    """Place every quantum in the `rooms` of units, which then hold what it leaves of them, and return the
+    ranks of its chunk: one slot's go to any, by shares, those that several share stay.
     """
     ranks = [chunk.ranks for chunk in domain.chunks]
     free: dict[str, list[int]] = defaultdict(list)
-    taken = list(rooms)
     for number, (chunk, quantum) in enumerate(zip(domain.chunks, quanta, strict=True)):
         if chunk.layout.num_members == 1 and chunk.component in facts.slots:
             free[chunk.component].append(number)
         else:
             quantum.units = _units(crews, domain, chunk.ranks)
-            _take(taken, quantum)
+            _take(rooms, quantum)
     for component, numbers in free.items():
         numbers.sort(key=lambda number: domain.chunks[number].microbatches)
         own = [quanta[number] for number in numbers]
         units = [_units(crews, domain, slot) for slot in facts.slots[component]]
         several = sorted({unit for of in units for unit in of})
         encode_ns, back_ns = sum(one.encode_ns for one in own), sum(one.back_ns for one in own)
-        given = share_out([taken[unit] for unit in several], makespan, encode_ns, back_ns)
+        given = share_out([rooms[unit] for unit in several], makespan, encode_ns, back_ns)
         shares = dict(zip(several, given, strict=True))
         costs = [one.encode_ns + one.back_ns for one in own]
         dealt = deal_out(costs, [min(shares[unit] for unit in of) for of in units])
         for number, slot, one in zip(numbers, dealt, own, strict=True):
             ranks[number], one.units = facts.slots[component][slot], units[slot]
-            _take(taken, one)
+            _take(rooms, one)
     return ranks
+
+
+def _late(rooms: Sequence[Room], quanta: Sequence[Quantum], makespan: int) -> int:
+    """How much later than `makespan` the last pass may end for the sake of quanta between passes: half of the
+    time that some unit needs beyond that, apart from the last backward of a quantum, which follows anyway.
+
+    Half, by trial: where quanta are coarse, a pass that is late leaves others gaps that fit none of theirs.
+    """
+    most = max(max(room.work_ns - makespan, -room.idle_ns) for room in rooms)
+    last = max((one.back_ns for one in quanta if not one.is_long), default=0)
+    return max(0, most - last) // 2
 
 
 def _take(rooms: list[Room], quantum: Quantum) -> None:

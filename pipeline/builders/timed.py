@@ -35,7 +35,7 @@ class Step:
 @dataclass(slots=True, eq=False)
 class Pass:
     """A pass and what it takes. It `goes_back` if its gradients go on to another part; it has `begun` once
-    its crew gathers for it.
+    its crew gathers for it. Without encoders it may begin at the `latest` so that the last pass ends in time.
     """
 
     op: Op
@@ -43,6 +43,7 @@ class Pass:
     step: Step
     goes_back: bool
     begun: bool = False
+    latest: int = 0
 
 
 @dataclass(slots=True, eq=False)
