@@ -4,7 +4,8 @@ What stands here is kept stable; docs/policies.md explains it.
 """
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
-from dataloader.policies import PackingPolicy, PairingPolicy
+from dataloader.packing import PackingPolicy
+from dataloader.pairing import PairingPolicy
 from parallel.costs import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
 from parallel.policies import Pool, SharingPolicy

@@ -22,6 +22,14 @@ def samples_of(
     return SampleCosts(names, ns, least, tokens, 4 * tokens, 16 * tokens)
 
 
+def sized(rows: Sequence[tuple[int, int, int]]) -> SampleCosts:
+    """Samples, or packs, of so many tokens, nanoseconds of the LLM and of an encoder."""
+    table = np.array(rows, np.int64).reshape(-1, 3)
+    return SampleCosts(
+        ("llm", "image"), table[:, 1:], 0 * table[:, 1:], table[:, 0], 4 * table[:, 0], 16 * table[:, 0]
+    )
+
+
 def bins_of(count: int, width: int = 1, components: int = 1) -> Bins:
     """Bins of `width` replicas that do all their work alone."""
     return Bins(count, width, (True,) * components)

@@ -56,7 +56,7 @@ def assign_entrain(samples: SampleCosts, bins: Bins) -> list[int]:
 
     Two bins differ in encoder work by at most the largest of a sample. Samples without encoder work then even
     out the LLM's load, longest processing time first. Deferring the LLM's work of samples is a policy of
-    pairing; layouts are chosen before, by `omni plan`, where there a macroscopic profile says. O(n log n).
+    packing; layouts are chosen before, by `omni plan`, where there a macroscopic profile says. O(n log n).
     """
     work = phases_ns(samples).tolist()
     llm, encoders = [0] * bins.count, [0] * bins.count

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from dataloader.balance import BalancePolicy
-from dataloader.policies import PackingPolicy, PairingPolicy
+from dataloader.packing import PackingPolicy
+from dataloader.pairing import PairingPolicy
 from omni.config import Config
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy

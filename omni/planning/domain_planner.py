@@ -1,10 +1,10 @@
 """Compose the plan of one domain, from its samples to op lists: one decision after the other, each a policy.
 
-    packing     samples of a replica → packs, without padding
+    packing     samples of a replica → packs, without padding, and the packs with which items are encoded
     pairing     packs of a domain's replicas → microbatches, which they pass together
     sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
-    placement   items → slots of the domain, by cost; items of one microbatch on one slot are a chunk, and
-                items of a microbatch that all slots share are one chunk
+    placement   items → slots of the domain, by cost; items encoded with one microbatch on one slot are a
+                chunk, and such items that all slots share are one chunk
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
@@ -18,7 +18,9 @@ from math import gcd
 
 from dataloader.balance import BalancePolicy, SampleCosts
 from dataloader.global_batch import Budget
-from dataloader.policies import PackingPolicy, PairingPolicy
+from dataloader.packing import PackingPolicy
+from dataloader.packing.policy import costs_of, pack_of
+from dataloader.pairing import PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
@@ -121,10 +123,11 @@ class DomainPlanner:
         Returns a plan for each candidate of the schedule, in the order of their simulated times.
         """
         world = self.arrangement
-        microbatches = self._microbatches(members, [length(meta) for meta in metas], costs.total_ns)
+        microbatches, encoded = self._microbatches(members, costs)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
+        waves = [encoded[item.sample] for item in items]
         domain = DomainPlan(
             team=self._team,
             holds=self._holds,
@@ -144,19 +147,24 @@ class DomainPlanner:
         )
         ranks = world.domain_ranks(number)
         if not train:
-            domain = self._with_routes(self._with_chunks(domain, 0), ranks)
+            domain = self._with_routes(self._with_chunks(domain, 0, waves), ranks)
             return [self._with_ops(domain, build_forward_only(domain))]
         candidates = candidates_of(self.policies.schedule, world.llm.parts)
-        planned = [self._scheduled(domain, policy, ranks, frozenset(frozen)) for policy in candidates]
+        planned = [self._scheduled(domain, waves, policy, ranks, frozenset(frozen)) for policy in candidates]
         if len(planned) > 1:
             planned.sort(key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
         return planned
 
     def _scheduled(
-        self, domain: DomainPlan, policy: SchedulePolicy, ranks: Sequence[int], frozen: frozenset[str]
+        self,
+        domain: DomainPlan,
+        waves: Sequence[int],
+        policy: SchedulePolicy,
+        ranks: Sequence[int],
+        frozen: frozenset[str],
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
-        domain = self._with_chunks(domain, policy.quanta)
+        domain = self._with_chunks(domain, policy.quanta, waves)
         domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)
@@ -166,11 +174,14 @@ class DomainPlanner:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
-    def _with_chunks(self, domain: DomainPlan, quanta: int) -> DomainPlan:
-        """Make chunks of a domain's items: so many quanta for each slot and microbatch, if any."""
+    def _with_chunks(self, domain: DomainPlan, quanta: int, waves: Sequence[int]) -> DomainPlan:
+        """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
+        for each slot and microbatch, if any.
+        """
         count = quanta * len(domain.microbatches)
         chunking = partial(make_quanta, count=count) if quanta else self.chunking
-        return replace(domain, chunks=chunking(domain.items, self._slots, self.sharing, self._tokens_cost))
+        chunks = chunking(domain.items, self._slots, self.sharing, self._tokens_cost, waves)
+        return replace(domain, chunks=chunks)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
         """Make op lists of an order of compute, with communication and all reductions."""
@@ -240,26 +251,38 @@ class DomainPlanner:
         return slots[0][0], slots[-1][-1] + 1
 
     def _microbatches(
-        self, members: Sequence[Sequence[int]], lengths: Sequence[int], costs: Sequence[int]
-    ) -> tuple[Microbatch, ...]:
-        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica."""
-        size = self.budget.microbatch_tokens
-        packs = [
-            [[mine[i] for i in of] for of in self.policies.packing([lengths[i] for i in mine], size)]
-            for mine in members
-        ]
-        work, tokens = (
-            [[sum(of[i] for i in pack) for pack in own] for own in packs] for of in (costs, lengths)
+        self, members: Sequence[Sequence[int]], costs: SampleCosts
+    ) -> tuple[tuple[Microbatch, ...], dict[int, int]]:
+        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica.
+
+        Returns with the microbatches, by sample, the one with which its items are encoded.
+        """
+        policy, size = self.policies.packing, self.budget.microbatch_tokens
+        owns = [costs.take(mine) for mine in members]
+        packs = [policy(own, size) for own in owns]
+        together = self.policies.pairing(
+            [costs_of(own, of) for own, of in zip(owns, packs, strict=True)],
+            self._room,
+            self.arrangement.llm.pp,
         )
-        together = self.policies.pairing(work, tokens, self._room)
-        return tuple(
+        encoded: dict[int, int] = {}
+        for replica, (mine, own, of) in enumerate(zip(members, owns, packs, strict=True)):
+            place = {chosen[replica]: m for m, chosen in enumerate(together)}
+            for sample, at, with_ in zip(mine, pack_of(of), policy.encoded_with(own, of, size), strict=True):
+                encoded[sample] = min(place[at], place[with_])
+        lengths = costs.tokens.tolist()
+        microbatches = tuple(
             lay_out(
-                [[] if pack is None else own[pack] for own, pack in zip(packs, chosen, strict=True)],
+                [
+                    [] if at is None else [mine[i] for i in of[at]]
+                    for mine, of, at in zip(members, packs, chosen, strict=True)
+                ],
                 lengths,
                 self.sharing[self.llm],
             )
             for chosen in together
         )
+        return microbatches, encoded
 
     @property
     def _room(self) -> int:

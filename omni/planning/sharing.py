@@ -25,6 +25,7 @@ Chunking = Callable[
         Mapping[str, Sequence[Slot]],
         Mapping[str, "Sharing"],
         Callable[[str, int], int],
+        Sequence[int],
     ],
     tuple[Chunk, ...],
 ]
@@ -92,32 +93,34 @@ def make_chunks(
     slots: Mapping[str, Sequence[Slot]],
     sharing: Mapping[str, Sharing],
     cost_ns: Callable[[str, int], int],
+    waves: Sequence[int],
 ) -> tuple[Chunk, ...]:
     """Share the items of a domain among the slots of their components, or place them whole.
 
-    Items of one microbatch on one slot are a chunk; if any item of a microbatch is shared, all its items of
-    that component are one chunk of all slots. `cost_ns` gives the cost of an item by component and tokens.
+    `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
+    one wave on one slot are a chunk; if any item of a wave is shared, all its items of that component are one
+    chunk of all slots. `cost_ns` gives the cost of an item by component and tokens.
     """
     chunks = [
         chunk
         for name in sorted(slots)
         if not sharing[name].whole
-        for chunk in _shared_chunks(name, items, slots[name], sharing[name])
+        for chunk in _shared_chunks(name, items, slots[name], sharing[name], waves)
     ]
     shared = {number for chunk in chunks for number in chunk.items}
-    barriers = sorted((chunk.microbatches[0], chunk.component) for chunk in chunks)
+    barriers = sorted((waves[chunk.items[0]], chunk.component) for chunk in chunks)
     # Between two shared chunks, whole items find a balance of their own.
     stretches: list[list[int]] = [[] for _ in range(len(barriers) + 1)]
     for number, item in enumerate(items):
         if number not in shared:
-            stretches[bisect(barriers, (item.microbatch, item.component))].append(number)
+            stretches[bisect(barriers, (waves[number], item.component))].append(number)
     members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
     for whole in stretches:
         costs = [cost_ns(items[i].component, items[i].tokens) for i in whole]
         for number, slot in zip(
             whole, spread(costs, [slots[items[i].component] for i in whole]), strict=True
         ):
-            members[items[number].microbatch, items[number].component, slot].append(number)
+            members[waves[number], items[number].component, slot].append(number)
     for (_, name, slot), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
         chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
@@ -129,20 +132,22 @@ def make_quanta(
     slots: Mapping[str, Sequence[Slot]],
     sharing: Mapping[str, Sharing],
     cost_ns: Callable[[str, int], int],
+    waves: Sequence[int],
     count: int,
 ) -> tuple[Chunk, ...]:
     """Share the items of a domain as `make_chunks` does, but leave open who takes those that stay whole.
 
-    They come in the order of their microbatches to quanta of about equal cost, `count` for each slot of their
+    They come in the order of their `waves` to quanta of about equal cost, `count` for each slot of their
     encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
     Each stands on its encoder's first slot, until a schedule places it.
     """
     chunks: list[Chunk] = []
     for name in sorted(slots):
         own = sharing[name]
-        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own))
+        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own, waves))
         shared = {number for chunk in together for number in chunk.items}
         whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
+        whole.sort(key=waves.__getitem__)
         costs = [cost_ns(name, items[n].tokens) for n in whole]
         chunks += together
         for numbers in _cut_evenly(whole, costs, count * len(slots[name])):
@@ -167,13 +172,17 @@ def _cut_evenly(numbers: Sequence[int], costs: Sequence[int], count: int) -> Ite
 
 
 def _shared_chunks(
-    component: str, items: Sequence[PlannedItem], slots: Sequence[Slot], sharing: Sharing
+    component: str,
+    items: Sequence[PlannedItem],
+    slots: Sequence[Slot],
+    sharing: Sharing,
+    waves: Sequence[int],
 ) -> Iterator[Chunk]:
-    """The microbatches of which items are shared."""
+    """The waves of which items are shared."""
     batches: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
         if item.component == component:
-            batches[item.microbatch].append(number)
+            batches[waves[number]].append(number)
     lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
     layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     everyone = tuple(rank for slot in slots for rank in slot)

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_policies import own
+from samples import sized
 
-from dataloader.policies import ALIKE, IN_ORDER, PairingPolicy
+from dataloader.pairing import PairingPolicy
+from dataloader.pairing.disttrain import DISTTRAIN
+from dataloader.pairing.simple import ALIKE, IN_ORDER
 
 POLICIES = own(PairingPolicy)
 packs = st.lists(
@@ -15,28 +18,28 @@ packs = st.lists(
 )
 
 
-def columns(replicas):
-    """Nanoseconds and tokens of each pack of each replica."""
-    return [[ns for ns, _ in own] for own in replicas], [[tokens for _, tokens in own] for own in replicas]
+def costs_of(replicas):
+    """Costs of each pack, (nanoseconds, tokens), of each replica."""
+    return [sized([(tokens, ns // 2, ns - ns // 2) for ns, tokens in own]) for own in replicas]
 
 
 @settings(deadline=None)
-@given(packs, st.integers(40, 200), st.sampled_from(sorted(POLICIES)))
-def test_every_pack_passes_once_and_packs_together_find_room(replicas, room, name):
-    costs, tokens = columns(replicas)
-    together = POLICIES[name](costs, tokens, room)  # the kind checks its promise
-    assert together == POLICIES[name](costs, tokens, room)
+@given(packs, st.integers(40, 200), st.integers(1, 4), st.sampled_from(sorted(POLICIES)))
+def test_every_pack_passes_once_and_packs_together_find_room(replicas, room, stages, name):
+    costs = costs_of(replicas)
+    together = POLICIES[name](costs, room, stages)  # the kind checks its promise
+    assert together == POLICIES[name](costs, room, stages)
     assert sum(pack is not None for chosen in together for pack in chosen) == sum(map(len, replicas))
 
 
 @settings(deadline=None)
 @given(packs)
 def test_where_all_find_room_as_many_microbatches_as_a_replica_has_packs(replicas):
-    costs, tokens = columns(replicas)
+    costs = costs_of(replicas)
     for policy in POLICIES.values():
-        assert len(policy(costs, tokens, 40 * len(replicas))) == max(map(len, replicas))
+        assert len(policy(costs, 40 * len(replicas), 2)) == max(map(len, replicas))
     in_turn = zip_longest(*(range(len(own)) for own in replicas))
-    assert IN_ORDER(costs, tokens, 40 * len(replicas)) == tuple(in_turn)
+    assert IN_ORDER(costs, 40 * len(replicas), 2) == tuple(in_turn)
 
 
 def waited_for(costs, together):
@@ -52,16 +55,25 @@ small = st.lists(st.integers(0, 9), min_size=3, max_size=3)
 @settings(deadline=None, max_examples=50)
 @given(st.lists(small, min_size=1, max_size=3))
 def test_no_pairing_waits_less_than_alike(costs):
-    tokens = [[1] * len(own) for own in costs]
+    packs = costs_of([[(ns, 1) for ns in own] for own in costs])
     best = min(
         waited_for(costs, list(zip(*orders, strict=True)))
         for orders in product(permutations(range(3)), repeat=len(costs))
     )
-    assert waited_for(costs, ALIKE(costs, tokens, 100)) == best
+    assert waited_for(costs, ALIKE(packs, 100, 2)) == best
 
 
 @pytest.mark.parametrize("policy", [IN_ORDER, ALIKE])
 def test_a_pack_without_room_waits_and_a_longer_one_passes_alone(policy):
-    costs, tokens = [[9, 1], [5, 4]], [[30, 10], [10, 10]]  # a pack of 30 among those of at most 10
-    assert policy(costs, tokens, 20) == ((0, None), (1, 0), (None, 1))
-    assert policy(costs, tokens, 40) == ((0, 0), (1, 1))
+    packs = costs_of([[(9, 30), (1, 10)], [(5, 10), (4, 10)]])  # a pack of 30 among those of at most 10
+    assert policy(packs, 20, 2) == ((0, None), (1, 0), (None, 1))
+    assert policy(packs, 40, 2) == ((0, 0), (1, 1))
+
+
+def test_disttrain_by_hand():
+    # The LLM takes 2 forward and 4 back: encoders have 6 until the first microbatch goes back, then 6 less
+    # what going back through it takes, twice its forward.
+    encoders = (5, 3, 1, 7, 2, 4, 9)
+    packs = [sized([(1, 2, encoder) for encoder in encoders])]
+    order = [encoders[at] for (at,) in DISTTRAIN(packs, 10, 2)]
+    assert order == [1, 5, 7, 4, 9, 3, 2]  # the least of all first, the next least at the end

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.packing import pack
+from dataloader.packing.first_fit import pack
 
 
 @settings(deadline=None)

@@ -12,7 +12,10 @@ from own_policies import own
 from dataloader.balance import BalancePolicy
 from dataloader.balance.simple import LPT, NONE
 from dataloader.global_batch import Budget, Lengths
-from dataloader.policies import FIRST_FIT_DECREASING, IN_ORDER
+from dataloader.packing import PackingPolicy
+from dataloader.packing.first_fit import FIRST_FIT_DECREASING
+from dataloader.pairing import PairingPolicy
+from dataloader.pairing.simple import IN_ORDER
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 from omni.planning.domain_planner import Policies, TransportChoice
@@ -32,6 +35,8 @@ SHARING = own(SharingPolicy)
 BEYOND_REPLICAS = [name for name, policy in SHARING.items() if not policy.within_replica]
 SCHEDULES = list(own(SchedulePolicy).values())
 PLACEMENTS = list(own(PlacementPolicy).values())
+PACKING = list(own(PackingPolicy).values())
+PAIRING = list(own(PairingPolicy).values())
 
 
 def policies_of(balance: BalancePolicy, schedule: SchedulePolicy) -> Policies:
@@ -172,7 +177,11 @@ def settings_of_planners(draw) -> dict:
         "world": world,
         "llm_sp": llm_sp,
         "encoder_sp": draw(st.sampled_from(["none", "none", *BEYOND_REPLICAS])),
-        "policies": draw(st.sampled_from(POLICIES)),
+        "policies": replace(
+            draw(st.sampled_from(POLICIES)),
+            packing=draw(st.sampled_from(PACKING)),
+            pairing=draw(st.sampled_from(PAIRING)),
+        ),
         "single_queue": draw(st.booleans()),
         "group_size": draw(st.sampled_from([1, 2, 3, 32])),
         "budget": budget,

@@ -34,12 +34,12 @@ def one_after_the_other(domain, costs):
             yield from (Op(Kind.ENCODE_BACKWARD, c) for c in mine)
     return [list(ops(team * domain.team)) for team in domain.teams]
 
-def apart(costs, tokens, room):
-    packs = [(r, p) for r, own in enumerate(costs) for p in range(len(own))]
-    return tuple(tuple(p if r == mine else None for r in range(len(costs))) for mine, p in packs)
+def apart(packs, room, stages):
+    each = [(r, p) for r, own in enumerate(packs) for p in range(len(own))]
+    return tuple(tuple(p if r == mine else None for r in range(len(packs))) for mine, p in each)
 
 BALANCE = BalancePolicy("mine", lambda samples, bins: (bins.count - 1,) * len(samples))
-PACKING = PackingPolicy("mine", lambda lengths, budget: tuple((i,) for i in range(len(lengths))))
+PACKING = PackingPolicy("mine", lambda samples, budget: [[i] for i in range(len(samples))])
 PAIRING = PairingPolicy("mine", apart)
 PLACEMENT = PlacementPolicy("mine", lambda sizes: (sizes.llm_size - sizes.stage_size, sizes.llm_size))
 BESIDE = PlacementPolicy("beside_all", lambda sizes: (0, sizes.size), beside=True)

@@ -36,7 +36,11 @@ def planned(policy: str, batches: list[list[int]]) -> tuple[Chunk, ...]:
         for tokens in lengths
     ]
     return make_chunks(
-        items, SLOTS, {"eye": sharing_by(policy)}, lambda name, n: TABLE.parts[name].marginal_ns(n, n * n)
+        items,
+        SLOTS,
+        {"eye": sharing_by(policy)},
+        lambda name, n: TABLE.parts[name].marginal_ns(n, n * n),
+        [item.microbatch for item in items],
     )
 
 

@@ -13,7 +13,7 @@ from small import overrides, write_mixed
 
 from dataloader.balance import BalancePolicy
 from dataloader.format import Sample
-from dataloader.policies import PackingPolicy
+from dataloader.packing import PackingPolicy
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
@@ -68,7 +68,7 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
 
 
 ALL_TO_ONE = BalancePolicy("all_to_one", lambda samples, bins: (bins.count - 1,) * len(samples))
-ONE_EACH = PackingPolicy("one_each", lambda lengths, budget: tuple((i,) for i in range(len(lengths))))
+ONE_EACH = PackingPolicy("one_each", lambda samples, budget: [[i] for i in range(len(samples))])
 
 
 def _diverge(rank: int, line: list[str], other: int, what: str) -> str:

@@ -9,7 +9,8 @@ from packages import install
 from samples import bins_of, samples_of
 
 from dataloader.balance import BalancePolicy
-from dataloader.policies import PackingPolicy, PairingPolicy
+from dataloader.packing import PackingPolicy
+from dataloader.pairing import PairingPolicy
 from omni.config import POLICIES
 from parallel.costs import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
@@ -33,7 +34,7 @@ KINDS = (
 MODULE = """
 from omni.policies import BalancePolicy, PackingPolicy
 MINE = BalancePolicy("mine", lambda samples, bins: (bins.count - 1,) * len(samples))
-OTHER = PackingPolicy("other", lambda lengths, budget: ())
+OTHER = PackingPolicy("other", lambda samples, budget: ())
 def function(samples, bins): return ()
 """
 
@@ -97,13 +98,13 @@ POOL = make_pool(SequenceCost(AttentionShape(4, 4), 2, 1000, 10, 16, LINK), 2, u
     [
         (BalancePolicy("p", lambda samples, bins: (bins.count,)), (samples_of([1]), bins_of(2))),
         (BalancePolicy("p", lambda samples, bins: ()), (samples_of([1]), bins_of(2))),
-        (PackingPolicy("p", lambda lengths, budget: ((0, 0), (1,))), ([1, 1], 4)),
-        (PackingPolicy("p", lambda lengths, budget: ((0, 1),)), ([3, 3], 4)),
-        (PackingPolicy("p", lambda lengths, budget: ((0,), ())), ([3], 4)),
-        (PairingPolicy("p", lambda *given: ((0, None),)), ([[5], [5]], [[3], [3]], 6)),
-        (PairingPolicy("p", lambda *given: ((0, 0), (None, None))), ([[5], [5]], [[3], [3]], 6)),
-        (PairingPolicy("p", lambda *given: ((0,),)), ([[5], [5]], [[3], [3]], 6)),
-        (PairingPolicy("p", lambda *given: ((0, 0),)), ([[5], [5]], [[3], [4]], 6)),
+        (PackingPolicy("p", lambda samples, budget: ((0, 0), (1,))), (samples_of([1, 1]), 4)),
+        (PackingPolicy("p", lambda samples, budget: ((0, 1),)), (samples_of([300, 300]), 4)),
+        (PackingPolicy("p", lambda samples, budget: ((0,), ())), (samples_of([3]), 4)),
+        (PairingPolicy("p", lambda *given: ((0, None),)), ([samples_of([3]), samples_of([3])], 6, 1)),
+        (PairingPolicy("p", lambda *given: ((0, 0), (None, None))), ([samples_of([3])] * 2, 6, 1)),
+        (PairingPolicy("p", lambda *given: ((0,),)), ([samples_of([3])] * 2, 6, 1)),
+        (PairingPolicy("p", lambda *given: ((0, 0),)), ([samples_of([300]), samples_of([300])], 6, 1)),
         (PlacementPolicy("p", lambda sizes: (0, 9)), (DomainSizes(2, 2, 0),)),
         (PlacementPolicy("p", lambda sizes: (2, 2)), (DomainSizes(2, 2, 0),)),
         (SharingPolicy("p", lambda lengths, pool: SequenceLayout.whole([8], [0], 3)), ([8], POOL)),

@@ -41,37 +41,35 @@ def deal_back_and_forth(samples: SampleCosts, bins: Bins) -> list[int]:
     return chosen
 
 
-def pack_in_order(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
+def pack_in_order(samples: SampleCosts, budget: int) -> list[list[int]]:
     """Next fit: fill a pack in the order of the stream, and open the next where a sample has no room. A
     sample beyond the budget has a pack of its own.
     """
     packs: list[list[int]] = []
     room = 0
-    for sample, length in enumerate(lengths):
+    for sample, length in enumerate(samples.tokens.tolist()):
         if length > room:
             packs.append([])
             room = budget
         packs[-1].append(sample)
         room -= length
-    return tuple(map(tuple, packs))
+    return packs
 
 
-def pair_by_cost(
-    costs: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], room: int
-) -> tuple[tuple[int | None, ...], ...]:
+def pair_by_cost(packs: Sequence[SampleCosts], room: int, stages: int) -> list[tuple[int | None, ...]]:
     """The costliest packs of all replicas pass together, then the next ones: nobody waits for a short one.
     Where they find no room together, each passes alone.
     """
     together: list[tuple[int | None, ...]] = []
-    ordered = [sorted(range(len(own)), key=lambda pack: (-own[pack], pack)) for own in costs]
-    for packs in zip_longest(*ordered):
-        own = [(replica, pack) for replica, pack in enumerate(packs) if pack is not None]
-        if sum(tokens[replica][pack] for replica, pack in own) <= room:
-            together.append(packs)
+    ordered = [sorted(range(len(own)), key=lambda pack: -own.total_ns[pack]) for own in packs]
+    for chosen in zip_longest(*ordered):
+        each = [(replica, pack) for replica, pack in enumerate(chosen) if pack is not None]
+        if sum(packs[replica].tokens[pack] for replica, pack in each) <= room:
+            together.append(chosen)
         else:
-            others = range(len(packs))
-            together += [tuple(pack if r == replica else None for r in others) for replica, pack in own]
-    return tuple(together)
+            others = range(len(chosen))
+            together += [tuple(pack if r == replica else None for r in others) for replica, pack in each]
+    return together
 
 
 def on_last_stage(sizes: DomainSizes) -> tuple[int, int]:

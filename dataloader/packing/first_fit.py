@@ -1,9 +1,12 @@
-"""Packing samples without padding, by first-fit-decreasing."""
+"""Packing samples without padding into few packs, by first-fit-decreasing."""
 
 from collections.abc import Sequence
 
+from dataloader.balance import SampleCosts
+from dataloader.packing.policy import PackingPolicy, Packs
 
-def pack(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
+
+def pack(lengths: Sequence[int], budget: int) -> Packs:
     """Bins of sample indices whose lengths add up to at most `budget` tokens each, by first-fit-decreasing.
 
     A longer sample has a bin of its own. The others are placed from the longest (ties by index) into the
@@ -32,3 +35,11 @@ def pack(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
             room[node] = max(room[2 * node], room[2 * node + 1])
     longer = [(i,) for i in order[:num_long]]
     return tuple(sorted([*longer, *(tuple(sorted(members)) for members in bins if members)]))
+
+
+def pack_first_fit(samples: SampleCosts, budget: int) -> Packs:
+    """As few packs as first-fit-decreasing makes of the samples' tokens, whatever they cost."""
+    return pack(samples.tokens.tolist(), budget)
+
+
+FIRST_FIT_DECREASING = PackingPolicy("first_fit_decreasing", pack_first_fit)

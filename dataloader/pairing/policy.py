@@ -1,0 +1,46 @@
+"""The kind of policy that makes microbatches of a domain from the packs of its replicas."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dataloader.balance import SampleCosts
+from parallel.policy import Policy
+
+Pairs = tuple[tuple[int | None, ...], ...]
+"""Microbatches in their order: for each replica the number of its pack, None if it has no part in it."""
+
+
+@dataclass(frozen=True)
+class PairingPolicy(Policy):
+    """Which packs of a domain's replicas pass together, as one microbatch of the domain.
+
+    `decide(packs, room, stages)`, with the summed costs `packs[r]` of the packs of replica r, gives the
+    microbatches in the order in which they pass the `stages` of the pipeline. Every pack is in exactly one,
+    and a microbatch of several packs has at most `room` tokens. Packs that are no single long sample find
+    room together, one a replica.
+    """
+
+    group: ClassVar[str] = "omni.pairing"
+    decide: Callable[[Sequence[SampleCosts], int, int], Sequence[Sequence[int | None]]]
+
+    def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
+        """Return the pack of each replica in each microbatch."""
+        together = tuple(map(tuple, self.decide(packs, room, stages)))
+        self.require(
+            all(len(chosen) == len(packs) and set(chosen) != {None} for chosen in together),
+            f"a microbatch has a pack or None for each of {len(packs)} replicas, and not None alone",
+        )
+        for replica, own in enumerate(packs):
+            passed = sorted(at for chosen in together if (at := chosen[replica]) is not None)
+            self.require(
+                passed == list(range(len(own))),
+                f"each of the {len(own)} packs of replica {replica} passes once",
+            )
+        for chosen in together:
+            sizes = [int(own.tokens[at]) for own, at in zip(packs, chosen, strict=True) if at is not None]
+            self.require(
+                len(sizes) == 1 or sum(sizes) <= room,
+                f"a microbatch of several packs has at most {room} tokens",
+            )
+        return together
