@@ -15,9 +15,11 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file
+  omni status runs/NAME                    what a run is doing, from its folder
   omni timeline runs/NAME --step 100       draw a recorded step of a run beside its simulation
   omni sync runs/NAME                      bring W&B level with a run folder, after the fact or once more
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
+  omni doctor experiment=quickstart        say what is wrong with this machine, and what to do
   omni data build --recipe quickstart      build, inspect and verify datasets; make traces
 """
 _COMMANDS = {
@@ -26,9 +28,11 @@ _COMMANDS = {
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "calibrate": "measure this machine and write a cluster file",
+    "status": "say what runs are doing, from their folders",
     "timeline": "draw a recorded step of a run, measured above simulated",
     "sync": "bring the W&B run of a run folder level with its metrics",
     "parity": "compare loss, norms and gradients of two configurations",
+    "doctor": "look at what a run needs of this machine and say what to mend",
     "data": "build, inspect and verify datasets and traces",
 }
 

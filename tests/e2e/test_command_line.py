@@ -163,6 +163,7 @@ def test_what_is_run_as_a_module_is_guarded():
         "infra/agent.py",
         "omni/__main__.py",
         "omni/calibration/worker.py",
+        "omni/doctor/worker.py",
         "omni/training/worker.py",
         "omni/training/parity.py",
     ],
@@ -183,6 +184,7 @@ def test_entry_points_are_all_in_the_list_above():
         "infra/agent.py",
         "omni/__main__.py",
         "omni/calibration/worker.py",
+        "omni/doctor/worker.py",
         "omni/training/worker.py",
         "omni/training/parity.py",
     }
