@@ -1,7 +1,9 @@
 """Bad configuration and bad data: a message with the key, the value and the remedy, and an exit code."""
 
+import errno
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -19,6 +21,7 @@ from dataloader.tokens import length
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.training.worker import _told
 
 RADAR = Sample("radar-0", PLACEHOLDER + "an echo", (Item("radar", "raw", (16,), b"0123456789abcdef"),))
 
@@ -329,6 +332,15 @@ def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, ke
     refused_by_omni(result, *words)
     assert not (tmp_path / "run").exists(), "a refused run leaves no run folder"
     assert "To append" not in result.err, "Hydra's hint is to invent the key"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_is_full_or_read_only_is_told_with_the_remedy(tmp_path, capsys, number):
+    assert _told(OSError(number, os.strerror(number)), tmp_path / "config.yaml") == 1
+    err = capsys.readouterr().err
+    for word in (os.strerror(number), str(tmp_path), "last checkpoint stays good", "the same run.dir"):
+        assert word in err
+    assert "Traceback" not in err
 
 
 # Placeholders and items.

@@ -4,8 +4,14 @@ import socket
 
 import pytest
 from torch.distributed import HashStore, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
+from infra import agent
 from infra.agent import FreshStores
 
 
@@ -45,3 +51,19 @@ def test_workers_of_each_start_meet_at_a_store_that_is_held_for_them():
     second = rendezvous.next_rendezvous().bootstrap_store_info
     restarted = TCPStore("127.0.0.1", second.master_port, is_master=False)
     assert not restarted.check(["address of rank 0"])
+
+
+def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys):
+    def in_vain(arguments):
+        raise RendezvousConnectionError("the connection to the store has failed")
+
+    monkeypatch.setenv("OMNI_STARTED_BY", "unset by the test")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    monkeypatch.setattr(agent.api, "LocalElasticAgent", agent.api.LocalElasticAgent)
+    monkeypatch.setattr(agent, "main", in_vain)
+    assert agent.run([]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "agent: error: the agents of this launch could not meet (the connection to the store"
+    )
+    assert "choose a free one" in err
