@@ -14,6 +14,17 @@ HEADER_EVERY = 50  # lines
 ETA_STEPS = 20  # the remaining time is estimated from the mean of the last so many steps
 BAR_WIDTH = 30
 IMBALANCE = "balance/max_over_mean/"
+LEGEND = {
+    "loss": "mean of the step's target tokens, in nats",
+    "|grad|": "norm of the gradient of all components, before clipping",
+    "lr": "learning rate of the LLM",
+    "tok/s": "tokens in the LLM a second, over all ranks",
+    "MFU": "model FLOPs by what the cluster file says ranks can do; on a CPU a rough guide",
+    "mem GB": "the most memory that a rank has held, in 10^9 bytes",
+    "wait": "share of the step that ranks waited for data",
+    "imbal": "planned work of the busiest rank by the mean, of the worst component: 1 is even",
+    "ETA": "time left, without evaluation and saving",
+}
 
 
 class Progress:

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from infra.run_folder import RunFolder, write_text
-from pipeline.drawing import Row, Span
+from pipeline.drawing import Row, Span, svg
 
 Stay = tuple[int, int]
 """When a rank entered a barrier and when it left, in nanoseconds of its clock."""
@@ -106,6 +106,20 @@ def read_step(folder: RunFolder, step: int | None, domain: int) -> tuple[int, Re
     measured, error_ns = on_one_clock(names, records)
     simulated = tuple(Row(row["name"], _spans(row["spans"])) for row in of_domain["simulated"])
     return step, Recorded(measured, simulated, error_ns)
+
+
+def pictures(where: str, recorded: Recorded) -> list[tuple[str, tuple[Row, ...]]]:
+    """Return what is drawn of a recorded step, by title: what was measured, above what was simulated."""
+    apart = f"{recorded.error_ns / 1e6:.3f} ms"
+    return [
+        (f"{where} (measured; clocks of ranks within {apart})", recorded.measured),
+        (f"{where} (simulated)", recorded.simulated),
+    ]
+
+
+def drawn(folder: RunFolder, step: int, domain: int = 0) -> str:
+    """Draw a recorded step of a domain, as SVG. Raises TimelineError as `read_step` does."""
+    return svg(pictures(f"step {step}, domain {domain}", read_step(folder, step, domain)[1]))
 
 
 def recorded_steps(folder: RunFolder) -> list[int]:

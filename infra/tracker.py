@@ -7,13 +7,14 @@ from typing import Any
 
 KINDS = ("jsonl", "wandb", "tensorboard")
 MODES = ("auto", "offline", "online")  # of W&B
+TIMELINE = "timeline"  # the picture of a recorded step
 
 
 @dataclass(frozen=True)
 class About:
     """What a tracker is told of a run before its first step: the resolved configuration in plain containers,
     and W&B's name, project, group and mode ("auto", online if a key for the W&B host is configured, else
-    offline; "offline" or "online").
+    offline; "offline" or "online"); and the host and port that Prometheus scrapes, if it does.
     """
 
     config: Mapping[str, Any]
@@ -21,10 +22,17 @@ class About:
     project: str = "omni"
     group: str | None = None
     mode: str = "auto"
+    prometheus: tuple[str, int] | None = None
 
 
 class Tracker:
-    """What the run knows of tracking. What a tracker has no place for, it leaves as it is here."""
+    """What the run knows of tracking. What a tracker has no place for, it leaves as it is here.
+
+    `where` says in a few words where it all goes.
+    """
+
+    where = ""
+    shows_pictures = False
 
     def picture(self, step: int, name: str, svg: str) -> None:
         """Record a picture of a step, before the step itself."""

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: always to metrics.jsonl, and from there to W&B or TensorBoard if chosen.
+"""Where the metrics of a run go: always to metrics.jsonl, and from there to W&B, TensorBoard or Prometheus.
 
 metrics.jsonl is the source of truth and the others are views of it: a view that cannot start is refused
 with a remedy, a view that breaks later is dropped with one warning while the run and its JSONL continue.
@@ -14,18 +14,19 @@ from typing import Any
 
 from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
 from infra.tracker import KINDS, About, Tracker, record
+from infra.tracking_prometheus import start_prometheus
 
 logger = logging.getLogger(__name__)
 
 
 def make_tracker(kind: str, folder: RunFolder, about: About, resumed_from: int | None) -> "Trackers":
-    """The tracker `kind`: "jsonl" alone, or "wandb" or "tensorboard" on top of it.
+    """The tracker `kind`: "jsonl" alone, or "wandb" or "tensorboard" on top of it; and Prometheus if asked.
 
     `resumed_from` is the step of the checkpoint that was loaded: later steps are dropped from the earlier
     records and the new ones follow. None starts new records; those already in the folder are renamed
     (`metrics.jsonl.1`), not overwritten.
 
-    Raises ValueError if the kind or mode is unknown or if W&B or TensorBoard cannot start.
+    Raises ValueError if the kind or mode is unknown or if W&B, TensorBoard or the port cannot start.
     """
     if kind not in KINDS:
         raise ValueError(f"tracking={kind} is unknown: choose one of {', '.join(KINDS)}")
@@ -41,11 +42,15 @@ def make_tracker(kind: str, folder: RunFolder, about: About, resumed_from: int |
         views[kind] = start_wandb(folder, about, resumed_from)
     elif kind == "tensorboard":
         views[kind] = _start_tensorboard(folder, about.config, resumed_from)
+    if about.prometheus is not None:
+        views["prometheus"] = start_prometheus(*about.prometheus, about.name)
     return Trackers(JsonlTracker(folder, resumed_from), views)
 
 
 class JsonlTracker(Tracker):
     """One line of metrics.jsonl a step, and summary.json."""
+
+    where = "metrics.jsonl"
 
     def __init__(self, folder: RunFolder, resumed_from: int | None) -> None:
         self._file = folder.metrics.open("a", encoding="utf-8")
@@ -81,6 +86,8 @@ class Trackers(Tracker):
     def __init__(self, jsonl: JsonlTracker, views: dict[str, Tracker]) -> None:
         self._jsonl = jsonl
         self._views = views
+        self.where = ", ".join(each.where for each in (jsonl, *views.values()))
+        self.shows_pictures = any(view.shows_pictures for view in views.values())
 
     def picture(self, step: int, name: str, svg: str) -> None:
         """Hand on to the views."""
@@ -141,6 +148,8 @@ def _start_tensorboard(folder: RunFolder, config: Mapping[str, Any], resumed_fro
 
 
 class _TensorBoard(Tracker):
+    where = "TensorBoard (tensorboard/)"
+
     def __init__(self, path: Path, config: Mapping[str, Any], resumed_from: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

@@ -10,9 +10,9 @@ there: W&B takes each step once.
 import netrc
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 import wandb
 
 from infra.run_folder import RunFolder, read_metrics, read_summary, set_aside, write_text
-from infra.tracker import MODES, About, Tracker, record
+from infra.timelines import TimelineError, drawn, recorded_steps
+from infra.tracker import MODES, TIMELINE, About, Tracker, record
 
 START_S = 60.0
 FINISH_S = 60.0
@@ -51,8 +52,6 @@ def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "W
             f"tracking=wandb cannot start in mode {mode} ({error}): check the key and the network, "
             "or choose tracking.mode=offline or tracking=jsonl"
         ) from error
-    if mode == "online":
-        print(f"W&B: {run.url}", file=sys.stderr)
     run.define_metric("progress/step")
     run.define_metric("*", step_metric="progress/step")
     tracker = WandbTracker(run)
@@ -80,7 +79,7 @@ def sync_wandb(folder: RunFolder, about: About) -> str:
     tracker.finish(0 if folder.summary.exists() else 1)
     if before is not None:
         shutil.rmtree(before)  # all that it held is in the new one
-    return tracker.where
+    return tracker.place
 
 
 def resolve_mode(mode: str) -> str:
@@ -140,18 +139,41 @@ def _settings() -> wandb.Settings:
 
 
 class WandbTracker(Tracker):
-    """A W&B run. `where` is its address, or offline its folder."""
+    """A W&B run."""
+
+    shows_pictures = True
 
     def __init__(self, run: Any) -> None:
         self._run = run
-        self.where: str = run.url or str(Path(run.dir).parent)
+        # Its address, or its folder offline.
+        self.place: str = str(Path(run.dir).parent) if run.offline else run.url
+        self.where = "W&B offline (omni sync uploads it)" if run.offline else f"W&B {run.url}"
 
     def replay(self, folder: RunFolder) -> None:
-        """Log the steps of metrics.jsonl that the run does not have yet."""
+        """Log the steps of metrics.jsonl that the run does not have yet, with their recorded timelines."""
+        recorded = set(recorded_steps(folder))
         for earlier in read_metrics(folder.metrics):
             step = int(earlier["progress/step"])
-            if step >= self._run.starting_step:
-                self.log(step, earlier)
+            if step < self._run.starting_step:
+                continue
+            if step in recorded:
+                with suppress(TimelineError):  # some rank was ended before it had written
+                    self.picture(step, TIMELINE, drawn(folder, step))
+            self.log(step, earlier)
+
+    def picture(self, step: int, name: str, svg: str) -> None:
+        """Add a picture to the record of a step that is logged next."""
+        self._run.log({name: wandb.Html(svg, data_is_not_path=True)}, step=step, commit=False)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Log a version of the run's checkpoint that refers to a folder."""
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
+        artifact.add_reference(f"file://{path}", checksum=False)
+        self._run.log_artifact(artifact, aliases=["latest", f"step_{step}"])
+
+    def alert(self, title: str, text: str) -> None:
+        """Have W&B send an alert, by whatever way the user has chosen there."""
+        self._run.alert(title, text, level="WARN")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step."""

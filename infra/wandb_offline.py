@@ -25,12 +25,17 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 @dataclass
 class OfflineRun:
-    """A W&B run as logged, without W&B's own keys: config and summary nested, one dict a history record."""
+    """A W&B run as logged, without W&B's own keys: config and summary nested, one dict a history record.
+
+    `alerts` are titles and texts, `references` what artifacts refer to.
+    """
 
     id: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
+    references: list[str] = field(default_factory=list)
 
 
 def read_offline_run(path: Path) -> OfflineRun:
@@ -50,6 +55,10 @@ def read_offline_run(path: Path) -> OfflineRun:
                 _apply(run.config, message.config)
             case "summary":
                 _apply(run.summary, message.summary)
+            case "alert":
+                run.alerts.append((message.alert.title, message.alert.text))
+            case "artifact":
+                run.references += [entry.ref for entry in message.artifact.manifest.contents if entry.ref]
             case "history":
                 run.history.append(_items(message.history.item))
     history = [_public(row) for row in run.history]

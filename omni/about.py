@@ -19,4 +19,5 @@ def about_run(config: Config, folder: Path) -> About:
         project=tracking.project,
         group=tracking.group,
         mode=tracking.mode,
+        prometheus=None if (port := tracking.prometheus_port) is None else (tracking.prometheus_host, port),
     )

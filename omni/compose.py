@@ -34,9 +34,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> C
         ConfigError: for an unknown key, a wrong type, a choice that something else shadows, or a folder that
             there is not.
     """
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
-    own = [f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"] if config_dir else []
+    own = own_files(config_dir)
     GlobalHydra.instance().clear()
     offer_policies()
     try:
@@ -48,6 +46,19 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> C
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         raise ConfigError(refusal(error, overrides)) from error
     return to_config(composed)
+
+
+def own_files(config_dir: str | None) -> list[str]:
+    """Return the override that has Hydra look into a user's folder of files, none without one.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+    if config_dir is None:
+        return []
+    if not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: there is no such folder")
+    return [f"hydra.searchpath=['file://{Path(config_dir).absolute()}']"]
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -110,7 +121,7 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
         ConfigError: naming the choice, the key, both values and the remedy.
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    chosen = [override for override in parsed if _is_choice(override)]
+    chosen = [override for override in parsed if is_choice(override)]
     set_keys = {override.key_or_group for override in parsed if override not in chosen}
     for override in chosen:
         group, option = override.key_or_group, str(override.value())
@@ -124,7 +135,8 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
                 )
 
 
-def _is_choice(override: Override) -> bool:
+def is_choice(override: Override) -> bool:
+    """Whether an override chooses an option of a group. Hydra is initialised."""
     if override.key_or_group.startswith("hydra/"):
         return False
     loader = GlobalHydra.instance().config_loader()

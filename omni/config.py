@@ -284,12 +284,17 @@ class CostsConfig:
 
 @dataclass
 class TrackingConfig:
-    """Where metrics go besides metrics.jsonl: jsonl (nowhere), wandb or tensorboard."""
+    """Where metrics go besides metrics.jsonl: jsonl (nowhere), wandb or tensorboard. Prometheus scrapes the
+    first rank at `prometheus_port`, 0 for any that is free, null for none; from other machines if
+    `prometheus_host` is 0.0.0.0 or an address of this one.
+    """
 
     kind: str = "jsonl"
     project: str = "omni"
     group: str | None = None
     mode: str = "auto"
+    prometheus_port: int | None = None
+    prometheus_host: str = "127.0.0.1"
 
 
 @dataclass
@@ -320,6 +325,18 @@ class LaunchConfig:
 
 
 @dataclass
+class StartConfig:
+    """What a run begins with in place of random weights: those of the folder `checkpoint` of another run,
+    with the state of its optimizer if asked. `cursor` is the position in the stream of samples that it begins
+    at, null for the beginning.
+    """
+
+    checkpoint: str | None = None
+    optimizer: bool = False
+    cursor: int | None = None
+
+
+@dataclass
 class RunConfig:
     """The run folder. A folder that holds checkpoints is continued; `dir` names it."""
 
@@ -332,6 +349,7 @@ class Config:
     """The whole configuration, as written to `config.yaml` of the run folder."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    start: StartConfig = field(default_factory=StartConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -31,11 +31,21 @@ def backend_name() -> str:
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
-def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of `precision` ("fp32", "bf16" or "auto": bf16 on a GPU, fp32 on the CPU)."""
+def device_name() -> str:
+    """Return what a person calls this process's device, such as "NVIDIA H100 80GB HBM3" or "CPU"."""
+    return torch.cuda.get_device_name() if device_type() == "cuda" else "CPU"
+
+
+def precision_of(precision: str) -> str:
+    """Return "fp32" or "bf16"; of `precision` "auto" is bf16 on a GPU and fp32 on the CPU."""
     if precision == "auto":
-        precision = "bf16" if device_type() == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        return "bf16" if device_type() == "cuda" else "fp32"
+    return precision
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of `precision`, as `precision_of` reads it."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision_of(precision)]
 
 
 def peak_memory_bytes() -> int:

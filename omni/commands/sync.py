@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Upload, or write. Returns 2 where there is nothing to sync, or W&B cannot start."""
+    from infra.launch import new_launch
     from infra.run_folder import RunFolder
+    from infra.run_lock import holding
     from infra.tracking_wandb import sync_wandb
     from omni.about import about_run
     from omni.compose import load_config
@@ -35,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         # The machine that syncs has its own ways to W&B: what the run itself was told of them does not count.
         about = replace(about_run(load_config(folder.config), folder.path), mode="auto")
-        where = sync_wandb(folder, about)
+        with holding(folder, new_launch()):  # nothing trains there meanwhile, and writes to W&B itself
+            where = sync_wandb(folder, about)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

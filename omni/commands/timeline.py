@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print and draw. Returns 2 where there is no such recorded step."""
     from infra.run_folder import RunFolder
-    from infra.timelines import read_step
+    from infra.timelines import pictures, read_step
 
     folder = RunFolder(arguments.run.absolute())
     try:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         paths = [arguments.draw] if arguments.draw else [Path(f"{stem}.svg"), Path(f"{stem}.json")]
         where = f"step {step}, domain {arguments.domain}"
         for path in paths:
-            _draw(path, where, recorded)
+            write_drawing(path, pictures(where, recorded))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -59,14 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(line)
     print(f"drawn: {', '.join(map(str, paths))}")
     return 0
-
-
-def _draw(path: Path, where: str, recorded: "Recorded") -> None:
-    pictures = [
-        (f"{where} (measured; clocks of ranks within {recorded.error_ns / 1e6:.3f} ms)", recorded.measured),
-        (f"{where} (simulated)", recorded.simulated),
-    ]
-    write_drawing(path, pictures)
 
 
 def lines(where: str, recorded: "Recorded") -> Iterator[str]:

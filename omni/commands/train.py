@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +12,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from infra.last_words import last_words
 from infra.launch import launch_local, new_launch
 from infra.run_folder import RunFolder, write_text
 from infra.run_lock import holding
+from infra.secrets import secret_in
 from omni.compose import check_shadowed, load_config, offer_policies, to_config
 from omni.config import Config, ConfigError
 from omni.refusals import refusal
@@ -51,7 +54,7 @@ def run(arguments: list[str]) -> int:
 def _job(composed: DictConfig, parent: int) -> None:
     """One job: a single run, or one of a sweep."""
     try:
-        code = train(_resolve(composed), parent)
+        code = train(to_config(_resolve(composed)), parent)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
@@ -72,7 +75,7 @@ def _resolve(composed: DictConfig) -> DictConfig:
     return composed
 
 
-def train(composed: DictConfig, parent: int) -> int:
+def train(config: Config, parent: int) -> int:
     """Check a configuration, write it to its run folder and train it on this machine, for as long as the
     process `parent` lives, which started this one.
 
@@ -83,26 +86,45 @@ def train(composed: DictConfig, parent: int) -> int:
     from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
     from omni.planning.prepare import prepare_run
+    from omni.training.start import check_start
 
-    config: Config = to_config(composed)
     ranks = count_ranks(config)
     spec = prepare_run(config, ranks)
     path = Path(config.run.dir).absolute()
     done, cursor, before = _continued(RunFolder(path), spec)
+    if done == 0:
+        cursor = config.start.cursor or 0
+        check_start(spec)
     for note in learning_rate_notes(config.optim, config.train.steps, done, before):
         print(f"note: {note}", file=sys.stderr)
     check_first_steps(spec, done + 1, cursor)
-    folder, launch = RunFolder(path), new_launch()
+    text = _written(config)
+    folder, launch, restarts = RunFolder(path), new_launch(), config.launch.max_restarts
     with ExitStack() as held:
         try:
             held.enter_context(holding(folder, launch))
-            write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+            write_text(folder.config, text)
         except OSError as error:
             raise ConfigError(
                 f"run.dir={config.run.dir}: no run folder can be written there ({error}): choose another"
             ) from error
-        restarts = config.launch.max_restarts
-        return launch_local(folder.config, ranks, WORKER, max_restarts=restarts, launch=launch, parent=parent)
+        print(f"starting {ranks} rank{'s' * (ranks > 1)} on this machine ...", flush=True)
+        start = time.monotonic()
+        code = launch_local(folder.config, ranks, WORKER, max_restarts=restarts, launch=launch, parent=parent)
+    print(last_words(folder, code, config.train.steps, time.monotonic() - start), file=sys.stderr)
+    return code
+
+
+def _written(config: Config) -> str:
+    """The text of config.yaml, which trackers are told of, too: it holds no secret of this environment."""
+    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    name = secret_in(text, os.environ)
+    if name is not None:
+        raise ConfigError(
+            f"the configuration holds the value of {name}, and would be written to config.yaml and to W&B: "
+            f"leave it in the environment, where ranks find it, too"
+        )
+    return text
 
 
 def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None]:

@@ -165,6 +165,8 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)
     require("launch", config.launch, "max_restarts", least=0)
+    require("start", config.start, "cursor", least=0)
+    require("tracking", config.tracking, "prometheus_port", least=0)
     require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
     require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
     require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from omni.config import Config
+from omni.config import Config, LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
 from omni.models.registry import Encoder
 from parallel.axes import axes_names, axes_of, group_of
 from parallel.costs import Axes, Cluster, CostTable, table_from_work
-from parallel.layout import Arrangement
+from parallel.layout import Arrangement, Layout
 from parallel.work import Attended, Collective, Grad, Load, Part, part_name
 
 
@@ -23,6 +23,17 @@ def part_work(
     for name, encoder in encoders.items():
         parts[name] = encoder.work(config.model.llm.hidden, element, arrangement.encoder_tp[name])
     return parts
+
+
+def num_parameters(config: LLMConfig, encoders: Mapping[str, Encoder], vocab_size: int) -> dict[str, int]:
+    """Count the parameters of every component, however they are divided among ranks."""
+    element = 1  # of no account here
+    whole: dict[str, Sequence[Part]] = {LLM: llm_work(config, vocab_size, Layout(), element)}
+    whole |= {name: [encoder.work(config.hidden, element, 1)] for name, encoder in encoders.items()}
+    return {
+        name: sum(weight.elements for part in parts for weight in part.weights())
+        for name, parts in whole.items()
+    }
 
 
 def part_axes(

@@ -57,8 +57,10 @@ def read_state(
     names: Names,
     stage: LLMStage | None,
     rank: int,
+    moments: bool = True,
 ) -> None:
-    """Load this rank's shards from a checkpoint that any layout may have written.
+    """Load this rank's shards from a checkpoint that any layout may have written; without `moments` weights
+    alone, and the optimizer begins anew.
 
     Raises:
         CheckpointError: if a parameter is missing, or has another shape.
@@ -83,7 +85,7 @@ def read_state(
             if not pieces or tuple(pieces[0]["shape"]) != shard.region.shape:
                 found = f"has shape {tuple(pieces[0]['shape'])}" if pieces else "is not in the checkpoint"
                 raise CheckpointError(f"{what} {found}, the model has {shard.region.shape}")
-            _fill(optimizer, shard, pieces, what)
+            _fill(optimizer, shard, pieces, what, moments)
         for inner in optimizer.optimizers:
             inner._copy_main_params_to_model_params()
         optimizer.gather_weights()
@@ -121,14 +123,16 @@ def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) ->
         yield Owned(named.name, named.region, start, main, adam, named.copy)
 
 
-def _fill(optimizer: ComponentOptimizer, shard: Owned, pieces: list[dict[str, Any]], what: str) -> None:
-    """Copy a shard's elements and moments from the saved pieces that overlap it."""
+def _fill(
+    optimizer: ComponentOptimizer, shard: Owned, pieces: list[dict[str, Any]], what: str, moments: bool
+) -> None:
+    """Copy a shard's elements, and its moments if asked, from the saved pieces that overlap it."""
     main = shard.main
     adam: dict[str, torch.Tensor] = {}
     trained = {"step" in piece for piece in pieces} | {MOMENTS[0] in piece for piece in pieces}
     if len(trained) > 1:
         raise CheckpointError(f"{what}: some of its optimizer state is missing in the checkpoint")
-    if trained == {True}:
+    if moments and trained == {True}:
         # A tensor of its own for every parameter: a shared one would count every step many times.
         adam["step"] = torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device)
         adam |= {key: torch.zeros_like(main) for key in MOMENTS}

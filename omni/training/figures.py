@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,8 @@ from omni.planning.loads import imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
-from ops.device import device_type, peak_memory_bytes
+from omni.training.idle import OfAllRanks
+from ops.device import device_type
 from parallel.costs import CostTable
 from parallel.learning import Sample
 from pipeline.costs import measured, simulate
@@ -53,6 +54,11 @@ class StepRun:
         return tuple(measured(domain, self.table, self.position, timings, talks=talks))
 
 
+def restarts() -> int:
+    """Return how often the ranks of this launch were restarted."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:
     """Time that a table gives passes by what they took, minus 1, by part."""
     given, taken = Counter[str](), Counter[str]()
@@ -86,14 +92,14 @@ def simulated_idle(timeline: Timeline) -> dict[str, float]:
 def metrics_of(
     spec: RunSpec,
     run: StepRun,
-    idle: Mapping[str, float],
+    ranks: OfAllRanks,
     norms: Mapping[str, float],
     rates: Mapping[str, float],
     progression: Progression,
     step_s: float,
 ) -> dict[str, float]:
-    """All metrics of one training step, of which all ranks spent the shares `idle` standing still."""
-    prepared, totals, plan = run.prepared, run.totals, run.prepared.plan
+    """All metrics of one training step; `ranks` is what all ranks told of it."""
+    prepared, totals, plan, idle = run.prepared, run.totals, run.prepared.plan, ranks.idle
     tokens, count = plan.taken.tokens, len(plan.components)
     forward = dict(zip(plan.components, totals.planned, strict=False))
     flops = trained_flops(spec, plan, forward, round(totals.num_targets))
@@ -112,11 +118,13 @@ def metrics_of(
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.tombstones,
         "optim/skipped_steps": progression.skipped_steps,
-        "mem/peak_gb": peak_memory_bytes() / 1e9,
-        "health/restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        "health/restarts": restarts(),
         "plan/ms": prepared.plan_s * 1e3,
         "plan/cpu_ms": prepared.plan_cpu_s * 1e3,
+        "perf/flops": sum(flops.values()),
     }
+    metrics |= {f"perf/flops/{name}": value for name, value in flops.items()}
+    metrics |= _memory(ranks.peaks)
     for source, loss, targets in zip(spec.sources, totals.losses, totals.targets, strict=True):
         if targets:
             metrics[f"loss/train/{source}"] = loss / targets
@@ -133,6 +141,17 @@ def metrics_of(
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
     metrics |= {f"perf/idle_frac/{cause}": share for cause, share in idle.items() if share}
     return metrics | _predictions(run, spec.planner.single_queue)
+
+
+def _memory(peaks: Sequence[int]) -> dict[str, float]:
+    """What the fullest rank has held, which one that is, and the mean and the least of all."""
+    most = max(peaks)
+    return {
+        "mem/peak_gb": most / 1e9,
+        "mem/peak_gb/mean": sum(peaks) / len(peaks) / 1e9,
+        "mem/peak_gb/least": min(peaks) / 1e9,
+        "mem/fullest_rank": peaks.index(most),
+    }
 
 
 def _predictions(run: StepRun, single_queue: bool) -> dict[str, float]:

@@ -1,43 +1,56 @@
-"""What a user sees of a run: the progress line, metrics, sample records, the summary."""
+"""What a user sees of a run: the screen, metrics, sample records, the summary."""
 
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
+from infra.checkpoint import latest_checkpoint
 from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
-from infra.timelines import forget_after
-from infra.tracking import make_tracker
+from infra.timelines import TimelineError, drawn, forget_after
+from infra.tracker import TIMELINE
+from infra.tracking import Trackers, make_tracker
 from omni.about import about_run
-from omni.planning.pools import without_effect
+from omni.config import ConfigError
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
+from omni.training.alerts import Alerts
 from omni.training.evaluate import Transcription
 from omni.training.figures import Progression, StepRun, metrics_of
+from omni.training.idle import OfAllRanks
+from omni.training.opening import opening
+from omni.training.transcriptions import lines_of, summed_up
 from pipeline.plan import StepPlan
-
-NUM_EXAMPLES = 8
 
 
 class Reporter:
-    """Writes the run folder and the screen on the first rank; on the others (`active` false) does nothing."""
+    """Writes the run folder and the screen on the first rank; on the others (`active` false) does nothing.
+
+    `resumed` is the step of the checkpoint that was loaded, None for a run from the start.
+    """
 
     def __init__(
         self, spec: RunSpec, folder: RunFolder, progression: Progression, resumed: int | None, active: bool
     ) -> None:
         self.spec = spec
+        self.folder = folder
         self.progression = progression
         self.active = active
         self.started = time.time()
         self.heldout: dict[str, float] = {}
         self.loss = float("nan")
+        self.peaks: tuple[int, ...] = ()
+        self.saves_s: list[float] = []
+        self.saved_before: dict[str, float] = {}
+        self.schedules = Counter[str]()
+        self.left_out_said = 0
+        self.alerts = Alerts()
         if not active:
             return
-        about = about_run(spec.config, folder.path)
-        self.tracker = make_tracker(spec.config.tracking.kind, folder, about, resumed)
+        self.tracker = _tracker(spec, folder, resumed)
         earlier = read_metrics(folder.metrics)
         if earlier:  # a run that only lacks its summary takes the last losses from its records
             last = earlier[-1]
@@ -49,34 +62,44 @@ class Reporter:
             forget_after(folder, resumed)
         self.samples = _open_records(folder.samples, resumed) if spec.config.data.record_samples else None
         self.progress = Progress(spec.config.train.steps)
-        self.progress.note(_opening(spec, folder, resumed))
+        self.progress.note("\n".join(opening(spec, folder, resumed, self.tracker.where)))
 
     def step(
         self,
         run: StepRun,
-        idle: Mapping[str, float],
+        ranks: OfAllRanks,
         optimizer: JointOptimizer,
         step_s: float,
         heldout: dict[str, float],
+        recorded: bool,
     ) -> None:
-        """Report one step that took `step_s` seconds, of which all ranks spent the shares `idle` standing
-        still, with any held-out losses measured after it.
+        """Report one step that took `step_s` seconds, with what all ranks told of it and any held-out losses
+        measured after it. Of a `recorded` one the timeline is there.
         """
         if not self.active:
             return
         plan, totals = run.prepared.plan, run.totals
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(self.spec, run, idle, norms, rates, self.progression, step_s)
+        metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
+        metrics |= self.saved_before
+        self.saved_before = {}
+        if recorded:
+            self._draw(step)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
-        self.loss = totals.loss
+        self.loss, self.peaks = totals.loss, ranks.peaks
         if heldout:
             self.heldout |= heldout
             losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
             self.progress.note(f"held-out loss after step {step}: {losses}")
         if self.samples is not None:
             append_line(self.samples, _record(plan))
+        self._say_schedule(plan)
+        self._say_left_out()
+        for alert in self.alerts.step(metrics | heldout):
+            self.progress.note(f"{alert.title}: {alert.text}")
+            self.tracker.alert(alert.title, alert.text)
 
     def settle(self) -> None:
         """Have the records of all steps on the disk, before a checkpoint says that they are done."""
@@ -84,6 +107,17 @@ class Reporter:
             self.tracker.settle()
             if self.samples is not None:
                 os.fsync(self.samples.fileno())
+
+    def saved(self, step: int, seconds: float) -> None:
+        """Say that the checkpoint of a step was saved, which held training up for so many seconds."""
+        if not self.active:
+            return
+        self.saves_s.append(seconds)
+        self.saved_before = {"perf/save_s": seconds}
+        path = latest_checkpoint(self.folder.checkpoints)
+        assert path is not None
+        self.progress.note(f"checkpoint of step {step} saved in {seconds:.2f} s: {path}")
+        self.tracker.checkpoint(step, path)
 
     def note(self, text: str) -> None:
         """Say something between steps."""
@@ -102,66 +136,69 @@ class Reporter:
             "loss/train": self.loss,
             "data/skipped/too_long": self.progression.dropped,
             "data/skipped/bad_item": self.progression.tombstones,
+            "mem/peak_gb/by_rank": [peak / 1e9 for peak in self.peaks],
+            "perf/save_s/all": round(sum(self.saves_s), 3),
+            "plan/schedule": dict(self.schedules),
             **self.heldout,
         }
         for source, results in transcriptions.items():
-            summary |= self._sum_up(source, results)
+            summary |= summed_up(source, results)
+            for line in lines_of(source, results):
+                self.progress.note(line)
         self.tracker.summary(summary)
-
-    def _sum_up(self, source: str, results: list[Transcription]) -> dict[str, object]:
-        exact = sum(t.exact for t in results)
-        words = sorted({len(t.expected.split()) for t in results})
-        by_length = {n: [t.exact for t in results if len(t.expected.split()) == n] for n in words}
-        # Examples of every length, mistakes first: they teach more.
-        ordered = sorted(results, key=lambda t: (t.exact, len(t.expected), t.sample))
-        examples = ordered[:: max(1, len(ordered) // NUM_EXAMPLES)][:NUM_EXAMPLES]
-        self.progress.note(
-            f"held-out {source}: {exact} of {len(results)} freely generated transcriptions are exact "
-            f"({exact / max(1, len(results)):.1%})"
-        )
-        for example in examples:
-            mark = "=" if example.exact else "x"
-            self.progress.note(f"  {mark} expected   {example.expected}\n    generated  {example.generated}")
-        return {
-            f"eval/exact_match/{source}": exact / max(1, len(results)),
-            f"eval/generated/{source}": len(results),
-            f"eval/exact_match_by_words/{source}": {
-                str(n): sum(hits) / len(hits) for n, hits in by_length.items()
-            },
-            f"eval/examples/{source}": [
-                {"sample": t.sample, "expected": t.expected, "generated": t.generated} for t in examples
-            ],
-        }
 
     def close(self, exit_code: int) -> None:
         """Say what was not trained on, if anything, and close all files and trackers."""
         if not self.active:
             return
-        dropped, tombstones = self.progression.dropped, self.progression.tombstones
-        if dropped or tombstones:
-            self.progress.note(
-                f"left out so far: {dropped} samples that are too long or have an item that its encoder does "
-                f"not take (data.on_long), {tombstones} with a bad item (data.on_error)"
-            )
+        if self._left_out:
+            self.progress.note(f"left out so far: {self._left_out}")
         self.progress.close()
         self.tracker.finish(exit_code)
         if self.samples is not None:
             self.samples.close()
         sys.stdout.flush()
 
+    def _draw(self, step: int) -> None:
+        """Hand the timeline of a recorded step to trackers that show pictures."""
+        if self.tracker.shows_pictures:
+            try:
+                self.tracker.picture(step, TIMELINE, drawn(self.folder, step))
+            except (TimelineError, OSError) as error:  # a shared disk may be slow to show what others wrote
+                self.progress.note(f"the timeline of step {step} is not tracked: {error}")
 
-def _opening(spec: RunSpec, folder: RunFolder, resumed: int | None) -> str:
-    config = spec.config
-    model = f"LLM of {config.model.llm.layers} layers, width {config.model.llm.hidden}"
-    encoders = ", ".join(f"{name} ({encoder.modality})" for name, encoder in spec.encoders.items()) or "none"
-    start = "from the start" if resumed is None else f"continued after step {resumed}"
-    lines = (
-        f"run folder {folder.path}",
-        f"{model}; encoders: {encoders}; {spec.arrangement.world} ranks, {spec.arrangement.describe()}; "
-        f"{spec.policies.placement.name}, {spec.policies.pipeline.name}; {start}",
-        *(f"note: {text}" for text in without_effect(spec.planner.sharing)),
-    )
-    return "\n".join(lines)
+    def _say_schedule(self, plan: StepPlan) -> None:
+        """Say once which schedule was chosen, where the configuration leaves that to the planner."""
+        chosen, asked = plan.domain.schedule, self.spec.policies.pipeline.name
+        if not self.schedules and chosen != asked:
+            self.progress.note(
+                f"pipeline={asked} chose {chosen} for step {plan.step}; it chooses anew for each step"
+            )
+        self.schedules[chosen] += 1
+
+    def _say_left_out(self) -> None:
+        """Say that samples are left out: of the first one, and then whenever they have doubled."""
+        count = self.progression.dropped + self.progression.tombstones
+        if count >= max(1, 2 * self.left_out_said):
+            self.left_out_said = count
+            self.progress.note(f"left out so far: {self._left_out}")
+
+    @property
+    def _left_out(self) -> str:
+        dropped, tombstones = self.progression.dropped, self.progression.tombstones
+        if not dropped and not tombstones:
+            return ""
+        return (
+            f"{dropped} samples that are too long or have an item that its encoder does not take "
+            f"(data.on_long), {tombstones} with a bad item (data.on_error)"
+        )
+
+
+def _tracker(spec: RunSpec, folder: RunFolder, resumed: int | None) -> Trackers:
+    try:
+        return make_tracker(spec.config.tracking.kind, folder, about_run(spec.config, folder.path), resumed)
+    except ValueError as error:  # what it cannot start with was configured
+        raise ConfigError(str(error)) from error
 
 
 def _open_records(path: Path, resumed: int | None) -> TextIO:

@@ -38,7 +38,12 @@ def meet(rank: Rank, step: int) -> tuple[Stay, ...]:
 
 
 def record(folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: tuple[Stay, ...]) -> None:
-    """Write what this rank did in a step, and if it is its domain's first what was simulated."""
+    """Write what this rank did in a step, and if it is its domain's first what was simulated. All ranks have
+    written when it returns.
+
+    Raises:
+        StallError: if a rank does not come in time.
+    """
     plan, watch = done.prepared.plan, done.result.watch
     spans = spans_of(watch.laps(), plan.domain, rank.position)
     write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
@@ -47,3 +52,6 @@ def record(folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: t
         ranks = spec.arrangement.domain_ranks(plan.number)
         simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
         write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))
+    control = rank.groups.control
+    with waiting_at(rank, f"step {plan.step}: writing timelines", control):
+        dist.barrier(control)

@@ -34,13 +34,15 @@ from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
+from omni.training.begin import begin
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint
-from omni.training.idle import IdleShares
+from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
 from omni.training.timeline import meet, record
+from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
 from pipeline.laps import DATA, END, idle_of
 from pipeline.ops import Op
@@ -77,6 +79,9 @@ class Trainer:
         self.where = "start-up"
         self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
         self.stop = StopFlag()
+        self.first = rank == 0
+        world = spec.arrangement.world
+        self.say(f"building the model on {world} rank{'s' * (world > 1)}")
         self.rank: Rank = build_rank(spec, rank, device, self.note)
         planner = spec.planner
         self.consensus = Consensus(
@@ -114,13 +119,13 @@ class Trainer:
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
-                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout)
                 if recorded:
                     record(self.folder, self.spec, self.rank, done, stays)
+                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, recorded)
                 self.check_updates(done.totals)
                 if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     report.settle()
-                    self.save()
+                    report.saved(step, self.save())
                 if done.totals.stop:
                     report.note(
                         f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
@@ -148,6 +153,7 @@ class Trainer:
             table_at=self.tables.at,
         )
         try:
+            self.say(f"planning and loading step {first}")
             for step in range(first, first + PLANS_AHEAD):
                 self.offer(ahead, step)
             yield ahead
@@ -199,13 +205,13 @@ class Trainer:
         return StepRun(prepared, table, position, result, totals, loads)
 
     def idle_shares(self, done: StepRun) -> IdleShares:
-        """Start summing what ranks spent a step with while they stood still."""
+        """Start summing what ranks spent a step with while they stood still, and gather what they held."""
         laps = done.result.watch.laps()
         idle_ns = idle_of(laps, done.prepared.plan.domain, self.rank.position)
-        return IdleShares(idle_ns, laps[-1].end_ns, self.rank.groups.control)
+        return IdleShares(idle_ns, laps[-1].end_ns, peak_memory_bytes(), self.rank.groups.control)
 
-    def settle(self, idle: IdleShares) -> dict[str, float]:
-        """Learn what ranks spent the step with while they stood still."""
+    def settle(self, idle: IdleShares) -> OfAllRanks:
+        """Learn what ranks spent the step with while they stood still, and what they have held."""
         with waiting_at(self.rank, f"step {self.step}: idle times", self.rank.groups.control):
             return idle.settle()
 
@@ -269,6 +275,11 @@ class Trainer:
         else:
             self.where = where
 
+    def say(self, what: str) -> None:
+        """Say on the screen what is being done while nothing trains yet."""
+        if self.first:
+            print(f"{what} ...", flush=True)
+
     # Now and then.
 
     def is_due(self, step: int, every: int) -> bool:
@@ -294,8 +305,9 @@ class Trainer:
             if heldout.generate
         }
 
-    def save(self) -> None:
-        """Write a checkpoint of the step just done."""
+    def save(self) -> float:
+        """Write a checkpoint of the step just done, and return how many seconds that held training up."""
+        start = time.perf_counter()
         self.where = f"step {self.step}: saving"
         save_checkpoint(
             self.folder.checkpoints,
@@ -312,12 +324,16 @@ class Trainer:
             self.rank.groups.control,
         )
         self.watchdog.beat()
+        return time.perf_counter() - start
 
     def restore(self) -> int | None:
-        """Continue from the folder's last checkpoint, if there is one. Returns its step."""
+        """Continue from the folder's last checkpoint and return its step, or begin and return None."""
         path = latest_checkpoint(self.folder.checkpoints)
         if path is None:
+            begin(self.spec, self.rank)
+            self.cursor = self.config.start.cursor or 0
             return None
+        self.say(f"reading {path}")
         manifest = read_manifest(path)
         check_fingerprint(manifest["fingerprint"], fingerprint(self.spec), path)
         files = sorted(manifest["files"])

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from infra.progress import Progress, header, step_line
+from infra.progress import LEGEND, Progress, header, step_line
 
 FULL = {
     "progress/step": 7,
@@ -33,6 +33,10 @@ def test_columns():
         ["7/100", "2.3457", "0.5000", "3.00e-04", "12.35k", "41.2%", "71.25", "1.5%", "1.37", "0:03:06"]
     )
     assert step_line(100, None, {"progress/step": 7}).split() == ["7/100", *["-"] * 9]
+
+
+def test_every_column_is_explained():
+    assert " ".join(["step", *LEGEND]).split() == header(100).split()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, 1e-9, 123456.789, 1e30, -1e30, math.nan, math.inf, -math.inf])

@@ -155,6 +155,26 @@ def test_a_run_resumed_twice_and_requeued_is_one_history_after_sync(folder):
     assert len(list((folder.path / "wandb").glob("offline-run-*"))) == 1
 
 
+def test_wandb_holds_pictures_checkpoints_by_reference_and_alerts(folder):
+    tracker = start("wandb", folder)
+    assert tracker.shows_pictures
+    tracker.log(1, metrics_of(1))
+    tracker.picture(2, "timeline", "<svg>what ranks did</svg>")
+    tracker.log(2, metrics_of(2))
+    path = folder.checkpoints / "step_00000002"
+    path.mkdir()
+    (path / "rank_00000").write_text("weights")
+    tracker.checkpoint(2, path)
+    tracker.alert("stall", "step 2 took long")
+    tracker.finish(0)
+    run = read_offline_run(folder.path)
+    assert ["timeline" in row for row in run.history] == [False, True]
+    pictures = list((folder.path / "wandb").glob("offline-run-*/files/media/html/*.html"))
+    assert ["what ranks did" in picture.read_text() for picture in pictures] == [True]
+    assert run.references == [f"file://{path}/rank_00000"]
+    assert run.alerts == [("stall", "step 2 took long")]
+
+
 def test_nothing_to_sync_is_said(folder):
     with pytest.raises(ValueError, match="holds no steps"):
         sync_wandb(folder, ABOUT)

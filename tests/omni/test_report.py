@@ -14,6 +14,8 @@ from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.planning.work import num_parameters
+from omni.rank.state import owned
 from omni.training.trainer import Trainer
 from parallel.work import even_load
 from pipeline.plan import StepPlan
@@ -63,6 +65,25 @@ def loads_by_hand(spec: RunSpec, plans: list[StepPlan]) -> dict[str, list[int]]:
             items = [[domain.items[i].tokens for i in c.items] for c in domain.chunks if c.ranks == (rank,)]
             found["image"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in items))
     return found
+
+
+def _owned(rank: int, line: list[str], world: int) -> dict[str, int]:
+    """Weights that a rank saves, by component: together ranks save each once."""
+    spec = prepare_run(compose_config(line), world)
+    own = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).rank
+    return {
+        name: sum(shard.main.numel() for shard in owned(optimizer, own.names[name]) if shard.copy == (0, 0))
+        for name, optimizer in own.components.items()
+    }
+
+
+def test_parameters_are_counted_as_they_are_saved(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    moe = "model.llm.moe={experts: 4, topk: 2, ffn: 32, shared_ffn: 16, dense_layers: 1}"
+    line = overrides(data, tmp_path, "layout.llm.tp=2", moe)
+    saved = ranks.run(2, _owned, line, 2)
+    spec = prepare_run(compose_config(line), 2)
+    counted = num_parameters(spec.config.model.llm, spec.encoders, spec.tokenizer.vocab_size)
+    assert counted == {name: sum(of[name] for of in saved) for name in ("llm", "image")}
 
 
 @pytest.mark.parametrize(

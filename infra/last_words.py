@@ -1,0 +1,44 @@
+"""The last line of a run on the screen: how it ended, and where everything is."""
+
+import signal
+from datetime import timedelta
+
+from infra.run_folder import RunFolder, read_metrics
+
+HELD_OUT = "loss/eval/"
+
+
+def last_words(folder: RunFolder, code: int, steps: int, seconds: float) -> str:
+    """Say in a line how a launch of a run of `steps` ended with exit code `code` after so many seconds."""
+    records = read_metrics(folder.metrics)
+    done = int(records[-1]["progress/step"]) if records else 0
+    succeeded = code == 0 and done == steps
+    facts = [f"{done} of {steps} steps"]
+    if records:
+        facts.append(f"loss {records[-1]['loss/train']:.4f}")
+    heldout = next((found for record in reversed(records) if (found := _heldout(record))), "")
+    if heldout:
+        facts.append(f"held-out {heldout}")
+    facts.append(str(timedelta(seconds=round(seconds))))
+    if not succeeded:
+        facts.append(f"`omni resume {folder.path}` goes on" if done else "the reason is above")
+    facts.append(f"everything is in {folder.path}")
+    return f"{_verdict(code, succeeded)}: {'; '.join(facts)}"
+
+
+def _heldout(record: dict[str, float]) -> str:
+    losses = {key.removeprefix(HELD_OUT): v for key, v in record.items() if key.startswith(HELD_OUT)}
+    return ", ".join(f"{source} {loss:.4f}" for source, loss in losses.items())
+
+
+def _verdict(code: int, succeeded: bool) -> str:
+    if succeeded:
+        return "SUCCEEDED"
+    if code == 0:
+        return "STOPPED"
+    if code > 128:
+        try:
+            return f"STOPPED by {signal.Signals(code - 128).name} (exit code {code})"
+        except ValueError:
+            pass
+    return f"FAILED (exit code {code})"

@@ -1,0 +1,104 @@
+"""`omni resume`: go on with a run, or begin a stage of its own with its weights."""
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni.commands._shared import add_configuration
+
+if TYPE_CHECKING:
+    from infra.run_folder import RunFolder
+    from omni.config import Config
+
+_DESCRIPTION = """\
+Goes on with a run from its last checkpoint, with the configuration in its folder and any overrides. What
+decides samples and losses must stay (docs/running.md); layout, policies, cadence, tracking and length may
+change:
+
+  omni resume runs/mine
+  omni resume runs/mine train.steps=4000 layout=pp2
+
+With --fork it begins a stage in a folder of its own with the weights of a checkpoint, at step 1. There
+learning rate, data, freezing and length may change; the model may not:
+
+  omni resume runs/align --fork runs/all '~optim.components.llm' train.steps=1000
+  omni resume runs/long --fork runs/anneal --optimizer --step 8000 optim.lr=1e-4 optim.decay_steps=500
+
+A stage that draws samples as before (the same data.sources, data.window_groups and train.seed) goes on where
+the checkpoint was among them, any other begins with the first; start.cursor=N says otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("run", type=Path, help="the run folder")
+    parser.add_argument("--fork", type=Path, metavar="FOLDER", help="begin a stage in this new run folder")
+    parser.add_argument("--step", type=int, help="fork the checkpoint of this step (default: the last one)")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="fork with the optimizer's state, not with weights alone"
+    )
+    add_configuration(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train. The exit code is that of `omni train`, 2 for a user's mistake."""
+    from omni.commands.train import train
+
+    parent = os.getppid()
+    try:
+        return train(_configured(arguments), parent)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _configured(arguments: argparse.Namespace) -> "Config":
+    """The configuration that the command line asks for."""
+    from infra.run_folder import RunFolder
+    from omni.compose import load_config
+    from omni.compose_saved import compose_saved
+    from omni.config import ConfigError
+    from omni.stage import as_stage, with_cursor
+
+    folder = RunFolder(arguments.run.absolute())
+    saved = load_config(folder.config)
+    if arguments.fork is None:
+        if arguments.optimizer or arguments.step is not None:
+            raise ConfigError("--optimizer and --step are those of a stage: give it a folder with --fork")
+        config = compose_saved(saved, arguments.overrides, arguments.config_dir)
+        return _in_folder(config, folder)
+    own = RunFolder(arguments.fork.absolute())
+    if own.config.exists():
+        raise ConfigError(f"--fork {arguments.fork} is a run: choose a new folder, or resume that run")
+    checkpoint, cursor = _checkpoint(folder, arguments.step)
+    stage = as_stage(saved, checkpoint, arguments.optimizer)
+    config = compose_saved(stage, arguments.overrides, arguments.config_dir)
+    return _in_folder(with_cursor(config, saved, cursor), own)
+
+
+def _in_folder(config: "Config", folder: "RunFolder") -> "Config":
+    return replace(config, run=replace(config.run, dir=str(folder.path)))
+
+
+def _checkpoint(folder: "RunFolder", step: int | None) -> tuple[Path, int]:
+    """The folder of a checkpoint of a run, the last one unless its step is given, and its position in the
+    stream of samples.
+    """
+    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.config import ConfigError
+
+    path = latest_checkpoint(folder.checkpoints)
+    if path is not None and step is not None:
+        path = path.with_name(f"step_{step:08d}")
+    if path is None or not path.is_dir():
+        there = ", ".join(sorted(p.name for p in folder.checkpoints.glob("step_*"))) or "none"
+        raise ConfigError(f"{folder.path} has no such checkpoint to fork; there are: {there}")
+    try:
+        return path, read_manifest(path)["cursor"]
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error

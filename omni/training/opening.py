@@ -1,0 +1,87 @@
+"""What the screen says of a run before its first step."""
+
+from collections.abc import Iterator
+
+from infra.progress import LEGEND
+from infra.run_folder import RunFolder
+from omni.planning.pools import without_effect
+from omni.planning.run_spec import RunSpec
+from omni.planning.work import num_parameters
+from omni.training.figures import restarts
+from omni.training.start import check_start
+from ops.device import device_name, precision_of
+
+
+def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str) -> Iterator[str]:
+    """Yield lines that say what trains on what, where, and how it is shown; `tracked` is where metrics go."""
+    train, device, restart = spec.config.train, device_name(), restarts()
+    start = _start(spec) if resumed is None else f"continued after step {resumed}"
+    yield f"run folder {folder.path}"
+    yield f"  model     {_model(spec)}"
+    yield f"  data      {_data(spec)}"
+    yield (
+        f"  ranks     {spec.arrangement.world} on {device}, {precision_of(train.precision)}: "
+        f"{spec.arrangement.describe()}; {spec.policies.placement.name}, {spec.policies.pipeline.name}"
+    )
+    yield f"  tracking  {tracked}"
+    yield f"  start     {start}, to step {train.steps}" + (
+        f"; restart {restart} of {spec.config.launch.max_restarts}" if restart else ""
+    )
+    yield f"  every     {_cadence(spec)}"
+    for text in without_effect(spec.planner.sharing):
+        yield f"note: {text}"
+    yield "columns of a step:"
+    for title, meaning in LEGEND.items():
+        yield f"  {title:9} {meaning}"
+
+
+def _model(spec: RunSpec) -> str:
+    llm = spec.config.model.llm
+    counts = num_parameters(spec.config.model.llm, spec.encoders, spec.tokenizer.vocab_size)
+    each = ", ".join(f"{name} {_count(count)}" for name, count in counts.items())
+    experts = f", {llm.moe.experts} experts in a layer" if llm.mixture else ""
+    sizes = f"{llm.layers} layers of width {llm.hidden}{experts}"
+    return f"{_count(sum(counts.values()))} parameters: {each}; LLM of {sizes}"
+
+
+def _data(spec: RunSpec) -> str:
+    data = spec.config.data
+    sources = ", ".join(
+        f"{name} ({len(index):,} samples, weight {data.sources[name].weight})"
+        for name, index in spec.indexes.items()
+    )
+    step = f"{data.step_tokens:,} tokens" if data.step_tokens else f"{data.step_samples} samples"
+    heldout = f"; held out: {', '.join(spec.heldout)}" if spec.heldout else ""
+    return f"{sources}; {step} a step{heldout}"
+
+
+def _start(spec: RunSpec) -> str:
+    start, names = spec.config.start, check_start(spec)
+    if start.checkpoint is None:
+        return "from the start"
+    drawn = [name for name in spec.components if name not in names]
+    return (
+        f"with the weights{' and the optimizer state' if start.optimizer else ''} of {start.checkpoint}"
+        + (f", {', '.join(drawn)} drawn anew" if drawn else "")
+        + f", at position {start.cursor or 0} of the stream"
+    )
+
+
+def _cadence(spec: RunSpec) -> str:
+    train = spec.config.train
+    cadences = {
+        "a checkpoint": train.checkpoint_every,
+        "an evaluation": train.eval_every,
+        "a timeline": train.timeline_every,
+    }
+    said = [f"{what} every {every} steps" for what, every in cadences.items() if every]
+    never = [what for what, every in cadences.items() if not every]
+    return ", ".join([*said, *(f"never {what}" for what in never)])
+
+
+def _count(number: int) -> str:
+    """Three digits and a unit: 851 k, 7.24 M, 70.6 B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)

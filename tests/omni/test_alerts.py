@@ -1,0 +1,56 @@
+"""Alerts say what needs a look, once, and nothing else."""
+
+import math
+from random import Random
+
+from omni.training.alerts import WINDOW, Alerts
+
+
+def steps(count, **changes):
+    """Metrics of steps with noisy losses of two sources; `changes` are {step: metrics} by keyword `at`."""
+    random = Random(0)
+    for step in range(1, count + 1):
+        metrics = {
+            "progress/step": step,
+            "perf/step_s": 0.5 + random.random(),
+            "optim/skipped_steps": 0,
+            "optim/grad_norm": 1.0,
+            "loss/train/docs": 2.5 - step / count + random.gauss(0, 0.4),
+            "loss/train/strips": 0.01 * math.exp(random.gauss(0, 1)),
+        }
+        yield metrics | changes.get("at", {}).get(step, {})
+
+
+def said(count, at):
+    alerts = Alerts()
+    return [(int(m["progress/step"]), a.title) for m in steps(count, at=at) for a in alerts.step(m)]
+
+
+def test_noise_says_nothing():
+    assert said(400, {}) == []
+
+
+def test_one_far_off_step_is_noise_and_three_are_a_spike():
+    high = {"loss/train/docs": 6.0}
+    assert said(200, {100: high}) == []
+    assert said(200, dict.fromkeys((100, 101, 102), high)) == [(102, "loss spike")]
+
+
+def test_losses_and_steps_that_are_not_finite():
+    bad = {"loss/train/docs": math.nan, "optim/skipped_steps": 1, "optim/grad_norm": math.inf}
+    after = {step: {"optim/skipped_steps": 1} for step in range(31, 61)}
+    assert said(60, {30: bad, **after}) == [(30, "loss not finite"), (30, "step skipped")]
+
+
+def test_a_stall_names_what_ranks_waited_for():
+    slow = {"perf/step_s": 9.0, "perf/idle_frac/data": 0.8, "perf/idle_frac/host": 0.1}
+    alerts = Alerts()
+    (alert,) = [a for m in steps(60, at={50: slow}) for a in alerts.step(m)]
+    assert alert.title == "stall"
+    assert "step 50 took 9.0 s" in alert.text
+    assert "data (80%)" in alert.text
+
+
+def test_an_alert_of_a_kind_is_not_said_again_at_once():
+    slow = {step: {"perf/step_s": 60.0} for step in range(40, 40 + 2 * WINDOW, 10)}
+    assert said(200, slow) == [(40, "stall"), (40 + WINDOW, "stall")]

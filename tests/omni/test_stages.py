@@ -1,0 +1,129 @@
+"""A run continued with other keys, and stages that begin with the weights of another run."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import RankPool
+from small import overrides, write_mixed
+from test_trainer import make_trainer
+
+from infra.checkpoint import latest_checkpoint, read_manifest
+from infra.run_folder import read_metrics
+from omni.compose import compose_config
+from omni.compose_saved import compose_saved
+from omni.config import ConfigError
+from omni.planning.prepare import prepare_run
+from omni.stage import as_stage, with_cursor
+from omni.training.start import check_start
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return compose_config(["train.steps=60", "run.name=mine", "layout.llm.tp=2", "optim.lr=1e-3"])
+
+
+def test_keys_change_and_all_else_stays(saved):
+    config = compose_saved(
+        saved, ["train.steps=70", "+data.sources.more.path=elsewhere", "~data.heldout.docs"]
+    )
+    assert (config.train.steps, config.run.name, config.optim.lr) == (70, "mine", 1e-3)
+    assert config.data.sources["more"].path == "elsewhere"
+    assert set(saved.data.heldout) - set(config.data.heldout) == {"docs"}
+    assert compose_saved(saved, []) == saved
+
+
+def test_an_option_replaces_its_section(saved):
+    config = compose_saved(saved, ["layout=pp2", "train.steps=70"])
+    assert (config.layout.llm.tp, config.layout.llm.pp) == (1, 2)
+    assert compose_saved(saved, ["system=stage0"]).placement.policy == "stage0"
+    assert compose_saved(saved, ["layout=pp2", "layout.llm.tp=4"]).layout.llm.tp == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("experiment=llama3_70b", "experiment=llama3_70b: the run has one composed into it"),
+        ("optim.rl=1", "optim.rl"),
+        ("layout=nope", "nope"),
+        ("train.steps=many", "train.steps"),
+    ],
+)
+def test_mistakes_are_named(saved, text, words):
+    with pytest.raises(ConfigError) as error:
+        compose_saved(saved, [text])
+    assert words in str(error.value)
+
+
+def test_a_stage_goes_on_in_the_stream_only_where_it_draws_the_same_samples(saved):
+    stage = as_stage(saved, Path("/runs/a/checkpoints/step_00000060"), optimizer=False)
+    assert with_cursor(stage, saved, 480).start.cursor == 480
+    assert with_cursor(compose_saved(stage, ["optim.lr=1e-4"]), saved, 480).start.cursor == 480
+    assert with_cursor(compose_saved(stage, ["train.seed=1"]), saved, 480).start.cursor == 0
+    assert with_cursor(compose_saved(stage, ["~data.sources.docs"]), saved, 480).start.cursor == 0
+    assert with_cursor(compose_saved(stage, ["start.cursor=7"]), saved, 480).start.cursor == 7
+
+
+# On a rank.
+
+LR = "optim.schedule=wsd", "optim.decay_steps=1", "optim.warmup_steps=0"
+
+
+def _train(rank: int, line: list[str]) -> None:
+    make_trainer(rank, line, 1).run()
+
+
+@pytest.fixture(scope="module")
+def parent(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """The command line of a run of 8 steps, and its checkpoint of step 3. The rate only falls at the end."""
+    folder = tmp_path_factory.mktemp("stages")
+    write_mixed(folder / "mixed")
+    keys = [*LR, "train.steps=8", "train.checkpoint_every=3", "train.keep_checkpoints=9"]
+    line = overrides(folder / "mixed", folder / "run", *keys)
+    ranks.run(1, _train, line)
+    return line, folder / "run" / "checkpoints" / "step_00000003"
+
+
+def _of_stage(
+    ranks: RankPool, parent: tuple[list[str], Path], folder: Path, *keys: str
+) -> list[dict[str, float]]:
+    """What the first three of four steps learnt: the last one's rate has decayed."""
+    line, checkpoint = parent
+    cursor = read_manifest(checkpoint)["cursor"]
+    own = [key for key in line if not key.startswith(("run.dir", "train.steps", "train.checkpoint_every"))]
+    start = [f"start.checkpoint={checkpoint}", f"start.cursor={cursor}", "train.steps=4", f"run.dir={folder}"]
+    ranks.run(1, _train, [*own, *start, *keys])
+    return [_learnt(metrics) for metrics in read_metrics(folder / "metrics.jsonl")[:3]]
+
+
+def _learnt(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key.startswith(("loss/", "optim/"))}
+
+
+def test_a_stage_with_the_optimizer_is_the_run_to_the_bit(ranks, parent, tmp_path):
+    records = read_metrics(parent[1].parents[1] / "metrics.jsonl")[3:6]
+    assert _of_stage(ranks, parent, tmp_path, "start.optimizer=true") == [_learnt(m) for m in records]
+
+
+def test_a_stage_with_weights_alone_begins_where_they_are_and_learns_otherwise(ranks, parent, tmp_path):
+    records = [_learnt(m) for m in read_metrics(parent[1].parents[1] / "metrics.jsonl")[3:6]]
+    first, *later = _of_stage(ranks, parent, tmp_path, "optim.lr=1e-4")
+    assert first["loss/train"] == records[0]["loss/train"]
+    assert first["optim/grad_norm"] == records[0]["optim/grad_norm"]
+    assert first["optim/lr/llm"] == 1e-4
+    assert later[0]["loss/train"] != records[1]["loss/train"]
+    assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_the_weights_of_another_model_are_refused_and_of_new_components_drawn(parent):
+    line, checkpoint = parent
+    spec = prepare_run(compose_config([*line, f"start.checkpoint={checkpoint}"]), 1)
+    assert check_start(spec) == ("llm", "image")
+    wide = prepare_run(
+        compose_config([*line, f"start.checkpoint={checkpoint}", "model.llm.norm_eps=1e-6"]), 1
+    )
+    with pytest.raises(ConfigError, match=r"holds another model: model\.llm\.norm_eps=1e-06"):
+        check_start(wide)
+    gone = replace(spec.config, start=replace(spec.config.start, checkpoint=str(checkpoint.parent / "x")))
+    with pytest.raises(ConfigError, match=r"start\.checkpoint=.* cannot be read"):
+        check_start(replace(spec, config=gone))
