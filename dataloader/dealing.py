@@ -1,8 +1,40 @@
 """Which group of domains gets which samples of a step: the one decision about samples that all ranks make."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
+
+from parallel.policy import Policy
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DealPolicy(Policy):
+    """Which group of domains gets which samples of a step.
+
+    `decide(work, sizes)` gives each sample of `work` [n, P] its group in 0 … len(sizes)-1; `sizes` are the
+    domains of each group, equally many but for fewer in the last. The work is the sample's tokens in the LLM
+    (P = 1). With `by_cost` it is what the sample takes a replica in both phases of a step (P = 2):
+    nanoseconds of the LLM, and of all encoders.
+    """
+
+    group: ClassVar[str] = "omni.deal"
+    decide: Callable[[Ints, Sequence[int]], Sequence[int]]
+    by_cost: bool = False
+
+    def __call__(self, work: Ints, sizes: Sequence[int]) -> list[int]:
+        """Return the group of each sample."""
+        groups = list(map(int, self.decide(work, sizes)))
+        self.require(
+            len(groups) == len(work) and all(0 <= group < len(sizes) for group in groups),
+            f"each of {len(work)} samples goes to one of {len(sizes)} groups",
+        )
+        return groups
 
 
 def deal(lengths: Sequence[int], num_domains: int, group_size: int) -> list[int]:
@@ -24,3 +56,55 @@ def deal(lengths: Sequence[int], num_domains: int, group_size: int) -> list[int]
     groups[order] = turns[np.arange(len(lengths)) % (2 * num_domains)]
     out: list[int] = groups.tolist()
     return out
+
+
+def deal_by_length(work: Ints, sizes: Sequence[int]) -> list[int]:
+    """Deal samples in rounds, the longest first: `deal`."""
+    return deal(work[:, 0].tolist(), sum(sizes), sizes[0])
+
+
+def deal_by_cost(work: Ints, sizes: Sequence[int]) -> list[int]:
+    """Even out both phases: samples that are more of the step's encoder work than of its LLM work go first,
+    by encoder work, the others then by LLM work; from the costliest on, each to the group with the least so
+    far for each of its domains.
+
+    Between groups of as many domains, the encoder work dealt first differs by at most the largest of one
+    sample; the LLM's work of all differs by at most that of one sample dealt second, or by what the first
+    round left. O(n log G): at 8,192 samples about ten milliseconds.
+    """
+    # Shares of the totals, compared without division, in Python's integers.
+    total = work.sum(0).tolist()
+    first = np.array([e * total[0] > llm * total[1] for llm, e in work.tolist()], bool)
+    groups = np.zeros(len(work), np.int64)
+    llm = [0] * len(sizes)
+    order = _costliest_first(work, first, 1)
+    groups[order] = _to_the_emptiest(work[order, 1].tolist(), [0] * len(sizes), sizes)
+    for group, ns in zip(groups[order].tolist(), work[order, 0].tolist(), strict=True):
+        llm[group] += ns
+    order = _costliest_first(work, ~first, 0)
+    groups[order] = _to_the_emptiest(work[order, 0].tolist(), llm, sizes)
+    out: list[int] = groups.tolist()
+    return out
+
+
+def _costliest_first(work: Ints, chosen: npt.NDArray[np.bool_], phase: int) -> Ints:
+    """The chosen samples by their work of a phase, ties by number."""
+    rows = np.flatnonzero(chosen)
+    return rows[np.argsort(-work[rows, phase], kind="stable")]
+
+
+def _to_the_emptiest(costs: Sequence[int], loads: list[int], sizes: Sequence[int]) -> list[int]:
+    """Each cost, in their order, to the group with the least load for each domain; ties to the smaller."""
+    heap = [(load // size, number) for number, (load, size) in enumerate(zip(loads, sizes, strict=True))]
+    heapify(heap)
+    groups = []
+    for cost in costs:
+        number = heap[0][1]
+        loads[number] += cost
+        heapreplace(heap, (loads[number] // sizes[number], number))
+        groups.append(number)
+    return groups
+
+
+BY_LENGTH = DealPolicy("by_length", deal_by_length)
+BY_COST = DealPolicy("by_cost", deal_by_cost, by_cost=True)

@@ -1,6 +1,9 @@
 """The sample index: memory-mapped metadata of a dataset, of one sample or of many at once."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,23 @@ Ints = npt.NDArray[np.int64]
 # The index's columns, flattened: those of lists are offsets and values.
 _TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE = range(7)
 _ITEM_SIZES = (4, 8, 4, 2, 4, 4, 4)  # bytes of a number
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the columns of samples' items are: the batch of each sample begins at `start` [n, columns], its
+    items there with number `first` [n], `num_items` [n] of them.
+    """
+
+    start: Ints
+    first: Ints
+    num_items: Ints
+
+    def of(self, column: int) -> Ints:
+        """Where the number of each item is in a column, those of all samples one after the other."""
+        item = np.arange(self.num_items.sum())
+        before = np.cumsum(self.num_items) - self.num_items
+        return item + np.repeat(self.start[:, column] + self.first - before, self.num_items)
 
 
 class Index:
@@ -89,6 +109,33 @@ class Index:
 
         0 for a sample that `fit` drops, or raises for where the policy is `error`.
         """
+        start, row, place = self._items_of(ids)
+        rows = self._counted(place, counts.rows)
+        return fit_lengths(
+            self._int32[start[:, _TEXT_TOKENS] + row].astype(np.int64),
+            place.num_items,
+            self._int32[place.of(_AT)].astype(np.int64),
+            np.maximum(rows, 0),
+            rows == REFUSED,
+            budget,
+            policy,
+        )
+
+    def item_tokens(self, ids: Ints, counts: RememberedCounts) -> dict[str, tuple[Ints, Ints]]:
+        """Encoder tokens of all items of samples [n], by modality: the place in `ids` of the sample that each
+        item belongs to, and its tokens, 0 for one that its encoder cannot take; int64 [k] both.
+        """
+        _, _, place = self._items_of(ids)
+        sample = np.repeat(np.arange(len(ids)), place.num_items)
+        tokens = np.maximum(self._counted(place, counts.tokens), 0)
+        modality = self._int16[place.of(_MODALITY)]
+        return {
+            name: (sample[modality == number], tokens[modality == number])
+            for number, name in enumerate(self.manifest.modalities)
+        }
+
+    def _items_of(self, ids: Ints) -> tuple[Ints, Ints, "_Places"]:
+        """Where the columns of each sample's batch begin, its row there, and where its items are."""
         if len(ids):
             self._check(int(ids.min()))
             self._check(int(ids.max()))
@@ -98,42 +145,22 @@ class Index:
         start = self._starts[batch]
         first = self._int32[start[:, _ITEMS] + row].astype(np.int64)
         num_items = self._int32[start[:, _ITEMS] + row + 1] - first
-        # The items of all samples, one after the other: where the number of each is in a column.
-        item = np.arange(num_items.sum())
-        before = np.cumsum(num_items) - num_items
+        return start, row, _Places(start, first, num_items)
 
-        def places(column: int) -> Ints:
-            return item + np.repeat(start[:, column] + first - before, num_items)
-
-        modality, edges = self._int16[places(_MODALITY)], places(_SIZES)
+    def _counted(self, place: "_Places", count_of: Callable[[str, list[Any], int], Ints]) -> Ints:
+        """What encoders make of items [k], a number each, `REFUSED` for some."""
+        modality, edges = self._int16[place.of(_MODALITY)], place.of(_SIZES)
         begin = self._int32[edges]
         dims = self._int32[edges + 1] - begin
-        rows = self._rows(modality, dims, begin + np.repeat(start[:, _SIZE], num_items), counts)
-        return fit_lengths(
-            self._int32[start[:, _TEXT_TOKENS] + row].astype(np.int64),
-            num_items,
-            self._int32[places(_AT)].astype(np.int64),
-            np.maximum(rows, 0),
-            rows == REFUSED,
-            budget,
-            policy,
-        )
-
-    def _rows(
-        self,
-        modality: npt.NDArray[np.int16],
-        dims: npt.NDArray[np.int32],
-        begin: Ints,
-        counts: RememberedCounts,
-    ) -> Ints:
-        """LLM rows of items [k] whose sizes are `dims` numbers from place `begin` on, `REFUSED` for some."""
-        rows = np.empty(len(begin), dtype=np.int64)
+        begin = begin + np.repeat(place.start[:, _SIZE], place.num_items)
+        counted = np.empty(len(begin), dtype=np.int64)
         for number, name in enumerate(self.manifest.modalities):
             of_modality = modality == number
             for count in np.flatnonzero(np.bincount(dims[of_modality])).tolist():
                 of = np.flatnonzero(of_modality & (dims == count))
-                rows[of] = counts.rows(name, [self._int32[begin[of] + dim] for dim in range(count)], len(of))
-        return rows
+                sizes = [self._int32[begin[of] + dim] for dim in range(count)]
+                counted[of] = count_of(name, sizes, len(of))
+        return counted
 
     def _check(self, i: int) -> None:
         if not 0 <= i < len(self):

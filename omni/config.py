@@ -157,6 +157,13 @@ class BoundaryConfig:
 
 
 @dataclass
+class DealConfig:
+    """How the samples of a step go to groups of domains."""
+
+    policy: str = MISSING
+
+
+@dataclass
 class BalanceConfig:
     """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
     neighbouring domains; null is as many as hold 16 replicas.
@@ -358,6 +365,7 @@ class Config:
     encoder_sp: EncoderSPConfig = field(default_factory=EncoderSPConfig)
     llm_sp: LLMSPConfig = field(default_factory=LLMSPConfig)
     boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
+    deal: DealConfig = field(default_factory=DealConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     pairing: PairingConfig = field(default_factory=PairingConfig)
@@ -382,6 +390,7 @@ POLICIES: tuple[tuple[str, str, str], ...] = (
     ("encoder_sp", "policy", "omni.sharing"),
     ("llm_sp", "policy", "omni.sharing"),
     ("boundary", "transport", "omni.transport"),
+    ("deal", "policy", "omni.deal"),
     ("balance", "policy", "omni.balance"),
     ("packing", "policy", "omni.packing"),
     ("pairing", "policy", "omni.pairing"),

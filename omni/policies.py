@@ -4,6 +4,7 @@ What stands here is kept stable; docs/policies.md explains it.
 """
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
+from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
 from parallel.costs import Link, Links
@@ -20,6 +21,7 @@ from pipeline.ops import Kind, Op
 __all__ = [
     "BalancePolicy",
     "Bins",
+    "DealPolicy",
     "DomainPlan",
     "DomainSizes",
     "Facts",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dataloader.balance import BalancePolicy
+from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
 from omni.config import Config
@@ -21,6 +22,7 @@ class Chosen:
     encoder_sp: SharingPolicy
     llm_sp: SharingPolicy
     boundary: TransportPolicy
+    deal: DealPolicy
     balance: BalancePolicy
     packing: PackingPolicy
     pairing: PairingPolicy
@@ -42,6 +44,7 @@ def chosen_policies(config: Config) -> Chosen:
         encoder_sp=find(SharingPolicy, config.encoder_sp.policy, "encoder_sp.policy"),
         llm_sp=find(SharingPolicy, config.llm_sp.policy, "llm_sp.policy"),
         boundary=find(TransportPolicy, config.boundary.transport, "boundary.transport"),
+        deal=find(DealPolicy, config.deal.policy, "deal.policy"),
         balance=find(BalancePolicy, config.balance.policy, "balance.policy"),
         packing=find(PackingPolicy, config.packing.policy, "packing.policy"),
         pairing=find(PairingPolicy, config.pairing.policy, "pairing.policy"),

@@ -1,7 +1,7 @@
 """Compose the plan of a step, level by level: pure, from metadata to op lists.
 
     stream      which samples, up to the step's budget                          (the world's level)
-    dealing     samples → groups of domains, by length
+    deal        samples → groups of domains, by length or cost
     balance     samples of a group → its domains, and those of each → its replicas, by cost      (a group's)
     domain      everything that the ranks of a domain do together: `domain_planner.py`         (a domain's)
 
@@ -13,10 +13,11 @@ ranks that share a level compose it from the same arguments and get the same.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dataloader.balance import Bins, SampleCosts
-from dataloader.dealing import deal
 from dataloader.global_batch import Lengths, take_global_batch
-from dataloader.stream import Stream
+from dataloader.stream import Ints, Stream
 from dataloader.tokens import SampleMeta, fit, length
 from omni.planning.domain_planner import DomainPlanner
 from omni.planning.sharing import Sharing
@@ -25,6 +26,11 @@ from pipeline.costs import plan_memory
 from pipeline.domain_plan import DomainPlan
 from pipeline.plan import GroupPlan, StepPlan, Taken
 from pipeline.verifier import verify
+
+ItemTokens = Callable[[str, Ints], Mapping[str, tuple[Ints, Ints]]]
+"""From a source's name and ids [n] to its items, by modality: the place of each item's sample among the ids
+[k], and its encoder tokens [k]: `Index.item_tokens` of the source.
+"""
 
 
 def _anything(plan: StepPlan) -> None:
@@ -40,16 +46,17 @@ def _always(plan: StepPlan) -> bool:
 class Planner(DomainPlanner):
     """Plans any step of a run.
 
-    `metas` reads a sample's metadata by source and id, `lengths` those of many samples; `frozen` tells the
-    components frozen at a step; samples are reordered among `group_size` neighbouring domains; `share` says
-    how components share sequences by a cost table. Of a schedule with candidates, the plan of least simulated
-    time is taken among those that `fits` says all ranks of the domain can hold. `admit` refuses a plan that
-    breaks no rule, but that whoever plans cannot run.
+    `metas` reads a sample's metadata by source and id, `lengths` those of many samples, `items` their items;
+    `frozen` tells the components frozen at a step; samples are reordered among `group_size` neighbouring
+    domains; `share` says how components share sequences by a cost table. Of a schedule with candidates, the
+    plan of least simulated time is taken among those that `fits` says all ranks of the domain can hold.
+    `admit` refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
     stream: Stream
     metas: Callable[[str, int], SampleMeta]
     lengths: Lengths
+    items: ItemTokens
     frozen: Callable[[int], tuple[str, ...]]
     group_size: int
     share: Callable[[CostTable], Mapping[str, Sharing]]
@@ -83,7 +90,22 @@ class Planner(DomainPlanner):
         return cursor
 
     def _groups_of(self, taken: Taken) -> list[int]:
-        return deal(taken.lengths, self.arrangement.num_domains, self.group_size)
+        """The group of each sample of a step."""
+        num_domains = self.arrangement.num_domains
+        sizes = [len(range(*self._group_of(first))) for first in range(0, num_domains, self.group_size)]
+        deal = self.policies.deal
+        work = self._phases_of(taken) if deal.by_cost else np.array(taken.lengths, np.int64)[:, None]
+        return deal(work, sizes)
+
+    def _phases_of(self, taken: Taken) -> Ints:
+        """What the samples of a step take of the LLM and of encoders [n, 2]."""
+        sources, ids = np.array(taken.source, np.int64), np.array(taken.ids, np.int64)
+        items = []
+        for number in sorted(set(taken.source)):
+            of = np.flatnonzero(sources == number)
+            for modality, (place, tokens) in self.items(taken.sources[number], ids[of]).items():
+                items.append((modality, of[place], tokens))
+        return self.costing.phases(taken.lengths, items)
 
     def _plan_taken(self, step: int, taken: Taken, groups: Sequence[int], number: int) -> StepPlan:
         first, stop = self._group_of(number)

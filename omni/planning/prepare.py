@@ -6,6 +6,7 @@ not divide the world, datasets that are missing or cut short.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from dataloader.format import DataError
 from dataloader.global_batch import Budget
@@ -67,11 +68,9 @@ def prepare_run(config: Config, world: int) -> RunSpec:
     table = cost_table(config, work, encoders, arrangement, cluster, element)
     share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
     sharing = share(table)
-    counts = RememberedCounts(partial(item_count, encoders))
     planner = Planner(
         stream=_stream(config, indexes),
-        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
-        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
+        **_metadata(indexes, encoders),
         encoders=by_modality,
         components=(LLM, *encoders),
         arrangement=arrangement,
@@ -79,7 +78,7 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         sharing=sharing,
         feeds=_feeds(config, encoders, arrangement, tokenizer.vocab_size),
         transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        policies=Policies(policies.balance, policies.packing, policies.pairing, policies.pipeline),
+        policies=_policies(policies),
         budget=_budget(config, policies, arrangement),
         table=table,
         party=party_size(_parts_of_llm(work, encoders), arrangement, sharing[LLM].pool.num_members),
@@ -104,6 +103,20 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         cluster=cluster,
     )
     return asking_what_fits(spec)
+
+
+def _metadata(indexes: Mapping[str, Index], encoders: Mapping[str, Encoder]) -> dict[str, Any]:
+    """How a planner reads metadata: of a sample, and columns of many."""
+    counts = RememberedCounts(partial(item_count, encoders))
+    return {
+        "metas": lambda source, sample: indexes[source].meta(sample, source, counts),
+        "lengths": lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
+        "items": lambda source, ids: indexes[source].item_tokens(ids, counts),
+    }
+
+
+def _policies(chosen: Chosen) -> Policies:
+    return Policies(chosen.balance, chosen.packing, chosen.pairing, chosen.pipeline, chosen.deal)
 
 
 def _parts_of_llm(work: Mapping[str, Part], encoders: Mapping[str, Encoder]) -> list[Part]:

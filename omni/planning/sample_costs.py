@@ -1,11 +1,13 @@
 """What samples cost a run: the columns that policies of balance decide over. Pure, like all planning."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from dataloader.balance import SampleCosts
+from dataloader.balance.costs import Ints
 from dataloader.tokens import SampleMeta, length
 from omni.planning.sharing import Sharing
 from parallel.costs import CostTable
@@ -56,6 +58,26 @@ class Costing:
             kept_bytes,
         )
 
+    def phases(self, lengths: Sequence[int], items: Iterable[tuple[str, Ints, Ints]]) -> Ints:
+        """Return what each of n samples takes a replica of the LLM and of all encoders: nanoseconds [n, 2].
+
+        The samples have `lengths` tokens; `items` are a modality, the number of the sample that each item
+        belongs to, [k], and their encoder tokens [k]. Made for all samples of a step: items that truncation
+        leaves out count as well.
+        """
+        out = np.zeros((len(lengths), 2), np.int64)
+        tokens, place = np.unique(np.array(lengths, np.int64), return_inverse=True)
+        whole = tokens.astype(object)  # Python's integers do not overflow
+        stages = [sum(self._ns(part, whole) for part in parts) for parts in self._stages]
+        out[:, 0] = (np.maximum.reduce(stages) // self.arrangement.llm.cp).astype(np.int64)[place]
+        for modality, sample, item_tokens in items:
+            name = self.encoders[modality]
+            tokens, place = np.unique(item_tokens, return_inverse=True)
+            spent = self._ns(name, tokens.astype(object)) * self.arrangement.replicas
+            shared = spent // len(self.arrangement.slots(name))
+            np.add.at(out[:, 1], sample, shared.astype(np.int64)[place])
+        return out
+
     @property
     def alone(self) -> tuple[bool, ...]:
         """Whether a replica does the work of its samples by itself, for the LLM and each encoder."""
@@ -67,7 +89,8 @@ class Costing:
     def _stages(self) -> list[list[str]]:
         return [[part_name(self.llm, part) for part in parts] for parts in self.arrangement.stage_parts]
 
-    def _ns(self, part: str, tokens: int) -> int:
+    def _ns(self, part: str, tokens: Any) -> Any:
+        """Nanoseconds of a sequence of so many tokens, or of each of an array of them."""
         return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
 
     def _kept(self, part: str, tokens: int) -> int:

@@ -1,5 +1,6 @@
 """Dealing samples to groups of domains: against its definition, and the bounds that it states."""
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataloader.dealing import deal
+from dataloader.dealing import BY_COST, BY_LENGTH, deal
 
 lengths = st.lists(st.integers(0, 20) | st.integers(1, 100_000), max_size=80)
 num_domains = st.integers(1, 9)
@@ -99,3 +100,54 @@ def test_a_world_of_thousands_is_dealt_evenly(group_size):
     if group_size == 32:
         assert loads.max() / loads.mean() < 1.05
     assert deal(lengths, 512, group_size) == groups
+
+
+work = st.lists(st.tuples(st.integers(0, 1_000), st.integers(0, 1_000)), max_size=60)
+
+
+@given(work, num_domains, group_sizes)
+def test_dealing_by_cost_keeps_its_bounds_in_both_phases(rows, num_domains, group_size):
+    sizes = sizes_of(num_domains, group_size)
+    costs = np.array(rows, np.int64).reshape(-1, 2)
+    groups = BY_COST(costs, sizes)
+    assert groups == BY_COST(costs, sizes)
+    total = costs.sum(0).tolist()
+    first = [e * total[0] > llm * total[1] for llm, e in costs.tolist()]
+
+    def dealt(phase: int, of: Sequence[bool]) -> list[int]:
+        """The work of a phase that each whole group got of some samples."""
+        return [
+            sum(costs[i, phase] for i in members(groups, number) if of[i])
+            for number, size in enumerate(sizes)
+            if size == sizes[0]
+        ]
+
+    def apart(loads: list[int]) -> int:
+        return max(loads) - min(loads)
+
+    everyone, second = [True] * len(rows), [not of for of in first]
+    # A load for each domain is rounded down: that may add one for each of a group's domains.
+    most = [
+        max((c for c, of in zip(costs[:, p].tolist(), who, strict=True) if of), default=0)
+        for p, who in ((0, second), (1, first))
+    ]
+    assert apart(dealt(1, first)) <= most[1] + sizes[0]
+    assert apart(dealt(0, everyone)) <= max(most[0], apart(dealt(0, first))) + sizes[0]
+
+
+def test_dealing_by_cost_evens_out_what_lengths_do_not_tell():
+    # Equal lengths; videos take 8 of the encoder, texts none.
+    costs = np.array([[4, 8], [4, 8], [4, 8], [4, 8], [4, 0], [4, 0], [4, 0], [4, 0]])
+    groups = BY_COST(costs, [1, 1])
+    assert [costs[members(groups, number)].sum(0).tolist() for number in (0, 1)] == [[16, 16]] * 2
+    assert BY_LENGTH(costs[:, :1], [1, 1]) == deal([4] * 8, 2, 1)
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_dealing_by_cost_gives_a_smaller_group_its_share(group_size):
+    rng = np.random.default_rng(0)
+    costs = rng.lognormal(7, 1.0, (4_000, 2)).astype(np.int64)
+    sizes = sizes_of(8, group_size)
+    groups = BY_COST(costs, sizes)
+    each = [costs[members(groups, number)].sum(0) / size for number, size in enumerate(sizes)]
+    assert np.ptp(each, 0).max() < 0.04 * np.mean(each)

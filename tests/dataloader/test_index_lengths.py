@@ -84,6 +84,15 @@ def test_lengths_are_those_of_the_samples_one_by_one(
             assert [item.size for item in meta.items] == [item.size for item in samples[i]]
             kept = fit(meta, budget, "drop" if policy == "error" else policy)
             assert tokens == (length(kept) if kept else 0)
+        found = index.item_tokens(np.array(ids, dtype=np.int64), remembered)
+        for name, (places, tokens) in found.items():
+            assert list(zip(places.tolist(), tokens.tolist(), strict=True)) == [
+                (place, item.tokens)
+                for place, i in enumerate(ids)
+                for item in index.meta(i, "s", counts).items
+                if item.modality == name
+            ]
+        assert set(found) == set(index.manifest.modalities)
 
 
 def test_a_sample_that_is_not_there_is_an_error(tmp_path):

@@ -132,6 +132,7 @@ def test_an_installed_policy_is_chosen_on_the_command_line(site: Path, data: Pat
 
 
 EVERY_KIND = (
+    "deal=in_turn",
     "balance=snake",
     "packing=next_fit",
     "pairing=by_cost",

@@ -19,7 +19,7 @@ from dataloader.pairing.simple import IN_ORDER
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 from omni.planning.domain_planner import Policies, TransportChoice
-from omni.planning.planner import Planner
+from omni.planning.planner import ItemTokens, Planner
 from omni.planning.sharing import Sharing
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.layout import Arrangement, Layout, arrange
@@ -69,6 +69,18 @@ def lengths_of(metas: Callable[[str, int], SampleMeta]) -> Lengths:
         return np.array([length(meta) if meta else 0 for meta in kept])
 
     return lengths
+
+
+def items_of(metas: Callable[[str, int], SampleMeta]) -> ItemTokens:
+    def items(source: str, ids: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        found: dict[str, list[tuple[int, int]]] = {"image": [], "audio": []}
+        for place, i in enumerate(ids.tolist()):
+            for item in metas(source, i).items:
+                found[item.modality].append((place, item.tokens))
+        columns = {name: np.array(of, np.int64).reshape(-1, 2) for name, of in found.items()}
+        return {name: (of[:, 0], of[:, 1]) for name, of in columns.items()}
+
+    return items
 
 
 def table(stages: int) -> CostTable:
@@ -124,6 +136,7 @@ def planner(
             stream=Stream(SOURCES, seed=3),
             metas=meta_of,
             lengths=lengths_of(changes.get("metas", meta_of)),
+            items=items_of(changes.get("metas", meta_of)),
             encoders={"image": "eye", "audio": "ear"},
             components=COMPONENTS,
             arrangement=world,

@@ -2,10 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_policies import own
 from planners import (
     BUDGET,
     UNIT,
@@ -20,7 +23,7 @@ from planners import (
 
 from dataloader.balance import BalancePolicy
 from dataloader.balance.simple import LPT, NONE
-from dataloader.dealing import deal
+from dataloader.dealing import DealPolicy, deal
 from dataloader.global_batch import Budget
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
@@ -28,6 +31,7 @@ from pipeline.builders import ENCODE_FIRST
 from pipeline.domain_plan import PlannedSample
 from pipeline.plan import StepPlan
 
+BALANCES, DEALS = own(BalancePolicy), own(DealPolicy)
 LONG_STEP = replace(BUDGET, step_tokens=None, step_samples=30)
 
 
@@ -96,6 +100,38 @@ def test_what_a_step_trains_on_and_its_order_do_not_depend_on_groups(balance, gr
     assert {plan.world for plan in plans} == {whole.world}
     trained = Counter(s for plan in plans for s in plan.domain.samples)
     assert trained == Counter(map(whole.taken.sample, range(len(whole.taken))))
+
+
+@pytest.mark.parametrize("deal_policy", DEALS.values(), ids=list(DEALS))
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_step_trains_on_the_same_samples_whatever_the_world_the_groups_and_the_policies(world, deal_policy):
+    taken = planner(1, budget=LONG_STEP).next_step(1, 7, 0).taken
+    choices = zip(cycle(range(1, world + 1)), BALANCES.values(), strict=False)
+    for group_size, balance in choices:
+        policies = replace(policies_of(balance, ENCODE_FIRST), deal=deal_policy)
+        planning = planner(world, budget=LONG_STEP, policies=policies, group_size=group_size)
+        plans = list(planning.all_domains(1, 7))
+        assert {plan.taken for plan in plans} == {taken}
+        trained = Counter(s for plan in plans for s in plan.domain.samples)
+        assert trained == Counter(map(taken.sample, range(len(taken))))
+
+
+def test_dealing_by_cost_is_given_what_samples_cost():
+    planning = planner(4, 2, budget=LONG_STEP)
+    taken = planning.next_step(1, 0, 0).taken
+    metas = [meta_of(taken.sources[source], i) for source, i in zip(taken.source, taken.ids, strict=True)]
+    costs = planning.costing.costs(metas)
+    asked = []
+
+    def deal_all(work, sizes):
+        asked.append((work.tolist(), list(sizes)))
+        return [0] * len(work)
+
+    policies = replace(planning.policies, deal=DealPolicy("all", deal_all, by_cost=True))
+    replace(planning, policies=policies, group_size=3).next_step(1, 0, 0)
+    encoders = costs.ns[:, 1:].sum(1)
+    assert asked == [(np.stack([costs.ns[:, 0], encoders], 1).tolist(), [3, 1])]
+    assert encoders.any()
 
 
 def test_in_groups_of_one_domain_no_sample_moves_beyond_dealing():

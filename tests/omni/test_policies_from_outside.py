@@ -38,6 +38,7 @@ def apart(packs, room, stages):
     each = [(r, p) for r, own in enumerate(packs) for p in range(len(own))]
     return tuple(tuple(p if r == mine else None for r in range(len(packs))) for mine, p in each)
 
+DEAL = DealPolicy("mine", lambda work, sizes: [len(sizes) - 1] * len(work))
 BALANCE = BalancePolicy("mine", lambda samples, bins: (bins.count - 1,) * len(samples))
 PACKING = PackingPolicy("mine", lambda samples, budget: [[i] for i in range(len(samples))])
 PAIRING = PairingPolicy("mine", apart)
@@ -49,7 +50,7 @@ SCHEDULE = SchedulePolicy("mine", one_after_the_other)
 """
 POINTS = {
     f"omni.{kind}": f"mine = mine_of_all_kinds:{kind.upper()}"
-    for kind in ("balance", "packing", "pairing", "placement", "sharing", "transport", "schedule")
+    for kind in ("deal", "balance", "packing", "pairing", "placement", "sharing", "transport", "schedule")
 }
 POINTS["omni.placement"] += "\nbeside_all = mine_of_all_kinds:BESIDE"
 
@@ -82,6 +83,11 @@ def test_balance_is_asked_for_domains_and_then_for_their_replicas(folder):
     _, plans = planned(folder, 4, "balance=mine", "layout.domain=2")
     held = [{s.member for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
     assert held == [set(), {1}]
+
+
+def test_deal_says_which_group_takes_a_sample(folder):
+    _, plans = planned(folder, 4, "deal=mine", "balance.group=2")
+    assert [len(plan.domain.samples) for plan in plans] == [0, 0, 4, 4]
 
 
 def test_packing_makes_the_packs(folder):

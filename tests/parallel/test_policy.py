@@ -3,12 +3,14 @@
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import numpy as np
 import pytest
 from own_policies import PYPROJECT, entry_points_of, own
 from packages import install
 from samples import bins_of, samples_of
 
 from dataloader.balance import BalancePolicy
+from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
 from omni.config import POLICIES
@@ -23,6 +25,7 @@ from parallel.transport_policies import TransportPolicy
 from pipeline.builders import SchedulePolicy
 
 KINDS = (
+    DealPolicy,
     BalancePolicy,
     PackingPolicy,
     PairingPolicy,
@@ -98,6 +101,8 @@ POOL = make_pool(SequenceCost(AttentionShape(4, 4), 2, 1000, 10, 16, LINK), 2, u
     [
         (BalancePolicy("p", lambda samples, bins: (bins.count,)), (samples_of([1]), bins_of(2))),
         (BalancePolicy("p", lambda samples, bins: ()), (samples_of([1]), bins_of(2))),
+        (DealPolicy("p", lambda work, sizes: [2]), (np.ones((1, 1), np.int64), [1, 1])),
+        (DealPolicy("p", lambda work, sizes: [0, 0]), (np.ones((1, 1), np.int64), [1, 1])),
         (PackingPolicy("p", lambda samples, budget: ((0, 0), (1,))), (samples_of([1, 1]), 4)),
         (PackingPolicy("p", lambda samples, budget: ((0, 1),)), (samples_of([300, 300]), 4)),
         (PackingPolicy("p", lambda samples, budget: ((0,), ())), (samples_of([3]), 4)),

@@ -6,9 +6,12 @@ Everything here comes from `omni.policies`; docs/policies.md says what each kind
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+import numpy as np
+
 from omni.policies import (
     BalancePolicy,
     Bins,
+    DealPolicy,
     DomainPlan,
     DomainSizes,
     Facts,
@@ -26,6 +29,12 @@ from omni.policies import (
     SharingPolicy,
     TransportPolicy,
 )
+
+
+def deal_in_turn(work: np.ndarray, sizes: Sequence[int]) -> list[int]:
+    """Deal samples to groups in turn, whatever they are: to each as many in a row as it has domains."""
+    turns = [group for group, size in enumerate(sizes) for _ in range(size)]
+    return [turns[sample % len(turns)] for sample in range(len(work))]
 
 
 def deal_back_and_forth(samples: SampleCosts, bins: Bins) -> list[int]:
@@ -122,6 +131,7 @@ def every_microbatch(domain: DomainPlan, part: int) -> int:
     return len(domain.microbatches)
 
 
+IN_TURN = DealPolicy("in_turn", deal_in_turn)
 SNAKE = BalancePolicy("snake", deal_back_and_forth)
 NEXT_FIT = PackingPolicy("next_fit", pack_in_order)
 BY_COST = PairingPolicy("by_cost", pair_by_cost)
