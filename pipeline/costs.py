@@ -11,7 +11,7 @@ from functools import cache
 from parallel.costs import CostTable
 from parallel.learning import Sample
 from pipeline.domain_plan import DomainPlan, Share
-from pipeline.ops import COLLECTIVE, COMPUTE, Kind, Op
+from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
 from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
@@ -101,8 +101,8 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 @dataclass(frozen=True)
 class Spent:
     """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
-    reducing gradients, of standing by while rows travel (`boundary_ns`) and while messages between parts do,
-    and of idling until other ranks come.
+    standing by while gradients are reduced, while rows travel (`boundary_ns`) and while messages between
+    parts do, and of idling until other ranks come.
     """
 
     compute_ns: int
@@ -120,9 +120,7 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
     team = rank // timeline.domain.team
     for event, transfer in zip(timeline.events[team], timeline.transfers[team], strict=True):
         op = event.op
-        if op.kind is Kind.REDUCE:
-            reducing += compute_ns(rank, op)
-        elif op.kind in COMPUTE:
+        if op.kind in COMPUTE:
             part, share = part_of(timeline.domain, table, rank, op)
             assert share is not None
             computed += compute_ns(rank, op)
@@ -131,8 +129,9 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
         elif op.kind is Kind.WAIT:
             assert transfer is not None
             moving = max(0, min(event.end_ns, transfer.done) - max(event.start_ns, transfer.start))
+            reducing += moving * (op.on is Kind.REDUCE)
             boundary += moving * (op.on in COLLECTIVE)
-            messages += moving * (op.on not in COLLECTIVE)
+            messages += moving * (op.on in POINT_TO_POINT)
     idle = timeline.makespan_ns - computed - reducing - boundary - messages
     return Spent(computed - layers, layers, reducing, boundary, messages, idle)
 

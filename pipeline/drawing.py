@@ -87,10 +87,14 @@ def _spans(timeline: Timeline, team: int) -> Iterator[Span]:
             continue
         if op.kind is Kind.WAIT:
             assert op.on is not None
-            yield from _span(WAITING, op, start, event.end_ns, str(op.on))
+            assert transfer is not None
+            # Reducing is work of this rank's too, what it waits for before is not.
+            begun = min(event.end_ns, max(start, transfer.start)) if op.on is Kind.REDUCE else event.end_ns
+            yield from _span(WAITING, op, start, begun, str(op.on))
+            yield from _span(str(op.on), op, begun, event.end_ns)
             continue
         begun = start if transfer is None else max(start, transfer.start)
-        yield from _span(WAITING, op, start, begun, "reduce" if op.kind is Kind.REDUCE else PEERS)
+        yield from _span(WAITING, op, start, begun, PEERS)
         yield from _span(_kind(op), op, begun, event.end_ns)
 
 
@@ -118,7 +122,7 @@ def _measured_kind(what: Op | str) -> str:
 
 
 def _kind(op: Op) -> str:
-    assert op.kind in COMPUTE or op.kind is Kind.REDUCE, f"{op} takes no time"
+    assert op.kind in COMPUTE, f"{op} takes no time"
     halves = {Grad.INPUT: ", inputs", Grad.WEIGHT: ", weights"}
     return str(op.kind).replace("_", " ") + (halves.get(op.grad, "") if op.kind is Kind.BACKWARD else "")
 

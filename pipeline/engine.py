@@ -55,7 +55,8 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` are called for REDUCE ops, by number of the component and part. `on_op` hears of every op
+    `reducers` start reductions for REDUCE ops, by number of the component and part, and return what the WAIT
+    for them calls to end them. `on_op` hears of every op
     before it runs, so that a watchdog can say where a rank stands.
     """
 
@@ -70,7 +71,7 @@ class Engine:
         anchors: Mapping[str, Anchor],
         groups: Groups,
         device: torch.device,
-        reducers: Mapping[tuple[int, int], Callable[[], None]],
+        reducers: Mapping[tuple[int, int], Callable[[], Callable[[], None]]],
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
@@ -145,7 +146,7 @@ class _Step:
             Kind.RECV_FORWARD: self.receive,
             Kind.RECV_BACKWARD: self.receive,
             Kind.WAIT: self.wait,
-            Kind.REDUCE: lambda op: engine.reducers[op.index, op.part](),
+            Kind.REDUCE: self.reduce,
         }
 
     def do(self, op: Op) -> None:
@@ -337,10 +338,16 @@ class _Step:
         self.inbox[key] = buffer
         self.flights[key] = dist.irecv(buffer, self.peer(op), group=self.group(op.kind))
 
+    def reduce(self, op: Op) -> None:
+        self.flights[op.kind, op.index, op.part] = self.engine.reducers[op.index, op.part]()
+
     def wait(self, op: Op) -> None:
         kind, m = op.on, op.index
         assert kind is not None
         flight = self.flights.pop((kind, m, op.part))
+        if kind is Kind.REDUCE:
+            flight()
+            return
         work = flight.work if isinstance(flight, Shipment) else flight
         if work is not None:
             self.wait_for(work, Op(kind, m, part=op.part))

@@ -9,7 +9,7 @@
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
   no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
-- Gradients of weights and reductions stay where they stand: nobody waits for them.
+- A reduction is issued where it stands and waited for at the end. Gradients of weights stay where they stand.
 """
 
 from collections import defaultdict, deque
@@ -101,7 +101,9 @@ class _Expanded:
         for op in self.order:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
-            elif op.kind is Kind.REDUCE or (op.kind in BACKWARDS and not op.makes_input):
+            elif op.kind is Kind.REDUCE:
+                self.issue(op.kind, op.index, op.part)
+            elif op.kind in BACKWARDS and not op.makes_input:
                 self.run_op(op)
             elif op.kind is Kind.BACKWARD:
                 self.backward(op)
@@ -110,7 +112,7 @@ class _Expanded:
             else:
                 self.encode_backward(op)
         self.return_ready()
-        for flight in sorted(self.unwaited):
+        for flight in sorted(self.unwaited, key=lambda flight: (flight[0] is Kind.REDUCE, flight)):
             self.wait(*flight)
         return self.out
 

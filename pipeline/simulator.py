@@ -4,8 +4,8 @@ Each team runs its list in order. Compute takes time; issuing communication take
 the communication it names is done. Communication completes in the order of issue on its channel: one channel
 for each direction of each pair that sends, one for SHIP and one for RETURN. Ranks whose layers communicate
 (tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it and
-takes the time of the slowest, a transfer on a channel of their own. A REDUCE is run together by all that
-hold the part, and reductions complete in the plan's order: other domains take part, and if each domain can
+takes the time of the slowest, a transfer on a channel of their own. A REDUCE is issued by all that hold the
+part, and reductions complete in the plan's order: other domains take part, and if each domain can
 run to the end with the reductions in one order, all of them can together. With `single_fifo` a rank has one
 channel for everything, the strictest thing a GPU may do.
 
@@ -80,8 +80,8 @@ def run(
 ) -> Timeline:
     """Run the lists of all teams of a domain to the end.
 
-    `compute_ns` gives the time of a compute op or a REDUCE at a position, `message_ns` that of what an op
-    issues.
+    `compute_ns` gives the time of a compute op or a REDUCE at a position, `message_ns` that of what else an
+    op issues.
 
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
@@ -127,6 +127,8 @@ class _Machine:
                 yield self._computing(op, team)
 
     def _issuing(self, op: Op, team: int) -> tuple[Transfer, Queue]:
+        if op.kind is Kind.REDUCE:
+            return self._reducing(op, team)
         if op.kind in COLLECTIVE:
             channel = self.channels.collective(op.kind)
             key: Name = (op.index,)
@@ -139,24 +141,33 @@ class _Machine:
             channel.transfers[key] = transfer
         return transfer, channel.queues[team]
 
+    def _reducing(self, op: Op, team: int) -> tuple[Transfer, Queue]:
+        channel, rank = self.channels.reduction(op), team * self.domain.team
+        self._check_part(channel, op, team)
+        transfer = channel.transfers.get(())
+        if transfer is None:
+            transfer = channel.transfers[()] = Transfer(channel.name, channel.teams)
+        transfer.ns = max(transfer.ns, self.compute_ns(rank, op))
+        return transfer, channel.queues[team]
+
+    def _check_part(self, channel: Channel, op: Op, team: int) -> None:
+        if team not in channel.queues:
+            raise StuckError(f"position {team * self.domain.team} runs {op}, which it has no part in")
+
     def _computing(self, op: Op, team: int) -> _Step:
         kind = op.kind
         ns = self.compute_ns(team * self.domain.team, op)
-        reduces = kind is Kind.REDUCE
-        channel: Channel | None
-        channel = self.channels.reduction(op) if reduces else self.channels.compute(op, team)
+        channel = self.channels.compute(op, team)
         if channel is None:
             return _ALONE, ns, None, None
-        if team not in channel.queues:
-            raise StuckError(f"position {team * self.domain.team} runs {op}, which it has no part in")
-        key: Name = () if reduces else (kind, op.index, op.part, op.grad)
+        self._check_part(channel, op, team)
+        key: Name = (kind, op.index, op.part, op.grad)
         transfer = channel.transfers.get(key)
         if transfer is None:
-            name = channel.name if reduces else (kind, *channel.name, *key[1:])
-            transfer = channel.transfers[key] = Transfer(name, channel.teams)
+            transfer = channel.transfers[key] = Transfer((kind, *channel.name, *key[1:]), channel.teams)
         transfer.ns = max(transfer.ns, ns)
         # What a team does by itself waits for nobody, unless it stands in one queue with everything.
-        alone = not reduces and len(channel.teams) == 1 and not self.single_fifo
+        alone = len(channel.teams) == 1 and not self.single_fifo
         return _ALONE if alone else _TOGETHER, ns, transfer, channel.queues[team]
 
     def run(self) -> Timeline:
@@ -213,13 +224,16 @@ class _Machine:
         held: list[Transfer] = []  # reductions behind one that is not complete
         while self.complete:
             transfer = self.complete.pop()
-            start = 0 if transfer.behind is None else transfer.behind.done
-            if start < 0:
+            start = done_before = 0
+            if transfer.behind is not None:
+                # They overlap, but begin one after the other: ranks number transfers by their start.
+                start, done_before = transfer.behind.start + 1, transfer.behind.done
+            if done_before < 0:
                 held.append(transfer)
                 continue
             for now, queue in transfer.came:
                 start = max(start, now, queue.free)
-            transfer.start, transfer.done = start, start + transfer.ns
+            transfer.start, transfer.done = start, max(start + transfer.ns, done_before)
             done.append(transfer)
             for _, queue in transfer.came:
                 queue.free = transfer.done

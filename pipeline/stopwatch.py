@@ -15,7 +15,7 @@ import torch
 from pipeline.laps import Lap
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 
-_WORK = COMPUTE | ISSUED | {Kind.REDUCE}
+_WORK = COMPUTE | ISSUED
 
 
 class Timing(NamedTuple):

@@ -39,6 +39,7 @@ from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.plan import Taken
 from pipeline.policies import Slot
+from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 from pipeline.serial import serialise
 
@@ -186,8 +187,9 @@ class DomainPlanner:
         return replace(domain, chunks=chunks)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
-        """Make op lists of an order of compute, with communication and all reductions."""
-        domain = replace(domain, ops=_lists(order, domain))
+        """Make op lists of an order of compute, with all communication and reductions."""
+        lists = expand(with_reductions(order, domain, self.components), domain)
+        domain = replace(domain, ops=tuple(map(tuple, lists)))
         if not self.single_queue:
             return domain
         return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_costs(domain, self.table)))))
@@ -308,14 +310,3 @@ class DomainPlanner:
                 )
             start += length(meta)
         return items
-
-
-def _lists(order: Order, domain: DomainPlan) -> tuple[tuple[Op, ...], ...]:
-    """Insert communication into an order of compute, and at the end the reductions that it lacks."""
-    lists = expand(order, domain)
-    reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
-    for number, part in domain.reductions:
-        op = Op(Kind.REDUCE, number, part=part)
-        for team in domain.reducing(op) if op not in reduced else ():
-            lists[team].append(op)
-    return tuple(map(tuple, lists))

@@ -55,9 +55,17 @@ class Rank:
         return self.rank == 0
 
 
-def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> None:
-    with waiting(f"the gradients of {component.name}", groups.world):
-        component.reduce(part)
+def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callable[[], None]:
+    """Start a reduction, and return what ends it."""
+
+    def end() -> None:
+        with waiting(what, groups.world):
+            finish()
+
+    what = f"the gradients of {component.name}"
+    with waiting(what, groups.world):
+        finish = component.reduce(part)
+    return end
 
 
 def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[Op | str], None]) -> Rank:

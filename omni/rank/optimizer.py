@@ -6,9 +6,11 @@ of targets, the losses and the squared norms of all components travel in one red
 a step has one point where the host learns what happened.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -42,6 +44,18 @@ def attend_optimizer_setup() -> None:
         dist.all_gather_object([None] * dist.get_world_size(), [])
 
 
+@contextlib.contextmanager
+def _in_flight(ddp: DistributedDataParallel) -> Iterator[None]:
+    """Have megatron start a reduction and wait for it apart: only inside, because during a backward its hooks
+    would start reductions by themselves, and miss gradients of weights that are put off.
+    """
+    ddp.ddp_config.overlap_grad_reduce = True
+    try:
+        yield
+    finally:
+        ddp.ddp_config.overlap_grad_reduce = False
+
+
 class ComponentOptimizer:
     """One component's gradients and AdamW state, sharded over its data-parallel ranks.
 
@@ -69,7 +83,7 @@ class ComponentOptimizer:
         if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
             for ddp in self.wrapped.values():
-                ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
+                ddp.start_grad_sync = ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -101,13 +115,21 @@ class ComponentOptimizer:
         """Return the optimizer that updates a shard of fp32 weights."""
         return next(o for o in self.optimizers if any(main is p for p in o.get_parameters()))
 
-    def reduce(self, part: int) -> None:
-        """Sum the gradients of a part over the ranks that hold it; afterwards each has its shard of the sum.
+    def reduce(self, part: int) -> Callable[[], None]:
+        """Start to sum the gradients of a part over the ranks that hold it. What is returned waits for that;
+        afterwards each has its shard of the sum.
 
         They are all in one stage, so this waits for no other stage, and parts may be reduced in any order
         that these ranks agree on.
         """
-        finalize_model_grads([self.wrapped[part]], pg_collection=self.groups_of_parts)
+        ddp = self.wrapped[part]
+        with _in_flight(ddp):
+            ddp.start_grad_sync()
+        return partial(self._end_reduction, ddp)
+
+    def _end_reduction(self, ddp: DistributedDataParallel) -> None:
+        with _in_flight(ddp):
+            finalize_model_grads([ddp], pg_collection=self.groups_of_parts)
 
     def tie(self) -> None:
         """Sum the gradients of an embedding that the first and the last stage hold a copy of each.
@@ -167,8 +189,7 @@ def _with_buffers(
         )
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        # A rank without items would not start its buckets, and its peers would wait: one explicit
-        # reduction at the end of the step instead.
+        # A rank without items would not start its buckets, and its peers would wait: REDUCE ops do.
         overlap_grad_reduce=False,
         grad_reduce_in_fp32=True,
     )

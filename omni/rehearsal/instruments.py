@@ -43,7 +43,7 @@ class Instruments:
     def note(self, where: Op | str) -> None:
         """Hear where the rank stands: at an op, or in words such as "step 3: totals", after all ops."""
         if isinstance(where, Op):
-            self.at(where, _KINDS.get(where.kind, "buffers"))
+            self.at(where, _KINDS.get(where.on or where.kind, "buffers"))
         else:
             self.at(where.rpartition(": ")[2], "workspace")
 

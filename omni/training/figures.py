@@ -18,7 +18,7 @@ from pipeline.costs import measured, simulate
 from pipeline.drawing import idle_ns, rows_of
 from pipeline.engine import StepResult
 from pipeline.laps import DATA
-from pipeline.ops import Kind
+from pipeline.ops import Kind, Op
 from pipeline.simulator import Timeline
 
 
@@ -73,12 +73,17 @@ def predicted_error(timeline: Timeline, result: StepResult) -> float | None:
 
     Reduction is not part of either.
     """
-    ran = [timing for timing in result.timings if timing.op.kind is not Kind.REDUCE]
+    ran = [timing for timing in result.timings if not _reduces(timing.op)]
     if not ran:
         return None
     events = (event for team in timeline.events for event in team)
-    simulated = max(event.end_ns for event in events if event.op.kind is not Kind.REDUCE) / 1e9
+    simulated = max(event.end_ns for event in events if not _reduces(event.op)) / 1e9
     return simulated / (ran[-1].end_s - ran[0].start_s) - 1
+
+
+def _reduces(op: Op) -> bool:
+    """Whether an op issues a reduction or waits for one."""
+    return Kind.REDUCE in (op.kind, op.on)
 
 
 def simulated_idle(timeline: Timeline) -> dict[str, float]:

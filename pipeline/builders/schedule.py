@@ -76,7 +76,8 @@ class SchedulePolicy(Policy):
     `decide` takes a DomainPlan without ops and its `Facts`, and returns for each team its compute ops in
     order; communication and waits are inserted afterwards, by rules that are the same for all
     schedules, and the verifier refuses what could hang. A backward may be split in two ops. REDUCE ops of the
-    domain's `reductions` may be among them, all of a reduction or none; those left out come at the end.
+    domain's `reductions` may be among them, all of a reduction or none; those left out are issued as soon as
+    their gradients are complete.
     `in_flight` says from the domain and the number of a part how many microbatches' activations that part
     holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
     many parts of the LLM on a rank it can order at most, None for any number.

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from parallel.boundary import Route
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import BACKWARDS, COLLECTIVE, ISSUED, Kind, Op
+from pipeline.ops import BACKWARDS, COLLECTIVE, COMPUTE, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.routes import plan_routes
 from pipeline.rules.lists import ENCODES, Fields, Lists, fields, who
+
+_ONCE = COMPUTE | {Kind.REDUCE}
 
 
 def everything_once(plan: StepPlan, lists: Lists) -> Iterator[str]:
@@ -25,7 +27,7 @@ def everything_once(plan: StepPlan, lists: Lists) -> Iterator[str]:
         if not (first <= chunk.ranks[0] and chunk.ranks[-1] < stop):
             yield f"R5: chunk {c} is on positions {chunk.ranks}, which do not all hold {chunk.component}"
     for team, (ops, own) in enumerate(zip(lists, _expected(plan), strict=True)):
-        counts = Counter([op for op in ops if op[0] not in ISSUED and op[0] is not Kind.WAIT])
+        counts = Counter([op for op in ops if op[0] in _ONCE])
         if counts != own:
             yield from _not_once(plan, team, counts, own)
 

@@ -76,10 +76,11 @@ def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:
                 known = on in ISSUED and grad is Grad.BOTH
             else:
                 known = on is None and (grad is Grad.BOTH or kind in BACKWARDS)
-            if kind is Kind.REDUCE:
+            what = on or kind
+            if what is Kind.REDUCE:
                 known = known and 0 <= index < components and part in (own if index == domain.llm else (0,))
             elif known:
-                count, parts = limits[on or kind]
+                count, parts = limits[what]
                 known = 0 <= index < count and part in parts
             if not known:
                 yield f"R5: {who(domain, team)} runs {Op(*op)}, which is not in the plan"

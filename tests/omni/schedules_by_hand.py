@@ -33,30 +33,9 @@ def split(ops: list[Op], delay: int = DELAY) -> list[Op]:
     return out + [op for _, op in due]
 
 
-def reduced_early(order: Order, domain: DomainPlan) -> Order:
-    """Reduce as soon as gradients are complete, and the plan's order of reductions lets it. One encoder."""
-    for reduction in domain.reductions:
-        op = Op(Kind.REDUCE, reduction[0], part=reduction[1])
-        for team in domain.reducing(op):
-            ops = order[team]
-            last = max((at for at, other in enumerate(ops) if _before(other, op, domain)), default=-1)
-            ops.insert(last + 1, op)
-    return order
-
-
-def _before(op: Op, reduction: Op, domain: DomainPlan) -> bool:
-    """Whether an op makes gradients that a reduction sums, or is a reduction that comes first."""
-    if op.kind is Kind.REDUCE:
-        return True
-    if reduction.index != domain.llm:
-        return op.kind is Kind.ENCODE_BACKWARD
-    tied = {domain.num_parts - 1} if reduction.part == 0 else set()
-    return op.kind is Kind.BACKWARD and op.part in {reduction.part} | tied
-
-
-def by_hand(parts: int = 1, splits: bool = False, early: bool = False) -> SchedulePolicy:
+def by_hand(parts: int = 1, splits: bool = False) -> SchedulePolicy:
     """All encoder forwards, interleaved 1F1B over `parts` parts a rank, all encoder backwards; with `splits`
-    every backward in two halves, with `early` reductions as soon as possible.
+    every backward in two halves.
     """
 
     def decide(domain: DomainPlan, facts: Facts) -> Order:
@@ -67,18 +46,17 @@ def by_hand(parts: int = 1, splits: bool = False, early: bool = False) -> Schedu
             ops += [] if stage is None else interleaved_passes(domain.num_stages, parts, count, stage)
             ops += [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
             order.append(split(ops) if splits else ops)
-        return reduced_early(order, domain) if early else order
+        return order
 
     def passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
         ops = interleaved_passes(stages, parts, microbatches, stage)
         return split(ops) if splits else ops
 
-    name = "_".join(("by_hand", str(parts), *["split"] * splits, *["early"] * early))
+    name = "_".join(("by_hand", str(parts), *["split"] * splits))
     return SchedulePolicy(name, decide, in_flight=partial(most_in_flight, passes), parts=parts)
 
 
 SPLIT = by_hand(splits=True)
 INTERLEAVED = by_hand(parts=2)
 BOTH = by_hand(parts=2, splits=True)
-EARLY = by_hand(parts=2, splits=True, early=True)
-POLICIES = {"SPLIT": SPLIT, "INTERLEAVED": INTERLEAVED, "BOTH": BOTH, "EARLY": EARLY}
+POLICIES = {"SPLIT": SPLIT, "INTERLEAVED": INTERLEAVED, "BOTH": BOTH}

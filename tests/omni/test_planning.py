@@ -550,7 +550,8 @@ def test_replicas_without_samples_still_reduce(balance, group_size):
     assert len(empty) == 3
     for domain in empty:
         assert domain.items == domain.chunks == domain.routes == ()
-        assert all([op.kind for op in ops] == [Kind.REDUCE] * 3 for ops in domain.ops)
+        kinds = [Kind.REDUCE] * 3 + [Kind.WAIT] * 3
+        assert all([op.kind for op in ops] == kinds for ops in domain.ops)
     for plan in plans:
         planning.verify(plan)
 

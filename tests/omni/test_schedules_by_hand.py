@@ -1,5 +1,5 @@
 """What a plan can say beyond our own schedules, run and held against one rank: several parts of the LLM on a
-rank, backward passes in two halves, early reductions, chunks of several microbatches.
+rank, backward passes in two halves, chunks of several microbatches.
 """
 
 import os
@@ -69,10 +69,10 @@ class Case:
 CASES = {
     "interleaved": Case(2, "INTERLEAVED", PP2),
     "split, recomputed, one queue": Case(2, "SPLIT", ("layout.llm.pp=2", *RECOMPUTE), single_queue=True),
-    "both, early, untied": Case(2, "EARLY", PP2, UNTIED),
-    "both, early, both ends on a rank": Case(2, "EARLY", ("layout.llm.parts=2", "layout.domain=2")),
+    "both, untied": Case(2, "BOTH", PP2, UNTIED),
+    "both, both ends on a rank": Case(2, "BOTH", ("layout.llm.parts=2", "layout.domain=2")),
     "both, merged, one queue": Case(2, "BOTH", PP2, single_queue=True, merged=True),
-    "both, early, beside": Case(3, "EARLY", (*PP2, "placement=disaggregated"), merged=True),
+    "both, beside": Case(3, "BOTH", (*PP2, "placement=disaggregated"), merged=True),
     "both, tp2, taps, recomputed, one queue": Case(
         4,
         "BOTH",
@@ -80,8 +80,8 @@ CASES = {
         TAPS,
         single_queue=True,
     ),
-    "both, early, experts, recomputed": Case(
-        4, "EARLY", (*PP2, "layout.llm.dp=2", "layout.llm.ep=2", *RECOMPUTE), EXPERTS
+    "both, experts, recomputed": Case(
+        4, "BOTH", (*PP2, "layout.llm.dp=2", "layout.llm.ep=2", *RECOMPUTE), EXPERTS
     ),
     "both, two replicas, taps, merged": Case(
         4, "BOTH", (*PP2, "layout.llm.dp=2", "layout.domain=2"), TAPS, merged=True
@@ -190,12 +190,12 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
         reduced = [at for at, op in enumerate(ops) if op.kind is Kind.REDUCE]
         after = [op for op in ops[reduced[0] :] if op.kind in BACKWARDS]
         # A rank beside the LLM has nothing but an encoder to reduce.
-        assert bool(after) == (case.schedule == "EARLY" and len(reduced) > 1)
+        assert bool(after) == (len(reduced) > 1)
 
 
 @pytest.mark.parametrize("frozen", ["llm", "image"])
 def test_frozen_components_need_no_schedule_of_their_own(ranks: RankPool, folder: Path, frozen: str) -> None:
-    case = Case(2, "EARLY", PP2, (f"+optim.components={{{frozen}: {{frozen: [[1, 3]]}}}}",), merged=True)
+    case = Case(2, "BOTH", PP2, (f"+optim.components={{{frozen}: {{frozen: [[1, 3]]}}}}",), merged=True)
     gradients, weights = worst(ranks, folder, case)
     assert gradients.relative <= TOLERANCE, gradients
     assert weights.relative <= WEIGHT_TOLERANCE, weights
@@ -261,7 +261,7 @@ def hold(
         engine._Step.do = do
     domain = prepared.plan.domain
     planned = held_at_most(domain.ops_of(trainer.rank.position))
-    bound = {part: by_hand.EARLY.in_flight(domain, part) for part in planned}
+    bound = {part: by_hand.BOTH.in_flight(domain, part) for part in planned}
     return most, planned, bound, later, made, len(graphs)
 
 
@@ -269,7 +269,7 @@ def hold(
 def test_a_step_holds_what_its_plan_says_and_leaves_nothing(
     ranks: RankPool, folder: Path, recompute: tuple[str, ...]
 ) -> None:
-    case = Case(2, "EARLY", (*PP2, *recompute), TAPS, merged=True)
+    case = Case(2, "BOTH", (*PP2, *recompute), TAPS, merged=True)
     results = ranks.run(2, hold, case, configure(folder, *case.line))
     for rank, (most, planned, bound, later, made, left) in enumerate(results):
         assert most == planned == bound
@@ -322,14 +322,14 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_goes_wrong_is_seen(ranks: RankPool, folder: Path, name: str) -> None:
-    case = CASES["both, early, untied"]
+    case = CASES["both, untied"]
     expected = reference(ranks, folder, case.model)
     found = ranks.run(case.world, run_changed, case, configure(folder, *case.line), name)[0]
     assert compare(expected, found)[0].relative > 100 * TOLERANCE
 
 
 def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None:
-    case = CASES["both, early, both ends on a rank"]
+    case = CASES["both, both ends on a rank"]
     planner = prepare(case, configure(folder, *case.line)).planner
     plan = planner.next_step(1, 0, 0)
     domain = plan.domain
@@ -339,8 +339,9 @@ def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None
     reductions = [Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 0, part=1), Op(Kind.REDUCE, 1)]
     lists = []
     for ops in domain.ops:
-        rest = [op for op in ops if op not in (*reductions, late)]
-        lists.append((*rest, reductions[0], late, *reductions[1:]))
+        waits = [op for op in ops if op.on is Kind.REDUCE]
+        rest = [op for op in ops if op not in (*reductions, *waits, late)]
+        lists.append((*rest, reductions[0], late, *reductions[1:], *waits))
     domain = replace(domain, ops=tuple(lists), reductions=((0, 0), (0, 1), (1, 0)))
     words = r"R3: position 0 must run backward\(2, part 1, weight\) before reduce\(0\)"
     with pytest.raises(PlanRefusedError, match=words):
@@ -360,7 +361,7 @@ def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None
 
 @pytest.mark.slow
 def test_the_command_line_trains_and_evaluates(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    case = CASES["both, early, untied"]
+    case = CASES["both, untied"]
     line = overrides(
         folder / "mixed",
         tmp_path / "run",

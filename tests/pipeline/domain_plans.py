@@ -12,8 +12,9 @@ from pipeline.builders import Builder, Facts, SchedulePolicy, as_ordered, build_
 from pipeline.costs import Costs
 from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
 from pipeline.expand import expand
-from pipeline.ops import Kind, Op
+from pipeline.ops import Op
 from pipeline.plan import GroupPlan, StepPlan, Taken
+from pipeline.reductions import with_reductions
 from pipeline.routes import outputs_of, plan_routes
 
 COMPONENTS = ("audio", "image", "llm")
@@ -180,12 +181,8 @@ def make_plan(
         if places:
             domain = as_ordered(domain, order)
             domain = replace(domain, routes=plan_routes(domain))
-    lists = expand(without_frozen(order, domain, frozenset(frozen)), domain)
-    reduced = {op for ops in lists for op in ops if op.kind is Kind.REDUCE}
-    for pair in domain.reductions:
-        op = Op(Kind.REDUCE, pair[0], part=pair[1])
-        for team in domain.reducing(op) if op not in reduced else ():
-            lists[team].append(op)
+    order = with_reductions(without_frozen(order, domain, frozenset(frozen)), domain, COMPONENTS)
+    lists = expand(order, domain)
     domain = replace(domain, ops=tuple(map(tuple, lists)))
     taken = Taken(
         0,

@@ -158,7 +158,7 @@ class RandomRanks:
 
     def meets(self, op: Op, rank: int) -> bool:
         """Whether other ranks take part in this op while it runs."""
-        return op.kind is Kind.REDUCE or (op.kind in (*ENCODER, *PASS) and len(self.line(op, rank)) > 2)
+        return op.kind in (*ENCODER, *PASS) and len(self.line(op, rank)) > 2
 
     def is_local(self, op: Op) -> bool:
         if op.kind not in (Kind.SHIP, Kind.RETURN):
@@ -297,6 +297,7 @@ class RandomRanks:
         else:
             assert op.kind is Kind.REDUCE
             me.summed.add((m, part))
+            self.issue(rank, op)
         if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) and op.grad is not Grad.INPUT:
             llm = op.kind is Kind.BACKWARD
             number = self.domain.llm if llm else self.plan.components.index(chunks[m].component)

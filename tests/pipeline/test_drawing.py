@@ -154,4 +154,4 @@ def test_a_step_without_work_is_drawn_empty():
     rows = drawn(run(domain, lambda rank, op: 0, lambda op: 0))
     assert all(not row.spans for row in rows)
     assert ElementTree.fromstring(svg([("empty", rows)])).tag == f"{SVG}svg"
-    assert all(op.kind is Kind.REDUCE for ops in domain.ops for op in ops)
+    assert all(Kind.REDUCE in (op.kind, op.on) for ops in domain.ops for op in ops)

@@ -81,7 +81,7 @@ def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Bui
 def with_early_reductions(plan: StepPlan, random: Random) -> StepPlan:
     """Reduce what is complete at any time from then on, in the order of these times."""
     domain = plan.domain
-    lists = timed(domain, [[op for op in ops if op.kind is not Kind.REDUCE] for ops in domain.ops])
+    lists = timed(domain, [[op for op in ops if not reduces(op)] for ops in domain.ops])
     ready = dict.fromkeys(domain.reductions, 0)
     for ops in lists:
         for end, op in ops:
@@ -97,8 +97,14 @@ def with_early_reductions(plan: StepPlan, random: Random) -> StepPlan:
         reduced = [Op(Kind.REDUCE, n, part=p) for n, p in reductions]
         own = [(at[op.index, op.part], 1, op) for op in reduced if team in domain.reducing(op)]
         entries = [(end, 0, op) for end, op in ops] + own
-        merged.append(tuple(op for *_, op in sorted(entries, key=lambda entry: entry[:2])))
+        waits = [Op(Kind.WAIT, op.index, Kind.REDUCE, op.part) for *_, op in own]
+        merged.append((*(op for *_, op in sorted(entries, key=lambda entry: entry[:2])), *waits))
     return replace(plan, domain=replace(domain, reductions=reductions, ops=tuple(merged)))
+
+
+def reduces(op: Op) -> bool:
+    """Whether an op issues a reduction or waits for one."""
+    return Kind.REDUCE in (op.kind, op.on)
 
 
 LLM = "llm"

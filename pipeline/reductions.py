@@ -1,0 +1,63 @@
+"""Where reductions of gradients begin: as soon as a team has all gradients that they sum.
+
+A reduction is issued there and waited for at the end of the list, so it hides behind what is left to compute:
+that of the LLM behind the backwards of encoders, that of a rank's last part behind those of its first.
+"""
+
+from collections.abc import Sequence
+
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+
+Order = list[list[Op]]
+Pair = tuple[int, int]
+"""A component's number and a part of it."""
+
+
+def with_reductions(order: Order, domain: DomainPlan, components: Sequence[str]) -> Order:
+    """Add to an order of compute the reductions that it lacks, `components` being those of the plan.
+
+    Each team issues them in the order of the domain's `reductions`, none before its gradients are complete; a
+    team that makes none of the gradients issues it after all it computes, lest a device wait for peers
+    meanwhile.
+    """
+    given = {op for ops in order for op in ops if op.kind is Kind.REDUCE}
+    return [_of_team(team, ops, domain, components, given) for team, ops in enumerate(order)]
+
+
+def _of_team(
+    team: int, ops: list[Op], domain: DomainPlan, components: Sequence[str], given: set[Op]
+) -> list[Op]:
+    complete = _complete(ops, domain, components)
+    place = -1
+    added: list[tuple[int, Op]] = []
+    for number, part in domain.reductions:
+        op = Op(Kind.REDUCE, number, part=part)
+        if team not in domain.reducing(op):
+            continue
+        if op in given:
+            place = ops.index(op) if op in ops else place
+        else:
+            place = max(place, complete.get((number, part), len(ops) - 1))
+            added.append((place, op))
+    out, before = [], 0
+    for place, op in added:
+        out += [*ops[before : place + 1], op]
+        before = place + 1
+    return out + ops[before:]
+
+
+def _complete(ops: Sequence[Op], domain: DomainPlan, components: Sequence[str]) -> dict[Pair, int]:
+    """For what a team makes gradients of, the place of the op after which they are complete."""
+    numbers = {name: number for number, name in enumerate(components)}
+    last: dict[Pair, int] = {}
+    for at, op in enumerate(ops):
+        if op.kind is Kind.BACKWARD:
+            last[domain.llm, op.part] = at
+        elif op.kind is Kind.ENCODE_BACKWARD:
+            last[numbers[domain.chunks[op.index].component], 0] = at
+    # An output that is tied to the embedding of its own rank makes gradients of the first part's weight.
+    first, end = (domain.llm, 0), (domain.llm, domain.num_parts - 1)
+    if first in last and end in last:
+        last[first] = max(last[first], last[end])
+    return last

@@ -1,0 +1,61 @@
+"""Reductions begin as soon as their gradients are complete, and hide behind what is left to compute."""
+
+from dataclasses import replace
+
+from domain_plans import COMPONENTS, Shape, Work, make_plan
+
+from pipeline.domain_plan import DomainPlan
+from pipeline.expand import expand
+from pipeline.ops import COMPUTE, Kind, Op
+from pipeline.reductions import with_reductions
+from pipeline.simulator import run
+
+IMAGE, LLM = COMPONENTS.index("image"), COMPONENTS.index("llm")
+
+
+def two_stages() -> DomainPlan:
+    """Four microbatches, of which each stage encodes two; the LLM's gradients are reduced first."""
+    work = [Work("image", m, (m % 2,), (2,)) for m in range(4)]
+    domain = make_plan(Shape(2), 4, work, "encode_first", frozen=("audio",)).domain
+    domain = replace(domain, reductions=((LLM, 1), (LLM, 0), (IMAGE, 0)))
+    order = [[op for op in ops if op.kind in COMPUTE] for ops in domain.ops]
+    lists = expand(with_reductions(order, domain, COMPONENTS), domain)
+    return replace(domain, ops=tuple(map(tuple, lists)))
+
+
+def makespan(domain: DomainPlan, reduce_ns: int) -> int:
+    """The time of a step of which every pass takes 100 ns, and the LLM's reductions as given."""
+
+    def compute_ns(rank: int, op: Op) -> int:
+        return 100 if op.kind in COMPUTE else reduce_ns * (op.index == LLM)
+
+    return run(domain, compute_ns, lambda op: 0).makespan_ns
+
+
+def test_the_llm_is_reduced_while_encoders_go_back():
+    domain = two_stages()
+    for team, ops in enumerate(domain.ops):
+        kinds, reduction = [op.kind for op in ops], ops.index(Op(Kind.REDUCE, LLM, part=team))
+        assert max(at for at, kind in enumerate(kinds) if kind is Kind.BACKWARD) < reduction
+        assert reduction < kinds.index(Kind.ENCODE_BACKWARD)
+        assert [op.on for op in ops[-2:]] == [Kind.REDUCE] * 2
+    # Each rank goes back through two chunks after its last pass, 200 ns.
+    assert makespan(domain, 200) == makespan(domain, 0)
+    assert makespan(domain, 300) == makespan(domain, 0) + 100
+
+
+def test_reductions_of_an_order_that_has_them_stay():
+    domain = make_plan(Shape(1), 1, [], "gpipe").domain
+    forward, backward = Op(Kind.FORWARD, 0), Op(Kind.BACKWARD, 0)
+    first, *others = (Op(Kind.REDUCE, n) for n, _ in domain.reductions)
+    (ops,) = with_reductions([[forward, backward]], domain, COMPONENTS)
+    assert ops == [forward, backward, first, *others]
+    (ops,) = with_reductions([[forward, first, backward]], domain, COMPONENTS)
+    assert ops == [forward, first, backward, *others]
+
+
+def test_a_shared_embedding_waits_for_the_last_part():
+    domain = make_plan(Shape(1, parts=2), 1, [], "interleaved").domain
+    order = [Op(Kind.BACKWARD, 0), Op(Kind.BACKWARD, 0, part=1)]
+    (ops,) = with_reductions([order], domain, COMPONENTS)
+    assert ops.index(Op(Kind.REDUCE, LLM)) > ops.index(order[1])
