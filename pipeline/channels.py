@@ -4,6 +4,8 @@ A channel connects the teams that share a communicator, with a queue for each of
 completes a transfer once it is first in all of its queues.
 """
 
+from collections.abc import Mapping
+
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -59,14 +61,20 @@ class Channels:
         self.found: dict[Name, Channel] = {}
         self.passes: dict[int, Channel | None] = {}
         self.messages: dict[tuple[int, Kind, int], tuple[Channel, int]] = {}
+        self.places = {pair: place for place, pair in enumerate(domain.reductions)}
         self.queues = {team: Queue(team) for team in domain.teams} if single_fifo else None
+        # The reductions of a rank share its links.
+        self.reducing = self.queues or {team: Queue(team) for team in domain.teams}
 
-    def channel(self, name: Name, teams: tuple[int, ...] | range) -> Channel:
-        """Return the channel of a name, which connects `teams`."""
+    def channel(
+        self, name: Name, teams: tuple[int, ...] | range, queues: Mapping[int, Queue] | None = None
+    ) -> Channel:
+        """Return the channel of a name, which connects `teams`, with queues of its own unless given."""
         channel = self.found.get(name)
         if channel is None:
-            queues = {team: self.queues[team] if self.queues else Queue(team) for team in teams}
-            channel = self.found[name] = Channel(name, queues)
+            queues = queues or self.queues
+            own = {team: queues[team] if queues else Queue(team) for team in teams}
+            channel = self.found[name] = Channel(name, own)
         return channel
 
     def collective(self, kind: Kind) -> Channel:
@@ -75,7 +83,11 @@ class Channels:
 
     def reduction(self, op: Op) -> Channel:
         """The channel of a REDUCE: the teams that hold its part."""
-        return self.channel((Kind.REDUCE, op.index, op.part), self.domain.reducing(op))
+        return self.channel(self.name_of(op), self.domain.reducing(op), self.reducing)
+
+    def name_of(self, op: Op) -> Name:
+        """The name of the channel of a REDUCE; names are in the order of the plan's reductions."""
+        return Kind.REDUCE, self.places.get((op.index, op.part), -1), op.index, op.part
 
     def compute(self, op: Op, team: int) -> Channel | None:
         """The channel of the layers of a compute op, None if they do not communicate."""

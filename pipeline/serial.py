@@ -5,9 +5,10 @@ in different orders then wait for each other forever, although their lists are s
 has a queue of its own.
 
 The cure is one order of transfers for all ranks. A simulation of the original lists tells when each transfer
-starts, and that time is its number. Every rank issues its transfers by their numbers; before it waits for
-one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as well,
-and they wait for it where it stands.
+starts, and that time is its number; reductions come after everything else, which they would keep waiting for
+ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
+waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
+well, and they wait for it where it stands.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -37,13 +38,13 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
 
 def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[Op]:
     """Put a team's ops into the order of the transfers that they take part in. Ops go by their place."""
-    numbered: list[tuple[int, bool, tuple[object, ...], int]] = []
+    numbered: list[tuple[bool, int, bool, tuple[object, ...], int]] = []
     issued: dict[tuple[Kind | None, int, int], int] = {}
     for at, (op, transfer) in enumerate(zip(ops, transfers, strict=True)):
         if op.kind is not Kind.WAIT and transfer is not None and transfer.start >= 0:
             issues = op.kind in ISSUED
             # At the same time a message goes first: behind compute it would wait for all of it.
-            numbered.append((transfer.start, not issues, transfer.name, at))
+            numbered.append((op.kind is Kind.REDUCE, transfer.start, not issues, transfer.name, at))
             if issues:
                 issued[op.kind, op.index, op.part] = at
     queue = deque(at for *_, at in sorted(numbered))

@@ -102,8 +102,8 @@ class _Machine:
         self.channels = Channels(domain, single_fifo)
         self.programs = [list(self._program(team)) for team in range(len(domain.ops))]
         before = None
-        for pair in domain.reductions:
-            channel = self.channels.found.get((Kind.REDUCE, *pair))
+        for number, part in domain.reductions:
+            channel = self.channels.found.get(self.channels.name_of(Op(Kind.REDUCE, number, part=part)))
             if channel is not None:
                 (reduction,) = channel.transfers.values()
                 reduction.behind, before = before, reduction
@@ -226,8 +226,7 @@ class _Machine:
             transfer = self.complete.pop()
             start = done_before = 0
             if transfer.behind is not None:
-                # They overlap, but begin one after the other: ranks number transfers by their start.
-                start, done_before = transfer.behind.start + 1, transfer.behind.done
+                start, done_before = transfer.behind.start, transfer.behind.done
             if done_before < 0:
                 held.append(transfer)
                 continue

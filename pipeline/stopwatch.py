@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.laps import Lap
-from pipeline.ops import COMPUTE, ISSUED, Kind, Op
+from pipeline.ops import COMPUTE, ISSUED, Op
 
 _WORK = COMPUTE | ISSUED
 
