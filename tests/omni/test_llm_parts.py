@@ -221,7 +221,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
             for pending in chain.pending:
                 pending.run()
     for number in stage.parts:
-        component.reduce(number)
+        component.reduce(number)()
     component.tie()
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.main.grad) for shard in owned(component, built.names["llm"])]

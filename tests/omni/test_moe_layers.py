@@ -194,7 +194,7 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     with torch.no_grad():
         forward(block, packs[0])  # an evaluation, which must not count
     counts = [router.tokens_per_expert.clone() for router in routers(block).values()]
-    component.reduce(0)
+    component.reduce(0)()
     busiest = update_expert_bias(block, groups, case.moe.bias_update_rate)
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.main.grad) for shard in owned(component, {0: numbering})]
@@ -320,7 +320,7 @@ def two_stages(rank: int) -> dict[str, Any]:
     pack = make_pack(0, groups)
     component.clear()
     (forward(block, pack) * pack.weights).sum().backward()
-    component.reduce(0)
+    component.reduce(0)()
     busiest = update_expert_bias(block, groups, 1.0)
     component.gradients()
     component.update(0.1)

@@ -186,7 +186,7 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     grads = {op.grad for op in backward}
     assert grads == ({Grad.BOTH} if case.schedule == "INTERLEAVED" else {Grad.INPUT, Grad.WEIGHT})
     assert any(len(chunk.microbatches) > 1 for chunk in domain.chunks) == case.merged
-    for ops in domain.ops:
+    for ops in domain.ops if not case.single_queue else ():  # there, what communicates comes first
         reduced = [at for at, op in enumerate(ops) if op.kind is Kind.REDUCE]
         after = [op for op in ops[reduced[0] :] if op.kind in BACKWARDS]
         # A rank beside the LLM has nothing but an encoder to reduce.
