@@ -181,7 +181,7 @@ def check_slurm(command: str | None) -> Finding:
     except (OSError, subprocess.TimeoutExpired) as error:
         return Finding("Slurm", False, f"sinfo does not answer: {error}", remedy)
     if done.returncode:
-        return Finding("Slurm", False, f"it fails: {' '.join(done.stderr.split())}", remedy)
+        return Finding("Slurm", False, f"sinfo fails: {' '.join(done.stderr.split())}", remedy)
     return Finding("Slurm", True, f"nodes: {', '.join(done.stdout.splitlines())}")
 
 

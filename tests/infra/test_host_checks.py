@@ -110,16 +110,19 @@ def test_wandb_where_the_user_does_not_mean_it_to_go(taken, free, monkeypatch):
     assert check_wandb("jsonl", "auto", {}).ok
 
 
-@pytest.mark.parametrize("does", ["echo no controller >&2; exit 1", "sleep 60"])
-def test_slurm_that_does_not_answer(tmp_path, monkeypatch, does):
-    monkeypatch.setattr(host_checks, "ANSWER_S", 0.5)
-    sinfo = tmp_path / "sinfo"
+def sinfo_that(folder, does):
+    sinfo = folder / "sinfo"
     sinfo.write_text(f"#!/bin/sh\n{does}\n")
     sinfo.chmod(sinfo.stat().st_mode | stat.S_IXUSR)
-    wrong(check_slurm(str(sinfo)), "sinfo", "slurmctld")
-    sinfo.write_text("#!/bin/sh\necho 2 idle\n")
-    assert "2 idle" in check_slurm(str(sinfo)).said
+    return str(sinfo)
+
+
+def test_slurm_that_fails_or_does_not_answer(tmp_path, monkeypatch):
     assert check_slurm(None).ok
+    assert "2 idle" in check_slurm(sinfo_that(tmp_path, "echo 2 idle")).said
+    wrong(check_slurm(sinfo_that(tmp_path, "echo no controller >&2; exit 1")), "no controller", "slurmctld")
+    monkeypatch.setattr(host_checks, "ANSWER_S", 0.5)
+    wrong(check_slurm(sinfo_that(tmp_path, "sleep 60")), "sinfo does not answer", "slurmctld")
 
 
 def test_a_ray_cluster_that_does_not_answer(taken, free):
