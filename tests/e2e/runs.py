@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 from PIL import Image
+from processes import heed_signals
 from ranks import server
 
 from dataloader.format import PLACEHOLDER, Item, Sample
@@ -104,7 +105,12 @@ class Running:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **(env or {})}
         with self.files[0].open("ab") as out, self.files[1].open("ab") as err:
             self.process = subprocess.Popen(
-                [sys.executable, *arguments], cwd=cwd, env=environment, stdout=out, stderr=err
+                [sys.executable, *arguments],
+                cwd=cwd,
+                env=environment,
+                stdout=out,
+                stderr=err,
+                preexec_fn=heed_signals,
             )
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from processes import heed_signals
 
 from infra.launch import launch_local
 
@@ -125,6 +126,7 @@ def start(run_folder, action, ranks=2, restarts=0, command=None, **env):
         stdout=pipe,
         stderr=pipe,
         text=True,
+        preexec_fn=heed_signals,
     )
 
 
