@@ -43,7 +43,7 @@ from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.trainer import Trainer
 from parallel.laws import Law, Laws
 from pipeline.costs import part_of, plan_costs, simulate
-from pipeline.ops import COMPUTE, Op
+from pipeline.ops import COMPUTE, Kind, Op
 
 RATIOS = ("0.15", "0.5", "1")
 RANKS, MICROBATCHES = (4, 8), (4, 16)
@@ -102,8 +102,10 @@ def with_factors(spec: RunSpec, factors: Mapping[str, Fraction]) -> RunSpec:
     return replace(spec, table=table, planner=spec.planner.with_table(table))
 
 
-def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float]:
-    """Measured and simulated seconds of a step whose passes are slept."""
+def timed_step(trainer: Trainer, ahead: Ahead, step: int, computed: dict[Kind, float]) -> tuple[float, float]:
+    """Measured and simulated seconds of a step whose passes are slept, less what the tiny model computes for
+    each kind of op, as `computed` in the step before.
+    """
     prepared = ahead.take(step)
     trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
@@ -113,7 +115,7 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float]
     def sleep(op: Op) -> None:
         trainer.note(op)
         if op.kind in COMPUTE:
-            time.sleep(cost(trainer.rank.position, op) / 1e9)
+            time.sleep(max(0.0, cost(trainer.rank.position, op) / 1e9 - computed.get(op.kind, 0.0)))
 
     trainer.rank.engine.on_op = sleep
     dist.barrier()
@@ -121,6 +123,9 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> tuple[float, float]
     done = trainer.run_step(prepared)
     taken = time.perf_counter() - start
     trainer.update(done)
+    for kind in COMPUTE:
+        own = [timing.busy_ns / 1e9 for timing in done.result.timings if timing.op.kind is kind]
+        computed[kind] = statistics.median(own) if own else 0.0
     return taken, simulate(domain, table).makespan_ns / 1e9
 
 
@@ -136,11 +141,12 @@ def work(rank: int, folder: Path, ratio: str, ranks: int, microbatches: int, ste
         spec = slept_run(folder, name, ratio, ranks, microbatches, total)
         trainers.append(Trainer(spec, RunFolder(Path(spec.config.run.dir)), rank, torch.device("cpu")))
     found: list[list[tuple[float, float]]] = [[] for _ in trainers]
+    computed: list[dict[Kind, float]] = [{} for _ in trainers]
     with contextlib.ExitStack() as stack:
         aheads = [stack.enter_context(trainer.ahead()) for trainer in trainers]
         for step in range(1, total + 1):
             for at, trainer in enumerate(trainers):
-                found[at].append(timed_step(trainer, aheads[at], step))
+                found[at].append(timed_step(trainer, aheads[at], step, computed[at]))
     if rank == 0:
         (folder / "found.json").write_text(json.dumps([of[WARMUP:] for of in found]))
     dist.barrier()
