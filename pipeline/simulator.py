@@ -5,9 +5,9 @@ the communication it names is done. Communication completes in the order of issu
 for each direction of each pair that sends, one for SHIP and one for RETURN. Ranks whose layers communicate
 (tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it and
 takes the time of the slowest, a transfer on a channel of their own. A REDUCE is issued by all that hold the
-part, and reductions complete in the plan's order: other domains take part, and if each domain can
-run to the end with the reductions in one order, all of them can together. With `single_fifo` a rank has one
-channel for everything, the strictest thing a GPU may do.
+part; those of a rank run one after the other, and all complete in the plan's order: other domains take part,
+and if each domain can run to the end with the reductions in one order, all of them can together. With
+`single_fifo` a rank has one channel for everything, the strictest thing a GPU may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it. Lists that run with one channel for everything run with

@@ -31,7 +31,7 @@ class Stopwatch:
     """Times laps from when it is made on; `made_ns` is that moment by `time.perf_counter_ns` of the host.
 
     A rank is busy on a CPU while the calling thread computes. On a GPU it is busy with all of an op but a
-    WAIT, collectives inside layers and reductions too, and with nothing of other laps.
+    WAIT, collectives inside layers too, and with nothing of other laps.
     """
 
     def __init__(self, device: torch.device) -> None:
