@@ -71,9 +71,11 @@ def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
     """Plan `steps` steps, after one to warm up, for a domain in the middle."""
     number, cursor, found = spec.arrangement.num_domains // 2, 0, []
     plan = None
-    # As the planner process does: what was there before the first plan is no garbage to look through.
+    # As the planner process does: what was there before the first plan is no garbage to look through, nor is
+    # any looked for during a plan.
     gc.collect()
     gc.freeze()
+    gc.disable()
     for step in range(1, steps + 2):
         plan = None
         gc.collect()

@@ -150,7 +150,7 @@ class DomainPlanner:
         )
         ranks = world.domain_ranks(number)
         if not train:
-            domain = self._with_routes(self._with_chunks(domain, 0, waves), ranks)
+            domain = self._with_routes(self._with_chunks(domain, waves), ranks)
             return [self._with_ops(domain, build_forward_only(domain))]
         candidates = candidates_of(self.policies.schedule, world.llm.parts)
         planned = [self._scheduled(domain, waves, policy, ranks, frozenset(frozen)) for policy in candidates]
@@ -167,7 +167,7 @@ class DomainPlanner:
         frozen: frozenset[str],
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
-        domain = self._with_chunks(domain, policy.quanta, waves)
+        domain = self._with_chunks(domain, waves, policy.quanta_for(len(domain.microbatches)))
         domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)
@@ -177,12 +177,11 @@ class DomainPlanner:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
-    def _with_chunks(self, domain: DomainPlan, quanta: int, waves: Sequence[int]) -> DomainPlan:
+    def _with_chunks(self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0) -> DomainPlan:
         """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
-        for each slot and microbatch, if any.
+        for each slot, if any.
         """
-        count = quanta * len(domain.microbatches)
-        chunking = partial(make_quanta, count=count) if quanta else self.chunking
+        chunking = partial(make_quanta, count=quanta) if quanta else self.chunking
         chunks = chunking(domain.items, self._slots, self.sharing, self._tokens_cost, waves)
         return replace(domain, chunks=chunks)
 

@@ -176,7 +176,9 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
         os.dup2(2, 1)  # what a policy prints is seen, but nobody waits for an end of the rank's output
+        gc.disable()  # among a plan's many small objects there is little garbage to look for
         while True:
+            gc.collect()
             step, cursor, domain, table = pipe.recv()
             if table is not None:
                 planner = planner.with_table(table)  # kept: what it derives of a table serves many steps

@@ -7,7 +7,7 @@ from operator import itemgetter
 from pipeline.builders.crews import Crews
 from pipeline.builders.schedule import Facts, Passes
 from pipeline.builders.shares import Room
-from pipeline.builders.timed import Boundary, Pass, Step, Times
+from pipeline.builders.timed import Boundary, Pass, Step, Times, most
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -28,12 +28,13 @@ def timed_passes(
     for crew, of in enumerate(ranks):
         stage = domain.stage(of[0])
         ops = () if stage is None else _ordered(order, stages, domain.num_parts // stages, count, stage)
+        at_once = Step(crew, (), [0] * count, ())  # gradients of weights, for which nothing waits
         passes.append(
             [
                 Pass(
                     op,
-                    max([1, *[compute_ns(rank, op) for rank in of]]),
-                    steps[op.kind, op.part, crew],
+                    max(1, most(compute_ns, of, op)),
+                    steps[op.kind, op.part, crew] if op.makes_input else at_once,
                     goes_back=op.kind is Kind.BACKWARD and op.makes_input,
                 )
                 for op in ops
@@ -121,9 +122,10 @@ def _note_latest(passes: Sequence[Sequence[Pass]], ends: Sequence[Sequence[int]]
     """
     steps = {id(one.step): one.step for of in passes for one in of}
     # For each step, by microbatch, when it must be done; and where it says so of those that it waits for.
-    needed = {id(step.done): [makespan] * len(step.done) for step in steps.values()}
+    needed = {key: [makespan] * len(step.done) for key, step in steps.items()}
+    of_done = {id(step.done): needed[key] for key, step in steps.items()}
     tells = {
-        key: [(needed[id(times)], delays) for times, delays in step.after if id(times) in needed]
+        key: [(of_done[id(times)], delays) for times, delays in step.after if id(times) in of_done]
         for key, step in steps.items()
     }
     following = [makespan] * len(passes)
@@ -133,13 +135,10 @@ def _note_latest(passes: Sequence[Sequence[Pass]], ends: Sequence[Sequence[int]]
         reverse=True,
     )
     for _, crew, one in last_first:
-        m, step, must = one.op.index, one.step, following[crew]
-        if one.op.makes_input:
-            must = min(must, needed[id(step.done)][m])
-        one.latest = following[crew] = must - one.ns
-        if one.op.makes_input:
-            for times, delays in tells[id(step)]:
-                times[m] = min(times[m], one.latest - delays[m])
+        m, step = one.op.index, id(one.step)
+        one.latest = following[crew] = latest = min(following[crew], needed[step][m]) - one.ns
+        for times, delays in tells[step]:
+            times[m] = min(times[m], latest - delays[m])
 
 
 def _run_alone(passes: Sequence[Sequence[Pass]]) -> list[list[int]]:
@@ -150,16 +149,16 @@ def _run_alone(passes: Sequence[Sequence[Pass]]) -> list[list[int]]:
         crew = to_go.pop()
         of, own = passes[crew], ends[crew]
         woken: set[int] = set()
+        free = own[-1] if own else 0
         for at in range(len(own), len(of)):
             one = of[at]
-            begins = one.step.begins(one.op.index) if one.op.makes_input else 0
+            step, m = one.step, one.op.index
+            begins = step.begins(m)
             if begins < 0:
                 break
-            end = max(begins, own[-1] if own else 0) + one.ns
-            if one.op.makes_input:
-                one.step.done[one.op.index] = end
-            own.append(end)
-            woken.update(one.step.wakes)
+            free = step.done[m] = max(begins, free) + one.ns
+            own.append(free)
+            woken.update(step.wakes)
         to_go |= woken
     assert all(len(of) == len(own) for of, own in zip(passes, ends, strict=True)), "passes wait in a circle"
     return ends

@@ -10,7 +10,7 @@ pass must wait, and in the cool-down. Three steps:
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
 from pipeline.builders.alone import rooms_of, timed_passes
@@ -20,7 +20,7 @@ from pipeline.builders.interleaved import interleaved_passes
 from pipeline.builders.one_f_one_b import one_f_one_b_passes
 from pipeline.builders.schedule import Facts, Order, Passes, SchedulePolicy, most_in_flight
 from pipeline.builders.shares import Room, deal_out, share_out
-from pipeline.builders.timed import Boundary, Quantum
+from pipeline.builders.timed import Boundary, Quantum, most
 from pipeline.builders.zero_bubble import zb_h1_passes, zb_h2_passes
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
@@ -90,15 +90,15 @@ def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum
     for number, chunk in enumerate(domain.chunks):
         encode, back = _ops_of(number)
         ranks, learns = chunk.ranks[:: chunk.tp], chunk.component not in facts.frozen
-        encode_ns = max(1, _most(compute_ns, ranks, encode))
+        encode_ns = max(1, most(compute_ns, ranks, encode))
         quanta.append(
             Quantum(
                 encode=encode,
                 back=back,
                 microbatches=chunk.microbatches,
                 encode_ns=encode_ns,
-                back_ns=max(1, _most(compute_ns, ranks, back)) if learns else 0,
-                kept=_most(facts.kept, ranks, encode) if learns else 0,
+                back_ns=max(1, most(compute_ns, ranks, back)) if learns else 0,
+                kept=most(facts.kept, ranks, encode) if learns else 0,
                 learns=learns,
                 is_long=encode_ns > longest_pass,
             )
@@ -110,11 +110,6 @@ def _quanta(domain: DomainPlan, facts: Facts, longest_pass: int) -> list[Quantum
 def _ops_of(chunk: int) -> tuple[Op, Op]:
     """The two ops of a chunk."""
     return Op(Kind.ENCODE, chunk), Op(Kind.ENCODE_BACKWARD, chunk)
-
-
-def _most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
-    """The most that an op takes, or keeps, on any of `ranks`."""
-    return of(ranks[0], op) if len(ranks) == 1 else max(of(rank, op) for rank in ranks)
 
 
 def _deal(
@@ -158,9 +153,9 @@ def _late(rooms: Sequence[Room], quanta: Sequence[Quantum], makespan: int) -> in
 
     Half, by trial: where quanta are coarse, a pass that is late leaves others gaps that fit none of theirs.
     """
-    most = max(max(room.work_ns - makespan, -room.idle_ns) for room in rooms)
+    beyond = max(max(room.work_ns - makespan, -room.idle_ns) for room in rooms)
     last = max((one.back_ns for one in quanta if not one.is_long), default=0)
-    return max(0, most - last) // 2
+    return max(0, beyond - last) // 2
 
 
 def _take(rooms: list[Room], quantum: Quantum) -> None:

@@ -22,6 +22,7 @@ from pipeline.policies import Slot
 from pipeline.rules.memory import Kept
 
 Order = list[list[Op]]
+MANY_QUANTA = 64
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class SchedulePolicy(Policy):
     many parts of the LLM on a rank it can order at most, None for any number.
 
     A schedule with `quanta` says where chunks run: a chunk of one slot goes where the order encodes it. Items
-    that stay whole come to it as about so many chunks for each slot and microbatch, of about equal cost, and
-    routes are planned after it. Of a policy with `candidates` nothing else counts: the planner plans with
-    each of them and keeps what takes the least simulated time.
+    that stay whole come to it as about so many chunks for each slot and microbatch, or in long steps as
+    `quanta_for` says, of about equal cost, and routes are planned after it. Of a policy with `candidates`
+    nothing else counts: the planner plans with each of them and keeps what takes the least simulated time.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -94,6 +95,12 @@ class SchedulePolicy(Policy):
     parts: int | None = 1
     quanta: int = 0
     candidates: tuple["SchedulePolicy", ...] = ()
+
+    def quanta_for(self, microbatches: int) -> int:
+        """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each, up to 64
+        in all, and beyond that one for each, since coarse quanta fit the gaps of a long step as well.
+        """
+        return min(self.quanta * microbatches, max(MANY_QUANTA, microbatches))
 
     def __call__(self, domain: DomainPlan, facts: Facts) -> Order:
         """Order the compute of every team.

@@ -1,12 +1,17 @@
 """What encoder work is placed by: passes of the LLM that wait for each other, quanta, and the way of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipeline.ops import Op
 
 Times = list[int]
 """By microbatch, when something of it is done, -1 while that is unknown."""
+
+
+def most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
+    """Return the most that an op takes, or keeps, on any of `ranks`."""
+    return of(ranks[0], op) if len(ranks) == 1 else max(of(rank, op) for rank in ranks)
 
 
 @dataclass(slots=True, eq=False)
