@@ -402,9 +402,9 @@ def test_samples_of_a_step_do_not_depend_on_layout_or_policies(on_long):
     choices = list(
         product((("uniform", "none"), ("dynamic", "dynamic")), ((False, 32), (True, 1), (False, 2)))
     )
-    for step in range(1, len(choices) + 1):
+    for step in (1, 2):
         whole = []
-        for number, (world, policies) in enumerate(worlds):  # with each of the choices once
+        for number, (world, policies) in enumerate(worlds):  # with two of the choices
             (llm_sp, encoder_sp), (single, group_size) = choices[(number + step) % len(choices)]
             planning = planner(
                 world=world,
