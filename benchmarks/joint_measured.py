@@ -6,11 +6,12 @@ Two ranks of one thread, pp=2, gloo: a decoder of hidden 256 and encoders that t
 times what it takes, in steps of 4 and of 16 microbatches. For each, the same ranks train the same model on
 the same samples three times over, with encode-first, joint, and joint over ZB-H1, in turn, step by step.
 Costs learn from measured ops. After 12 steps to warm up, the time of a step is that from a barrier to the
-totals of all ranks; nothing is planned or loaded meanwhile. Only the half of the turns counts in which
-compute stood still least: where something else ran on the machine, a step says nothing of its schedule. Of
-what is left of it, `alone` is rid: the time of a step less what the simulator says that the list gains if
-each op takes its CPU time instead of its wall time. `measured` and `alone` are medians over the turns of the
-ratio to encode-first, with the interval between the order statistics that hold the median with 95 %.
+totals of all ranks; nothing is planned or loaded meanwhile. A machine that others share, or a virtual one,
+adds to steps what says nothing of a schedule: only the half of the turns counts in which compute stood still
+least. `measured` is their median ratio to encode-first. `ratio` is that of steps without what is left:
+each less what the simulator says that its list gains if each op takes its CPU time instead of its wall time,
+and times the CPU time that the table says over that of the step. Behind both is the interval between the
+order statistics that hold the median with 95 %.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
@@ -18,20 +19,16 @@ from its first op to its last, each compute op charged the time that it took, si
 long a busy machine, or the host of a virtual one, lets an op stand still; what remains is who waits for whom,
 messages and the host. `wall`: the simulated time with the table's costs, over the whole step.
 
-Leaves with 1 where the whole interval of a joint schedule over `encode_first`, measured or alone, is above 1,
-where it has alone less than 80 % of a gain of at least 2 % that the simulator predicts for these lists, or
-where `costs` or `lists` is off by more than 5 % in the median of the settings or 10 % in one. The last line
-is JSON.
+Leaves with 1 where the whole interval of a joint schedule's `ratio` is above 1, where it gains less than 80 %
+of the milliseconds that the simulator predicts for these lists, if these are 2 % or more, or where `costs` or
+`lists` is off by more than 5 % in the median of the settings or 10 % in one. The last line is JSON.
 """
 
 import argparse
 import concurrent.futures
 import contextlib
-import io
 import json
-import math
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -41,15 +38,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from PIL import Image
+from joint_runs import LENGTH, SCHEDULES, far_off, gains_ms, misses, over_first, write_data
 
-from dataloader.format import PLACEHOLDER, Item, Sample
-from dataloader.tokenizer import ByteTokenizer
-from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import SourceConfig
@@ -63,24 +56,9 @@ from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import run
 from pipeline.stopwatch import Timing
 
-SCHEDULES = ("encode_first", "joint", "joint_zero_bubble_h1")
 ENCODERS = {"0.15": (1, 96), "0.5": (2, 160), "1": (3, 192)}  # layers and width
 MICROBATCHES = (4, 16)
-TOKENS, LENGTH, HEIGHT, WARMUP = 256, 128, 16, 12
-GAIN, WORTH, MEDIAN_OFF, MOST_OFF = 0.8, 0.02, 0.05, 0.10
-
-
-def write_data(path: Path, count: int) -> None:
-    """Write samples of one length, each with an image of 16 pixels by 16 to 96 and a text."""
-    rng, draw = np.random.default_rng(0), random.Random(0)
-    with DatasetWriter(path, ByteTokenizer()) as writer:
-        for number in range(count):
-            width = draw.choice((16, 16, 24, 32, 48, 96))
-            out = io.BytesIO()
-            Image.fromarray(rng.integers(0, 256, (HEIGHT, width), dtype=np.uint8)).save(out, "PNG")
-            image = Item("image", "png", (HEIGHT, width), out.getvalue())
-            text = "a" * (LENGTH - HEIGHT * width // 16 - 2)  # a row for 4 x 4 pixels
-            writer.add(Sample(str(number), PLACEHOLDER + text, (image,)))
+TOKENS, WARMUP = 256, 12
 
 
 def make_trainer(
@@ -121,8 +99,10 @@ class Measured(NamedTuple):
 
     @property
     def alone(self) -> float:
-        """Seconds of the whole, had no compute op stood still."""
-        return self.step - (self.by_wall - self.by_cpu)
+        """Seconds of the whole, had no compute op stood still and had they all together taken CPU time as the
+        table says.
+        """
+        return (self.step - (self.by_wall - self.by_cpu)) * self.costs
 
 
 def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> Measured:
@@ -192,14 +172,6 @@ def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) 
     dist.destroy_process_group()
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that hold it with 95 % (the binomial's normal approximation)."""
-    ordered, n = sorted(values), len(values)
-    half = 0.98 * math.sqrt(n)
-    low, high = max(0, math.floor(n / 2 - half)), min(n - 1, math.ceil(n / 2 + half) - 1)
-    return statistics.median(ordered), ordered[low], ordered[high]
-
-
 def undisturbed(folder: Path) -> list[list[Measured]]:
     """What was measured, by schedule, in the half of the turns that was disturbed least."""
     found = [[Measured(*one) for one in of] for of in json.loads((folder / "found.json").read_text())]
@@ -212,17 +184,20 @@ def undisturbed(folder: Path) -> list[list[Measured]]:
 
 def summarise(found: Sequence[Sequence[Measured]]) -> dict[str, dict[str, float]]:
     """By schedule: measured and predicted over encode-first, and how far the simulator is off."""
-    first = found[0]
+    steps, alone, predicted = (
+        [[getattr(one, key) for one in of] for of in found] for key in ("step", "alone", "by_table")
+    )
+    measured, ratios = over_first(steps), over_first(alone)
+    gains, promised = gains_ms(alone), gains_ms(predicted)
     rows: dict[str, dict[str, float]] = {}
-    for name, of in zip(SCHEDULES, found, strict=True):
-        measured = interval([a.step / b.step for a, b in zip(of, first, strict=True)])
-        alone = interval([a.alone / b.alone for a, b in zip(of, first, strict=True)])
-        predicted = statistics.median(a.by_table / b.by_table for a, b in zip(of, first, strict=True))
+    for number, (name, of) in enumerate(zip(SCHEDULES, found, strict=True)):
         row = {
             "ms": statistics.median(a.step for a in of) * 1e3,
-            **dict(zip(("measured", "measured_low", "measured_high"), measured, strict=True)),
-            **dict(zip(("alone", "low", "high"), alone, strict=True)),
-            "predicted": predicted,
+            **dict(zip(("measured", "from", "to"), measured[number], strict=True)),
+            **dict(zip(("ratio", "low", "high"), ratios[number], strict=True)),
+            "predicted": over_first(predicted)[number][0],
+            "gain_ms": gains[number],
+            "predicted_gain_ms": promised[number],
             "costs": statistics.median(a.costs for a in of) - 1,
             "lists": statistics.median(a.by_wall / a.lists for a in of) - 1,
             "wall": statistics.median(a.by_table / a.step for a in of) - 1,
@@ -230,19 +205,6 @@ def summarise(found: Sequence[Sequence[Measured]]) -> dict[str, dict[str, float]
         }
         rows[name] = {key: round(value, 4) for key, value in row.items()}
     return rows
-
-
-def misses(setting: str, rows: dict[str, dict[str, float]]) -> list[str]:
-    """What a setting misses."""
-    out = []
-    for name in SCHEDULES[1:]:
-        row = rows[name]
-        if max(row["low"], row["measured_low"]) > 1:
-            out.append(f"{setting}: {name} is slower than encode_first: {row['measured']:.3f}")
-        gain, promised = 1 - row["alone"], 1 - row["predicted"]
-        if promised >= WORTH and gain < GAIN * promised:
-            out.append(f"{setting}: {name} gains {gain:.3f}, of {promised:.3f} that are predicted")
-    return out
 
 
 def main() -> int:
@@ -253,7 +215,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="the middle encoder alone")
     arguments = parser.parse_args()
-    table, missed = {}, []
+    table, missed = {}, list[str]()
     off: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
@@ -272,8 +234,7 @@ def main() -> int:
                         f"{setting:26} {name:22}", "  ".join(f"{key} {value}" for key, value in row.items())
                     )
     for way, by in off.items():
-        if statistics.median(by) > MEDIAN_OFF or max(by) > MOST_OFF:
-            missed.append(f"{way} are off by {statistics.median(by):.3f}, at most {max(by):.3f}")
+        missed += far_off(way, by)
     for text in missed:
         print(f"missed: {text}")
     print(json.dumps({"benchmark": "joint_measured", "measured": table, "missed": missed}))

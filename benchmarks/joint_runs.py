@@ -1,0 +1,71 @@
+"""What joint_measured.py and joint_slept.py share: samples, schedules, ratios with intervals, and targets."""
+
+import io
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dataloader.format import PLACEHOLDER, Item, Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+
+SCHEDULES = ("encode_first", "joint", "joint_zero_bubble_h1")
+GAIN, WORTH, MEDIAN_OFF, MOST_OFF = 0.8, 0.02, 0.05, 0.10
+LENGTH, HEIGHT = 128, 16
+
+
+def write_data(path: Path, count: int) -> None:
+    """Write samples of one length, each with an image of 16 pixels by 16 to 96 and a text."""
+    rng, draw = np.random.default_rng(0), random.Random(0)
+    with DatasetWriter(path, ByteTokenizer()) as writer:
+        for number in range(count):
+            width = draw.choice((16, 16, 24, 32, 48, 96))
+            out = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (HEIGHT, width), dtype=np.uint8)).save(out, "PNG")
+            image = Item("image", "png", (HEIGHT, width), out.getvalue())
+            text = "a" * (LENGTH - HEIGHT * width // 16 - 2)  # a row for 4 x 4 pixels
+            writer.add(Sample(str(number), PLACEHOLDER + text, (image,)))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and the order statistics that hold it with 95 % (the binomial's normal approximation)."""
+    ordered, n = sorted(values), len(values)
+    half = 0.98 * math.sqrt(n)
+    low, high = max(0, math.floor(n / 2 - half)), min(n - 1, math.ceil(n / 2 + half) - 1)
+    return statistics.median(ordered), ordered[low], ordered[high]
+
+
+def over_first(by_schedule: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
+    """For each schedule, from its seconds in every turn: the ratio to those of the first, as `interval`."""
+    first = by_schedule[0]
+    return [interval([a / b for a, b in zip(of, first, strict=True)]) for of in by_schedule]
+
+
+def gains_ms(by_schedule: Sequence[Sequence[float]]) -> list[float]:
+    """For each schedule, from its seconds in every turn: the milliseconds that it gains, in the median."""
+    first = by_schedule[0]
+    return [statistics.median(a - b for a, b in zip(first, of, strict=True)) * 1e3 for of in by_schedule]
+
+
+def misses(setting: str, rows: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Say what a setting misses, from rows of `ratio` to encode-first, which is at least `low`, the same as
+    `predicted`, and `gain_ms` of `predicted_gain_ms`.
+    """
+    for name in SCHEDULES[1:]:
+        row = rows[name]
+        if row["low"] > 1:
+            yield f"{setting}: {name} is slower than encode_first: {row['ratio']:.3f}"
+        if row["predicted"] <= 1 - WORTH and row["gain_ms"] < GAIN * row["predicted_gain_ms"]:
+            gains = f"{row['gain_ms']:.1f} ms, of {row['predicted_gain_ms']:.1f} ms"
+            yield f"{setting}: {name} gains {gains} that are predicted"
+
+
+def far_off(name: str, by: Sequence[float]) -> Iterator[str]:
+    """Say where what the simulator is off by is too much, of all settings."""
+    if statistics.median(by) > MEDIAN_OFF or max(by) > MOST_OFF:
+        yield f"{name}: off by {statistics.median(by):.3f} in the median, {max(by):.3f} at most"
