@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataloader.format import DataError
-from dataloader.stream import Ints, Stream
+from dataloader.stream import Ints, Order
 from dataloader.tokens import SampleMeta, fit
 
 Lengths = Callable[[str, Ints, int, str], Ints]
@@ -58,7 +58,7 @@ class GlobalBatch:
 
 
 def take_global_batch(
-    stream: Stream, lengths: Lengths, metas: Callable[[str, int], SampleMeta], cursor: int, budget: Budget
+    stream: Order, lengths: Lengths, metas: Callable[[str, int], SampleMeta], cursor: int, budget: Budget
 ) -> GlobalBatch:
     """The samples within the budget from position `cursor` on: at least one, whatever its length.
 
@@ -132,7 +132,7 @@ def _end(tokens_of: Ints, taken: int, tokens: int, budget: Budget) -> int:
     return int(np.argmax(ends)) if ends.any() else len(ends)
 
 
-def _lengths_of(stream: Stream, lengths: Lengths, sources: Ints, ids: Ints, budget: Budget) -> Ints:
+def _lengths_of(stream: Order, lengths: Lengths, sources: Ints, ids: Ints, budget: Budget) -> Ints:
     """Lengths [n] as trained on of samples of any sources, 0 for those that are dropped."""
     out = np.empty(len(ids), dtype=np.int64)
     for number in np.flatnonzero(np.bincount(sources)).tolist():

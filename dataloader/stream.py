@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,23 @@ class SourceSpec:
     size: int
     rows_per_group: int
     weight: int
+
+
+class Order(Protocol):
+    """An endless order of samples: `names` of its sources, of which a source's number is its place; every
+    sample comes within `cycle` positions.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sources."""
+
+    @property
+    def cycle(self) -> int:
+        """Positions, from any on, within which every sample comes at least once."""
+
+    def take(self, start: int, count: int) -> tuple[Ints, Ints]:
+        """Source numbers and sample ids within them, int64 [count], at `count` positions from `start`."""
 
 
 class Stream:

@@ -136,14 +136,14 @@ def generate(name: str, num_samples: int, seed: int, max_tokens: int = 131_072) 
     `longtail`: interleaved documents, clips, long videos, speech and plain text with heavy tails.
     `shift`: plain text and documents first; from sample num_samples // 2 on (phase 1) mostly video.
     """
-    if name not in _TRACES:
-        raise ValueError(f"unknown trace {name!r}: known are {', '.join(_TRACES)}")
+    if name not in TRACES:
+        raise ValueError(f"unknown trace {name!r}: known are {', '.join(TRACES)}")
     if num_samples < 1 or max_tokens < 16:
         raise ValueError(
             f"num_samples {num_samples} must be positive and max_tokens {max_tokens} at least 16"
         )
     rng = np.random.Generator(np.random.Philox(seed))
-    phases = _TRACES[name]
+    phases = TRACES[name]
     ids: Counter[str] = Counter()
     trace = []
     for i in range(num_samples):
@@ -257,7 +257,7 @@ _SOURCES: Mapping[str, Callable[[np.random.Generator], _Drawn]] = {
 }
 
 # Shares of samples by phase; the phases of a trace are of equal length. Guesses.
-_TRACES: Mapping[str, tuple[Mapping[str, int], ...]] = {
+TRACES: Mapping[str, tuple[Mapping[str, int], ...]] = {
     "balanced": ({"chat": 1},),
     "longtail": ({"document": 35, "clip": 20, "long_video": 5, "speech": 15, "text": 25},),
     "shift": ({"text": 70, "document": 30}, {"clip": 50, "long_video": 10, "document": 20, "text": 20}),

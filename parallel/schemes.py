@@ -107,7 +107,7 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
     """
     volumes = np.zeros((layout.num_members, 4), np.int64)
     for shards in layout.shards:
-        if found := _choose_tiling(shards, cost):
+        if found := choose_tiling(shards, cost):
             ranks, tiling = found
             volumes[ranks] += tiling.volumes
     rows = busier(volumes)
@@ -129,7 +129,7 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
     every rank is compared with its own share. Where all shares are equal, the slowest rank is the one that
     takes longest.
     """
-    found = _choose_tiling(shards, cost)
+    found = choose_tiling(shards, cost)
     if found is None:
         return ()
     ranks, tiling = found
@@ -140,8 +140,10 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
     return tiles
 
 
-def _choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int], Tiling] | None:
-    """The ranks that hold a sequence, in its order, and its tiling over their numbers."""
+def choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int], Tiling] | None:
+    """Return the ranks that hold a sequence, in its order, and its tiling over their numbers; None if that is
+    one rank.
+    """
     if len(shards) == 1:
         return None
     held = [s for s in shards if s.length]
@@ -203,7 +205,7 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
     tiled = np.zeros(layout.num_members, np.int64)
     volumes = np.zeros((layout.num_members, 4), np.int64)
     for shards in layout.shards:
-        found = _choose_tiling(shards, cost)
+        found = choose_tiling(shards, cost)
         if found is None:
             length = sum(s.length for s in shards)
             pairs = pairs_before(length, length, cost.shape)

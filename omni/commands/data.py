@@ -1,14 +1,18 @@
-"""`omni data`: build, inspect and verify datasets; generate and describe traces."""
+"""`omni data`: build, inspect, verify and balance datasets; generate and describe traces."""
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from omni.commands import _balance
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="build|inspect|verify|trace")
+    actions = parser.add_subparsers(
+        dest="action", required=True, metavar="build|inspect|verify|balance|trace"
+    )
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
     origin = build.add_mutually_exclusive_group(required=True)
@@ -25,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
     verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+
+    balance = actions.add_parser("balance", help="how even steps would be by which policies")
+    _balance.add_arguments(balance)
 
     trace = actions.add_parser("trace", help="sample metadata without payload")
     kinds = trace.add_subparsers(dest="trace_action", required=True, metavar="generate|describe")
@@ -44,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         "build": _build,
         "inspect": _inspect,
         "verify": _verify,
+        "balance": _balance.run,
         "trace": _trace,
     }
     try:

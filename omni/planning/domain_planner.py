@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
-from dataloader.balance import BalancePolicy, SampleCosts
+from dataloader.balance import BalancePolicy, Bins, SampleCosts
 from dataloader.dealing import BY_LENGTH, DealPolicy
 from dataloader.global_batch import Budget
 from dataloader.packing import PackingPolicy
@@ -110,6 +110,24 @@ class DomainPlanner:
     @cached_property
     def _slots(self) -> dict[str, tuple[Slot, ...]]:
         return {name: self.arrangement.slots(name) for name in self.encoders.values()}
+
+    def divide(self, costs: SampleCosts, num_domains: int) -> list[list[list[int]]]:
+        """Divide the samples of a group over its domains, and those of each over its replicas; return their
+        places among the `costs`.
+        """
+        replicas, alone = self.arrangement.replicas, self.costing.alone
+        domains = Bins(num_domains, replicas, (True,) * len(alone))
+        out = []
+        for own in self._balance(list(range(len(costs))), costs, domains):
+            out.append(self._balance(own, costs.take(own), Bins(replicas, 1, alone)))
+        return out
+
+    def _balance(self, numbers: Sequence[int], costs: SampleCosts, bins: Bins) -> list[list[int]]:
+        """Divide samples, given by number, over bins."""
+        out: list[list[int]] = [[] for _ in range(bins.count)]
+        for number, chosen in zip(numbers, self.policies.balance(costs, bins), strict=True):
+            out[chosen].append(number)
+        return out
 
     def plan_domain(
         self,

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dataloader.balance import Bins, SampleCosts
 from dataloader.global_batch import Lengths, take_global_batch
-from dataloader.stream import Ints, Stream
+from dataloader.stream import Ints, Order
 from dataloader.tokens import SampleMeta, fit, length
 from omni.planning.domain_planner import DomainPlanner
 from omni.planning.sharing import Sharing
@@ -53,7 +52,7 @@ class Planner(DomainPlanner):
     `admit` refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
-    stream: Stream
+    stream: Order
     metas: Callable[[str, int], SampleMeta]
     lengths: Lengths
     items: ItemTokens
@@ -72,13 +71,13 @@ class Planner(DomainPlanner):
 
         The plan says where the next step begins.
         """
-        taken = self._take(cursor)
-        return self._plan_taken(step, taken, self._groups_of(taken), number)
+        taken = self.take(cursor)
+        return self._plan_taken(step, taken, self.groups_of(taken), number)
 
     def all_domains(self, step: int, cursor: int) -> Iterator[StepPlan]:
         """Plan step `step` of training for every domain in turn; the world's level is composed once."""
-        taken = self._take(cursor)
-        groups = self._groups_of(taken)
+        taken = self.take(cursor)
+        groups = self.groups_of(taken)
         for number in range(self.arrangement.num_domains):
             yield self._plan_taken(step, taken, groups, number)
 
@@ -86,11 +85,11 @@ class Planner(DomainPlanner):
         """Return the stream position at which a step of training begins: it depends on those before it."""
         cursor = 0
         for _ in range(1, step):
-            cursor = self._take(cursor).next_cursor
+            cursor = self.take(cursor).next_cursor
         return cursor
 
-    def _groups_of(self, taken: Taken) -> list[int]:
-        """The group of each sample of a step."""
+    def groups_of(self, taken: Taken) -> list[int]:
+        """Return the number of the group that each sample of a step goes to."""
         num_domains = self.arrangement.num_domains
         sizes = [len(range(*self._group_of(first))) for first in range(0, num_domains, self.group_size)]
         deal = self.policies.deal
@@ -110,7 +109,7 @@ class Planner(DomainPlanner):
     def _plan_taken(self, step: int, taken: Taken, groups: Sequence[int], number: int) -> StepPlan:
         first, stop = self._group_of(number)
         mine = [n for n, group in enumerate(groups) if group == first // self.group_size]
-        metas = {n: self._meta_of(taken, n) for n in mine}
+        metas = {n: self.meta_of(taken, n) for n in mine}
         return self._compose(step, taken, metas, range(first, stop), number, self.frozen(step), train=True)
 
     def evaluation(
@@ -150,7 +149,8 @@ class Planner(DomainPlanner):
         """Return the metadata of a domain's samples in training, in their order."""
         return [self._kept(sample.source, sample.id) for sample in domain.samples]
 
-    def _meta_of(self, taken: Taken, number: int) -> SampleMeta:
+    def meta_of(self, taken: Taken, number: int) -> SampleMeta:
+        """Return the metadata of a sample of a step as it is trained on."""
         return self._kept(taken.sources[taken.source[number]], taken.ids[number])
 
     def _kept(self, source: str, sample: int) -> SampleMeta:
@@ -168,7 +168,8 @@ class Planner(DomainPlanner):
         first = domain - domain % self.group_size
         return first, min(first + self.group_size, self.arrangement.num_domains)
 
-    def _take(self, cursor: int) -> Taken:
+    def take(self, cursor: int) -> Taken:
+        """Take a step's samples from stream position `cursor` on."""
         batch = take_global_batch(self.stream, self.lengths, self.metas, cursor, self.budget)
         return Taken(
             cursor=cursor,
@@ -195,7 +196,7 @@ class Planner(DomainPlanner):
         """
         numbers = list(metas)
         costs = self.costing.costs(list(metas.values()))
-        replicas = self._divide(costs, len(domains))
+        replicas = self.divide(costs, len(domains))
         group = GroupPlan(
             number=number // self.group_size if train else 0,
             first=domains[0],
@@ -233,19 +234,3 @@ class Planner(DomainPlanner):
             return plans[0]
         # Where none fits, the quickest goes on, and is refused with what it is made of.
         return next(filter(self.fits, plans), plans[0])
-
-    def _divide(self, costs: SampleCosts, num_domains: int) -> list[list[list[int]]]:
-        """Divide the samples of a group over its domains, and those of each over its replicas."""
-        replicas, alone = self.arrangement.replicas, self.costing.alone
-        domains = Bins(num_domains, replicas, (True,) * len(alone))
-        out = []
-        for own in self._balance(list(range(len(costs))), costs, domains):
-            out.append(self._balance(own, costs.take(own), Bins(replicas, 1, alone)))
-        return out
-
-    def _balance(self, numbers: Sequence[int], costs: SampleCosts, bins: Bins) -> list[list[int]]:
-        """Divide samples, given by number, over bins."""
-        out: list[list[int]] = [[] for _ in range(bins.count)]
-        for number, chosen in zip(numbers, self.policies.balance(costs, bins), strict=True):
-            out[chosen].append(number)
-        return out

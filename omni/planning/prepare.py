@@ -4,17 +4,17 @@
 not divide the world, datasets that are missing or cut short.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from dataloader.format import DataError
 from dataloader.global_batch import Budget
 from dataloader.index import Index
 from dataloader.item_counts import RememberedCounts
+from dataloader.samples import Samples, in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
-from dataloader.tokens import LONG_SAMPLE_POLICIES
+from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
 from infra.tracker import KINDS, MODES
 from omni.config import Config, ConfigError, HeldoutConfig, SourceConfig, require
 from omni.models.llm import NAME as LLM
@@ -45,22 +45,23 @@ GROUP_REPLICAS = 16
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
-def prepare_run(config: Config, world: int) -> RunSpec:
+def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
+    With a `trace` steps take its samples in their order, over and over, and no dataset is opened.
+
     Raises:
-        ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
-            remedy.
+        ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
     check_llm(config.model.llm)
     encoders = _make_encoders(config)
-    by_modality = _by_modality(encoders)
+    by_modality = _with_others(_by_modality(encoders), trace)
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
     check_parts(arrangement.llm.parts, policies.pipeline)
     _check_choices(config, (LLM, *encoders))
     tokenizer = tokenizer_of(config)
-    indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
+    indexes, heldout, samples = _open(config, encoders, tokenizer, by_modality, trace)
     check_layout(config, encoders, arrangement, tokenizer.vocab_size)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
@@ -69,8 +70,10 @@ def prepare_run(config: Config, world: int) -> RunSpec:
     share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
     sharing = share(table)
     planner = Planner(
-        stream=_stream(config, indexes),
-        **_metadata(indexes, encoders),
+        stream=samples.stream,
+        metas=samples.metas,
+        lengths=samples.lengths,
+        items=samples.items,
         encoders=by_modality,
         components=(LLM, *encoders),
         arrangement=arrangement,
@@ -96,7 +99,7 @@ def prepare_run(config: Config, world: int) -> RunSpec:
         encoders=encoders,
         tokenizer=tokenizer,
         indexes=indexes,
-        heldout=_open_all("data.heldout", config.data.heldout, tokenizer, by_modality),
+        heldout=heldout,
         planner=planner,
         work=work,
         table=table,
@@ -105,14 +108,46 @@ def prepare_run(config: Config, world: int) -> RunSpec:
     return asking_what_fits(spec)
 
 
-def _metadata(indexes: Mapping[str, Index], encoders: Mapping[str, Encoder]) -> dict[str, Any]:
-    """How a planner reads metadata: of a sample, and columns of many."""
+def _open(
+    config: Config,
+    encoders: Mapping[str, Encoder],
+    tokenizer: Tokenizer,
+    by_modality: Mapping[str, str],
+    trace: Sequence[SampleMeta],
+) -> tuple[dict[str, Index], dict[str, Index], Samples]:
+    """Open the indexes of the training sources and of those held out; where there is a trace, none. Return
+    them, and where steps take their samples from.
+    """
+    if trace:
+        return {}, {}, in_order(trace)
+    indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
+    heldout = _open_all("data.heldout", config.data.heldout, tokenizer, by_modality)
+    return indexes, heldout, _indexed(config, encoders, indexes)
+
+
+def _indexed(config: Config, encoders: Mapping[str, Encoder], indexes: Mapping[str, Index]) -> Samples:
+    """The samples of datasets, in the order of the run."""
     counts = RememberedCounts(partial(item_count, encoders))
-    return {
-        "metas": lambda source, sample: indexes[source].meta(sample, source, counts),
-        "lengths": lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
-        "items": lambda source, ids: indexes[source].item_tokens(ids, counts),
-    }
+    return Samples(
+        _stream(config, indexes),
+        metas=lambda source, sample: indexes[source].meta(sample, source, counts),
+        lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
+        items=lambda source, ids: indexes[source].item_tokens(ids, counts),
+    )
+
+
+def _with_others(by_modality: Mapping[str, str], trace: Sequence[SampleMeta]) -> dict[str, str]:
+    """Give items of a trace that no encoder takes to the first one: it may hold some that the model at hand
+    does not know.
+    """
+    modalities = sorted({item.modality for meta in trace for item in meta.items})
+    if modalities and not by_modality:
+        raise ConfigError(
+            f"model.encoders is empty, and there are {', '.join(modalities)} items: choose a model with "
+            "encoders, such as model=llama3_1b_so400m"
+        )
+    first = next(iter(by_modality.values()), "")
+    return {**dict.fromkeys(modalities, first), **by_modality}
 
 
 def _policies(chosen: Chosen) -> Policies:

@@ -1,0 +1,58 @@
+"""Where steps take their samples from: an order in which they come, and what is known of each."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataloader.global_batch import Lengths
+from dataloader.stream import Ints, Order
+from dataloader.tokens import SampleMeta, fit, length
+
+TRACE = "trace"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`stream` orders samples; `metas` reads the metadata of one by source and id, `lengths` of many; `items`
+    gives the encoder tokens of the items of many, by modality: the place in the ids of the sample that each
+    is of, and its tokens.
+    """
+
+    stream: Order
+    metas: Callable[[str, int], SampleMeta]
+    lengths: Lengths
+    items: Callable[[str, Ints], dict[str, tuple[Ints, Ints]]]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """The samples 0 … cycle - 1 of the one source "trace", over and over."""
+
+    cycle: int
+    names: tuple[str, ...] = (TRACE,)
+
+    def take(self, start: int, count: int) -> tuple[Ints, Ints]:
+        """Source numbers and ids, int64 [count], at `count` positions from `start`."""
+        ids = np.arange(start, start + count, dtype=np.int64) % self.cycle
+        return np.zeros_like(ids), ids
+
+
+def in_order(trace: Sequence[SampleMeta]) -> Samples:
+    """Take the samples of a trace in their order, over and over."""
+
+    def lengths(source: str, ids: Ints, budget: int, policy: str) -> Ints:
+        # A sample that would be refused has length 0, as with an index: who takes it says why.
+        on_long = "drop" if policy == "error" else policy
+        kept = (fit(trace[i], budget, on_long) for i in ids.tolist())
+        return np.array([0 if meta is None else length(meta) for meta in kept], np.int64)
+
+    def items(source: str, ids: Ints) -> dict[str, tuple[Ints, Ints]]:
+        found: dict[str, list[tuple[int, int]]] = {}
+        for place, i in enumerate(ids.tolist()):
+            for item in trace[i].items:
+                found.setdefault(item.modality, []).append((place, item.tokens))
+        columns = {name: np.array(of, np.int64).T for name, of in found.items()}
+        return {name: (places, tokens) for name, (places, tokens) in columns.items()}
+
+    return Samples(InOrder(len(trace)), lambda source, sample: trace[sample], lengths, items)

@@ -1,0 +1,56 @@
+"""`omni data balance`: a table, a suggestion that can be copied, the slowest samples, pictures."""
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from dataloader.trace import generate, write_trace
+from omni.__main__ import main
+
+MODEL = ("~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "train.precision=bf16")
+LIMITS = ("data.microbatch_tokens=131072", "+data.sources.none.path=none", "launch.ranks=4")
+
+
+def run(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str, str]:
+    code = main(["data", "balance", *line])
+    done = capsys.readouterr()
+    return code, done.out, done.err
+
+
+def test_a_trace_gets_a_table_a_suggestion_and_its_slowest_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = generate("longtail", 32, 0)
+    write_trace(tmp_path / "mine.parquet", trace)
+    drawn = tmp_path / "mine.svg"
+    data = str(tmp_path / "mine.parquet")
+    code, out, _ = run(capsys, data, "--samples", "8", "--draw", str(drawn), *MODEL, *LIMITS)
+    assert code == 0
+    rows = [line.split() for line in out.splitlines()]
+    found = {(row[0], row[1], row[3]): float(row[6]) for row in rows if row and row[0] in ("none", "dynamic")}
+    assert {domain for _, domain, _ in found} == {"1", "2", "4"}
+    assert found["dynamic", "4", "lpt"] < found["none", "1", "none"]
+    assert "suggested: balance=" in out
+    assert " layout.domain=4 balance.group=1 encoder_sp=dynamic llm_sp=dynamic\n" in out
+    longest = max(trace, key=lambda meta: max((item.tokens for item in meta.items), default=0))
+    assert f"slowest samples of the step (planned, forward): trace {trace.index(longest)} (" in out
+    titles = [
+        text.text for text in ET.parse(drawn).findall(".//{*}text") if text.get("font-weight") == "bold"
+    ]
+    assert titles[0] == "tokens of a sample in the LLM"
+    assert [title.partition(":")[0] for title in titles[1:] if title] == ["llm", "image"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (("longtail", "--samples", "0"), "--samples 0"),
+        (("longtail", "--draw", "mine.png"), "--draw mine.png"),
+        (("nothing.parquet",), "nothing.parquet is not a readable trace"),
+    ],
+)
+def test_mistakes_are_named(line: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(capsys, *line, *MODEL, *LIMITS)
+    assert code == 1
+    assert message in err
