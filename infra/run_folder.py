@@ -1,8 +1,8 @@
 """A run is a folder: its names, and writing into it so that a crash never leaves half a file.
 
-`metrics.jsonl` and `samples.jsonl` hold one JSON object a line. Floats are written with Python's repr, so
-they read back bitwise. JSON has no NaN or infinity: they are written as the strings "NaN", "Infinity" and
-"-Infinity", which `float()` turns back into the number.
+`metrics.jsonl`, `samples.jsonl` and `slowest.jsonl` hold one JSON object a line. Floats are written with
+Python's repr, so they read back bitwise. JSON has no NaN or infinity: they are written as the strings "NaN",
+"Infinity" and "-Infinity", which `float()` turns back into the number.
 """
 
 import json
@@ -45,6 +45,11 @@ class RunFolder:
     def samples(self) -> Path:
         """One line a step: which samples it trained on."""
         return self.path / "samples.jsonl"
+
+    @property
+    def slowest(self) -> Path:
+        """One line a step: the sample that was planned to take longest."""
+        return self.path / "slowest.jsonl"
 
     @property
     def summary(self) -> Path:
@@ -101,8 +106,8 @@ def truncate_after(path: Path, step: int) -> None:
     """Drop from a JSONL file, atomically, the lines of steps above `step`, and a cut-short last line.
 
     A resumed run calls it with the checkpoint's step before it appends. A line's step is its "progress/step"
-    (metrics) or "step" (samples). A missing file is left missing. Raises ValueError for a line without a step
-    and for a broken line that is not the last.
+    (metrics) or "step" (the others). A missing file is left missing. Raises ValueError for a line without a
+    step and for a broken line that is not the last.
     """
     if not path.exists():
         return

@@ -1,12 +1,15 @@
 """What plans amount to: FLOPs and planned loads by component, of a domain and of the world."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
 from parallel.sequence import SequenceLayout
 from parallel.work import Load, even_load, part_name
 from pipeline.plan import StepPlan
+
+_MOST_SAMPLES = 1 << 20  # of a step: nanoseconds of one and its number in 63 bits
 
 
 def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
@@ -48,10 +51,37 @@ def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
     return found
 
 
-def busiest(spec: RunSpec, plan: StepPlan) -> tuple[int, ...]:
-    """The largest load of the domain, by component: what ranks compare to find the world's."""
+@dataclass(frozen=True)
+class Largest:
+    """The largest planned loads of a domain, or of the world, by component: forward nanoseconds of a rank and
+    of a domain; `sample_ns` are those of the costliest sample, whose number in the step is `sample`.
+    """
+
+    ranks: tuple[int, ...]
+    domains: tuple[int, ...]
+    sample_ns: int
+    sample: int
+
+    def packed(self) -> tuple[int, ...]:
+        """As integers whose maxima over domains are those of the world."""
+        return (*self.ranks, *self.domains, self.sample_ns * _MOST_SAMPLES + self.sample)
+
+    @classmethod
+    def unpacked(cls, values: Sequence[int]) -> "Largest":
+        """Read what `packed` gave."""
+        count = len(values) // 2
+        return cls(tuple(values[:count]), tuple(values[count:-1]), *divmod(values[-1], _MOST_SAMPLES))
+
+
+def largest(spec: RunSpec, plan: StepPlan) -> Largest:
+    """The largest loads of a plan's domain."""
     found = loads(spec, plan)
-    return tuple(max(found[name], default=0) for name in plan.components)
+    assert len(plan.taken) <= _MOST_SAMPLES, f"a step has at most {_MOST_SAMPLES} samples"
+    return Largest(
+        tuple(max(found[name], default=0) for name in plan.components),
+        tuple(sum(found[name]) for name in plan.components),
+        *plan.costliest,
+    )
 
 
 def planned_sums(spec: RunSpec, plan: StepPlan, counts: bool) -> tuple[float, ...]:
@@ -85,12 +115,18 @@ def trained_flops(
     return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
 
 
-def imbalance(spec: RunSpec, plan: StepPlan, most: Sequence[int], sums: Sequence[float]) -> dict[str, float]:
-    """Largest over mean planned load: of members of all pools for the LLM, of ranks for each encoder; 1 is
-    even. `most` and `sums` are those of the world, by component.
+def imbalance(spec: RunSpec, plan: StepPlan, most: Largest, sums: Sequence[float]) -> dict[str, float]:
+    """Largest over mean planned load, 1 is even, by what they are ratios of: "max_over_mean/<component>" of
+    members of all pools for the LLM and of ranks for each encoder, "domain_max_over_mean/<component>" of
+    domains. `most` and `sums` are those of the world.
     """
-    means = mean_loads(spec, plan, sums)
-    return {name: largest / mean for (name, mean), largest in zip(means.items(), most, strict=True) if mean}
+    means, domains = mean_loads(spec, plan, sums), spec.arrangement.num_domains
+    found = {}
+    for (name, mean), rank, domain, total in zip(means.items(), most.ranks, most.domains, sums, strict=True):
+        if mean:
+            found[f"max_over_mean/{name}"] = rank / mean
+            found[f"domain_max_over_mean/{name}"] = domain * domains / total
+    return found
 
 
 def mean_loads(spec: RunSpec, plan: StepPlan, sums: Sequence[float]) -> dict[str, float]:

@@ -215,6 +215,7 @@ class Planner(DomainPlanner):
             train,
         )
         samples = tuple(taken.sample(numbers[i]) for i in mine)
+        costliest = max(((costs.total_ns[i], numbers[i]) for i in mine), default=(0, 0))
         plans = [
             StepPlan(
                 step=step,
@@ -227,6 +228,7 @@ class Planner(DomainPlanner):
                 number=number,
                 domain=replace(domain, samples=samples),
                 learnt=self.table.learnt,
+                costliest=costliest,
             )
             for domain in candidates
         ]

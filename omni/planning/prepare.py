@@ -70,10 +70,7 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
     share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
     sharing = share(table)
     planner = Planner(
-        stream=samples.stream,
-        metas=samples.metas,
-        lengths=samples.lengths,
-        items=samples.items,
+        **vars(samples),
         encoders=by_modality,
         components=(LLM, *encoders),
         arrangement=arrangement,

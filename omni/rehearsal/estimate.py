@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 
 from omni.planning.fullest import Peak, fullest_in_team, fullest_team
-from omni.planning.loads import busiest, mean_loads, planned_sums, trained_flops
+from omni.planning.loads import largest, mean_loads, planned_sums, trained_flops
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent
@@ -61,7 +61,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
     most, sums, targets = [0] * len(spec.components), [0.0] * len(spec.components) * 2, 0
     for plan in plans:
         spec.planner.verify(plan)
-        most = [max(pair) for pair in zip(most, busiest(spec, plan), strict=True)]
+        most = [max(pair) for pair in zip(most, largest(spec, plan).ranks, strict=True)]
         sums = [a + b for a, b in zip(sums, planned_sums(spec, plan, counts=True), strict=False)]
         metas = spec.planner.metas_of(plan.domain)
         targets += sum(meta.text_tokens + (not meta.truncated) for meta in metas)

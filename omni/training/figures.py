@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from omni.planning.loads import imbalance, trained_flops
+from omni.planning.loads import Largest, imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
@@ -35,8 +35,7 @@ class Progression:
 @dataclass(frozen=True)
 class StepRun:
     """A step that has run and not updated yet: what was prepared, by which cost table, what the rank at
-    `position` of its domain made of it, what all ranks learnt, and the load of the busiest rank of the world
-    by component.
+    `position` of its domain made of it, what all ranks learnt, and the largest loads of the world.
     """
 
     prepared: Prepared
@@ -44,7 +43,7 @@ class StepRun:
     position: int
     result: StepResult
     totals: StepTotals
-    loads: tuple[int, ...]
+    largest: Largest
 
     @cached_property
     def passes(self) -> tuple[Sample, ...]:
@@ -135,8 +134,8 @@ def metrics_of(
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    uneven = imbalance(spec, plan, run.loads, totals.planned[count:-1])
-    metrics |= {f"balance/max_over_mean/{name}": value for name, value in uneven.items()}
+    uneven = imbalance(spec, plan, run.largest, totals.planned[count:-1])
+    metrics |= {f"balance/{ratio}": value for ratio, value in uneven.items()}
     if totals.expert_load and (moe := spec.config.model.llm.mixture) is not None:
         layers = spec.config.model.llm.layers - moe.dense_layers
         metrics["balance/max_over_mean/experts"] = totals.expert_load / layers

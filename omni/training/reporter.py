@@ -1,5 +1,6 @@
 """What a user sees of a run: the screen, metrics, sample records, the summary."""
 
+import json
 import os
 import sys
 import time
@@ -24,6 +25,9 @@ from omni.training.idle import OfAllRanks
 from omni.training.opening import opening
 from omni.training.transcriptions import lines_of, summed_up
 from pipeline.plan import StepPlan
+
+NUM_SLOWEST = 5
+SLOWEST_STEPS = 100  # the last steps, of each of which the slowest sample is recorded
 
 
 class Reporter:
@@ -60,6 +64,7 @@ class Reporter:
             set_aside(folder.timelines)
         else:
             forget_after(folder, resumed)
+        self.slowest = _open_records(folder.slowest, resumed)
         self.samples = _open_records(folder.samples, resumed) if spec.config.data.record_samples else None
         self.progress = Progress(spec.config.train.steps)
         self.progress.note("\n".join(opening(spec, folder, resumed, self.tracker.where)))
@@ -89,6 +94,10 @@ class Reporter:
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss, self.peaks = totals.loss, ranks.peaks
+        taken, most = plan.taken, run.largest
+        source = taken.sources[taken.source[most.sample]]
+        slow = {"source": source, "sample": taken.ids[most.sample], "planned_ms": most.sample_ns / 1e6}
+        append_line(self.slowest, {"step": step, **slow})
         if heldout:
             self.heldout |= heldout
             losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
@@ -105,8 +114,8 @@ class Reporter:
         """Have the records of all steps on the disk, before a checkpoint says that they are done."""
         if self.active:
             self.tracker.settle()
-            if self.samples is not None:
-                os.fsync(self.samples.fileno())
+            for records in filter(None, (self.slowest, self.samples)):
+                os.fsync(records.fileno())
 
     def saved(self, step: int, seconds: float) -> None:
         """Say that the checkpoint of a step was saved, which held training up for so many seconds."""
@@ -141,20 +150,31 @@ class Reporter:
             "plan/schedule": dict(self.schedules),
             **self.heldout,
         }
+        summary["balance/slowest_samples"] = self._slowest()
         for source, results in transcriptions.items():
             summary |= summed_up(source, results)
             for line in lines_of(source, results):
                 self.progress.note(line)
         self.tracker.summary(summary)
 
+    def _slowest(self) -> list[dict[str, Any]]:
+        """The samples of the last steps that were planned to take longest, each once."""
+        last = map(json.loads, self.folder.slowest.read_text(encoding="utf-8").splitlines()[-SLOWEST_STEPS:])
+        found = {(of["source"], of["sample"]): of for of in sorted(last, key=lambda of: of["planned_ms"])}
+        return sorted(found.values(), key=lambda of: (-of["planned_ms"], of["step"]))[:NUM_SLOWEST]
+
     def close(self, exit_code: int) -> None:
         """Say what was not trained on, if anything, and close all files and trackers."""
         if not self.active:
             return
+        if slowest := self._slowest():
+            named = (f"{of['source']} {of['sample']} ({of['planned_ms']:.3g} ms)" for of in slowest)
+            self.progress.note(f"slowest samples of the last steps (planned, forward): {', '.join(named)}")
         if self._left_out:
             self.progress.note(f"left out so far: {self._left_out}")
         self.progress.close()
         self.tracker.finish(exit_code)
+        self.slowest.close()
         if self.samples is not None:
             self.samples.close()
         sys.stdout.flush()

@@ -25,7 +25,7 @@ from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.registry import prepare_item
-from omni.planning.loads import busiest, planned_sums
+from omni.planning.loads import Largest, largest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
@@ -165,27 +165,27 @@ class Trainer:
         if step <= ahead.last:
             plan = ahead.plan(step)
             numbers = (0, plan.group.number, plan.number)
-            self.consensus.offer(step, plan.digests, numbers, busiest(self.spec_at(step), plan))
+            self.consensus.offer(step, plan.digests, numbers, largest(self.spec_at(step), plan).packed())
 
     def spec_at(self, step: int) -> RunSpec:
         """The run with the cost table that a step is planned with."""
         return replace(self.spec, table=self.tables.at(step))
 
-    def agree_on(self, plan: StepPlan) -> tuple[int, ...]:
+    def agree_on(self, plan: StepPlan) -> Largest:
         """Settle that all ranks hold the same plans, level by level, before any of them runs.
 
-        Returns the load of the busiest rank of the world by component.
+        Returns the largest loads of the world.
         """
         with waiting_at(self.rank, f"step {plan.step}: comparing plans", self.rank.groups.control):
             agreement = self.consensus.settle(plan.step)
         if agreement.divergence is not None:
             raise DivergenceError(explain(plan, agreement.divergence, diff, self.rank.groups.control))
-        return agreement.figures
+        return Largest.unpacked(agreement.figures)
 
     def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:
         """Run a step once all ranks agree on its plan, and learn its totals, with laps on `watch`."""
         plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
-        loads = self.agree_on(plan)
+        most = self.agree_on(plan)
         self.check_failures(prepared)
         tombstones = Tombstones(self.rank, plan, prepared.failures)
         inputs = replace(prepared.inputs, before_loss=tombstones.mask)
@@ -202,7 +202,7 @@ class Trainer:
         )
         watch.done(END)
         table, position = self.tables.at(plan.step), self.rank.engine.position
-        return StepRun(prepared, table, position, result, totals, loads)
+        return StepRun(prepared, table, position, result, totals, most)
 
     def idle_shares(self, done: StepRun) -> IdleShares:
         """Start summing what ranks spent a step with while they stood still, and gather what they held."""

@@ -1,7 +1,9 @@
 """Metrics that are of the whole world, though each rank planned its own domain alone."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from planners import plans_of_all_domains
@@ -98,7 +100,7 @@ def test_figures_of_a_step_are_those_of_all_domains(
     ranks.run(world, _train, line, world)
     spec = prepare_run(compose_config(line), world)
     assert spec.arrangement.num_domains == 2
-    cursor, seen = 0, 0
+    cursor, seen, costs = 0, 0, dict[tuple[int, int], int]()
     for step, metrics in enumerate(read_metrics(tmp_path / "metrics.jsonl"), 1):
         plans = plans_of_all_domains(spec.planner, step, cursor)
         taken = plans[0].taken
@@ -116,7 +118,22 @@ def test_figures_of_a_step_are_those_of_all_domains(
             even = sum(loads) / len(loads)
             assert metrics[f"balance/max_over_mean/{name}"] == pytest.approx(max(loads) / even, rel=1e-9)
             assert max(loads) > even, "the domains are alike: a rank's own figures would do"
+            each = np.reshape(loads, (len(plans), -1)).sum(1)
+            found = metrics[f"balance/domain_max_over_mean/{name}"]
+            assert found == pytest.approx(each.max() / each.mean(), rel=1e-9)
 
+        for plan in plans:
+            metas = spec.planner.metas_of(plan.domain)
+            for meta, ns in zip(metas, spec.planner.costing.costs(metas).total_ns, strict=True):
+                costs[step, meta.id] = ns
         packs = sum(len(plan.domain.microbatches) for plan in plans)
         assert metrics["data/pack_fill"] == pytest.approx(sum(taken.lengths) / (160 * packs), rel=1e-9)
     assert step == STEPS
+    lines = (tmp_path / "slowest.jsonl").read_text().splitlines()
+    for step, of in enumerate(map(json.loads, lines), 1):
+        assert of["step"] == step
+        assert of["planned_ms"] * 1e6 == pytest.approx(costs[step, of["sample"]])
+        assert costs[step, of["sample"]] == max(ns for (number, _), ns in costs.items() if number == step)
+    assert len(lines) == STEPS
+    slowest = json.loads((tmp_path / "summary.json").read_text())["balance/slowest_samples"]
+    assert slowest[0]["planned_ms"] * 1e6 == pytest.approx(max(costs.values()))
