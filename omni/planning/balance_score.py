@@ -250,9 +250,9 @@ def slot_nodes(planner: Planner, domain: int, encoder: str) -> list[int]:
     return [nodes[slot[0]] for slot in planner.arrangement.slots(encoder)]
 
 
-def position_nodes(planner: Planner, domain: int) -> tuple[int, ...]:
+def position_nodes(planner: Planner, domain: int) -> list[int]:
     """Return the node of each position of a domain."""
-    return node_map(planner.arrangement.domain_ranks(domain), planner.transport.ranks_per_node)
+    return list(node_map(planner.arrangement.domain_ranks(domain), planner.transport.ranks_per_node))
 
 
 def _rows_across(
