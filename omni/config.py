@@ -321,6 +321,15 @@ class TrainConfig:
 
 
 @dataclass
+class HealthConfig:
+    """What a run watches itself for. Every `compare_every` steps (0 for never), and before each save, ranks
+    that hold copies of the same weights compare their bits.
+    """
+
+    compare_every: int = 10
+
+
+@dataclass
 class LaunchConfig:
     """Processes. `ranks: null` is one a GPU, or two on a machine without one. `oversubscribe` starts more
     ranks than the cores and the memory of this machine can be expected to take.
@@ -359,6 +368,7 @@ class Config:
     start: StartConfig = field(default_factory=StartConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -239,10 +239,12 @@ class LLMStage:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """State beside the weights, by canonical name, on the one rank of a stage that saves it."""
-        if self.config.mixture is None or self.groups.tp_dp_cp.rank() > 0:
-            return {}
+        return self.biases() if self.groups.tp_dp_cp.rank() == 0 else {}
+
+    def biases(self) -> dict[str, torch.Tensor]:
+        """Biases of experts by canonical name, which all ranks of a stage hold alike."""
         biases: dict[str, torch.Tensor] = {}
-        for part in self.parts.values():
+        for part in self.parts.values() if self.config.mixture is not None else ():
             biases |= expert_biases(part.model, part.numbering.first_layer)
         return biases
 

@@ -206,6 +206,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
     require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
+    require("health", config.health, "compare_every", least=0)
     require("data", config.data, "microbatch_tokens", "sample_tokens", "step_tokens", "step_samples")
     require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)

@@ -18,6 +18,7 @@ from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
 from omni.rank.state import Names
 from ops.device import dtype_of
+from parallel.copies import Copy
 from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
@@ -53,6 +54,13 @@ class Rank:
     def is_first(self) -> bool:
         """Whether this rank reports for the run."""
         return self.rank == 0
+
+    def copies(self) -> list[Copy]:
+        """Return what of this rank's weights other ranks hold, too, and the same to the bit."""
+        copies = [copy for component in self.components.values() for copy in component.copies()]
+        if self.stage is not None and (biases := self.stage.biases()):
+            copies.append(Copy("biases of experts", list(biases.values()), self.stage.groups.tp_dp_cp))
+        return copies
 
 
 def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callable[[], None]:

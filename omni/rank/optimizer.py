@@ -20,6 +20,7 @@ import torch.distributed as dist
 from omni.config import ConfigError, OptimConfig
 from omni.planning.optim_schedule import frozen_components, learning_rate
 from omni.rank.totals import StepTotals
+from parallel.copies import Copy
 from parallel.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -89,6 +90,16 @@ class ComponentOptimizer:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of all parts on this rank."""
         return [parameter for module in self.modules.values() for parameter in module.parameters()]
+
+    def copies(self) -> Iterator[Copy]:
+        """Yield the weights that ranks hold copies of: those of experts have other ranks than the rest."""
+        for name, is_expert, group in (
+            (self.name, False, self.groups.dp_cp),
+            (f"{self.name}, experts", True, self.groups.expt_dp),
+        ):
+            own = [p for p in self.parameters if getattr(p, "allreduce", True) != is_expert]
+            if own:
+                yield Copy(name, own, group)
 
     def clear(self) -> None:
         """Set all gradients to zero."""

@@ -54,10 +54,12 @@ def learn_totals(
     planned: Sequence[float] = (),
     tombstones: int = 0,
     stop: bool = False,
+    differing: torch.Tensor | None = None,
 ) -> StepTotals:
     """Learn what a training step came to over all ranks: the one point where the host waits for the device.
 
-    What `StepTotals` sums beside losses and norms is this rank's part of it, and `stop` its wish.
+    What `StepTotals` sums beside losses and norms is this rank's part of it, `stop` its wish, and `differing`
+    what it found where copies of weights were compared.
 
     Raises:
         StallError: if a peer does not answer in time.
@@ -73,6 +75,7 @@ def learn_totals(
             planned,
             tombstones,
             stop,
+            differing,
             rank.groups.world,
         )
 

@@ -14,8 +14,8 @@ from ops.device import to_device
 class StepTotals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
     component, what the plans of all domains add up to, the load of experts in the step before (tokens of the
-    busiest over the mean, summed over layers), samples lost to bad data, and whether any rank was asked to
-    stop.
+    busiest over the mean, summed over layers), samples lost to bad data, whether any rank was asked to stop,
+    and whether weights that are copies were found to differ.
     """
 
     losses: tuple[float, ...]
@@ -25,6 +25,7 @@ class StepTotals:
     expert_load: float
     tombstones: int
     stop: bool
+    corrupted: bool = False
 
     @property
     def num_targets(self) -> float:
@@ -45,13 +46,19 @@ def reduce_totals(
     planned: Sequence[float],
     tombstones: int,
     stop: bool,
+    differing: torch.Tensor | None,
     group: dist.ProcessGroup,
 ) -> StepTotals:
-    """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss."""
+    """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss;
+    `differing` [] counts copies of weights that differ, None if they were not compared.
+    """
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
     rest = torch.tensor([*planned, tombstones, stop], dtype=torch.float64)
-    packed = torch.cat([sums, squares, expert_load.double().reshape(1), to_device(rest, squares.device)])
+    if differing is None:
+        differing = torch.zeros_like(expert_load)
+    measured = torch.stack([expert_load.double(), differing.double()])
+    packed = torch.cat([sums, squares, measured, to_device(rest, squares.device)])
     dist.all_reduce(packed, group=group)
     values = packed.tolist()
     n, m = num_sources, 2 * num_sources + len(squares)
@@ -59,8 +66,9 @@ def reduce_totals(
         losses=tuple(values[:n]),
         targets=tuple(values[n : 2 * n]),
         squares=tuple(values[2 * n : m]),
-        planned=tuple(values[m + 1 : -2]),
+        planned=tuple(values[m + 2 : -2]),
         expert_load=values[m],
         tombstones=round(values[-2]),
         stop=values[-1] > 0,
+        corrupted=values[m + 1] > 0,
     )

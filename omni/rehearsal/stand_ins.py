@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.config import MoEConfig
 from omni.models.llm_stage import LLMStage
-from omni.models.moe import expert_biases
 from omni.rank import build, inputs, state, step
 from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
@@ -132,7 +131,7 @@ def files_in_memory() -> Iterator[None]:
         _replaced(torch, "save", lambda content, file: saved.update(content)),
         _replaced(torch, "load", lambda *args, **kwargs: saved),
         _replaced(state, "owned", lambda *args: (replace(shard, copy=(0, 0)) for shard in owned(*args))),
-        _replaced(LLMStage, "buffers", _biases),
+        _replaced(LLMStage, "buffers", LLMStage.biases),
     ):
         yield
 
@@ -157,11 +156,6 @@ def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
 def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *more: object) -> StepTotals:
     ones = (1.0,) * len(squares)
     return StepTotals((1.0,), (1.0,), ones, (), 0.0, 0, False)
-
-
-def _biases(stage: LLMStage) -> dict[str, torch.Tensor]:
-    parts = stage.parts.values()
-    return {k: v for part in parts for k, v in expert_biases(part.model, part.numbering.first_layer).items()}
 
 
 def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:

@@ -44,6 +44,7 @@ from omni.training.reporter import Reporter
 from omni.training.timeline import meet, record
 from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
+from parallel.copies import Copies
 from pipeline.laps import DATA, END, idle_of
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
@@ -91,6 +92,7 @@ class Trainer:
         heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table, self.rank.groups.control)
         self.evaluator = Evaluator(spec, self.rank, heldout)
+        self.copies = Copies(self.rank.copies(), device)
         self.step = 0
         self.cursor = 0
         self.progression = Progression()
@@ -124,6 +126,7 @@ class Trainer:
                 report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, recorded)
                 self.check_updates(done.totals)
                 if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
+                    self.check_copies()
                     report.settle()
                     report.saved(step, self.save())
                 if done.totals.stop:
@@ -190,6 +193,7 @@ class Trainer:
         tombstones = Tombstones(self.rank, plan, prepared.failures)
         inputs = replace(prepared.inputs, before_loss=tombstones.mask)
         result = execute(self.rank, plan, inputs, watch)
+        differing = self.compare_copies(plan.step)
         lost = len(tombstones.samples)
         speaks = self.rank.engine.position == 0  # for its domain
         totals = learn_totals(
@@ -199,10 +203,40 @@ class Trainer:
             planned=planned_sums(self.spec_at(plan.step), plan, counts=speaks),
             tombstones=lost if speaks else 0,
             stop=self.stop.requested,
+            differing=differing,
         )
+        if totals.corrupted:
+            raise self.copies.explain(self.rank.groups.control)
+        if differing is not None:
+            self.copies.forget()
         watch.done(END)
         table, position = self.tables.at(plan.step), self.rank.engine.position
         return StepRun(prepared, table, position, result, totals, most)
+
+    def compare_copies(self, step: int) -> torch.Tensor | None:
+        """Note with which bits a step computed. Every `health.compare_every` steps compare them, and return
+        what `Copies.differing` does: the step's totals tell all ranks, before anything is updated.
+        """
+        every = self.config.health.compare_every
+        if every == 0:
+            return None
+        self.copies.note(step)
+        if step % every:
+            return None
+        with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
+            return self.copies.differing()
+
+    def check_copies(self) -> None:
+        """Compare what was noted since the last comparison: what is saved is to come of sound weights."""
+        if not self.copies.steps:
+            return
+        control = self.rank.groups.control
+        with waiting_at(self.rank, f"step {self.step}: comparing copies of weights", control):
+            differing = self.copies.differing().cpu()
+            dist.all_reduce(differing, group=control)
+        if differing:
+            raise self.copies.explain(control)
+        self.copies.forget()
 
     def idle_shares(self, done: StepRun) -> IdleShares:
         """Start summing what ranks spent a step with while they stood still, and gather what they held."""

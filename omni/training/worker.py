@@ -34,10 +34,18 @@ from omni.planning.run_spec import RunSpec
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
+from parallel.copies import CorruptionError
 from parallel.layout import LayoutError
 from parallel.waiting import StallError
 
-_TOLD = (CheckpointError, DivergenceError, NoUpdateError, PlannerEndedError, StallError)
+_TOLD = (
+    CheckpointError,
+    CorruptionError,
+    DivergenceError,
+    NoUpdateError,
+    PlannerEndedError,
+    StallError,
+)
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 

@@ -1,0 +1,161 @@
+"""Do ranks that hold copies of the same weights still hold the same bits?
+
+Memory and arithmetic units fail in silence, and a data-parallel rank whose weights have changed spoils the
+gradients of all. What is gathered after an update is the same to the bit on all ranks of a group, so each of
+them sums up the bits of its weights in every step, and every so many steps the sums are compared.
+
+A sum is of integers, modulo 2**64: exact, in any order, and a change of a single bit always changes it.
+Changes of several bits of one tensor may cancel, such as one bit set and the same one cleared elsewhere;
+those of several tensors do by chance alone, and what lasts for several steps is seen in the sum of each.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64 (Steele et al., 2014)
+_STRIDE = 0x9E3779B97F4A7C15 - 2**64
+
+
+class CorruptionError(RuntimeError):
+    """Copies of weights differ; the message names the ranks that have changed, and since which step."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Tensors of which every rank of `group` holds the same, called `name` in messages."""
+
+    name: str
+    tensors: Sequence[torch.Tensor]
+    group: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What a rank summed up of copies that `ranks` hold: a sum for each step."""
+
+    name: str
+    ranks: tuple[int, ...]
+    sums: Mapping[int, int]
+
+
+def sum_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum up the bits of tensors, [] int64 on their device; nothing waits for it."""
+    return _mixed(torch.stack([_bits(tensor) for tensor in tensors]))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's bits as integers, the widest that it consists of: fewer to add, none to widen."""
+    flat, size = tensor.detach().view(-1), tensor.element_size()
+    for width, integer in _INTEGERS.items():
+        if all(of * size % width == 0 for of in (flat.numel(), flat.storage_offset())):
+            return flat.view(integer).sum(dtype=torch.int64)
+    raise AssertionError(f"weights of {size} bytes an element")
+
+
+def _mixed(sums: torch.Tensor) -> torch.Tensor:
+    """Add up sums of tensors, each scrambled with its place. Different numbers stay different, so that no
+    single change is lost; and changes that are alike do not cancel.
+    """
+    places = torch.arange(len(sums), dtype=torch.int64, device=sums.device)
+    mixed = sums + places * _STRIDE
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return (mixed ^ _shifted(mixed, 31)).sum()
+
+
+def _shifted(values: torch.Tensor, by: int) -> torch.Tensor:
+    """To the right, with zeros coming in: torch's own shift repeats the sign."""
+    return (values >> by) & ((1 << (64 - by)) - 1)
+
+
+class Copies:
+    """Notes sums of this rank's `copies` and compares them with those of the ranks that hold the same.
+
+    All ranks of the world note the same steps and compare after the same ones.
+    """
+
+    def __init__(self, copies: Sequence[Copy], device: torch.device) -> None:
+        self.copies = [copy for copy in copies if copy.group.size() > 1]
+        self.device = device
+        self.steps: list[int] = []
+        self.sums: list[list[torch.Tensor]] = [[] for _ in self.copies]
+
+    def note(self, step: int) -> None:
+        """Sum up the bits that `step` computed with; called before its update, which covers traces up."""
+        self.steps.append(step)
+        for copy, sums in zip(self.copies, self.sums, strict=True):
+            sums.append(sum_of_bits(copy.tensors))
+
+    def differing(self) -> torch.Tensor:
+        """Compare what was noted, step by step. Returns, [] float64 on the device, of how many copies of this
+        rank the sums are not those of all ranks of their groups; each rank of a group learns the same.
+        """
+        found = torch.zeros((), dtype=torch.float64, device=self.device)
+        for copy, sums in zip(self.copies, self.sums, strict=True):
+            own = torch.stack(sums)
+            halves = torch.stack([own >> 32, own & 0xFFFFFFFF])
+            # Maxima of numbers and of their negatives cancel if all ranks have the same, and only then.
+            both = torch.cat([halves, -halves])
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=copy.group)
+            found += (both[:2] + both[2:]).any()
+        return found
+
+    def forget(self) -> None:
+        """Begin anew, after a comparison."""
+        self.steps.clear()
+        for sums in self.sums:
+            sums.clear()
+
+    def explain(self, control: dist.ProcessGroup) -> CorruptionError:
+        """Return an error that says who differs. Every rank of the world's CPU group calls it."""
+        noted = [
+            Noted(
+                copy.name,
+                tuple(dist.get_process_group_ranks(copy.group)),
+                dict(zip(self.steps, torch.stack(sums).tolist(), strict=True)),
+            )
+            for copy, sums in zip(self.copies, self.sums, strict=True)
+        ]
+        found: list[tuple[str, list[Noted]]] = [("", [])] * control.size()
+        dist.all_gather_object(found, (socket.gethostname(), noted), group=control)
+        lines = differences([of for _, of in found], [host for host, _ in found])
+        return CorruptionError("\n  ".join(("weights that are copies differ:", *lines)))
+
+
+def differences(noted: Sequence[Sequence[Noted]], hosts: Sequence[str]) -> list[str]:
+    """Say of all copies that differ which ranks have changed: those against a majority, else all of them.
+
+    `noted` and `hosts` are by rank.
+    """
+    lines = []
+    for rank, own in enumerate(noted):
+        for place, copy in enumerate(own):
+            if copy.ranks[0] != rank:
+                continue  # the first rank of each group speaks for it
+            sums = {peer: noted[peer][place].sums for peer in copy.ranks}
+            if line := _difference(copy.name, sums, hosts):
+                lines.append(line)
+    return lines
+
+
+def _difference(name: str, sums: Mapping[int, Mapping[int, int]], hosts: Sequence[str]) -> str | None:
+    first = next(iter(sums.values()))
+    for step in first:
+        counts = Counter(of[step] for of in sums.values())
+        (common, most), *others = counts.most_common()
+        if not others:
+            continue
+        majority = 2 * most > len(sums)
+        odd = [rank for rank, of in sums.items() if of[step] != common or not majority]
+        who = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
+        than = (
+            f"not those of the {most} others that agree" if majority else "no majority to say which is right"
+        )
+        return f"{name}: step {step} is the first that computed with other bits on {who}; {than}"
+    return None
