@@ -18,8 +18,9 @@ from pipeline.costs import measured, simulate
 from pipeline.drawing import idle_ns, rows_of
 from pipeline.engine import StepResult
 from pipeline.laps import DATA
-from pipeline.ops import Kind, Op
+from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import Timeline
+from pipeline.stopwatch import Timing
 
 
 @dataclass
@@ -50,6 +51,20 @@ class StepRun:
         """What each pass of this rank took. A GPU counts collectives inside layers among it."""
         domain, talks = self.prepared.plan.domain, device_type() == "cuda"
         timings = ((timing.op, timing.busy_ns) for timing in self.result.timings)
+        return tuple(measured(domain, self.table, self.position, timings, talks=talks))
+
+    @cached_property
+    def spans(self) -> tuple[Sample, ...]:
+        """The same by the clock, so that on a CPU it counts when another process has the core. What several
+        ranks run together counts as in `passes`: they wait in it for each other.
+        """
+        domain, talks = self.prepared.plan.domain, device_type() == "cuda"
+
+        def took(timing: Timing) -> int:
+            alone = timing.op.kind in COMPUTE and len(domain.parties(timing.op, self.position)) == 1
+            return round((timing.end_s - timing.start_s) * 1e9) if alone else timing.busy_ns
+
+        timings = ((timing.op, took(timing)) for timing in self.result.timings)
         return tuple(measured(domain, self.table, self.position, timings, talks=talks))
 
 

@@ -18,11 +18,12 @@ from omni.about import about_run
 from omni.config import ConfigError
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
-from omni.training.alerts import Alerts
+from omni.training.alerts import Alert, Alerts
 from omni.training.evaluate import Transcription
 from omni.training.figures import Progression, StepRun, metrics_of
 from omni.training.idle import OfAllRanks
 from omni.training.opening import opening
+from omni.training.slowness import Slowest
 from omni.training.transcriptions import lines_of, summed_up
 from pipeline.plan import StepPlan
 
@@ -76,10 +77,12 @@ class Reporter:
         optimizer: JointOptimizer,
         step_s: float,
         heldout: dict[str, float],
+        slowest: Slowest | None,
         recorded: bool,
     ) -> None:
-        """Report one step that took `step_s` seconds, with what all ranks told of it and any held-out losses
-        measured after it. Of a `recorded` one the timeline is there.
+        """Report one step that took `step_s` seconds, with what all ranks told of it, any held-out losses
+        measured after it, and the slowest rank if it has just been found. Of a `recorded` one the timeline is
+        there.
         """
         if not self.active:
             return
@@ -87,7 +90,7 @@ class Reporter:
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
-        metrics |= self.saved_before
+        metrics |= self.saved_before | (slowest.metrics() if slowest is not None else {})
         self.saved_before = {}
         if recorded:
             self._draw(step)
@@ -107,8 +110,9 @@ class Reporter:
         self._say_schedule(plan)
         self._say_left_out()
         for alert in self.alerts.step(metrics | heldout):
-            self.progress.note(f"{alert.title}: {alert.text}")
-            self.tracker.alert(alert.title, alert.text)
+            self._alert(alert)
+        if slowest is not None and slowest.is_slow:
+            self._alert(Alert("slow rank", f"step {step}: {slowest}"))
 
     def settle(self) -> None:
         """Have the records of all steps on the disk, before a checkpoint says that they are done."""
@@ -178,6 +182,10 @@ class Reporter:
         if self.samples is not None:
             self.samples.close()
         sys.stdout.flush()
+
+    def _alert(self, alert: Alert) -> None:
+        self.progress.note(f"{alert.title}: {alert.text}")
+        self.tracker.alert(alert.title, alert.text)
 
     def _draw(self, step: int) -> None:
         """Hand the timeline of a recorded step to trackers that show pictures."""

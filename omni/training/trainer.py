@@ -8,6 +8,7 @@ in the plan; everything a rank does is in its op list. What lies between taking 
 
 import contextlib
 import math
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
+from omni.training.slowness import Slowest, SlowRanks
 from omni.training.timeline import meet, record
 from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
@@ -92,6 +94,7 @@ class Trainer:
         heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table, self.rank.groups.control)
         self.evaluator = Evaluator(spec, self.rank, heldout)
+        self.slow_ranks = SlowRanks(spec.table.parts, self.rank.groups.control)
         self.copies = Copies(self.rank.copies(), device)
         self.step = 0
         self.cursor = 0
@@ -118,12 +121,13 @@ class Trainer:
                 self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
                 self.learn_costs(done)
+                slowest = self.find_slowest(done)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
                 if recorded:
                     record(self.folder, self.spec, self.rank, done, stays)
-                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, recorded)
+                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, slowest, recorded)
                 self.check_updates(done.totals)
                 if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
                     self.check_copies()
@@ -261,6 +265,16 @@ class Trainer:
             with waiting_at(self.rank, f"step {step}: adding up op times", control):
                 self.tables.settle(step)
             self.tables.offer(done.passes)
+
+    def find_slowest(self, done: StepRun) -> Slowest | None:
+        """Compare ranks by the time of their ops: see `SlowRanks`."""
+        step, control = done.prepared.plan.step, self.rank.groups.control
+        with waiting_at(self.rank, f"step {step}: comparing op times", control):
+            slowest = self.slow_ranks.step(done.spans, done.table)
+        if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
+            where = f"rank {slowest.rank} is on {socket.gethostname()}"
+            print(f"step {step}: {slowest}; {where}", file=sys.stderr, flush=True)
+        return slowest
 
     def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""
