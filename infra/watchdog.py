@@ -1,6 +1,7 @@
-"""Break a hang: when a rank stops making progress, say what it was doing and end the process.
+"""Break a hang: when a rank stops making progress, say what it is doing, and later end the process.
 
-A collective that one rank never enters blocks the others for ever and without a word. Ending the process lets
+A collective that one rank never enters blocks the others for ever and without a word. Each of them says
+where it stands: the one who stands elsewhere, or says nothing, is whom they wait for. Ending the process lets
 torchrun's agent restart the group from the last checkpoint.
 """
 
@@ -9,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self, TextIO
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
@@ -18,19 +20,29 @@ DESCRIBE_S = 5.0  # how long `describe` may take before the process ends without
 class Watchdog:
     """Ends the process with code 75 when nobody called `beat` for `timeout_s` seconds.
 
-    Before that it writes to `out` (which needs a file descriptor; default stderr) the text of `describe`,
-    which should name the rank, its current op, since when, and whom it waits for, and then the stack of
-    every thread. The time the whole process is stopped (a debugger, a suspended job) does not count.
-    `start` or `with` begins. Raises ValueError if `timeout_s` is not positive.
+    Before that, and once already after `report_s` seconds of silence if that is sooner, it writes to `out`
+    (which needs a file descriptor; default stderr) the text of `describe`, which should name the rank, its
+    current op, since when, and whom it waits for, and then the stack of every thread. The time the whole
+    process is stopped (a debugger, a suspended job) does not count. `start` or `with` begins. Raises
+    ValueError if a time is not positive.
     """
 
-    def __init__(self, timeout_s: float, describe: Callable[[], str], out: TextIO | None = None) -> None:
-        if timeout_s <= 0:
+    def __init__(
+        self,
+        timeout_s: float,
+        describe: Callable[[], str],
+        out: TextIO | None = None,
+        report_s: float | None = None,
+    ) -> None:
+        report_s = timeout_s if report_s is None else report_s
+        if min(timeout_s, report_s) <= 0:
             raise ValueError(
-                f"watchdog timeout_s={timeout_s} must be positive: give seconds, well above a step"
+                f"watchdog timeout_s={timeout_s}, report_s={report_s} must be positive: give seconds, well "
+                f"above a step"
             )
         self.exit_process: Callable[[int], object] = os._exit
         self._timeout_s = timeout_s
+        self._report_s = min(report_s, timeout_s)
         self._describe = describe
         # The original stderr: a live progress display replaces sys.stderr by one with a lock.
         self._out = out or sys.__stderr__ or sys.stderr
@@ -61,22 +73,30 @@ class Watchdog:
 
     def _watch(self) -> None:
         # Silence is counted in polls, not read from a clock: while the process is stopped nobody polls.
-        poll_s = min(1.0, self._timeout_s / 10)
-        beats, silent_polls = self._beats, 0
+        poll_s = min(1.0, self._report_s / 10)
+        beats, silent_polls, reported = self._beats, 0, False
         while not self._stopped.wait(poll_s):
             silent_polls = silent_polls + 1 if beats == self._beats else 0
-            beats = self._beats
-            if silent_polls * poll_s >= self._timeout_s:
+            beats, reported = self._beats, reported and silent_polls > 0
+            silent_s = silent_polls * poll_s
+            if silent_s >= self._timeout_s:
                 self._end()
                 return
+            if silent_s >= self._report_s and not reported:
+                with suppress(OSError):  # a full disk ends no run that may go on
+                    self._report(self._report_s, f" (waits for {self._timeout_s:g} s)")
+                reported = True
 
     def _end(self) -> None:
         try:
-            self._out.write(f"\nwatchdog: no progress for {self._timeout_s:g} s: {self._described()}\n")
-            self._out.flush()
-            faulthandler.dump_traceback(self._out, all_threads=True)
+            self._report(self._timeout_s, "")
         finally:  # a full disk or a closed pipe must not keep a hung process alive
             self.exit_process(EXIT_CODE)
+
+    def _report(self, silent_s: float, more: str) -> None:
+        self._out.write(f"\nwatchdog: no progress for {silent_s:g} s{more}: {self._described()}\n")
+        self._out.flush()
+        faulthandler.dump_traceback(self._out, all_threads=True)
 
     def _described(self) -> str:
         # In a thread of its own: what hangs may hold a lock that `describe` needs.

@@ -323,10 +323,14 @@ class TrainConfig:
 @dataclass
 class HealthConfig:
     """What a run watches itself for. Every `compare_every` steps (0 for never), and before each save, ranks
-    that hold copies of the same weights compare their bits.
+    that hold copies of the same weights compare their bits; if they differ, the run is to `restart` from its
+    last checkpoint while launch.max_restarts allows, or to `stop` (`on_corruption`). A rank that made no
+    progress for `report_hang_s` seconds says where it stands; train.timeout_s decides when it gives up.
     """
 
     compare_every: int = 10
+    on_corruption: str = "restart"
+    report_hang_s: float = 45.0
 
 
 @dataclass

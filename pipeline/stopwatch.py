@@ -45,6 +45,14 @@ class Stopwatch:
         self.ended.append(what)
         self.marks.append(self._mark())
 
+    def standing(self) -> str:
+        """Say what a GPU is at: the host may be far ahead of it. Nothing waits; empty on a CPU."""
+        if not self.on_gpu:
+            return ""
+        passed = sum(mark.query() for mark in self.marks) - 1  # an event is passed when all before it are
+        ended = self.ended[max(0, passed) :]
+        return f"the device at {ended[0]}" if ended else "the device idle"
+
     def laps(self) -> list[Lap]:
         """Return the laps so far, in order of time. The host waits until a GPU is through with them."""
         times = self._device_ns() if self.on_gpu else self.marks

@@ -40,6 +40,7 @@ from parallel.work import Part
 from pipeline.domain_plan import EMBEDDING, Point
 
 ON_ERROR = ("fail", "skip")
+ON_CORRUPTION = ("restart", "stop")
 MOST_SEEDS = 2**63
 GROUP_REPLICAS = 16
 PRECISIONS = ("auto", "fp32", "bf16")
@@ -198,6 +199,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
         ("train.precision", config.train.precision, PRECISIONS),
+        ("health.on_corruption", config.health.on_corruption, ON_CORRUPTION),
         ("tracking.kind", config.tracking.kind, KINDS),
         ("tracking.mode", config.tracking.mode, MODES),
     ):
@@ -207,6 +209,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
     require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
     require("health", config.health, "compare_every", least=0)
+    require("health", config.health, "report_hang_s")
     require("data", config.data, "microbatch_tokens", "sample_tokens", "step_tokens", "step_samples")
     require("data", config.data, "window_groups", "loader_threads")
     require("data", config.data, "max_error_share", least=0)

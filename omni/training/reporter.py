@@ -77,7 +77,7 @@ class Reporter:
         optimizer: JointOptimizer,
         step_s: float,
         heldout: dict[str, float],
-        slowest: Slowest | None,
+        slow_rank: Slowest | None,
         recorded: bool,
     ) -> None:
         """Report one step that took `step_s` seconds, with what all ranks told of it, any held-out losses
@@ -90,7 +90,7 @@ class Reporter:
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
-        metrics |= self.saved_before | (slowest.metrics() if slowest is not None else {})
+        metrics |= self.saved_before | (slow_rank.metrics() if slow_rank is not None else {})
         self.saved_before = {}
         if recorded:
             self._draw(step)
@@ -111,8 +111,8 @@ class Reporter:
         self._say_left_out()
         for alert in self.alerts.step(metrics | heldout):
             self._alert(alert)
-        if slowest is not None and slowest.is_slow:
-            self._alert(Alert("slow rank", f"step {step}: {slowest}"))
+        if slow_rank is not None and slow_rank.is_slow:
+            self._alert(Alert("slow rank", f"step {step}: {slow_rank}"))
 
     def settle(self) -> None:
         """Have the records of all steps on the disk, before a checkpoint says that they are done."""

@@ -79,8 +79,12 @@ class Trainer:
         self.config: Config = spec.config
         self.folder = folder
         self.plan_step = plan_step
+        self.number = rank
         self.where = "start-up"
-        self.watchdog = Watchdog(self.config.train.timeout_s * 1.5, lambda: f"rank {rank} at {self.where}")
+        self.watch = Stopwatch(device)
+        self.watchdog = Watchdog(
+            self.config.train.timeout_s * 1.5, self.standing, report_s=self.config.health.report_hang_s
+        )
         self.stop = StopFlag()
         self.first = rank == 0
         world = spec.arrangement.world
@@ -113,10 +117,10 @@ class Trainer:
                 recorded = self.is_due(step, self.config.train.timeline_every)
                 stays = meet(self.rank, step) if recorded else ()
                 start = time.perf_counter()
-                watch = Stopwatch(self.rank.device)
+                self.watch = Stopwatch(self.rank.device)
                 prepared = ahead.take(step)
-                watch.done(DATA)
-                done = self.run_step(prepared, watch)
+                self.watch.done(DATA)
+                done = self.run_step(prepared, self.watch)
                 idle = self.idle_shares(done)
                 self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
@@ -314,6 +318,11 @@ class Trainer:
             if self.config.data.on_error == "fail":
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
             print(f"rank {self.rank.rank}: skipped {text}", file=sys.stderr, flush=True)
+
+    def standing(self) -> str:
+        """Say where this rank is: the watchdog asks, from a thread of its own."""
+        device = self.watch.standing()
+        return f"rank {self.number} on {socket.gethostname()} at {self.where}{device and '; ' + device}"
 
     def note(self, where: Op | str) -> None:
         """Note where this rank stands, for the watchdog."""

@@ -104,7 +104,9 @@ def _told(error: BaseException, config_path: Path) -> int:
         return MISTAKE
     if isinstance(error, _TOLD):
         print(f"rank {rank} failed: {error}", file=sys.stderr)
-    elif isinstance(error, OSError) and error.errno in _OF_DISKS:
+        stops = load_config(config_path).health.on_corruption == "stop"
+        return MISTAKE if isinstance(error, CorruptionError) and stops else 1
+    if isinstance(error, OSError) and error.errno in _OF_DISKS:
         print(
             f"rank {rank} failed: {error}. If it is {config_path.parent} that cannot be read or written: its "
             f"last checkpoint stays good; mend that, and start again with the same run.dir",

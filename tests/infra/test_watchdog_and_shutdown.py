@@ -39,6 +39,15 @@ def test_a_stall_ends_the_process_with_the_state_and_every_stack():
     assert done.stderr.count("in stuck_in_a_collective") == 2
 
 
+def test_a_silent_process_says_where_it_stands_long_before_it_is_ended():
+    done = run(STALL.replace("Watchdog(0.5, {describe})", "Watchdog(2.0, lambda: 'rank 3', report_s=0.4)"))
+    assert done.returncode == EXIT_CODE
+    early, late = (line for line in done.stderr.splitlines() if line.startswith("watchdog: "))
+    assert early == "watchdog: no progress for 0.4 s (waits for 2 s): rank 3"
+    assert late == "watchdog: no progress for 2 s: rank 3"
+    assert done.stderr.count("in stuck_in_a_collective") == 4
+
+
 @pytest.mark.parametrize(
     ("describe", "words"),
     [("lambda: lock.acquire()", "describing the state hung too"), ("lambda: 1 / 0", "ZeroDivisionError")],

@@ -88,8 +88,8 @@ def _train(rank: int, line: list[str]) -> None:
 
 def test_a_run_shows_and_records_its_slowest_rank(ranks: RankPool, tmp_path: Path) -> None:
     write_mixed(tmp_path / "mixed")
-    ranks.run(2, _train, overrides(tmp_path / "mixed", tmp_path / "run", "train.steps=13"))
+    ranks.run(2, _train, overrides(tmp_path / "mixed", tmp_path / "run", "train.steps=9"))
     records = [m for m in read_metrics(tmp_path / "run" / "metrics.jsonl") if "health/slowest" in m]
-    assert [m["progress/step"] for m in records] == [8, 13]
+    assert [m["progress/step"] for m in records] == [8]
     assert {m["health/slowest_rank"] for m in records} == {1}
     assert all(1.5 < m["health/slowest"] < 6 for m in records)

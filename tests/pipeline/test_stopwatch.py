@@ -112,3 +112,23 @@ def test_on_a_gpu_times_are_those_of_events_and_the_host_waits_only_to_read_them
         (REDUCE, 30 * ms, 40 * ms, 10 * ms),
         (END, 40 * ms, 50 * ms, 0),
     ]
+
+
+class Passed:
+    """A GPU's event that it has passed or not."""
+
+    def __init__(self, passed: bool) -> None:
+        self.query = lambda: passed
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [(1, f"the device at {DATA}"), (2, f"the device at {FORWARD}"), (3, "the device idle")],
+)
+def test_the_op_that_a_device_stands_at_is_the_first_it_has_not_passed(passed: int, words: str) -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.standing() == ""
+    watch.on_gpu = True
+    watch.ended = [DATA, FORWARD]
+    watch.marks = [Passed(n < passed) for n in range(3)]
+    assert watch.standing() == words
