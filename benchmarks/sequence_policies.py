@@ -54,7 +54,7 @@ def so400m_on_h100() -> tuple[SequenceCost, int, Cluster]:
         ]
     )  # fmt: skip
     encoder = make_encoder("image", config.model.encoders["image"])
-    cluster = Cluster(**vars(config.cluster))
+    cluster = Cluster(**config.cluster.figures)
     attention = encoder.attention()
     width = config.model.llm.hidden
     table = table_from_work({"image": encoder.work(width, BF16)}, cluster, width * BF16)

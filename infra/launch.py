@@ -58,11 +58,11 @@ def launch_local(
     if not config_path.is_file():
         raise ValueError(f"config_path={config_path} does not exist: give the config.yaml of a run folder")
     command = _torchrun(config_path.absolute(), ranks, module, max_restarts)
-    environment = _environment(ranks, env or {}, launch or new_launch())
+    environment = environment_of(ranks, env or {}, launch or new_launch())
     parent = parent or os.getppid()
     grace_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + AGENT_MARGIN_S
 
-    with _noting_signals() as received, _output(log) as stream:
+    with noting_signals() as received, _output(log) as stream:
         # A session of its own: Ctrl-C in the terminal reaches the agent once, from here, and not by itself.
         agent = subprocess.Popen(
             command, env=environment, stdout=stream, stderr=stream, start_new_session=True
@@ -106,7 +106,10 @@ def new_launch() -> str:
     return uuid.uuid4().hex
 
 
-def _environment(ranks: int, extra: Mapping[str, str], launch: str) -> dict[str, str]:
+def environment_of(ranks: int, extra: Mapping[str, str], launch: str) -> dict[str, str]:
+    """Return the environment of an agent with `ranks` ranks: this process's, with `extra` and what a launch
+    sets.
+    """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(WORKERS_GRACE_S),
@@ -143,7 +146,7 @@ def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float, p
 
 
 @contextmanager
-def _noting_signals() -> Iterator[list[int]]:
+def noting_signals() -> Iterator[list[int]]:
     """The list to which signals that ask for an end are appended as they arrive."""
     received: list[int] = []
 

@@ -13,8 +13,8 @@ TIMELINE = "timeline"  # the picture of a recorded step
 @dataclass(frozen=True)
 class About:
     """What a tracker is told of a run before its first step: the resolved configuration in plain containers,
-    and W&B's name, project, group and mode ("auto", online if a key for the W&B host is configured, else
-    offline; "offline" or "online"); and the host and port that Prometheus scrapes, if it does.
+    and W&B's name, project, group, mode ("auto", online if a key for the W&B host is configured, else
+    offline; "offline" or "online") and tags; and the host and port that Prometheus scrapes, if it does.
     """
 
     config: Mapping[str, Any]
@@ -22,6 +22,7 @@ class About:
     project: str = "omni"
     group: str | None = None
     mode: str = "auto"
+    tags: tuple[str, ...] = ()
     prometheus: tuple[str, int] | None = None
 
 

@@ -25,6 +25,7 @@ from infra.tracker import MODES, TIMELINE, About, Tracker, record
 
 START_S = 60.0
 FINISH_S = 60.0
+LONGEST_TAG = 64  # for W&B
 
 
 def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "WandbTracker":
@@ -42,6 +43,7 @@ def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "W
             name=about.name,
             project=about.project,
             group=about.group,
+            tags=list(dict.fromkeys(tag[:LONGEST_TAG] for tag in about.tags)),
             config=dict(about.config),
             dir=str(folder.path),
             mode=mode,  # type: ignore[arg-type]

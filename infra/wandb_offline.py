@@ -27,10 +27,13 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 class OfflineRun:
     """A W&B run as logged, without W&B's own keys: config and summary nested, one dict a history record.
 
-    `alerts` are titles and texts, `references` what artifacts refer to.
+    `group` is empty if it is in none, `alerts` are titles and texts, `references` what artifacts refer to.
     """
 
     id: str = ""
+    name: str = ""
+    group: str = ""
+    tags: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +51,8 @@ def read_offline_run(path: Path) -> OfflineRun:
         message = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]
         match message.WhichOneof("record_type"):
             case "run":
-                run.id = message.run.run_id
+                run.id, run.name = message.run.run_id, message.run.display_name
+                run.group, run.tags = message.run.run_group, tuple(message.run.tags)
                 _apply(run.config, message.run.config)
                 _apply(run.summary, message.run.summary)
             case "config":

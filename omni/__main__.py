@@ -17,6 +17,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file
   omni status runs/NAME                    what a run is doing, from its folder
+  omni sweep show runs/NAME/TIME           the results of omni train -m as one table
   omni timeline runs/NAME --step 100       draw a recorded step of a run beside its simulation
   omni sync runs/NAME                      bring W&B level with a run folder, after the fact or once more
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
@@ -31,6 +32,7 @@ _COMMANDS = {
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "calibrate": "measure this machine and write a cluster file",
     "status": "say what runs are doing, from their folders",
+    "sweep": "show the results of a sweep as one table",
     "timeline": "draw a recorded step of a run, measured above simulated",
     "sync": "bring the W&B run of a run folder level with its metrics",
     "parity": "compare loss, norms and gradients of two configurations",

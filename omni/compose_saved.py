@@ -12,17 +12,21 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from omni.compose import check_shadowed, is_choice, offer_policies, own_files, to_config
 from omni.config import Config, ConfigError
 from omni.refusals import refusal
 
 NAME = "saved"
+LAUNCHER = "hydra/launcher="
 
 
-def compose_saved(saved: Config, overrides: Sequence[str], config_dir: str | None = None) -> Config:
-    """Return a run's configuration with overrides as `omni train` takes them.
+def compose_saved(
+    saved: Config, overrides: Sequence[str], config_dir: str | None = None
+) -> tuple[Config, Any]:
+    """Return a run's configuration with overrides as `omni train` takes them, and the keys of the launcher
+    that they choose, which is not part of a run: `local` unless they say otherwise.
 
     Raises:
         ConfigError: as `compose_config` does, and for an experiment: it was composed into the run.
@@ -35,14 +39,19 @@ def compose_saved(saved: Config, overrides: Sequence[str], config_dir: str | Non
     try:
         with initialize_config_module("hydra_conf", version_base="1.3"):
             appended = [_appended(values, text) for text in overrides]
+            if not any(text.startswith(LAUNCHER) for text in overrides):
+                appended.append(f"{LAUNCHER}local")
             ConfigStore.instance().store(name=NAME, node=values)
-            composed = compose(NAME, [*searched, *appended])
+            composed = compose(NAME, [*searched, *appended], return_hydra_config=True)
             check_shadowed(composed, appended)
+            launcher = OmegaConf.create(OmegaConf.to_container(composed.hydra.launcher, resolve=True))
+            with open_dict(composed):
+                del composed["hydra"]
     except ConfigError:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         raise ConfigError(refusal(error, overrides)) from error
-    return to_config(composed)
+    return to_config(composed), launcher
 
 
 def _appended(values: DictConfig, text: str) -> str:

@@ -266,7 +266,8 @@ class OptimConfig:
 @dataclass
 class ClusterConfig:
     """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds. `link` is between nodes of
-    `ranks_per_node` neighbouring ranks, `node_link` inside one. `memory_bytes: null` is not checked.
+    `ranks_per_node` neighbouring ranks, `node_link` inside one. `memory_bytes: null` is not checked. `env`
+    are variables that ranks find in their environment there, such as NCCL's.
     """
 
     name: str = MISSING
@@ -280,6 +281,12 @@ class ClusterConfig:
     node_link_latency_ns: int = MISSING
     op_overhead_ns: int = MISSING
     memory_bytes: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All but the environment: the fields of `parallel.costs.Cluster`."""
+        return {key: value for key, value in vars(self).items() if key != "env"}
 
 
 @dataclass
@@ -293,12 +300,14 @@ class CostsConfig:
 class TrackingConfig:
     """Where metrics go besides metrics.jsonl: jsonl (nowhere), wandb or tensorboard. Prometheus scrapes the
     first rank at `prometheus_port`, 0 for any that is free, null for none; from other machines if
-    `prometheus_host` is 0.0.0.0 or an address of this one.
+    `prometheus_host` is 0.0.0.0 or an address of this one. `group` and `tags` are W&B's; a job of a sweep has
+    those of its sweep, and what it sets.
     """
 
     kind: str = "jsonl"
     project: str = "omni"
     group: str | None = None
+    tags: list[str] = field(default_factory=list)
     mode: str = "auto"
     prometheus_port: int | None = None
     prometheus_host: str = "127.0.0.1"

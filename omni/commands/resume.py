@@ -11,6 +11,7 @@ from omni.commands._shared import add_configuration
 
 if TYPE_CHECKING:
     from infra.run_folder import RunFolder
+    from omni.commands._launchers import LauncherConfig
     from omni.config import Config
 
 _DESCRIPTION = """\
@@ -26,6 +27,8 @@ learning rate, data, freezing and length may change; the model may not:
 
   omni resume runs/align --fork runs/all '~optim.components.llm' train.steps=1000
   omni resume runs/long --fork runs/anneal --optimizer --step 8000 optim.lr=1e-4 optim.decay_steps=500
+
+hydra/launcher=slurm submits it, as it does for omni train.
 
 A stage that draws samples as before (the same data.sources, data.window_groups and train.seed) goes on where
 the checkpoint was among them, any other begins with the first; start.cursor=N says otherwise.
@@ -47,19 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train. The exit code is that of `omni train`, 2 for a user's mistake."""
-    from omni.commands.train import train
+    from omni.commands._jobs import prepare_job
+    from omni.commands._start import start_jobs
 
     parent = os.getppid()
     try:
-        return train(_configured(arguments), parent)
+        config, launcher = _configured(arguments)
+        return start_jobs([prepare_job(config, launcher)], launcher, None, parent)[0]
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _configured(arguments: argparse.Namespace) -> "Config":
-    """The configuration that the command line asks for."""
+def _configured(arguments: argparse.Namespace) -> "tuple[Config, LauncherConfig]":
+    """The configuration that the command line asks for, and who launches it."""
     from infra.run_folder import RunFolder
+    from omni.commands._launchers import settings_of
     from omni.compose import load_config
     from omni.compose_saved import compose_saved
     from omni.config import ConfigError
@@ -70,15 +76,15 @@ def _configured(arguments: argparse.Namespace) -> "Config":
     if arguments.fork is None:
         if arguments.optimizer or arguments.step is not None:
             raise ConfigError("--optimizer and --step are those of a stage: give it a folder with --fork")
-        config = compose_saved(saved, arguments.overrides, arguments.config_dir)
-        return _in_folder(config, folder)
+        config, launcher = compose_saved(saved, arguments.overrides, arguments.config_dir)
+        return _in_folder(config, folder), settings_of(launcher)
     own = RunFolder(arguments.fork.absolute())
     if own.config.exists():
         raise ConfigError(f"--fork {arguments.fork} is a run: choose a new folder, or resume that run")
     checkpoint, cursor = _checkpoint(folder, arguments.step)
     stage = as_stage(saved, checkpoint, arguments.optimizer)
-    config = compose_saved(stage, arguments.overrides, arguments.config_dir)
-    return _in_folder(with_cursor(config, saved, cursor), own)
+    config, launcher = compose_saved(stage, arguments.overrides, arguments.config_dir)
+    return _in_folder(with_cursor(config, saved, cursor), own), settings_of(launcher)
 
 
 def _in_folder(config: "Config", folder: "RunFolder") -> "Config":

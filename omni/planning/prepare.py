@@ -66,7 +66,7 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
     check_layout(config, encoders, arrangement, tokenizer.vocab_size)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
-    cluster = Cluster(**vars(config.cluster))
+    cluster = Cluster(**config.cluster.figures)
     table = cost_table(config, work, encoders, arrangement, cluster, element)
     share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
     sharing = share(table)

@@ -26,7 +26,7 @@ CONFIG = {
 }
 
 
-ABOUT = About(CONFIG, "a run", "omni-tests", "a group")
+ABOUT = About(CONFIG, "a run", "omni-tests", "a group", tags=("lr=1", "y" * 70, "y" * 80))
 
 
 @pytest.fixture
@@ -107,6 +107,7 @@ def test_wandb_offline_reads_back_as_config_and_metrics(folder):
     tracker.finish(0)
     run = read_offline_run(folder.path)
     assert run.config == CONFIG
+    assert (run.name, run.group, set(run.tags)) == ("a run", "a group", {"lr=1", "y" * 64})
     assert len(run.history) == 20
     assert same(sorted_rows(run.history), sorted_rows(read_metrics(folder.metrics)))
     assert run.summary["loss/eval"] == 0.125

@@ -41,7 +41,7 @@ def read(folder: Path, text: str) -> Cluster:
     (folder / "cluster").mkdir()
     (folder / "cluster" / "mine.yaml").write_text(text)
     config = compose_config(["cluster=mine"], str(folder))
-    return Cluster(**vars(config.cluster))
+    return Cluster(**config.cluster.figures)
 
 
 @pytest.mark.parametrize("link", [NEAR, FAR])

@@ -18,26 +18,35 @@ from omni.stage import as_stage, with_cursor
 from omni.training.start import check_start
 
 
+def composed(*given):
+    """A run's configuration with overrides, whoever launches it."""
+    return compose_saved(*given)[0]
+
+
 @pytest.fixture(scope="module")
 def saved():
     return compose_config(["train.steps=60", "run.name=mine", "layout.llm.tp=2", "optim.lr=1e-3"])
 
 
 def test_keys_change_and_all_else_stays(saved):
-    config = compose_saved(
-        saved, ["train.steps=70", "+data.sources.more.path=elsewhere", "~data.heldout.docs"]
-    )
+    config = composed(saved, ["train.steps=70", "+data.sources.more.path=elsewhere", "~data.heldout.docs"])
     assert (config.train.steps, config.run.name, config.optim.lr) == (70, "mine", 1e-3)
     assert config.data.sources["more"].path == "elsewhere"
     assert set(saved.data.heldout) - set(config.data.heldout) == {"docs"}
-    assert compose_saved(saved, []) == saved
+    assert composed(saved, []) == saved
+
+
+def test_a_launcher_is_chosen_anew(saved):
+    assert compose_saved(saved, ["layout=pp2"])[1].kind == "local"
+    config, launcher = compose_saved(saved, ["hydra/launcher=slurm", "hydra.launcher.account=${run.name}"])
+    assert (launcher.kind, launcher.account, config) == ("slurm", "mine", saved)
 
 
 def test_an_option_replaces_its_section(saved):
-    config = compose_saved(saved, ["layout=pp2", "train.steps=70"])
+    config = composed(saved, ["layout=pp2", "train.steps=70"])
     assert (config.layout.llm.tp, config.layout.llm.pp) == (1, 2)
-    assert compose_saved(saved, ["system=stage0"]).placement.policy == "stage0"
-    assert compose_saved(saved, ["layout=pp2", "layout.llm.tp=4"]).layout.llm.tp == 4
+    assert composed(saved, ["system=stage0"]).placement.policy == "stage0"
+    assert composed(saved, ["layout=pp2", "layout.llm.tp=4"]).layout.llm.tp == 4
 
 
 @pytest.mark.parametrize(
@@ -51,17 +60,17 @@ def test_an_option_replaces_its_section(saved):
 )
 def test_mistakes_are_named(saved, text, words):
     with pytest.raises(ConfigError) as error:
-        compose_saved(saved, [text])
+        composed(saved, [text])
     assert words in str(error.value)
 
 
 def test_a_stage_goes_on_in_the_stream_only_where_it_draws_the_same_samples(saved):
     stage = as_stage(saved, Path("/runs/a/checkpoints/step_00000060"), optimizer=False)
     assert with_cursor(stage, saved, 480).start.cursor == 480
-    assert with_cursor(compose_saved(stage, ["optim.lr=1e-4"]), saved, 480).start.cursor == 480
-    assert with_cursor(compose_saved(stage, ["train.seed=1"]), saved, 480).start.cursor == 0
-    assert with_cursor(compose_saved(stage, ["~data.sources.docs"]), saved, 480).start.cursor == 0
-    assert with_cursor(compose_saved(stage, ["start.cursor=7"]), saved, 480).start.cursor == 7
+    assert with_cursor(composed(stage, ["optim.lr=1e-4"]), saved, 480).start.cursor == 480
+    assert with_cursor(composed(stage, ["train.seed=1"]), saved, 480).start.cursor == 0
+    assert with_cursor(composed(stage, ["~data.sources.docs"]), saved, 480).start.cursor == 0
+    assert with_cursor(composed(stage, ["start.cursor=7"]), saved, 480).start.cursor == 7
 
 
 # On a rank.

@@ -1,0 +1,50 @@
+"""One node of a job, as srun or a Ray bundle starts it: `python -m infra.launchers.node …
+RUN_FOLDER/config.yaml`.
+
+All nodes are given the same arguments. Which node this is comes from `--node`, else from Slurm.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from infra.launch import environment_of
+from infra.launchers.job import Job, agent_arguments
+from infra.lineage import end_with_parent
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the agent of this node and return its exit code."""
+    end_with_parent(os.getppid())
+    given = _parse(arguments)
+    folder = given.config.absolute().parent
+    job = Job(0, folder.name, folder, given.nodes, given.ranks, given.max_restarts)
+    node = int(os.environ["SLURM_NODEID"]) if given.node is None else given.node
+    address = os.environ.get("OMNI_NODE_ADDRESS") or None
+    environment = environment_of(given.ranks, {}, given.launch)
+    os.environ.clear()
+    os.environ.update(environment)
+    from infra.agent import run  # with torch, which reads the environment
+
+    return run(agent_arguments(job, node, given.head, given.port, given.launch, address))
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m infra.launchers.node", description=__doc__)
+    parser.add_argument("config", type=Path, help="config.yaml of the run folder")
+    parser.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of each node")
+    parser.add_argument("--node", type=int, help="the number of this one; SLURM_NODEID unless given")
+    parser.add_argument("--head", required=True, metavar="HOST", help="where all nodes reach node 0")
+    parser.add_argument("--port", type=int, required=True, help="a free port of node 0")
+    parser.add_argument(
+        "--launch", required=True, metavar="ID", help="tells this start of the job from others"
+    )
+    parser.add_argument("--max-restarts", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

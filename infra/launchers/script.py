@@ -1,0 +1,134 @@
+"""The batch script of a job: `sbatch` runs it once, its `srun` starts one agent a node.
+
+Pure: the same job and settings give the same text.
+"""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from infra.launchers.job import Job
+
+NODE = "infra.launchers.node"
+LAST_TASKS_S = 60  # between the end of the first agent and the end of all
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a cluster wants to be told. `directives` are further lines of `#SBATCH`, true for one without
+    value.
+
+    `time` is the limit in Slurm's notation; `save_before_s` seconds before it the ranks save and leave, and
+    the job is queued again if `requeue`. A `container` image, its `mounts` and `container_flags` are said to
+    srun, as pyxis reads them there. `setup` are lines of shell before it. The agents run under `python`.
+    """
+
+    python: str
+    gpus: bool = True
+    account: str | None = None
+    partition: str | None = None
+    time: str | None = None
+    save_before_s: int = 120
+    requeue: bool = True
+    directives: Mapping[str, str | bool] = field(default_factory=dict)
+    srun: Sequence[str] = ()
+    container: str | None = None
+    mounts: Sequence[str] = ()
+    container_flags: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+
+def render(job: Job, batch: Batch, cwd: Path) -> str:
+    """Return the script of a job that runs in the folder `cwd`, where paths of its configuration hold."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(job.env.items())]
+    exit_code = shlex.quote(str(job.exit_code))
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH --{line}" for line in _directives(job, batch, cwd)),
+        "",
+        "# Submitting this file again continues the run after its newest checkpoint.",
+        "set -euo pipefail",
+        "export PYTHONSAFEPATH=1 # modules are not imported from the working folder",
+        *exports,
+        *batch.setup,
+        f"rm -f {exit_code}",
+        "",
+        _HEAD,
+        *(["out_of_time=no", _trap("out_of_time=yes; ")] if batch.requeue else [_trap("")]),
+        "trap : TERM",
+        "",
+        " \\\n    ".join(_srun(job, batch, cwd)) + " &",
+        _WAIT + (_AGAIN if batch.requeue else ""),
+        f'echo "$code" >{exit_code}',
+        'exit "$code"\n',
+    ]
+    return "\n".join(lines)
+
+
+_HEAD = """\
+# Nodes meet at the first one. OMNI_HEAD is its address where node names do not resolve.
+head="${OMNI_HEAD:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+# Before the time limit Slurm says USR1 to this shell alone, and the ranks save a checkpoint and leave. To end
+# the job it says TERM to all: here that must not end the wait for them."""
+
+_WAIT = """\
+step=$!
+
+# A signal ends a wait, not the step.
+while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
+code=0
+wait "$step" || code=$?
+"""
+
+_AGAIN = """\
+if [ "$out_of_time" = yes ] && [ "$code" -gt 128 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+    exit
+fi
+"""
+
+
+def _trap(also: str) -> str:
+    return f"""trap '{also}scancel --signal=TERM "$SLURM_JOB_ID"' USR1"""
+
+
+def _directives(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
+    yield f"job-name={shlex.quote(job.name)}"
+    yield f"nodes={job.nodes}"
+    yield "ntasks-per-node=1"
+    if batch.gpus:
+        yield f"gpus-per-node={job.ranks_per_node}"
+    yield from (f"{key}={value}" for key, value in _given(batch) if value is not None)
+    yield f"chdir={shlex.quote(str(cwd))}"
+    yield f"output={shlex.quote(str(job.output).replace('%', '%%'))}"
+    yield "open-mode=append"
+    yield "requeue" if batch.requeue else "no-requeue"
+    yield f"signal=B:USR1@{batch.save_before_s}"
+    for key, value in batch.directives.items():
+        if value is not False:
+            yield key if value is True else f"{key}={shlex.quote(str(value))}"
+
+
+def _given(batch: Batch) -> Iterator[tuple[str, str | None]]:
+    yield "account", batch.account
+    yield "partition", batch.partition
+    yield "time", batch.time
+
+
+def _srun(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
+    # The first agent to end, ended well or not, leaves the others a minute: they may be saving.
+    yield f"srun --kill-on-bad-exit=0 --wait={LAST_TASKS_S}"
+    yield from (shlex.quote(flag) for flag in batch.srun)
+    if batch.container is not None:
+        own = [f"{path}:{path}" for path in (job.folder, cwd)]
+        mounts = ",".join([*own, *batch.mounts])
+        yield shlex.quote(f"--container-image={batch.container}")
+        yield shlex.quote(f"--container-mounts={mounts}")
+        yield shlex.quote(f"--container-workdir={cwd}")
+        yield from (shlex.quote(flag) for flag in batch.container_flags)
+    yield f"{shlex.quote(batch.python)} -m {NODE} --nodes {job.nodes} --ranks {job.ranks_per_node}"
+    yield f'--head "$head" --port "$port" --launch "$SLURM_JOB_ID" --max-restarts {job.max_restarts}'
+    yield shlex.quote(str(job.config))

@@ -1,0 +1,204 @@
+"""From composed configurations to jobs: checked each by itself and against each other, then written.
+
+Nothing is written before all jobs of a sweep have passed.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf, open_dict
+
+from infra.launchers.job import Job, check_environment, split_ranks
+from infra.machine import crowding, this_machine
+from infra.run_folder import RunFolder, write_text
+from infra.run_lock import holding
+from infra.secrets import secret_in
+from omni.commands._launchers import Composed, LauncherConfig
+from omni.compose import check_shadowed, load_config, to_config
+from omni.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from omni.planning.run_spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job, its configuration, and that as its `config.yaml` is to hold it."""
+
+    job: Job
+    config: Config
+    text: str
+
+
+def prepare_jobs(composed: Sequence[Composed], launcher: LauncherConfig) -> list[Prepared]:
+    """Check all jobs and resolve what each takes.
+
+    Raises:
+        ValueError: for every mistake that can be found before a rank starts, with what the job of a sweep
+        sets.
+    """
+    _check_different(composed)
+    jobs = []
+    for each in composed:
+        try:
+            check_shadowed(each.config, list(each.overrides))
+            jobs.append(prepare_job(_configured(each), launcher, each.number, each.sets))
+        except ValueError as error:
+            if each.sweep is None:
+                raise
+            raise ConfigError(f"{named(each.number, each.sets)}: {error}") from error
+    folders: dict[Path, int] = {}
+    for job in (each.job for each in jobs):
+        if (other := folders.setdefault(job.folder, job.number)) != job.number:
+            raise ConfigError(
+                f"run.dir={job.folder} would be the folder of jobs {other} and {job.number}: leave run.dir "
+                f"out (each job gets a folder in hydra.sweep.dir), or give each its own"
+            )
+    if launcher.kind == "local":
+        _check_crowd(jobs, launcher.parallel)
+    return jobs
+
+
+def prepare_job(
+    config: Config, launcher: LauncherConfig, number: int = 0, sets: tuple[str, ...] = ()
+) -> Prepared:
+    """Check the configuration of one job and resolve what it takes.
+
+    Raises:
+        ValueError: for every mistake that can be found before a rank starts.
+    """
+    from omni.planning.fullest import check_first_steps
+    from omni.planning.layouts import count_ranks
+    from omni.planning.optim_schedule import learning_rate_notes
+    from omni.planning.prepare import prepare_run
+    from omni.training.start import check_start
+
+    if launcher.kind == "local":
+        nodes, per_node = 1, count_ranks(config)
+    else:
+        nodes, per_node = split_ranks(
+            config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node
+        )
+    spec = prepare_run(config, nodes * per_node)
+    path = Path(config.run.dir).absolute()
+    done, cursor, before = _continued(RunFolder(path), spec)
+    if done == 0:
+        cursor = config.start.cursor or 0
+        check_start(spec)
+    for note in learning_rate_notes(config.optim, config.train.steps, done, before):
+        print(f"note: {f'{named(number, sets)}: ' if sets else ''}{note}", file=sys.stderr)
+    if nodes == 1:  # larger worlds are planned by their ranks
+        check_first_steps(spec, done + 1, cursor)
+    env = {**config.cluster.env, **launcher.env}
+    check_environment(env)
+    restarts = config.launch.max_restarts
+    job = Job(number, config.run.name, path, nodes, per_node, restarts, sets, env)
+    return Prepared(job, config, _written(config, launcher))
+
+
+def named(number: int, sets: Sequence[str]) -> str:
+    """Return how messages name a job of a sweep."""
+    return f"job {number} ({', '.join(sets)})" if sets else f"job {number}"
+
+
+def _written(config: Config, launcher: LauncherConfig) -> str:
+    """The text of config.yaml, which trackers are told of, too. Neither it nor a script holds a secret of
+    this environment.
+    """
+    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    name = secret_in(f"{text}{launcher}", os.environ)
+    if name is not None:
+        raise ConfigError(
+            f"the configuration holds the value of {name}, and would be written to config.yaml and to W&B: "
+            f"leave it in the environment, where ranks find it, too"
+        )
+    return text
+
+
+@contextmanager
+def in_folder(prepared: Prepared, launch: str) -> Iterator[Job]:
+    """Hold the run folder of a job for `launch` inside the block, with its configuration written there, and
+    how an earlier start of it ended forgotten.
+
+    Raises:
+        ValueError: if another launch holds it, or it cannot be written.
+    """
+    job = prepared.job
+    folder = RunFolder(job.folder)
+    with ExitStack() as held:
+        try:
+            held.enter_context(holding(folder, launch))
+            write_text(folder.config, prepared.text)
+            job.exit_code.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run.dir={prepared.config.run.dir}: no run folder can be written there ({error}): "
+                "choose another"
+            ) from error
+        yield job
+
+
+def _check_crowd(jobs: Sequence[Prepared], parallel: int) -> None:
+    """Refuse jobs that are too much for this machine at a time, though each alone is not."""
+    ranks = sum(sorted((each.job.ranks for each in jobs), reverse=True)[:parallel])
+    crowded = crowding(ranks, this_machine())
+    if crowded and not all(each.config.launch.oversubscribe for each in jobs):
+        raise ConfigError(
+            f"hydra.launcher.parallel={parallel}: {ranks} ranks at a time: {crowded}; choose fewer, or set "
+            f"launch.oversubscribe=true"
+        )
+
+
+def _check_different(composed: Sequence[Composed]) -> None:
+    seen: list[tuple[Any, Composed]] = []
+    for each in composed:
+        values: Any = OmegaConf.to_container(each.config, resolve=True)
+        values["run"].pop("dir")
+        for other_values, other in seen:
+            if values == other_values:
+                raise ConfigError(
+                    f"{named(other.number, other.sets)} and {named(each.number, each.sets)} resolve to the "
+                    f"same configuration: leave one of them out"
+                )
+        seen.append((values, each))
+
+
+def _configured(composed: Composed) -> Config:
+    """The configuration of a job; in a sweep, with a name of its own, in one group of the tracker, and with
+    what it sets as tags.
+    """
+    if composed.sweep is not None:
+        with open_dict(composed.config):
+            run, tracking = composed.config.run, composed.config.tracking
+            if not any(override.startswith("run.name=") for override in composed.sets):
+                run.name = f"{run.name}-{composed.number}"
+            if tracking.group is None:
+                tracking.group = "-".join(composed.sweep.parts[-2:])
+            tracking.tags = [*tracking.tags, *composed.sets]
+    return to_config(composed.config)
+
+
+def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None]:
+    """Return the step after which a run folder is continued, 0 for a new one, its position in the stream, and
+    its train.steps until now, None if that is not known. A folder of another run is refused before anything
+    is written to it.
+    """
+    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from omni.training.fingerprint import check_fingerprint, fingerprint
+
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return 0, 0, None
+    try:
+        manifest = read_manifest(checkpoint)
+        check_fingerprint(manifest["fingerprint"], fingerprint(spec), checkpoint)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    with suppress(ConfigError):  # it may be of an older version, or gone
+        return manifest["step"], manifest["cursor"], load_config(folder.config).train.steps
+    return manifest["step"], manifest["cursor"], None

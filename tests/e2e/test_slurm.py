@@ -1,0 +1,95 @@
+"""Real Slurm, two virtual nodes: a sweep of jobs of two nodes, of which one is queued again, then cancelled.
+
+Where Slurm cannot be started these are skipped, with the reason.
+"""
+
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from runs import TINY, Running, data_keys, omni, read_lines, strip, write
+
+from infra.checkpoint import latest_checkpoint, read_manifest
+from infra.launchers.job import Job
+from infra.launchers.script import Batch, render
+
+pytestmark = pytest.mark.slow
+
+LAUNCHER = (
+    "hydra/launcher=slurm",
+    "hydra.launcher.gpus=false",
+    "hydra.launcher.ranks_per_node=1",
+    "+hydra.launcher.env.OMNI_HEAD=127.0.0.1",
+    "+hydra.launcher.env.OMNI_NODE_ADDRESS=127.0.0.1",
+    "launch.ranks=2",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    with slurm_cluster.slurm(tmp_path_factory.mktemp("slurm"), 2, 2, "CPUs=1 RealMemory=4000") as env:
+        yield env
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return data_keys(write(tmp_path_factory.mktemp("data") / "strips", [strip(i) for i in range(32)]))
+
+
+def ask(cluster, *command):
+    return subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def steps(run: Path) -> list[int]:
+    file = run / "metrics.jsonl"
+    return [record["progress/step"] for record in read_lines(file)] if file.exists() else []
+
+
+def test_jobs_of_two_nodes_complete_resume_when_queued_again_and_save_when_cancelled(cluster, data, tmp_path):
+    lengths = ["train.steps=3,100000", "train.checkpoint_every=5", "hydra.sweep.dir=sweep"]
+    submitted = Running(["-m", "omni", "train", "-m", *TINY, *data, *LAUNCHER, *lengths], tmp_path, cluster)
+    done = submitted.finish()
+    assert done.code == 0, done.err
+    short, long = (tmp_path / "sweep" / str(number) for number in range(2))
+    _, number = re.findall(r"^\d +(\d+) +quickstart-\d ", done.err, re.M)
+
+    def has_steps(least):
+        return lambda: len(steps(long)) >= least and latest_checkpoint(long / "checkpoints") is not None
+
+    slurm_cluster.wait(has_steps(6), "checkpoint", 240)
+    assert (steps(short), (short / "exit_code").read_text()) == ([1, 2, 3], "0\n"), "one after the other"
+    ask(cluster, "scontrol", "requeue", number)
+    shown = partial(ask, cluster, "scontrol", "show", "job", number)
+    slurm_cluster.wait(lambda: "Restarts=1" in shown(), "restart", 120)
+    before = read_manifest(latest_checkpoint(long / "checkpoints"))["step"]
+    slurm_cluster.wait(has_steps(before + 6), "step after the restart", 240)
+    ask(cluster, "scancel", number)
+    slurm_cluster.wait((long / "exit_code").exists, "end", 120)
+    assert (long / "exit_code").read_text() == "143\n"
+    last = read_manifest(latest_checkpoint(long / "checkpoints"))["step"]
+    assert last == len(steps(long)) > before, "saved after the step under way"
+    assert steps(long) == list(range(1, last + 1)), "no step is lost or repeated"
+    table = omni(["sweep", "show", "sweep"], tmp_path).out
+    assert re.findall(r"^\d +(.*?) +\d+/", table, re.M) == ["done", "stopped (143)"]
+
+
+def test_a_script_for_128_nodes_is_accepted(tmp_path):
+    if reason := slurm_cluster.why_not():
+        pytest.skip(reason)
+    what = "CPUs=64 RealMemory=100000 Gres=gpu:8"
+    with slurm_cluster.slurm(tmp_path / "slurm", 0, 128, what, "GresTypes=gpu") as cluster:
+        folder = tmp_path / "my runs"
+        folder.mkdir()
+        job = Job(0, "big", folder, 128, 8, 1, env={"NCCL_DEBUG": "INFO"})
+        job.script.write_text(render(job, Batch("python", time="2:00:00", partition="main"), tmp_path))
+        number = ask(cluster, "sbatch", "--parsable", "--hold", str(job.script)).strip()
+        shown = ask(cluster, "scontrol", "--oneliner", "show", "job", number)
+        ask(cluster, "scancel", number)
+    assert {"NumNodes=128-128", "Requeue=1", "TimeLimit=02:00:00"} <= set(shown.split())
+    assert f"StdOut={folder}/output.log" in shown
+    assert "gpu:8" in shown

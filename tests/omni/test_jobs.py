@@ -1,0 +1,36 @@
+"""What is refused of jobs that are sound by themselves."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from infra.launchers.job import Job
+from infra.machine import Machine
+from omni.commands import _jobs
+from omni.commands._jobs import Prepared
+from omni.commands._launchers import LauncherConfig
+from omni.config import Config, ConfigError, LaunchConfig
+
+
+def job(number, ranks, oversubscribe=False):
+    config = Config(launch=LaunchConfig(oversubscribe=oversubscribe))
+    return Prepared(Job(number, "job", Path("folder"), 1, ranks), config, "")
+
+
+def test_jobs_that_run_together_fit_the_machine_together(monkeypatch):
+    monkeypatch.setattr(_jobs, "this_machine", lambda: Machine(1, 2**40))
+    ranks = 4, 1, 5, 2, 1  # 8 a core
+    jobs = [job(number, each) for number, each in enumerate(ranks)]
+    _jobs._check_crowd(jobs[:2] + jobs[3:], 3)
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.parallel=3: 11 ranks at a time: .* 1 cores"):
+        _jobs._check_crowd(jobs, 3)
+    _jobs._check_crowd([replace(each, config=job(0, 1, True).config) for each in jobs], 3)
+
+
+@pytest.mark.parametrize("launcher", [{"setup": ["export A=ABCDEFGH"]}, {"env": {"A": "ABCDEFGH"}}])
+def test_scripts_hold_no_secret_of_the_environment(monkeypatch, launcher):
+    monkeypatch.setenv("MY_TOKEN", "ABCDEFGH")
+    assert "dir:" in _jobs._written(Config(), LauncherConfig(setup=["export A=ABCDEFG"]))
+    with pytest.raises(ConfigError, match="holds the value of MY_TOKEN"):
+        _jobs._written(Config(), LauncherConfig(**launcher))
