@@ -1,12 +1,13 @@
 """What planning a step costs one rank, at any world size: CPU time and bytes.
 
     python benchmarks/planning.py [--sizes 128,512,2048,4096,16384] [--domains 1,8,32] [--steps 3]
+        [--schedule joint]
 
 Llama 3 70B with a ViT of 2.4 B, tp 8 and pp 4 (experiment=llama3_70b layout=tp8_pp4, the encoder over tp 8),
 trace `longtail`, 16 samples a replica, sequences shared by `dynamic`, op lists for GPUs (safe with one queue
-a rank). A rank takes the step's samples, composes its group's and its domain's plan, verifies it, models what
-it would hold itself and hashes all levels: process CPU time of this, the median of so many steps, in
-milliseconds, by what it is spent on.
+a rank) by the experiment's schedule or another. A rank takes the step's samples, composes its group's and its
+domain's plan, verifies it, models what it would hold itself and hashes all levels: process CPU time of this,
+the median of so many steps, in milliseconds, by what it is spent on.
 
 Leaves with 1 where a step lacks samples, where planning takes more than 100, 250 and 600 ms for domains of 1,
 8 and 32 replicas at any size, or where it grows more than 1.5 times from 512 GPUs to 16,384. Simulated: the
@@ -41,7 +42,7 @@ GROWTH = 1.5
 SAMPLES = 16_384  # of the trace, before those that no encoder takes are left out
 
 
-def prepare(folder: Path, gpus: int, replicas: int) -> RunSpec:
+def prepare(folder: Path, gpus: int, replicas: int, schedule: str | None) -> RunSpec:
     """The run of so many GPUs in domains of so many replicas."""
     config = compose_config(
         [
@@ -54,6 +55,7 @@ def prepare(folder: Path, gpus: int, replicas: int) -> RunSpec:
             "data.step_tokens=null",
             f"data.step_samples={SAMPLES_A_REPLICA * gpus // REPLICA}",
             f"run.dir={folder / 'run'}",
+            *([f"pipeline={schedule}"] if schedule else []),
         ]
     )
     path = folder / "longtail"
@@ -124,6 +126,7 @@ def main() -> int:
     parser.add_argument("--sizes", type=_numbers, default=[128, 512, 2048, 4096, 16384])
     parser.add_argument("--domains", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--schedule")
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     print(
@@ -135,7 +138,8 @@ def main() -> int:
             for gpus in arguments.sizes:
                 if gpus < REPLICA * replicas:
                     continue
-                result = measure(prepare(Path(folder), gpus, replicas), arguments.steps)
+                spec = prepare(Path(folder), gpus, replicas, arguments.schedule)
+                result = measure(spec, arguments.steps)
                 results[f"{gpus}x{replicas}"] = result
                 print(
                     f"{gpus:6} {replicas:18} {result['compose_ms']:8.1f} {result['verify_ms']:8.1f} "
