@@ -1,155 +1,309 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are whole or not there, and cannot lie.
 
-All ranks write their files into `step_N.partial`. Only when every rank has succeeded does the first one
-write the manifest, with the size of every file, and rename the folder: the rename is the commit. A save that
-is cut short, by a signal or a full disk, leaves the last good checkpoint untouched and is swept away later.
+All ranks write their files into `step_N`. Only when every rank has succeeded does the first one write the
+manifest: that is the commit. A save that is cut short leaves a folder without one, which is no checkpoint and
+is swept away later. The manifest holds the size of every file and the hash of its header, which holds the
+hashes of its data (`shard_file`), the index of what lies where, and the run that it belongs to; it has a hash
+of itself.
 """
 
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from infra.shard_file import CheckpointError, DamagedError, Shard, ShardReader, write_shard
+from infra.storage import Storage
+
 MANIFEST = "checkpoint.json"
+DAMAGED = "damaged.json"  # what the manifest of a checkpoint is renamed to that was found to be damaged
+RUN = "run_id"
+FORMAT = 2
 _PREFIX = "step_"
-_PARTIAL = ".partial"
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which file, why and what is still good."""
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints are kept: the newest `last`, and those of steps that `every` divides (0: none)."""
+
+    last: int
+    every: int = 0
+
+
+def folder_of(step: int) -> str:
+    """The name of a checkpoint."""
+    return f"{_PREFIX}{step:08d}"
+
+
+def file_of(rank: int) -> str:
+    """The name of a rank's file in a checkpoint."""
+    return f"rank_{rank:05d}.safetensors"
 
 
 def save_checkpoint(
-    root: Path,
+    storage: Storage,
+    run: str,
     step: int,
-    write: Callable[[Path], None],
+    shard: Shard,
     describe: Mapping[str, Any],
-    keep: int,
+    keep: Keep,
     group: dist.ProcessGroup,
-) -> Path:
-    """Write the checkpoint of `step` and keep the newest `keep`. Every rank of the CPU `group` calls it.
+) -> int:
+    """Save what all ranks hold after `step` as a checkpoint of `run`. Every rank of the CPU `group` calls it.
 
-    `write` saves this rank's state to the file it is given; `describe` goes into the manifest.
+    `describe` goes into the manifest. Returns the bytes of all files.
 
     Raises:
         CheckpointError: on every rank, if the file of any rank could not be written.
     """
-    rank = group.rank()
-    final = root / f"{_PREFIX}{step:08d}"
-    partial = final.with_name(final.name + _PARTIAL)
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    problem = _attempt(lambda: partial.mkdir(parents=True, exist_ok=True)) if rank == 0 else None
-    problem = _first_problem(problem, group)
+    rank, folder = group.rank(), folder_of(step)
+    problem = attempt(lambda: storage.remove(folder, first=MANIFEST)) if rank == 0 else None
+    problem = told_by_first(problem, group)
+    written: list[Written] = []
+    size = 0
     if problem is None:
-        file = partial / _file_of(rank)
-        problem = _first_problem(_attempt(lambda: _write_durably(file, write)), group)
-    if problem is None:
-        problem = _first_problem(
-            _attempt(lambda: _commit(partial, final, step, describe, group.size())) if rank == 0 else None,
-            group,
-        )
-    if problem is not None:
+        problem = attempt(lambda: written.append(write_file(storage, run, step, rank, shard)))
+        answers = _gathered((problem, written), group)
         if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        good = latest_checkpoint(root)
+            problem = _first([problem for problem, _ in answers])
+            if problem is None:
+                files = [of for _, (of,) in answers]
+                size = sum(file.bytes for file in files)
+                problem = attempt(lambda: commit(storage, run, step, files, describe))
+            if problem is not None:
+                attempt(lambda: storage.remove(folder, first=MANIFEST))
+        problem, size = told_by_first((problem, size), group)
+    if problem is not None:
+        good = complete(storage)
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be saved in {root}: {problem}. "
-            f"The last good one is {good.name if good else 'none'}; free space and resume."
+            f"the checkpoint of step {step} could not be saved in {storage}: {problem}. The last good one is "
+            f"{folder_of(good[-1]) if good else 'none'}; free space and resume."
         )
     if rank == 0:
-        for old in [*_complete(root)[:-keep], *root.glob(f"*{_PARTIAL}")]:
-            shutil.rmtree(old, ignore_errors=True)
-    return final
+        with suppress(OSError):
+            _sweep(storage, step, keep)
+    return size
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint under `root`, None if there is none."""
-    complete = _complete(root)
-    return complete[-1] if complete else None
+@dataclass(frozen=True)
+class Written:
+    """A rank's file in a checkpoint: its bytes, the hash of its header and what it holds, in plain values."""
+
+    bytes: int
+    head_hash: str
+    held: Mapping[str, Any]
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's manifest. Raises CheckpointError if a file is missing or cut short."""
-    manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-    for name, size in manifest["files"].items():
-        file = path / name
-        actual = file.stat().st_size if file.exists() else None
-        if actual != size:
-            found = "is missing" if actual is None else f"has {actual} bytes"
-            raise CheckpointError(
-                f"{file} {found}, the manifest says {size}: the checkpoint is damaged; "
-                f"restore the file, or remove {path.name} to continue from an older one"
-            )
+def write_file(storage: Storage, run: str, step: int, rank: int, shard: Shard) -> Written:
+    """Write the file of a rank. Raises what `write_shard` does."""
+    bound = {"run": run, "step": str(step), "rank": str(rank)}
+    return Written(*write_shard(storage, f"{folder_of(step)}/{file_of(rank)}", shard, bound), shard.held)
+
+
+def commit(
+    storage: Storage, run: str, step: int, written: Sequence[Written], describe: Mapping[str, Any]
+) -> None:
+    """Make a checkpoint of the files of all ranks: afterwards it is there."""
+    files = {file_of(rank): (file.bytes, file.head_hash) for rank, file in enumerate(written)}
+    body = {"format": FORMAT, "run": run, "step": step, "files": files}
+    body |= {"index": [file.held for file in written], **describe}
+    storage.commit(f"{folder_of(step)}/{MANIFEST}", json.dumps({"hash": _hash(body), **body}).encode())
+
+
+def complete(storage: Storage) -> list[int]:
+    """Return the steps of all checkpoints that were committed, oldest first."""
+    return [step for step in _folders(storage) if storage.holds(f"{folder_of(step)}/{MANIFEST}")]
+
+
+def newest(storage: Storage) -> tuple[dict[str, Any] | None, list[tuple[int, str]]]:
+    """Return the manifest of the newest checkpoint whose manifest is sound and whose files are all there,
+    None if there are no checkpoints; and the steps of newer ones with what is wrong with them.
+
+    Raises:
+        CheckpointError: if none of those that there are is good.
+    """
+    problems: list[tuple[int, str]] = []
+    steps = complete(storage)
+    for step in reversed(steps):
+        try:
+            return read_manifest(storage, step), problems
+        except DamagedError as error:
+            problems.append((step, str(error)))
+    aside = [step for step in _folders(storage) if storage.holds(f"{folder_of(step)}/{DAMAGED}")]
+    if steps or aside:
+        found = (
+            "; ".join(text for _, text in problems)
+            or f"{', '.join(map(folder_of, aside))} were found to be damaged before"
+        )
+        raise CheckpointError(
+            f"no checkpoint in {storage} is good: {found}. Restore one of them, or remove them all to train "
+            f"from the start."
+        )
+    return None, problems
+
+
+def read_manifest(storage: Storage, step: int) -> dict[str, Any]:
+    """Return the manifest of a checkpoint, after looking whether its files are there.
+
+    Raises:
+        DamagedError: if it is not what was written, a file is missing or cut short, or it is of another run.
+        CheckpointError: if another version wrote it.
+    """
+    folder = folder_of(step)
+    try:
+        manifest = json.loads(storage.read(f"{folder}/{MANIFEST}"))
+        if not isinstance(manifest, dict):
+            raise ValueError("no object")
+        written = None if manifest.keys() & {"hash", "format"} else 1  # before there were hashes
+        if "hash" in manifest and manifest.pop("hash") == _hash(manifest):
+            written = manifest["format"]
+    except ValueError as error:
+        raise DamagedError(f"{folder}/{MANIFEST} is not what was written ({error})") from error
+    if written is None:
+        raise DamagedError(f"{folder}/{MANIFEST} is not what was written (another hash)")
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{storage}/{folder} has format {written} and this version reads {FORMAT}: continue it with the "
+            f"version that wrote it, or train in a new run folder"
+        )
+    if manifest["step"] != step:
+        raise DamagedError(f"{folder} holds the checkpoint of step {manifest['step']}")
+    run = read_run(storage)
+    if manifest["run"] != run:
+        found = f"says {run}" if run else "is not there"
+        raise DamagedError(f"{folder} is of run {manifest['run']}, and {storage}/{RUN} {found}")
+    sizes = storage.sizes(folder)
+    for name, (size, _) in manifest["files"].items():
+        if sizes.get(name) != size:
+            found = f"has {sizes[name]} bytes" if name in sizes else "is missing"
+            raise DamagedError(f"{folder}/{name} {found}, the manifest says {size}")
     return manifest
 
 
-def _file_of(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+def read_run(storage: Storage) -> str | None:
+    """Return the id of the run that the checkpoints here belong to, None if there is none yet."""
+    return storage.read(RUN).decode().strip() if storage.holds(RUN) else None
 
 
-def _complete(root: Path) -> list[Path]:
-    if not root.is_dir():
-        return []
-    found = (p for p in root.iterdir() if p.name.startswith(_PREFIX) and not p.name.endswith(_PARTIAL))
-    return sorted(p for p in found if (p / MANIFEST).is_file())
+def locate(url: str) -> tuple[Storage, int]:
+    """Return the storage and the step of a checkpoint that is given by its path or URL.
+
+    Raises:
+        ValueError: if there can be none.
+    """
+    root, _, name = url.rstrip("/").rpartition("/")
+    if not root or not name.startswith(_PREFIX) or not name.removeprefix(_PREFIX).isdecimal():
+        raise ValueError(f"{url} names no checkpoint: its last part is not {_PREFIX}N")
+    return Storage.at(root), int(name.removeprefix(_PREFIX))
 
 
-def _attempt(action: Callable[[], object]) -> str | None:
+def ensure_run(storage: Storage) -> str:
+    """Return the id of the run that the checkpoints here belong to; a new one where there are none."""
+    run = read_run(storage)
+    if run is None:
+        run = secrets.token_hex(8)
+        storage.commit(RUN, run.encode())
+    return run
+
+
+def set_aside(storage: Storage, step: int) -> None:
+    """Mark a checkpoint as damaged: it is kept to be looked at, and no longer counts as one."""
+    with suppress(OSError):  # where nothing can be written, nothing will be taken for it either
+        storage.move(f"{folder_of(step)}/{MANIFEST}", f"{folder_of(step)}/{DAMAGED}")
+
+
+def verify(storage: Storage, step: int) -> dict[str, Any]:
+    """Read all of a checkpoint. Returns its manifest.
+
+    Raises:
+        DamagedError: if anything in it is not what was written.
+        CheckpointError: if another version wrote it.
+    """
+    manifest = read_manifest(storage, step)
+    for name in manifest["files"]:
+        with storage.open(f"{folder_of(step)}/{name}") as file:
+            open_shard(manifest, file, name).verify()
+    return manifest
+
+
+def open_shard(manifest: Mapping[str, Any], file: Any, name: str) -> ShardReader:
+    """Return a reader of an open file of a checkpoint.
+
+    Raises:
+        DamagedError: if it is not the file that was written: one of another rank, step or run, for example.
+    """
+    size, head_hash = manifest["files"][name]
+    return ShardReader(file, f"{folder_of(manifest['step'])}/{name}", size, head_hash)
+
+
+def attempt(action: Callable[[], object]) -> str | None:
+    """Return what went wrong in an action, None if nothing did."""
     try:
         action()
     except Exception as error:
         cause = _cause(error)
-        return f"{type(cause).__name__}: {cause}"
+        return str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
     return None
 
 
+def first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
+    """Tell every rank of the first problem that any rank had; ranks also meet here."""
+    answers = _gathered(problem, group)
+    return told_by_first(_first(answers) if group.rank() == 0 else None, group)
+
+
+def told_by_first(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return on every rank the `value` that the first one gives."""
+    told = [value]
+    if group.size() > 1:
+        dist.broadcast_object_list(told, group=group, group_src=0)
+    return told[0]
+
+
+def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return on the first rank the values of all ranks; nothing on the others."""
+    if group.size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+
+
+def _hash(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _folders(storage: Storage) -> list[int]:
+    names = (name.removeprefix(_PREFIX) for name in storage.sizes() if name.startswith(_PREFIX))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _sweep(storage: Storage, step: int, keep: Keep) -> None:
+    """After `step` was saved, remove checkpoints that need not be kept, and what is left of saves that were
+    cut short. Those that were set aside stay.
+    """
+    steps = complete(storage)
+    kept = {*steps[-keep.last :], *(s for s in steps if keep.every and s % keep.every == 0), step}
+    for old in _folders(storage):
+        if old not in kept and not storage.holds(f"{folder_of(old)}/{DAMAGED}"):
+            storage.remove(folder_of(old), first=MANIFEST)
+
+
 def _cause(error: BaseException) -> BaseException:
-    """The operating system's error behind others: torch's writer hides a full disk behind a failed check."""
+    """The operating system's error behind others, which writers may hide."""
     at: BaseException | None = error
     while at is not None:
         if isinstance(at, OSError):
             return at
         at = at.__cause__ or at.__context__
     return error
-
-
-def _first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
-    """Tell every rank of the first problem that any rank had; ranks also meet here."""
-    if group.size() == 1:
-        return problem
-    problems: list[str | None] = [None] * group.size()
-    dist.all_gather_object(problems, problem, group=group)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
-
-
-def _write_durably(file: Path, write: Callable[[Path], None]) -> None:
-    write(file)
-    _sync(file)
-
-
-def _commit(partial: Path, final: Path, step: int, describe: Mapping[str, Any], ranks: int) -> None:
-    files = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-    expected = {_file_of(rank) for rank in range(ranks)}
-    if set(files) != expected:
-        odd = sorted(set(files) ^ expected)[:3]
-        raise CheckpointError(f"{partial} should hold the files of {ranks} ranks: {', '.join(odd)} differ")
-    manifest = partial / MANIFEST
-    manifest.write_text(json.dumps({"step": step, "files": files, **describe}, indent=2))
-    _sync(manifest)
-    _sync(partial)
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

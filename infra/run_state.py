@@ -5,9 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.checkpoint import latest_checkpoint
+from infra.checkpoint import complete, folder_of
 from infra.run_folder import RunFolder
 from infra.run_lock import Holder, holder_of
+from infra.storage import Storage
 
 TAIL_BYTES = 2**16  # that surely hold the last record
 QUIET_STEPS = 10  # as long as so many steps without a record is worth a word
@@ -63,8 +64,8 @@ class RunState:
         return f"training: {where}"
 
 
-def read_state(folder: RunFolder, steps: int | None) -> RunState:
-    """Read the state of a run that is to take `steps`.
+def read_state(folder: RunFolder, steps: int | None, storage: Storage | None = None) -> RunState:
+    """Read the state of a run that is to take `steps`, with checkpoints in `storage` or its own folder.
 
     Raises:
         LockedError: for a lock that is damaged.
@@ -73,9 +74,9 @@ def read_state(folder: RunFolder, steps: int | None) -> RunState:
     if not folder.config.is_file():
         raise ValueError(f"{folder.path} is no run folder: it has no {folder.config.name}")
     holder, alive = holder_of(folder)
-    checkpoint = latest_checkpoint(folder.checkpoints)
+    saved = complete(storage or Storage.at(folder.checkpoints))
     written = folder.metrics.stat().st_mtime if folder.metrics.exists() else time.time()
-    name = checkpoint.name if checkpoint else None
+    name = folder_of(saved[-1]) if saved else None
     return RunState(holder, alive, _last_record(folder.metrics), time.time() - written, steps, name)
 
 

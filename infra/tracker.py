@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 KINDS = ("jsonl", "wandb", "tensorboard")
@@ -41,8 +40,8 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step, once, steps rising. "progress/step" is added to the record."""
 
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Record where the checkpoint of a step lies; nothing is copied."""
+    def checkpoint(self, step: int, where: str) -> None:
+        """Record where the checkpoint of a step lies, a path of this machine or a URL; nothing is copied."""
 
     def alert(self, title: str, text: str) -> None:
         """Tell whoever watches the run of something that needs a look."""

@@ -102,9 +102,9 @@ class Trackers(Tracker):
         """Have metrics.jsonl on the disk."""
         self._jsonl.settle()
 
-    def checkpoint(self, step: int, path: Path) -> None:
+    def checkpoint(self, step: int, where: str) -> None:
         """Hand on to the views."""
-        self._each(lambda view: view.checkpoint(step, path))
+        self._each(lambda view: view.checkpoint(step, where))
 
     def alert(self, title: str, text: str) -> None:
         """Hand on to the views."""

@@ -167,10 +167,14 @@ class WandbTracker(Tracker):
         """Add a picture to the record of a step that is logged next."""
         self._run.log({name: wandb.Html(svg, data_is_not_path=True)}, step=step, commit=False)
 
-    def checkpoint(self, step: int, path: Path) -> None:
-        """Log a version of the run's checkpoint that refers to a folder."""
-        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata={"step": step})
-        artifact.add_reference(f"file://{path}", checksum=False)
+    def checkpoint(self, step: int, where: str) -> None:
+        """Log a version of the run's checkpoint that refers to a folder, or only names the URL of one: W&B
+        would ask its store, with a client of its own.
+        """
+        about = {"step": step, "where": where}
+        artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="checkpoint", metadata=about)
+        if "://" not in where:
+            artifact.add_reference(f"file://{where}", checksum=False)
         self._run.log_artifact(artifact, aliases=["latest", f"step_{step}"])
 
     def alert(self, title: str, text: str) -> None:

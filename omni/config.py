@@ -316,7 +316,9 @@ class TrackingConfig:
 @dataclass
 class TrainConfig:
     """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
-    never. `precision: auto` is bf16 on a GPU and fp32 on the CPU.
+    never. `precision: auto` is bf16 on a GPU and fp32 on the CPU. Checkpoints lie in `checkpoint_dir`, an
+    absolute path or a URL of a file system that fsspec knows, null for the run folder; kept are the newest
+    `keep_checkpoints` and those of steps that `keep_every` divides (0: none).
     """
 
     steps: int = MISSING
@@ -325,7 +327,9 @@ class TrainConfig:
     eval_every: int = 0
     checkpoint_every: int = 0
     timeline_every: int = 0
+    checkpoint_dir: str | None = None
     keep_checkpoints: int = 2
+    keep_every: int = 0
     timeout_s: float = 300.0
 
 

@@ -1,18 +1,17 @@
 """A stage of its own: a run that begins with the weights of another run's checkpoint. No torch here."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from omni.config import Config, StartConfig
 
 STREAM = ("sources", "window_groups")  # of data: with the seed, they decide which sample is where
 
 
-def as_stage(config: Config, checkpoint: Path, optimizer: bool) -> Config:
-    """Return a run's configuration as one that begins with a checkpoint. Where it begins in the stream of
-    samples is left open, for `with_cursor` or a user to say.
+def as_stage(config: Config, checkpoint: str, optimizer: bool) -> Config:
+    """Return a run's configuration as one that begins with a checkpoint, given by its path or URL.
+    Where it begins in the stream of samples is left open, for `with_cursor` or a user to say.
     """
-    return replace(config, start=StartConfig(str(checkpoint), optimizer, cursor=None))
+    return replace(config, start=StartConfig(checkpoint, optimizer, cursor=None))
 
 
 def with_cursor(stage: Config, parent: Config, cursor: int) -> Config:

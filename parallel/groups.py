@@ -24,13 +24,14 @@ class Groups:
 
     `forward` and `backward` connect the stages of this rank's pipeline, `ship` and `back` all ranks of its
     domain: one for each direction of each traffic, so that neither can block the other. `control` is a CPU
-    group over all ranks for digests, flags and checkpoints, `domain_control` one over the ranks of the
-    domain. `components` holds the groups of the components that live on this rank; the `pool` of each
-    connects the ranks that share its sequences.
+    group over all ranks for digests and flags, `saving` another for the thread that writes checkpoints,
+    `domain_control` one over the ranks of the domain. `components` holds the groups of the components that
+    live on this rank; the `pool` of each connects the ranks that share its sequences.
     """
 
     world: dist.ProcessGroup
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
     domain_control: dist.ProcessGroup
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
@@ -52,6 +53,7 @@ def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Group
     return Groups(
         world=maker.own(everyone),
         control=maker.own(everyone, backend="gloo"),
+        saving=maker.own(everyone, backend="gloo"),
         domain_control=maker.own(domain, backend="gloo"),
         forward=maker.axes(mesh, "pp", fresh=True),
         backward=maker.axes(mesh, "pp", fresh=True),

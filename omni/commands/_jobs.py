@@ -188,16 +188,17 @@ def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None
     its train.steps until now, None if that is not known. A folder of another run is refused before anything
     is written to it.
     """
-    from infra.checkpoint import CheckpointError, latest_checkpoint, read_manifest
+    from infra.checkpoint import CheckpointError, newest
     from omni.training.fingerprint import check_fingerprint, fingerprint
+    from omni.training.storage import storage_of
 
-    checkpoint = latest_checkpoint(folder.checkpoints)
-    if checkpoint is None:
-        return 0, 0, None
+    storage = storage_of(spec.config, folder)
     try:
-        manifest = read_manifest(checkpoint)
-        check_fingerprint(manifest["fingerprint"], fingerprint(spec), checkpoint)
-    except CheckpointError as error:
+        manifest, _ = newest(storage)  # what is damaged is told by the rank that sets it aside
+        if manifest is None:
+            return 0, 0, None
+        check_fingerprint(manifest, fingerprint(spec), storage)
+    except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
     with suppress(ConfigError):  # it may be of an older version, or gone
         return manifest["step"], manifest["cursor"], load_config(folder.config).train.steps

@@ -132,7 +132,8 @@ def explain(
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
     groups += [
         ("control", "domain", domain, "which items could not be decoded (CPU)"),
-        ("control", "world", world, "digests of plans, checkpoints (CPU)"),
+        ("control", "world", world, "digests of plans (CPU)"),
+        ("saving", "world", world, "whether all have written their part of a checkpoint (CPU)"),
         ("totals", "world", world, "losses, targets, squared norms, whether to stop: all-reduce"),
     ]
     for name, axes, ranks, purpose in groups:

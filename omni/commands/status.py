@@ -60,11 +60,13 @@ def _state(path: Path) -> "RunState":
     from infra.run_state import read_state
     from omni.compose import load_config
     from omni.config import ConfigError
+    from omni.training.storage import storage_of
 
-    folder, steps = RunFolder(path.absolute()), None
+    folder, steps, storage = RunFolder(path.absolute()), None, None
     with suppress(ConfigError):  # of an older version, or none: read_state says so
-        steps = load_config(folder.config).train.steps
-    return read_state(folder, steps)
+        config = load_config(folder.config)
+        steps, storage = config.train.steps, storage_of(config, folder)
+    return read_state(folder, steps, storage)
 
 
 def _page(path: Path, state: "RunState") -> list[str]:

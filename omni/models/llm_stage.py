@@ -249,7 +249,7 @@ class LLMStage:
         return biases
 
     def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Load this stage's state from that of all stages."""
+        """Load this stage's state from what was saved, of other stages too."""
         for part in self.parts.values():
             load_expert_biases(part.model, part.numbering.first_layer, saved)
 

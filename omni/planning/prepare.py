@@ -207,7 +207,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
     check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
-    require("train", config.train, "eval_every", "checkpoint_every", "timeline_every", least=0)
+    require("train", config.train, "eval_every", "checkpoint_every", "keep_every", "timeline_every", least=0)
     require("health", config.health, "compare_every", least=0)
     require("health", config.health, "report_hang_s")
     require("data", config.data, "microbatch_tokens", "sample_tokens", "step_tokens", "step_samples")

@@ -5,90 +5,150 @@ moments of an interval of the elements of its region. Copies that tensor-paralle
 and last part hold alike are saved once, so together the ranks' files hold each element of each parameter
 once. Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under
 any layout; under its own layout it is exact to the bit.
+
+The index says what every file holds, so a rank opens those alone that have something for it, and reads of
+them what it needs.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from infra.checkpoint import CheckpointError
+from infra.shard_file import CheckpointError, Shard, pack
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, Region, all_parameters
 from omni.rank.optimizer import ComponentOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BUFFERS = "buffers"
+CPU_RNG, CUDA_RNG = "rng/cpu", "rng/cuda"
+_SIZE = 4  # bytes of an fp32 element
 Names = Mapping[str, Mapping[int, Numbering]]
 """For each component and each of its parts on this rank, what its canonical names need."""
+Index = Sequence[Mapping[str, Any]]
+"""By rank what its file holds: `parameters`, plain `Piece`s by component and name; `buffers`, elements by
+name; `rng`, bytes by name.
+"""
+Read = Callable[[int, Sequence[tuple[str, int, int]]], Iterable[tuple[int, np.ndarray | torch.Tensor]]]
+"""read(rank, [(tensor, first byte, last + 1)]) yields the number of each of these and its bytes [n] of uint8
+out of the file of a rank, in any order."""
 
 
-def write_state(
-    path: Path, components: Mapping[str, ComponentOptimizer], names: Names, stage: LLMStage | None
-) -> None:
-    """Write this rank's shards, and what state its stage has beside the weights, to `path`."""
-    state: dict[str, Any] = {"rng": torch.get_rng_state(), "shards": []}
-    state["buffers"] = {name: b.cpu().clone() for name, b in (stage.buffers() if stage else {}).items()}
-    if torch.cuda.is_available():
-        state["cuda_rng"] = torch.cuda.get_rng_state()
+def snapshot(
+    components: Mapping[str, ComponentOptimizer],
+    names: Names,
+    stage: LLMStage | None,
+    room: torch.Tensor | None = None,
+) -> Shard:
+    """Copy this rank's shards, and what state its stage has beside the weights, into host memory.
+
+    `room` is memory of an earlier snapshot that may be used again.
+    """
+    tensors = _rng_states()
+    held: dict[str, Any] = {"rng": {name: len(state) for name, state in tensors.items()}}
+    buffers = stage.buffers() if stage else {}
+    held["buffers"] = {name: buffer.numel() for name, buffer in buffers.items()}
+    tensors |= {f"{BUFFERS}/{name}": buffer for name, buffer in buffers.items()}
+    pieces = held["parameters"] = {}
     for component, optimizer in components.items():
         for shard in owned(optimizer, names[component]):
             if shard.copy != (0, 0):
                 continue
-            region = shard.region
-            saved: dict[str, Any] = {"component": component, "name": shard.name, "start": shard.start}
-            saved |= {"shape": region.shape, "dim": region.dim, "runs": region.runs}
-            saved["main"] = shard.main.detach().cpu().clone()
-            saved |= {key: shard.adam[key].cpu().clone() for key in MOMENTS if key in shard.adam}
-            if "step" in shard.adam:
-                saved["step"] = float(shard.adam["step"])
-            state["shards"].append(saved)
-    with path.open("wb") as file:
-        torch.save(state, file)
+            key = f"{component}/{shard.name}"
+            trained = MOMENTS[0] in shard.adam
+            pieces[key] = Piece(shard.region, shard.start, shard.main.numel(), trained).plain()
+            tensors[f"{key}/main"] = shard.main.detach()
+            if trained:
+                tensors |= {f"{key}/{moment}": shard.adam[moment] for moment in MOMENTS}
+                tensors[f"{key}/step"] = shard.adam["step"].reshape(1)
+    return pack(tensors, held, room)
 
 
 def read_state(
-    path: Path,
-    files: list[str],
+    index: Index,
+    read: Read,
     components: Mapping[str, ComponentOptimizer],
     names: Names,
     stage: LLMStage | None,
     rank: int,
     moments: bool = True,
 ) -> None:
-    """Load this rank's shards from a checkpoint that any layout may have written; without `moments` weights
-    alone, and the optimizer begins anew.
+    """Load this rank's shards from a checkpoint that any layout may have written, for `spread_weights`;
+    without `moments` weights alone, and the optimizer begins anew.
+
+    No other rank is waited for, so one that cannot read does not hold up the others.
 
     Raises:
-        CheckpointError: if a parameter is missing, or has another shape.
+        CheckpointError: if a parameter is missing, or has another shape; and what `read` raises.
     """
-    saved: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    buffers: dict[str, torch.Tensor] = {}
-    for file in files:
-        state = torch.load(path / file, map_location="cpu", mmap=True, weights_only=True)
-        for shard in state["shards"]:
-            saved[shard["component"], shard["name"]].append(shard)
-        buffers |= state["buffers"]
-        if file == f"rank_{rank:05d}.pt":
-            torch.set_rng_state(state["rng"])
-            if "cuda_rng" in state and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda_rng"])
-    if stage is not None:
-        stage.load_buffers(buffers)
+    wanted: dict[int, list[Wanted]] = defaultdict(list)  # by the rank whose file has it
+    pieces = pieces_of(index)
     for component, optimizer in components.items():
         for shard in owned(optimizer, names[component]):
-            what = f"{path.name}: {component} {shard.name}"
-            pieces = saved.get((component, shard.name), [])
-            if not pieces or tuple(pieces[0]["shape"]) != shard.region.shape:
-                found = f"has shape {tuple(pieces[0]['shape'])}" if pieces else "is not in the checkpoint"
-                raise CheckpointError(f"{what} {found}, the model has {shard.region.shape}")
-            _fill(optimizer, shard, pieces, what, moments)
+            key = f"{component}/{shard.name}"
+            _want_shard(optimizer, shard, key, pieces.get(key, []), wanted, moments)
+    biases = _want_buffers(index, stage.biases() if stage else {}, wanted)
+    rng = _want_rng(index, rank, wanted)
+    for holder, wants in sorted(wanted.items()):
+        for number, data in read(holder, [(want.tensor, want.start, want.stop) for want in wants]):
+            wants[number].fill(torch.as_tensor(data))
+    if stage is not None:
+        stage.load_buffers(biases)
+    _set_rng_states(rng)
+
+
+def spread_weights(components: Mapping[str, ComponentOptimizer]) -> None:
+    """Let all ranks compute with the weights that each has read its shards of. All ranks call it."""
+    for optimizer in components.values():
         for inner in optimizer.optimizers:
             inner._copy_main_params_to_model_params()
         optimizer.gather_weights()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a file holds of one parameter: `count` elements from `start` of a flattened region, with AdamW's
+    state if it is `trained`.
+    """
+
+    region: Region
+    start: int
+    count: int
+    trained: bool
+
+    def plain(self) -> list[Any]:
+        """Return it in plain values, for the manifest."""
+        region = self.region
+        return [region.shape, region.dim, region.runs, self.start, self.count, int(self.trained)]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> Self:
+        """Read what `plain` made."""
+        shape, dim, runs, start, count, trained = plain
+        return cls(Region(tuple(shape), dim, tuple(map(tuple, runs))), start, count, bool(trained))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Bytes [start, stop) of a tensor in a file, and where they go: for each of `runs`, (place in `target`,
+    place in what was read, length), counted in elements of `target`, which is flat.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    target: torch.Tensor
+    runs: Sequence[tuple[int, int, int]]
+
+    def fill(self, data: torch.Tensor) -> None:
+        """Copy bytes that were read."""
+        source = data.view(self.target.dtype)
+        for here, there, length in self.runs:
+            self.target[here : here + length].copy_(source[there : there + length])
 
 
 @dataclass(frozen=True)
@@ -123,34 +183,94 @@ def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) ->
         yield Owned(named.name, named.region, start, main, adam, named.copy)
 
 
-def _fill(
-    optimizer: ComponentOptimizer, shard: Owned, pieces: list[dict[str, Any]], what: str, moments: bool
+def pieces_of(index: Index) -> dict[str, list[tuple[int, Piece]]]:
+    """Return by parameter the ranks whose files have some of it, and what."""
+    pieces: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for rank, held in enumerate(index):
+        for key, plain in held["parameters"].items():
+            pieces[key].append((rank, Piece.of(plain)))
+    return pieces
+
+
+def _want_shard(
+    optimizer: ComponentOptimizer,
+    shard: Owned,
+    key: str,
+    pieces: list[tuple[int, Piece]],
+    wanted: dict[int, list[Wanted]],
+    moments: bool,
 ) -> None:
-    """Copy a shard's elements, and its moments if asked, from the saved pieces that overlap it."""
-    main = shard.main
-    adam: dict[str, torch.Tensor] = {}
-    trained = {"step" in piece for piece in pieces} | {MOMENTS[0] in piece for piece in pieces}
+    """Note what a shard needs of the saved pieces, and give it room for its moments if they are asked for."""
+    if not pieces or pieces[0][1].region.shape != shard.region.shape:
+        found = f"has shape {pieces[0][1].region.shape}" if pieces else "is not in the checkpoint"
+        raise CheckpointError(f"{key} {found}, the model has {shard.region.shape}")
+    trained = {piece.trained for _, piece in pieces}
     if len(trained) > 1:
-        raise CheckpointError(f"{what}: some of its optimizer state is missing in the checkpoint")
+        raise CheckpointError(f"{key}: some of its optimizer state is missing in the checkpoint")
+    main = shard.main
+    inner: Any = optimizer.owner_of_main(main)
+    inner.optimizer.state.pop(main, None)
+    targets = {"main": main.data.view(-1)}
     if moments and trained == {True}:
-        # A tensor of its own for every parameter: a shared one would count every step many times.
-        adam["step"] = torch.tensor(pieces[0]["step"], dtype=torch.float32, device=main.device)
-        adam |= {key: torch.zeros_like(main) for key in MOMENTS}
-        inner: Any = optimizer.owner_of_main(main)
-        inner.optimizer.state[main] = adam
+        # A step of its own for every parameter: a shared one would count every step many times.
+        step = torch.zeros((), dtype=torch.float32, device=main.device)
+        adam = {moment: torch.zeros_like(main) for moment in MOMENTS}
+        inner.optimizer.state[main] = {"step": step, **adam}
+        targets |= {moment: state.view(-1) for moment, state in adam.items()}
+        wanted[pieces[0][0]].append(Wanted(f"{key}/step", 0, _SIZE, step.reshape(1), [(0, 0, 1)]))
     covered = 0
-    wanted = shard.places()
-    for piece in pieces:
-        region = Region(tuple(piece["shape"]), piece["dim"], tuple(map(tuple, piece["runs"])))
-        held = region.elements(piece["start"], piece["start"] + piece["main"].numel())
-        for here, there, length in _overlaps(wanted, held):
-            main.data.view(-1)[here : here + length].copy_(piece["main"].view(-1)[there : there + length])
-            for key in MOMENTS if adam else ():
-                source = piece[key].view(-1)[there : there + length]
-                adam[key].view(-1)[here : here + length].copy_(source)
-            covered += length
+    places = shard.places()
+    for holder, piece in pieces:
+        held = piece.region.elements(piece.start, piece.start + piece.count)
+        runs = list(_overlaps(places, held))
+        if not runs:
+            continue
+        covered += sum(length for _, _, length in runs)
+        low, high = min(there for _, there, _ in runs), max(there + length for _, there, length in runs)
+        runs = [(here, there - low, length) for here, there, length in runs]
+        for name, target in targets.items():
+            wanted[holder].append(Wanted(f"{key}/{name}", low * _SIZE, high * _SIZE, target, runs))
     if covered < main.numel():
-        raise CheckpointError(f"{what}: {main.numel() - covered} of its elements are not in the checkpoint")
+        raise CheckpointError(f"{key}: {main.numel() - covered} of its elements are not in the checkpoint")
+
+
+def _want_buffers(
+    index: Index, buffers: Mapping[str, torch.Tensor], wanted: dict[int, list[Wanted]]
+) -> dict[str, torch.Tensor]:
+    """Note what is needed for state beside the weights. Returns where it will be read to; some may be
+    missing.
+    """
+    found = {}
+    for rank, held in enumerate(index):
+        for name in held["buffers"].keys() & buffers.keys():
+            count = held["buffers"][name]
+            found[name] = torch.zeros(count, dtype=torch.float32)
+            size = count * _SIZE
+            wanted[rank].append(Wanted(f"{BUFFERS}/{name}", 0, size, found[name], [(0, 0, count)]))
+    return found
+
+
+def _want_rng(index: Index, rank: int, wanted: dict[int, list[Wanted]]) -> dict[str, torch.Tensor]:
+    """Note that a rank wants the states of random numbers that the rank of its number had."""
+    states = {}
+    for name, size in index[rank]["rng"].items() if rank < len(index) else ():
+        states[name] = torch.empty(size, dtype=torch.uint8)
+        wanted[rank].append(Wanted(name, 0, size, states[name], [(0, 0, size)]))
+    return states
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {CPU_RNG: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[CUDA_RNG] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_rng_states(states: Mapping[str, torch.Tensor]) -> None:
+    if CPU_RNG in states:
+        torch.set_rng_state(states[CPU_RNG])
+    if CUDA_RNG in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[CUDA_RNG])
 
 
 def _overlaps(

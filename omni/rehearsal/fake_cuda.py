@@ -160,7 +160,9 @@ def _answer_for_tensors() -> None:
     fake: Any = FakeTensor
     module: Any = torch.nn.Module
     tensor.pin_memory = _pinned
-    tensor.is_pinned = lambda self, *args: getattr(self, "_pinned", False)
+    tensor.is_pinned = lambda self, *args: getattr(
+        self if self._base is None else self._base, "_pinned", False
+    )
     tensor.record_stream = lambda self, stream: None
     tensor.type = _type_name(tensor.type)
     fake.tolist = _listed(fake.tolist)

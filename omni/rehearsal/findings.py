@@ -57,7 +57,6 @@ class Allowed:
 ALLOWED = (
     Allowed(WAITS, "build", "", "start-up: weights are drawn on the host"),
     Allowed(WAITS, "totals", "omni.rank.totals.reduce_totals", "where the host learns of a step, once"),
-    Allowed(WAITS, "checkpoint", "omni.rank.state.", "the host writes files"),
     Allowed(WAITS, "restore", "", "start-up: the host reads files"),
     Allowed(
         WAITS,

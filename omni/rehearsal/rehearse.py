@@ -10,12 +10,10 @@ replaced is in `stand_ins.py`.
 """
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from omni.config import ConfigError
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.state import read_state, write_state
+from omni.rank.state import read_state, snapshot, spread_weights
 from omni.rank.step import execute, learn_totals, update
 from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
@@ -36,7 +34,7 @@ from omni.rehearsal.launches import Launches
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.recorder import Recorder
 from omni.rehearsal.stand_in_data import stand_in
-from omni.rehearsal.stand_ins import even_routing, files_in_memory, stand_ins
+from omni.rehearsal.stand_ins import even_routing, saving_all, stand_ins
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection
 from parallel.transports import node_map
@@ -72,7 +70,7 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
 
     The step is not the first: the optimizer has its state. What the host reduces to learn losses and to agree
     on plans, less than a kilobyte, is left out of the bytes. On `device` "cuda", which the process must
-    have been given (`noop_guard.py`), two steps run whole, and the rank writes a checkpoint and reads it.
+    have been given (`noop_guard.py`), two steps run whole, and the rank copies what it saves and loads it.
 
     Raises:
         ConfigError: for a rank that there is not.
@@ -201,13 +199,18 @@ def _footprint(own: Rank, meter: Meter) -> Footprint:
 
 
 def _checkpoint(own: Rank, seen: Instruments) -> None:
-    """Write a checkpoint of the rank and read it."""
-    file = f"rank_{own.rank:05d}.pt"
-    with files_in_memory(), tempfile.TemporaryDirectory() as folder:
+    """Copy what a checkpoint of the rank would hold, and load it."""
+    with saving_all():
         seen.at("checkpoint")
-        write_state(Path(folder) / file, own.components, own.names, own.stage)
+        shard = snapshot(own.components, own.names, own.stage)
         seen.at("restore")
-        read_state(Path(folder), [file], own.components, own.names, own.stage, own.rank)
+        read_state([shard.held], _unwritten, own.components, own.names, own.stage, 0)
+        spread_weights(own.components)
+
+
+def _unwritten(rank: int, ranges: Sequence[tuple[str, int, int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    for number, (_, start, stop) in enumerate(ranges):
+        yield number, torch.empty(stop - start, dtype=torch.uint8)
 
 
 def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:

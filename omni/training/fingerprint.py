@@ -2,13 +2,14 @@
 
 import hashlib
 import re
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dataloader.index import Index
-from infra.checkpoint import CheckpointError
+from infra.checkpoint import CheckpointError, folder_of
+from infra.storage import Storage
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -66,18 +67,21 @@ def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
     return [(prefix, value)]
 
 
-def check_fingerprint(saved: dict[str, Any], current: dict[str, Any], path: Path) -> None:
-    """Refuse to continue a checkpoint under another configuration, naming the first differences."""
-    # In older checkpoints, microbatches bound the length of samples.
-    saved = {"data.sample_tokens": saved.get("data.microbatch_tokens"), **saved}
+def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], storage: Storage) -> None:
+    """Refuse to continue a checkpoint, of which `manifest` is given, under another configuration.
+
+    Raises:
+        CheckpointError: naming the first differences.
+    """
+    saved = manifest["fingerprint"]
     differences = [
         f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
         for key in sorted(set(saved) | set(current))
         if saved.get(key) != current.get(key)
-        and not _FREE.fullmatch(key)  # older checkpoints name free keys too
     ]
     if differences:
         raise CheckpointError(
-            f"{path} was written under another configuration: {'; '.join(differences[:5])}. Restore these "
-            f"values to continue the run, or train in a new run folder."
+            f"{storage}/{folder_of(manifest['step'])} was written under another configuration: "
+            f"{'; '.join(differences[:5])}. Restore these values to continue the run, or train in a new run "
+            f"folder."
         )

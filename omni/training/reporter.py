@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
-from infra.checkpoint import latest_checkpoint
 from infra.progress import Progress
 from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
+from infra.saver import Saved
 from infra.timelines import TimelineError, drawn, forget_after
 from infra.tracker import TIMELINE
 from infra.tracking import Trackers, make_tracker
@@ -48,8 +48,8 @@ class Reporter:
         self.heldout: dict[str, float] = {}
         self.loss = float("nan")
         self.peaks: tuple[int, ...] = ()
-        self.saves_s: list[float] = []
-        self.saved_before: dict[str, float] = {}
+        self.saves_s = 0.0
+        self.saves: dict[str, float] = {}
         self.schedules = Counter[str]()
         self.left_out_said = 0
         self.alerts = Alerts()
@@ -90,8 +90,8 @@ class Reporter:
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
-        metrics |= self.saved_before | (slow_rank.metrics() if slow_rank is not None else {})
-        self.saved_before = {}
+        metrics |= self.saves | (slow_rank.metrics() if slow_rank is not None else {})
+        self.saves = {}
         if recorded:
             self._draw(step)
         self.tracker.log(step, metrics | heldout)
@@ -121,16 +121,21 @@ class Reporter:
             for records in filter(None, (self.slowest, self.samples)):
                 os.fsync(records.fileno())
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Say that the checkpoint of a step was saved, which held training up for so many seconds."""
-        if not self.active:
+    def held_up(self, seconds: float) -> None:
+        """Count seconds that a save held training up."""
+        self.saves_s += seconds
+        self.saves["perf/save_s"] = self.saves.get("perf/save_s", 0.0) + seconds
+
+    def saved(self, saved: Saved | None) -> None:
+        """Say that a checkpoint is there, if one has been written since the last step."""
+        if not self.active or saved is None:
             return
-        self.saves_s.append(seconds)
-        self.saved_before = {"perf/save_s": seconds}
-        path = latest_checkpoint(self.folder.checkpoints)
-        assert path is not None
-        self.progress.note(f"checkpoint of step {step} saved in {seconds:.2f} s: {path}")
-        self.tracker.checkpoint(step, path)
+        self.saves |= {"perf/save_write_s": saved.seconds, "perf/save_gb": saved.bytes / 1e9}
+        self.progress.note(
+            f"checkpoint of step {saved.step} saved in {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB: "
+            f"{saved.where}"
+        )
+        self.tracker.checkpoint(saved.step, saved.where)
 
     def note(self, text: str) -> None:
         """Say something between steps."""
@@ -150,7 +155,7 @@ class Reporter:
             "data/skipped/too_long": self.progression.dropped,
             "data/skipped/bad_item": self.progression.tombstones,
             "mem/peak_gb/by_rank": [peak / 1e9 for peak in self.peaks],
-            "perf/save_s/all": round(sum(self.saves_s), 3),
+            "perf/save_s/all": round(self.saves_s, 3),
             "plan/schedule": dict(self.schedules),
             **self.heldout,
         }

@@ -1,10 +1,9 @@
 """Whether a run may begin with the weights of another run's checkpoint, and which components they are for."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from infra.checkpoint import CheckpointError, read_manifest
+from infra.checkpoint import CheckpointError, locate, read_manifest
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
@@ -21,8 +20,8 @@ def check_start(spec: RunSpec) -> tuple[str, ...]:
     if given is None:
         return ()
     try:
-        manifest = read_manifest(Path(given))
-    except (OSError, CheckpointError) as error:
+        manifest = read_manifest(*locate(given))
+    except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"start.checkpoint={given} cannot be read: {error}") from error
     return shared_components(manifest["fingerprint"], fingerprint(spec), spec.components, given)
 

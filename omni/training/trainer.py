@@ -11,16 +11,17 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dataloader.loader import Loader
 from dataloader.reader import Reader
-from infra.checkpoint import latest_checkpoint, read_manifest, save_checkpoint
+from infra.checkpoint import CheckpointError, Keep, folder_of
 from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
@@ -30,12 +31,12 @@ from omni.planning.loads import Largest, largest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.state import read_state, write_state
 from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
 from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.begin import begin
+from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint
@@ -43,6 +44,7 @@ from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
 from omni.training.slowness import Slowest, SlowRanks
+from omni.training.storage import storage_of
 from omni.training.timeline import meet, record
 from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
@@ -52,13 +54,15 @@ from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
 from pipeline.stopwatch import Stopwatch
 
+SAVING_S = 60.0  # how long a run that has failed waits for a checkpoint that is being written
+
 
 class BadDataError(RuntimeError):
     """More bad data than the configuration allows; the message names the items."""
 
 
 class NoUpdateError(RuntimeError):
-    """Too many steps in a row updated nothing; the message says why, and where to look."""
+    """Too many steps in a row, or the last ones, updated nothing; the message says why, and where to look."""
 
 
 class Trainer:
@@ -100,10 +104,14 @@ class Trainer:
         self.evaluator = Evaluator(spec, self.rank, heldout)
         self.slow_ranks = SlowRanks(spec.table.parts, self.rank.groups.control)
         self.copies = Copies(self.rank.copies(), device)
+        keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
+        self.checkpoints = Checkpoints(storage_of(self.config, folder), self.rank, keep)
+        self.save_is_due = False
         self.step = 0
         self.cursor = 0
         self.progression = Progression()
         self.skipped_in_a_row = 0
+        self.sound = True
 
     def run(self) -> None:
         """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
@@ -112,7 +120,13 @@ class Trainer:
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
             return
-        with self.watchdog, self.stop, self.reporting(resumed) as report, self.ahead() as ahead:
+        with (
+            self.watchdog,
+            self.stop,
+            self.reporting(resumed) as report,
+            self.saving(report),
+            self.ahead() as ahead,
+        ):
             for step in range(self.step + 1, self.config.train.steps + 1):
                 recorded = self.is_due(step, self.config.train.timeline_every)
                 stays = meet(self.rank, step) if recorded else ()
@@ -131,18 +145,25 @@ class Trainer:
                 heldout = {} if done.totals.stop else self.evaluate(step)
                 if recorded:
                     record(self.folder, self.spec, self.rank, done, stays)
+                report.saved(self.checkpoints.finished())
                 report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, slowest, recorded)
                 self.check_updates(done.totals)
-                if done.totals.stop or self.is_due(step, self.config.train.checkpoint_every):
+                self.save_is_due |= done.totals.stop or self.is_due(step, self.config.train.checkpoint_every)
+                if self.save_is_due and self.sound:
                     self.check_copies()
                     report.settle()
-                    report.saved(step, self.save())
+                    self.finish_saving(report)
+                    report.held_up(self.save())
                 if done.totals.stop:
+                    self.finish_saving(report)
                     report.note(
                         f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
                     )
                     return
-            report.finish(self.transcribe())
+            self.check_end()
+            transcriptions = self.transcribe()
+            self.finish_saving(report)
+            report.finish(transcriptions)
 
     # One step.
 
@@ -286,6 +307,8 @@ class Trainer:
         self.progression.tokens += plan.taken.tokens
         self.progression.skipped_steps += not updated
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+        if totals.num_targets:  # a step without changes nothing
+            self.sound = updated and math.isfinite(totals.loss)
         self.progression.dropped += len(plan.taken.skipped)
         self.progression.tombstones += totals.tombstones
         seen = self.cursor
@@ -310,6 +333,16 @@ class Trainer:
             f"optim/grad_norm/<component> in {self.folder.metrics}, and at the data of the first skipped "
             f"step. Then train in a new run folder, with mended data, a lower optim.lr or a longer warm-up."
         )
+
+    def check_end(self) -> None:
+        """Refuse to call a run done whose last step to learn from was not finite."""
+        if not self.sound:
+            raise NoUpdateError(
+                f"after the last step, {self.step}, the loss or the gradient norm is not finite, and no "
+                f"checkpoint of it was saved. Look at loss/train and optim/grad_norm/<component> in "
+                f"{self.folder.metrics}, and at the data of the first such step. Then train in a new run "
+                f"folder, with mended data, a lower optim.lr or a longer warm-up."
+            )
 
     def check_failures(self, prepared: Prepared) -> None:
         """Apply `data.on_error` to items of this rank that could not be decoded."""
@@ -363,44 +396,61 @@ class Trainer:
         }
 
     def save(self) -> float:
-        """Write a checkpoint of the step just done, and return how many seconds that held training up."""
+        """Begin to write a checkpoint of the step just done; return how many seconds that held training up.
+
+        A step that was skipped, or whose loss is not finite, is not saved: the next that is sound will be.
+        """
         start = time.perf_counter()
-        self.where = f"step {self.step}: saving"
-        save_checkpoint(
-            self.folder.checkpoints,
-            self.step,
-            lambda path: write_state(path, self.rank.components, self.rank.names, self.rank.stage),
-            {
-                "cursor": self.cursor,
-                "progression": asdict(self.progression),
-                "layout": self.spec.arrangement.describe(),
-                "cost_tables": self.tables.state(self.step),
-                "fingerprint": fingerprint(self.spec),
-            },
-            self.config.train.keep_checkpoints,
-            self.rank.groups.control,
-        )
+        self.where = f"step {self.step}: copying what is saved"
+        describe = {
+            "cursor": self.cursor,
+            "progression": asdict(self.progression),
+            "layout": self.spec.arrangement.describe(),
+            "cost_tables": self.tables.state(self.step),
+            "fingerprint": fingerprint(self.spec),
+        }
+        self.checkpoints.save(self.step, describe)
+        self.save_is_due = False
         self.watchdog.beat()
         return time.perf_counter() - start
 
+    def finish_saving(self, report: Reporter) -> None:
+        """Wait until the last checkpoint is written, and report it."""
+        start = time.perf_counter()
+        self.where = f"step {self.step}: waiting until the last checkpoint is written"
+        report.saved(self.checkpoints.wait())
+        report.held_up(time.perf_counter() - start)
+        self.watchdog.beat()
+
+    @contextlib.contextmanager
+    def saving(self, report: Reporter) -> Iterator[None]:
+        """Let a checkpoint that is being written be finished also where a run fails."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(CheckpointError):
+                report.saved(self.checkpoints.wait(min(self.config.train.timeout_s, SAVING_S)))
+            raise
+
     def restore(self) -> int | None:
-        """Continue from the folder's last checkpoint and return its step, or begin and return None."""
-        path = latest_checkpoint(self.folder.checkpoints)
-        if path is None:
+        """Continue from the last good checkpoint and return its step, or begin and return None."""
+        manifest = self.checkpoints.restore(self.check_saved)
+        if manifest is None:
             begin(self.spec, self.rank)
             self.cursor = self.config.start.cursor or 0
             return None
-        self.say(f"reading {path}")
-        manifest = read_manifest(path)
-        check_fingerprint(manifest["fingerprint"], fingerprint(self.spec), path)
-        files = sorted(manifest["files"])
-        read_state(path, files, self.rank.components, self.rank.names, self.rank.stage, self.rank.rank)
         self.step, self.cursor = manifest["step"], manifest["cursor"]
         self.progression = Progression(**manifest["progression"])
-        costs = manifest.get("cost_tables")  # older checkpoints have none
-        if costs is not None and not self.tables.restore(costs) and self.rank.is_first:
+        costs = manifest["cost_tables"]
+        if not self.tables.restore(costs) and self.rank.is_first:
             print("note: costs are as stated again: those learnt are of another layout, model or cluster")
         return self.step
+
+    def check_saved(self, manifest: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint that another configuration wrote, before anything of it is read."""
+        storage = self.checkpoints.storage
+        check_fingerprint(manifest, fingerprint(self.spec), storage)
+        self.say(f"reading {storage.locate(folder_of(manifest['step']))}")
 
     @contextlib.contextmanager
     def reporting(self, resumed: int | None) -> Iterator[Reporter]:

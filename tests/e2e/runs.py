@@ -203,4 +203,5 @@ def learnt(run: Path) -> list[dict[str, float]]:
 
 
 def checkpoints(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
+    """Names of the checkpoints that were committed."""
+    return sorted(path.parent.name for path in (run / "checkpoints").glob("step_*/checkpoint.json"))

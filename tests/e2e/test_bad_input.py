@@ -311,6 +311,8 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
         ("layout.llm.pp=abc", ["error: ", "layout.llm.pp=abc", "Integer"]),
         ("run.dir=/dev/null", ["error: run.dir=/dev/null", "choose another"]),
         ("run.dir=/proc/run", ["error: run.dir=/proc/run", "choose another"]),
+        ("train.checkpoint_dir=here", ["error: train.checkpoint_dir=here", "absolute path"]),
+        ("train.checkpoint_dir=nosuch://x", ["error: train.checkpoint_dir=nosuch://x", "fsspec"]),
         ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
         ("balance=foo", ["balance/foo", "lpt", "none", "entry point omni.balance"]),
         ("balance.policy=foo", ["error: balance.policy=foo", "lpt, none", "entry point omni.balance"]),

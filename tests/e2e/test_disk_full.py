@@ -21,7 +21,8 @@ from runs import (
     write,
 )
 
-from infra.checkpoint import latest_checkpoint, read_manifest
+from infra.checkpoint import complete, verify
+from infra.storage import Storage
 
 LIMIT = 400_000  # bytes: more than the metrics take, less than a rank's part of the checkpoint
 STEPS = 40
@@ -47,8 +48,8 @@ def full(tmp_path_factory, keys) -> tuple[Path, Finished]:
     cwd = tmp_path_factory.mktemp("full")
     running = start_training(keys, cwd)
     try:
-        folder = cwd / "run" / "checkpoints"
-        running.wait_until(lambda: latest_checkpoint(folder) is not None, "a checkpoint")
+        storage = Storage.at(cwd / "run" / "checkpoints")
+        running.wait_until(lambda: bool(complete(storage)), "a checkpoint")
         for process in running.descendants():
             process.rlimit(psutil.RLIMIT_FSIZE, (LIMIT, LIMIT))
         return cwd, running.finish()
@@ -83,13 +84,13 @@ def test_a_full_disk_is_told_without_a_traceback(full):
 
 def test_nothing_shadows_the_good_checkpoint(full):
     cwd, _ = full
-    names = checkpoints(cwd / "run")
-    assert not [name for name in names if name.endswith(".partial")]
-    assert 1 <= len(names) <= 2
-    for name in names:
-        manifest = read_manifest(cwd / "run" / "checkpoints" / name)  # sizes of all files are checked
-        assert sorted(manifest["files"]) == ["rank_00000.pt", "rank_00001.pt"]
-        assert min(manifest["files"].values()) > LIMIT
+    storage = Storage.at(cwd / "run" / "checkpoints")
+    steps = complete(storage)
+    assert 1 <= len(steps) <= 2
+    for step in steps:
+        files = verify(storage, step)["files"]
+        assert sorted(files) == ["rank_00000.safetensors", "rank_00001.safetensors"]
+        assert min(size for size, _ in files.values()) > LIMIT
 
 
 def test_the_run_continues_once_there_is_space(full, keys):

@@ -120,14 +120,13 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
         victim for victim in victims if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE
     ]
     reached = steps_of(run)[-1]
-    saved = checkpoints(run)
-    good = max(int(name.removeprefix("step_")) for name in saved if not name.endswith(".partial"))
+    good = max(int(name.removeprefix("step_")) for name in checkpoints(run))
     assert 20 <= good < STEPS
     # What a save that was cut short leaves: it must not shadow the good one.
-    stray = run / "checkpoints" / "step_00000059.partial"
+    stray = run / "checkpoints" / "step_00000059"
     stray.mkdir()
-    (stray / "rank_00000.pt").write_bytes(b"half a checkpoint")
-    shutil.copy(run / "checkpoints" / f"step_{good:08d}" / "checkpoint.json", stray)
+    (stray / "rank_00000.safetensors").write_bytes(b"half a checkpoint")
+    shutil.copy(run / "checkpoints" / f"step_{good:08d}" / "checkpoint.json", stray / "checkpoint.json.tmp")
     # ... and half a line.
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"progress/step": 25, "loss/tr')
@@ -137,7 +136,8 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     assert f"continued after step {good}" in continued.out
     assert reached >= good
     same_as(run, whole)
-    assert [name for name in checkpoints(run) if not name.endswith(".partial")] == checkpoints(whole)
+    assert checkpoints(run) == checkpoints(whole)
+    assert not stray.exists()
 
 
 def copied(whole: Path, tmp_path: Path, step: int | None = None) -> Path:

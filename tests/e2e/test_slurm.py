@@ -12,9 +12,10 @@ import pytest
 import slurm_cluster
 from runs import TINY, Running, data_keys, omni, read_lines, strip, write
 
-from infra.checkpoint import latest_checkpoint, read_manifest
+from infra.checkpoint import complete
 from infra.launchers.job import Job
 from infra.launchers.script import Batch, render
+from infra.storage import Storage
 
 pytestmark = pytest.mark.slow
 
@@ -59,19 +60,19 @@ def test_jobs_of_two_nodes_complete_resume_when_queued_again_and_save_when_cance
     _, number = re.findall(r"^\d +(\d+) +quickstart-\d ", done.err, re.M)
 
     def has_steps(least):
-        return lambda: len(steps(long)) >= least and latest_checkpoint(long / "checkpoints") is not None
+        return lambda: len(steps(long)) >= least and complete(Storage.at(long / "checkpoints")) != []
 
     slurm_cluster.wait(has_steps(6), "checkpoint", 240)
     assert (steps(short), (short / "exit_code").read_text()) == ([1, 2, 3], "0\n"), "one after the other"
     ask(cluster, "scontrol", "requeue", number)
     shown = partial(ask, cluster, "scontrol", "show", "job", number)
     slurm_cluster.wait(lambda: "Restarts=1" in shown(), "restart", 120)
-    before = read_manifest(latest_checkpoint(long / "checkpoints"))["step"]
+    before = complete(Storage.at(long / "checkpoints"))[-1]
     slurm_cluster.wait(has_steps(before + 6), "step after the restart", 240)
     ask(cluster, "scancel", number)
     slurm_cluster.wait((long / "exit_code").exists, "end", 120)
     assert (long / "exit_code").read_text() == "143\n"
-    last = read_manifest(latest_checkpoint(long / "checkpoints"))["step"]
+    last = complete(Storage.at(long / "checkpoints"))[-1]
     assert last == len(steps(long)) > before, "saved after the step under way"
     assert steps(long) == list(range(1, last + 1)), "no step is lost or repeated"
     table = omni(["sweep", "show", "sweep"], tmp_path).out

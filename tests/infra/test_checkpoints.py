@@ -1,77 +1,353 @@
 import json
+import pickle
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from infra.checkpoint import MANIFEST, CheckpointError, latest_checkpoint, read_manifest, save_checkpoint
+from infra.checkpoint import (
+    DAMAGED,
+    MANIFEST,
+    CheckpointError,
+    Keep,
+    commit,
+    complete,
+    ensure_run,
+    file_of,
+    folder_of,
+    locate,
+    newest,
+    open_shard,
+    read_manifest,
+    save_checkpoint,
+    set_aside,
+    verify,
+    write_file,
+)
+from infra.saver import Saver
+from infra.shard_file import CHUNK, DamagedError, NotFiniteError, Shard, ShardReader, pack
+from infra.storage import Storage
 
 
-def _save(rank: int, root: str, step: int, fail_on: int | None, keep: int) -> str:
-    def write(path: Path) -> None:
-        if rank == fail_on:
-            path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        path.write_bytes(f"step {step} of rank {rank}".encode())
+class Alone:
+    """The group of a rank that is alone."""
 
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+ALONE: Any = Alone()
+
+
+def shard(seed: int, sizes: tuple[int, ...] = (3 * CHUNK // 4 + 5, 7, CHUNK)) -> Shard:
+    numbers = torch.Generator().manual_seed(seed)
+    tensors = {f"w{i}": torch.randn(size, generator=numbers) for i, size in enumerate(sizes)}
+    return pack({"rng": torch.arange(9, dtype=torch.uint8), **tensors}, {"parameters": sorted(tensors)})
+
+
+def written(path: Path | str, steps: tuple[int, ...] = (10, 20), ranks: int = 2) -> Storage:
+    """Checkpoints of a run."""
+    storage = Storage.at(path)
+    run = ensure_run(storage)
+    for step in steps:
+        files = [write_file(storage, run, step, rank, shard(1000 * step + rank)) for rank in range(ranks)]
+        commit(storage, run, step, files, {"cursor": 7 * step})
+    return storage
+
+
+def _save(rank: int, root: str, step: int, fail_on: int | None) -> str:
+    own = shard(rank)
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == fail_on:
+        own = Shard(own.entries, own.data, own.held, fail)
+    storage = Storage.at(root)
     try:
-        return str(save_checkpoint(Path(root), step, write, {"cursor": 7 * step}, keep, dist.group.WORLD))
+        save_checkpoint(storage, "a run", step, own, {"cursor": 7 * step}, Keep(2), dist.group.WORLD)
     except CheckpointError as error:
         return f"refused: {error}"
+    return "saved"
 
 
-def test_a_checkpoint_is_complete_and_says_what_it_holds(ranks: RankPool, tmp_path: Path) -> None:
-    paths = ranks.run(2, _save, str(tmp_path), 30, None, 2)
-    assert paths == [str(tmp_path / "step_00000030")] * 2
-    manifest = read_manifest(latest_checkpoint(tmp_path))
-    assert (manifest["step"], manifest["cursor"]) == (30, 210)
-    assert sorted(manifest["files"]) == ["rank_00000.pt", "rank_00001.pt"]
-
-
-@pytest.mark.parametrize("fail_on", [0, 1])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_good_one(
-    ranks: RankPool, tmp_path: Path, fail_on: int
+    ranks: RankPool, tmp_path: Path
 ) -> None:
-    ranks.run(2, _save, str(tmp_path), 10, None, 2)
-    for answer in ranks.run(2, _save, str(tmp_path), 20, fail_on, 2):
-        assert answer.startswith("refused: the checkpoint of step 20")
-        assert f"rank {fail_on}: OSError: [Errno 28] No space left" in answer
-        assert "step_00000010" in answer
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000010"]
-    assert read_manifest(latest_checkpoint(tmp_path))["step"] == 10
+    (tmp_path / "run_id").write_text("a run")
+    assert ranks.run(2, _save, str(tmp_path), 10, None) == ["saved"] * 2
+    manifest = read_manifest(Storage.at(tmp_path), 10)
+    assert (manifest["step"], manifest["cursor"], manifest["run"]) == (10, 70, "a run")
+    assert list(manifest["files"]) == ["rank_00000.safetensors", "rank_00001.safetensors"]
+    assert manifest["index"] == [{"parameters": ["w0", "w1", "w2"]}] * 2
+    for fail_on in (0, 1):
+        for answer in ranks.run(2, _save, str(tmp_path), 20, fail_on):
+            assert answer.startswith("refused: the checkpoint of step 20")
+            assert f"rank {fail_on}: OSError: [Errno 28] No space left" in answer
+            assert "step_00000010" in answer
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["run_id", "step_00000010"]
+    assert verify(Storage.at(tmp_path), 10)["step"] == 10
 
 
-def test_the_newest_are_kept(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [(Keep(2), [15, 100]), (Keep(1, every=10), [10, 100]), (Keep(1, every=7), [100])],
+)
+def test_the_newest_are_kept_and_those_of_some_steps(tmp_path: Path, keep: Keep, left: list[int]) -> None:
+    storage = Storage.at(tmp_path)
+    run = ensure_run(storage)
     for step in (5, 10, 15, 100):
-        ranks.run(1, _save, str(tmp_path), step, None, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000015", "step_00000100"]
+        save_checkpoint(storage, run, step, shard(step, (4,)), {}, keep, ALONE)
+    assert complete(storage) == left
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == [folder_of(step) for step in left]
 
 
-def test_a_save_that_was_cut_short_is_not_seen_and_is_swept_away(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(1, _save, str(tmp_path), 10, None, 2)
-    partial = tmp_path / "step_00000020.partial"
-    partial.mkdir()
-    (partial / "rank_00000.pt").write_bytes(b"half")
-    without_manifest = tmp_path / "step_00000030"
-    without_manifest.mkdir()
-    assert latest_checkpoint(tmp_path).name == "step_00000010"
-    ranks.run(1, _save, str(tmp_path), 20, None, 2)
-    assert latest_checkpoint(tmp_path).name == "step_00000020"
-    assert not partial.exists()
+def test_a_save_that_was_cut_short_is_not_seen_and_is_swept_away(tmp_path: Path) -> None:
+    storage = written(tmp_path, (10,))
+    cut = tmp_path / folder_of(15)
+    shutil.copytree(tmp_path / folder_of(10), cut)
+    (cut / MANIFEST).rename(cut / f"{MANIFEST}.tmp")
+    manifest, problems = newest(storage)
+    assert manifest is not None
+    assert (manifest["step"], problems) == (10, [])
+    save_checkpoint(storage, ensure_run(storage), 20, shard(1), {}, Keep(2), ALONE)
+    assert complete(storage) == [10, 20]
+    assert not cut.exists()
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, _save, str(tmp_path), 10, None, 2)
-    path = latest_checkpoint(tmp_path)
-    (path / "rank_00001.pt").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"rank_00001\.pt has 5 bytes"):
-        read_manifest(path)
-    (path / "rank_00001.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"rank_00001\.pt is missing"):
-        read_manifest(path)
-    assert json.loads((path / MANIFEST).read_text())["step"] == 10
+def test_what_is_read_is_what_was_written_and_little_more_is_read(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    own = shard(3, (CHUNK, 3, 4 * CHUNK, 11))  # elements: 4, 16 chunks and a little
+    file = write_file(storage, "r", 1, 0, own)
+    path = tmp_path / folder_of(1) / file_of(0)
+    assert path.stat().st_size == file.bytes
+
+    class Counting:
+        def __init__(self) -> None:
+            self.file = path.open("rb")
+            self.seek = self.file.seek
+            self.read = self.file.read
+            self.bytes = 0
+
+        def readinto(self, room: memoryview) -> int:
+            self.bytes += len(room)
+            return self.file.readinto(room)
+
+    counting = Counting()
+    reader = ShardReader(counting, "it", file.bytes, file.head_hash)
+    header = counting.bytes
+    places = {"w2": (9 * CHUNK, 9 * CHUNK + 8), "w0": (4, CHUNK), "w3": (0, 44), "rng": (0, 9)}
+    ranges = [(name, *place) for name, place in places.items()]
+    found = dict(reader.read(ranges))
+    for number, (name, start, stop) in enumerate(ranges):
+        at = own.entries[name].start
+        assert np.array_equal(found[number], own.data[at + start : at + stop].numpy())
+    assert counting.bytes - header <= 4 * CHUNK
+    with pytest.raises(DamagedError, match="does not hold w1 as"):
+        list(reader.read([("w1", 0, 16)]))
+    with pytest.raises(DamagedError, match="does not hold other as"):
+        list(reader.read([("other", 0, 16)]))
+
+
+def change(path: Path, at: int, bits: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= bits
+    path.write_bytes(content)
+
+
+def swap(one: Path, two: Path) -> None:
+    content = one.read_bytes()
+    shutil.copy(two, one)
+    two.write_bytes(content)
+
+
+def _foreign(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(written(folder.parent.parent / "other", (20,)).path(folder.name), folder)
+
+
+def _unsealed(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["hash"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+class Trap:
+    """Unpickling it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def _pickle(folder: Path) -> None:
+    path = folder / file_of(0)
+    content = pickle.dumps(Trap(folder.parent / "executed"))
+    path.write_bytes(content + bytes(path.stat().st_size - len(content)))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a bit of the data": (lambda f: change(f / file_of(1), -CHUNK), r"rank_00001\S+: chunk \d+ of its data"),
+    "the last bit": (lambda f: change(f / file_of(0), -1, 128), r"rank_00000\S+: chunk \d+ of its data"),
+    "a bit of the header": (lambda f: change(f / file_of(1), 40), r"rank_00001\S+: its header"),
+    "the length of the header": (lambda f: change(f / file_of(1), 6), r"rank_00001\S+: its header"),
+    "a bit of the manifest": (lambda f: change(f / MANIFEST, 120), MANIFEST),
+    "the format": (lambda f: change(f / MANIFEST, (f / MANIFEST).read_text().index('": 2') + 3), MANIFEST),
+    "a manifest without hash": (_unsealed, MANIFEST),
+    "half a manifest": (lambda f: (f / MANIFEST).write_bytes((f / MANIFEST).read_bytes()[:99]), MANIFEST),
+    "a manifest of numbers": (lambda f: (f / MANIFEST).write_text("[1]"), MANIFEST),
+    "cut short": (lambda f: (f / file_of(1)).write_bytes(b"short"), "rank_00001.* has 5 bytes"),
+    "longer": (lambda f: (f / file_of(1)).open("ab").write(b"more"), "rank_00001.* has .* bytes"),
+    "a file is missing": (lambda f: (f / file_of(0)).unlink(), "rank_00000.* is missing"),
+    "swapped ranks": (lambda f: swap(f / file_of(0), f / file_of(1)), "rank_00000.*its header"),
+    "swapped steps": (
+        lambda f: shutil.copy(f.parent / folder_of(10) / file_of(1), f / file_of(1)),
+        "rank_00001.*its header",
+    ),
+    "the manifest of another step": (
+        lambda f: shutil.copy(f.parent / folder_of(10) / MANIFEST, f / MANIFEST),
+        "holds the checkpoint of step 10",
+    ),
+    "of another run": (_foreign, "is of run"),
+    "a pickle": (_pickle, r"rank_00000\S+: its header"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_nothing_is_executed(tmp_path: Path, damage: str) -> None:
+    storage = written(tmp_path / "own")
+    damaged, words = DAMAGES[damage]
+    damaged(tmp_path / "own" / folder_of(20))
+    with pytest.raises(DamagedError, match=words):
+        verify(storage, 20)
+    assert not (tmp_path / "own" / "executed").exists()
+    assert verify(storage, 10)["cursor"] == 70
+
+
+def test_a_checkpoint_whose_files_are_not_all_there_is_passed_over(tmp_path: Path) -> None:
+    storage = written(tmp_path)
+    (tmp_path / folder_of(20) / file_of(1)).unlink()
+    manifest, ((step, problem),) = newest(storage)
+    assert manifest is not None
+    assert (manifest["step"], step) == (10, 20)
+    assert "rank_00001.safetensors is missing" in problem
+
+
+def test_what_is_set_aside_counts_for_nothing_and_is_kept(tmp_path: Path) -> None:
+    storage = written(tmp_path, (10, 20, 30))
+    set_aside(storage, 30)
+    assert complete(storage) == [10, 20]
+    save_checkpoint(storage, ensure_run(storage), 25, shard(1), {}, Keep(2), ALONE)
+    assert complete(storage) == [20, 25]
+    assert (tmp_path / folder_of(30) / DAMAGED).exists()
+    assert (tmp_path / folder_of(30) / file_of(1)).exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    storage = written(tmp_path)
+    for step in (10, 20):
+        (tmp_path / folder_of(step) / file_of(0)).unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is good: .*20/rank_00000.* is missing"):
+        newest(storage)
+    for step in (10, 20):
+        set_aside(storage, step)
+    with pytest.raises(CheckpointError, match=r"step_00000010, step_00000020 .*found .*damaged before"):
+        newest(storage)
+
+
+def test_checkpoints_of_other_formats_are_refused_by_name_and_not_passed_over(tmp_path: Path) -> None:
+    storage = written(tmp_path)
+    old = {"step": 20, "files": {"rank_00000.pt": 12}, "cursor": 9}
+    (tmp_path / folder_of(20) / MANIFEST).write_text(json.dumps(old))
+    with pytest.raises(
+        CheckpointError, match=r"step_00000020 has format 1 and this version reads 2"
+    ) as refused:
+        newest(storage)
+    assert not isinstance(refused.value, DamagedError)
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert latest_checkpoint(tmp_path / "nothing") is None
+    assert newest(Storage.at(tmp_path / "nothing")) == (None, [])
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_object_stores_keep_checkpoints_too() -> None:
+    storage = written(f"memory://bucket/{uuid4()}/run", (10, 20))
+    assert complete(storage) == [10, 20]
+    path = storage.path(f"{folder_of(20)}/{file_of(1)}")
+    content = bytearray(storage.fs.cat_file(path))
+    content[-5] ^= 1
+    storage.fs.pipe_file(path, bytes(content))
+    with pytest.raises(DamagedError, match="chunk"):
+        verify(storage, 20)
+    set_aside(storage, 20)
+    manifest, _ = newest(storage)
+    assert manifest is not None
+    assert manifest["step"] == 10
+    own = verify(storage, 10)
+    with storage.open(f"{folder_of(10)}/{file_of(1)}") as file:
+        ((_, found),) = open_shard(own, file, file_of(1)).read([("w1", 0, 28)])
+    entry = shard(10_001).entries["w1"]
+    assert np.array_equal(found, shard(10_001).data[entry.start : entry.stop].numpy())
+    save_checkpoint(storage, ensure_run(storage), 20, shard(5), {}, Keep(1), ALONE)
+    assert complete(storage) == [20]
+    assert verify(storage, 20)["step"] == 20
+
+
+def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    storage = written(tmp_path, (10,))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        tensors = {"good": torch.zeros(99), "bad": torch.tensor([0.0, value])}
+        with pytest.raises(NotFiniteError, match="bad is not finite"):
+            write_file(storage, "r", 20, 0, pack(tensors, {}))
+        with pytest.raises(CheckpointError, match=r"bad is not finite.*last good one is step_00000010"):
+            save_checkpoint(storage, ensure_run(storage), 20, pack(tensors, {}), {}, Keep(1), ALONE)
+    assert complete(storage) == [10]
+
+
+def test_a_save_goes_on_beside_its_caller_and_what_fails_is_raised_next(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    run, saver, go = ensure_run(storage), None, threading.Event()
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    own = shard(1)
+    saver = Saver(storage, run, Keep(2), ALONE)
+    saver.start(5, Shard(own.entries, own.data, own.held, lambda: go.wait(60)), {})
+    assert complete(storage) == []
+    assert saver.finished() is None
+    with pytest.raises(CheckpointError, match=r"not written in 0\.01 s"):
+        saver.wait(0.01)
+    go.set()
+    saved = saver.wait()
+    assert saved is not None
+    assert (saved.step, complete(storage)) == (5, [5])
+    assert saved.bytes == (tmp_path / folder_of(5) / file_of(0)).stat().st_size
+    assert locate(saved.where) == (storage, 5)
+    assert (saver.finished(), saver.wait()) == (None, None), "it is told once"
+    saver.start(6, Shard(own.entries, own.data, own.held, fail), {})
+    for retry in (lambda: saver.start(7, own, {}), saver.wait):
+        with pytest.raises(CheckpointError, match=r"step 6 could not .*No space left.*step_00000005"):
+            retry()
+    assert complete(storage) == [5]
+
+
+@pytest.mark.parametrize("given", ["/runs/a/checkpoints", "step_00000004", "/runs/a/step_", "/runs/step_4/x"])
+def test_what_names_no_checkpoint_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="names no checkpoint"):
+        locate(given)
+    assert str(locate("memory://runs/a/step_00000004/")[0]) == "memory:///runs/a"

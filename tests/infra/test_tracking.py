@@ -165,7 +165,8 @@ def test_wandb_holds_pictures_checkpoints_by_reference_and_alerts(folder):
     path = folder.checkpoints / "step_00000002"
     path.mkdir()
     (path / "rank_00000").write_text("weights")
-    tracker.checkpoint(2, path)
+    tracker.checkpoint(2, str(path))
+    tracker.checkpoint(4, "s3://bucket/step_00000004")
     tracker.alert("stall", "step 2 took long")
     tracker.finish(0)
     run = read_offline_run(folder.path)

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool
+from saved import manifest_of, newest_folder, tensors_of
 from small import overrides, write_mixed
 
-from infra.checkpoint import latest_checkpoint
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.models.moe import expert_biases
@@ -135,6 +134,7 @@ def _load_and_save(rank: int, keys: list[str], world: int, expected: Path) -> li
             if not torch.equal(named.parameter, named.region.cut(value).to(named.parameter.dtype)):
                 wrong.append(f"{component}/{named.name}")
     trainer.save()
+    trainer.checkpoints.wait()
     return wrong
 
 
@@ -154,28 +154,37 @@ def read(folder: Path) -> Saved:
     full: Tensors = {}
     biases: dict[str, torch.Tensor] = {}
     held = 0
-    for file in sorted(latest_checkpoint(folder / "checkpoints").glob("rank_*.pt")):
-        state = torch.load(file, weights_only=True)
-        for shard in state["shards"]:
+    checkpoint = newest_folder(folder / "checkpoints")
+    for rank, index in enumerate(manifest_of(checkpoint)["index"]):
+        tensors = tensors_of(checkpoint / f"rank_{rank:05d}.safetensors")
+        for name, piece in index["parameters"].items():
+            shard = {key: tensors[f"{name}/{key}"] for key in (*STATE, "step")}
             held += shard["main"].numel()
-            _place(full.setdefault(f"{shard['component']}/{shard['name']}", {}), shard)
-        assert not biases.keys() & state["buffers"].keys(), "saved twice"
-        biases |= state["buffers"]
+            _place(full.setdefault(name, {}), shard, *piece[:4])
+        assert not biases.keys() & index["buffers"].keys(), "saved twice"
+        biases |= {name: tensors[f"buffers/{name}"] for name in index["buffers"]}
     return Saved(full, biases, held)
 
 
-def _place(parameter: dict[str, torch.Tensor], shard: dict[str, Any]) -> None:
+def _place(
+    parameter: dict[str, torch.Tensor],
+    shard: dict[str, torch.Tensor],
+    shape: list[int],
+    dim: int,
+    intervals: list[list[int]],
+    start: int,
+) -> None:
     """Put a shard where it belongs, by indices that owe nothing to the code under test."""
-    numbers = torch.arange(torch.Size(shard["shape"]).numel()).reshape(shard["shape"])
-    runs = [torch.arange(start, start + length) for start, length in shard["runs"]]
-    places = numbers.index_select(shard["dim"], torch.cat(runs)).flatten()
-    places = places[shard["start"] : shard["start"] + shard["main"].numel()]
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    runs = [torch.arange(first, first + length) for first, length in intervals]
+    places = numbers.index_select(dim, torch.cat(runs)).flatten()
+    places = places[start : start + shard["main"].numel()]
     for key in STATE:
         whole = parameter.setdefault(key, torch.full((numbers.numel(),), torch.nan))
         assert whole[places].isnan().all(), "saved twice"
         whole[places] = shard[key].flatten()
-    step = parameter.setdefault("step", torch.tensor(shard["step"]))
-    assert float(step) == shard["step"] == 2.0
+    step = parameter.setdefault("step", shard["step"])
+    assert step == shard["step"] == 2.0
 
 
 def assert_same(one: Saved, two: Saved) -> None:

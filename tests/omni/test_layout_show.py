@@ -59,6 +59,7 @@ def test_every_group_of_a_rank_is_explained(show):
         ("boundary", "domain"): [4, 5, 6, 7, 12, 13, 14, 15],
         ("control", "domain"): [4, 5, 6, 7, 12, 13, 14, 15],
         ("control", "world"): everyone,
+        ("saving", "world"): everyone,
         ("totals", "world"): everyone,
     }
     assert "… (16)" in out
@@ -86,7 +87,12 @@ def test_what_a_group_carries_depends_on_the_model_and_the_policies(show):
     assert ("llm", "ends of pp") not in groups(show(*deep, "model.llm.tied=false")[1])
     assert groups(show("launch.ranks=1")[1]) == {}
     beside = ["launch.ranks=3", "placement=disaggregated", "placement.ranks=1"]
-    assert {name for name, _ in groups(show(*beside, rank=2)[1])} == {"boundary", "control", "totals"}
+    assert {name for name, _ in groups(show(*beside, rank=2)[1])} == {
+        "boundary",
+        "control",
+        "saving",
+        "totals",
+    }
 
 
 def test_axes_of_encoders_are_drawn(show):

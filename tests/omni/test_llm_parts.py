@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
+from saved import load_components, save_components
 from test_moe_layers import assembled, assert_close, placed
 
 from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
@@ -22,7 +23,7 @@ from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.rank.optimizer import ComponentOptimizer
-from omni.rank.state import owned, read_state, write_state
+from omni.rank.state import owned
 from parallel.groups import make_groups
 from parallel.layout import Layout, LayoutError, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
@@ -227,8 +228,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
     gradients = [placed(shard, shard.main.grad) for shard in owned(component, built.names["llm"])]
     component.update(0.01)
     stage.balance_experts(True)
-    write_state(Path(folder) / f"rank_{rank:05d}.pt", {"llm": component}, built.names, stage)
-    dist.barrier()
+    save_components(Path(folder), {"llm": component}, built.names, stage)
     return {
         "gradients": gradients,
         "squares": squares,
@@ -247,8 +247,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
 def restore(rank: int, case: Case, folder: str) -> dict[str, Any]:
     """Load what `train` has saved under any layout into other weights."""
     built = build(case, seed=4)
-    files = sorted(path.name for path in Path(folder).glob("rank_*.pt"))
-    read_state(Path(folder), files, {"llm": built.component}, built.names, built.stage, rank)
+    load_components(Path(folder), {"llm": built.component}, built.names, built.stage)
     return state(built)
 
 

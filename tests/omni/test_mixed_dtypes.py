@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from ranks import RankPool
+from saved import load_components, save_components
 from torch import nn
 
 from omni.config import OptimConfig
@@ -12,7 +13,7 @@ from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
 from omni.rank.optimizer import ComponentOptimizer
-from omni.rank.state import owned, read_state, write_state
+from omni.rank.state import owned
 from parallel.groups import make_groups
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED
@@ -46,12 +47,9 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
         return ComponentOptimizer("x", {0: module}, groups.components["x"], own)
 
     names = {"x": {0: Numbering()}}
-    path = Path(folder) / f"rank_{rank:05d}.pt"
-    write_state(path, {"x": made(VALUES)}, names, None)
-    torch.distributed.barrier()
+    save_components(Path(folder), {"x": made(VALUES)}, names, None)
     loaded = made({})
-    files = [f"rank_{other:05d}.pt" for other in range(world)]
-    read_state(Path(folder), files, {"x": loaded}, names, None, rank)
+    load_components(Path(folder), {"x": loaded}, names, None)
     weights = {name: float(p.detach().float().mean()) for name, p in loaded.modules[0].named_parameters()}
     for shard in owned(loaded, names["x"]):
         assert shard.main.dtype == torch.float32

@@ -10,8 +10,9 @@ from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
-from infra.checkpoint import latest_checkpoint
+from infra.checkpoint import complete
 from infra.run_folder import read_metrics
+from infra.storage import Storage
 from omni.training.trainer import Trainer
 from parallel.copies import CorruptionError
 
@@ -77,9 +78,7 @@ def test_a_flipped_bit_is_named_with_its_rank_before_it_is_saved(
     where = who.format(host=socket.gethostname())
     assert f"{component}: step {step} is the first that computed with other bits {where}" in messages[0]
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["progress/step"] == reported
-    newest = latest_checkpoint(tmp_path / "checkpoints")
-    assert newest is not None
-    assert newest.name == f"step_{saved:08d}"
+    assert complete(Storage.at(tmp_path / "checkpoints"))[-1] == saved
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
 """A run continued with other keys, and stages that begin with the weights of another run."""
 
+import argparse
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
-from infra.checkpoint import latest_checkpoint, read_manifest
+from infra.checkpoint import commit, complete, ensure_run, locate, read_manifest
 from infra.run_folder import read_metrics
+from infra.storage import Storage
+from omni.commands import resume
 from omni.compose import compose_config
 from omni.compose_saved import compose_saved
-from omni.config import ConfigError
+from omni.config import Config, ConfigError, StartConfig
 from omni.planning.prepare import prepare_run
 from omni.stage import as_stage, with_cursor
 from omni.training.start import check_start
@@ -65,12 +70,35 @@ def test_mistakes_are_named(saved, text, words):
 
 
 def test_a_stage_goes_on_in_the_stream_only_where_it_draws_the_same_samples(saved):
-    stage = as_stage(saved, Path("/runs/a/checkpoints/step_00000060"), optimizer=False)
+    stage = as_stage(saved, "/runs/a/checkpoints/step_00000060", optimizer=False)
     assert with_cursor(stage, saved, 480).start.cursor == 480
     assert with_cursor(composed(stage, ["optim.lr=1e-4"]), saved, 480).start.cursor == 480
     assert with_cursor(composed(stage, ["train.seed=1"]), saved, 480).start.cursor == 0
     assert with_cursor(composed(stage, ["~data.sources.docs"]), saved, 480).start.cursor == 0
     assert with_cursor(composed(stage, ["start.cursor=7"]), saved, 480).start.cursor == 7
+
+
+def test_a_stage_does_not_keep_its_checkpoints_among_those_of_its_run(saved, tmp_path):
+    kept = tmp_path / "kept"
+    parent = replace(saved, train=replace(saved.train, checkpoint_dir=str(kept)))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(parent)))
+    storage = Storage.at(kept)
+    commit(storage, ensure_run(storage), 7, [], {"cursor": 56})
+
+    def configured(*words: str) -> Config:
+        parser = argparse.ArgumentParser()
+        resume.add_arguments(parser)
+        fork = [str(tmp_path / "run"), "--fork", str(tmp_path / "stage")]
+        return resume._configured(parser.parse_intermixed_args([*fork, *words]))[0]
+
+    with pytest.raises(ConfigError, match="holds the checkpoints of"):
+        configured()
+    stage = configured("train.checkpoint_dir=null")
+    assert stage.start == StartConfig(f"{kept}/step_00000007", cursor=56)
+    assert (stage.train.checkpoint_dir, stage.run.dir) == (None, str(tmp_path / "stage"))
+    with pytest.raises(ConfigError, match="no such checkpoint to fork; there are: step_00000007"):
+        configured("--step", "8")
 
 
 # On a rank.
@@ -98,7 +126,7 @@ def _of_stage(
 ) -> list[dict[str, float]]:
     """What the first three of four steps learnt: the last one's rate has decayed."""
     line, checkpoint = parent
-    cursor = read_manifest(checkpoint)["cursor"]
+    cursor = read_manifest(*locate(str(checkpoint)))["cursor"]
     own = [key for key in line if not key.startswith(("run.dir", "train.steps", "train.checkpoint_every"))]
     start = [f"start.checkpoint={checkpoint}", f"start.cursor={cursor}", "train.steps=4", f"run.dir={folder}"]
     ranks.run(1, _train, [*own, *start, *keys])
@@ -121,10 +149,29 @@ def test_a_stage_with_weights_alone_begins_where_they_are_and_learns_otherwise(r
     assert first["optim/grad_norm"] == records[0]["optim/grad_norm"]
     assert first["optim/lr/llm"] == 1e-4
     assert later[0]["loss/train"] != records[1]["loss/train"]
-    assert latest_checkpoint(tmp_path / "checkpoints") is None
+    assert complete(Storage.at(tmp_path / "checkpoints")) == []
 
 
-def test_the_weights_of_another_model_are_refused_and_of_new_components_drawn(parent):
+def _damaged(checkpoint: Path, folder: Path) -> Path:
+    """A copy of a checkpoint in a folder, with a bit flipped."""
+    shutil.copytree(checkpoint, folder / checkpoint.name)
+    shutil.copy(checkpoint.parent / "run_id", folder)
+    file = folder / checkpoint.name / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return folder / checkpoint.name
+
+
+def _refused(rank: int, line: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        make_trainer(rank, line, 1).restore()
+    return str(error.value)
+
+
+def test_weights_of_another_model_and_damaged_ones_are_refused_and_new_components_drawn(
+    ranks, parent, tmp_path
+):
     line, checkpoint = parent
     spec = prepare_run(compose_config([*line, f"start.checkpoint={checkpoint}"]), 1)
     assert check_start(spec) == ("llm", "image")
@@ -133,6 +180,10 @@ def test_the_weights_of_another_model_are_refused_and_of_new_components_drawn(pa
     )
     with pytest.raises(ConfigError, match=r"holds another model: model\.llm\.norm_eps=1e-06"):
         check_start(wide)
+    other = [*line, f"start.checkpoint={_damaged(checkpoint, tmp_path)}", f"run.dir={tmp_path / 'run'}"]
+    assert "start.checkpoint=" in (refusal := ranks.run(1, _refused, other)[0])
+    assert "is damaged: rank 0: step_00000003/rank_00000.safetensors" in refusal
+    assert complete(Storage.at(tmp_path)) == [3], "another run's checkpoint is left as it is"
     gone = replace(spec.config, start=replace(spec.config.start, checkpoint=str(checkpoint.parent / "x")))
     with pytest.raises(ConfigError, match=r"start\.checkpoint=.* cannot be read"):
         check_start(replace(spec, config=gone))

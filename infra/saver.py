@@ -1,0 +1,90 @@
+"""Saving beside training: the step pays for a copy in memory, a thread writes it."""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_checkpoint
+from infra.shard_file import Shard
+from infra.storage import Storage
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that all ranks have written: where it lies, its bytes, and the seconds that they took."""
+
+    step: int
+    where: str
+    bytes: int
+    seconds: float
+
+
+class Saver:
+    """Writes checkpoints of a run on a thread, one at a time.
+
+    Ranks talk over `group`, a CPU group that nothing else uses while a save is under way. What fails is
+    raised by the next `start` or `wait`, on every rank.
+    """
+
+    def __init__(self, storage: Storage, run: str, keep: Keep, group: dist.ProcessGroup) -> None:
+        self.storage = storage
+        self.run = run
+        self.keep = keep
+        self.group = group
+        self.thread: threading.Thread | None = None
+        self.saved: Saved | None = None
+        self.problem: str | None = None
+
+    def start(self, step: int, shard: Shard, describe: Mapping[str, Any]) -> None:
+        """Begin to write; `shard` must not change until `wait` has returned, or the next `start`.
+
+        Raises:
+            CheckpointError: if the save before this one failed.
+        """
+        self._join(None)
+        self.thread = threading.Thread(
+            target=self._save, args=(step, shard, describe), name="checkpoint", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> Saved | None:
+        """Wait for the save that is under way, if there is one. Returns what `finished` does.
+
+        Raises:
+            CheckpointError: if it failed, or is not done in time.
+        """
+        self._join(timeout_s)
+        return self.finished()
+
+    def finished(self) -> Saved | None:
+        """Return what was saved since this was last asked; a save that is under way is not waited for."""
+        if self.thread is not None and self.thread.is_alive():
+            return None
+        saved, self.saved = self.saved, None
+        return saved
+
+    def _join(self, timeout_s: float | None) -> None:
+        if self.thread is not None:
+            self.thread.join(timeout_s)
+            if self.thread.is_alive():
+                raise CheckpointError(f"a checkpoint was not written in {timeout_s:g} s")
+            self.thread = None
+        if self.problem is not None:
+            raise CheckpointError(self.problem)
+
+    def _save(self, step: int, shard: Shard, describe: Mapping[str, Any]) -> None:
+        start = time.perf_counter()
+
+        def save() -> None:
+            size = save_checkpoint(self.storage, self.run, step, shard, describe, self.keep, self.group)
+            where = self.storage.locate(folder_of(step))
+            self.saved = Saved(step, where, size, time.perf_counter() - start)
+
+        problem = attempt(save)
+        if problem is not None and not problem.startswith("the checkpoint of step"):
+            problem = f"the checkpoint of step {step} could not be saved in {self.storage}: {problem}"
+        self.problem = problem

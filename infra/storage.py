@@ -1,0 +1,127 @@
+"""Where checkpoints lie: a folder of any file system that fsspec knows, local, shared or an object store.
+
+Object stores cannot rename or append, so neither is asked for: a file is written once and whole. On a local
+file system a write is on the disk when it returns.
+"""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fsspec import AbstractFileSystem
+from fsspec.core import url_to_fs
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The folder `root` of a file system. Names are paths below it, with slashes. Making one touches nothing.
+
+    Whatever fails raises OSError; what is not there, FileNotFoundError.
+    """
+
+    fs: AbstractFileSystem
+    root: str
+
+    @classmethod
+    def at(cls, url: str | Path) -> Self:
+        """Return the storage at a path, or at a URL such as s3://bucket/folder.
+
+        Raises:
+            ValueError: for a protocol that fsspec does not know, or whose package is not installed.
+        """
+        try:
+            fs, root = url_to_fs(str(url))
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"{url} is nowhere that checkpoints can be kept: {error}") from error
+        return cls(fs, root.rstrip("/"))
+
+    def __str__(self) -> str:
+        return self.root if self.is_local else str(self.fs.unstrip_protocol(self.root))
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder of this machine, shared file systems that are mounted here among them."""
+        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+
+    def path(self, name: str) -> str:
+        """The full path of a name, for the file system."""
+        return f"{self.root}/{name}"
+
+    def locate(self, name: str) -> str:
+        """Where a name lies, for people and trackers: a path of this machine, or a URL."""
+        return f"{self}/{name}"
+
+    def sizes(self, folder: str = "") -> dict[str, int | None]:
+        """The names in a folder with the bytes of each, None for folders. What is no folder is empty."""
+        self.fs.invalidate_cache()  # other ranks and other runs write, too
+        try:
+            found = self.fs.ls(self.path(folder).rstrip("/"), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        return {
+            entry["name"].rstrip("/").rpartition("/")[2]: None
+            if entry["type"] == "directory"
+            else entry["size"]
+            for entry in found
+        }
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        self.fs.invalidate_cache()
+        return bool(self.fs.isfile(self.path(name)))
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        return bytes(self.fs.cat_file(self.path(name)))
+
+    def open(self, name: str) -> Any:
+        """A binary file to seek and read in; only what is asked for is fetched."""
+        return self.fs.open(self.path(name), "rb", cache_type="none")
+
+    def write(self, name: str, parts: Iterable[Any]) -> None:
+        """Write a file of `parts`, which are buffers, one after the other. Its folder is made if need be."""
+        path = self.path(name)
+        self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        with self.fs.open(path, "wb") as file:
+            for part in parts:
+                file.write(part)
+            if self.is_local:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def commit(self, name: str, content: bytes) -> None:
+        """Write a file that is there as a whole or not at all, after all that was written to its folder."""
+        if not self.is_local:
+            self.write(name, (content,))
+            return
+        path = self.path(name)
+        folder = path.rpartition("/")[0]
+        os.makedirs(folder, exist_ok=True)
+        _sync(folder)  # what is in the folder outlives a crash before the file that vouches for it does
+        self.write(f"{name}.tmp", (content,))
+        os.replace(f"{path}.tmp", path)
+        _sync(folder)
+        _sync(folder.rpartition("/")[0])
+
+    def move(self, name: str, other: str) -> None:
+        """Give a small file another name."""
+        self.commit(other, self.read(name))
+        self.fs.rm_file(self.path(name))
+
+    def remove(self, folder: str, first: str) -> None:
+        """Remove a folder, if it is there, and of all in it the file `first` before the rest."""
+        with suppress(FileNotFoundError):
+            self.fs.rm_file(self.path(f"{folder}/{first}"))
+        with suppress(FileNotFoundError):
+            self.fs.rm(self.path(folder), recursive=True)
+
+
+def _sync(folder: str) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

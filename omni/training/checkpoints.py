@@ -1,0 +1,91 @@
+"""What a rank saves and continues from: its state, in checkpoints that all ranks write and read together."""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infra.checkpoint import Keep, ensure_run, folder_of, newest, set_aside
+from infra.saver import Saved, Saver
+from infra.storage import Storage
+from omni.rank.build import Rank
+from omni.rank.state import snapshot
+from omni.training.loading import from_first, load
+
+
+class Checkpoints:
+    """The checkpoints of a run in a storage, as one of its ranks sees them."""
+
+    def __init__(self, storage: Storage, rank: Rank, keep: Keep) -> None:
+        self.storage = storage
+        self.rank = rank
+        self.keep = keep
+        self.saver: Saver | None = None
+        self.room: torch.Tensor | None = None
+
+    def save(self, step: int, describe: Mapping[str, Any]) -> None:
+        """Copy this rank's state and begin to write it. A save that is still under way is waited for.
+
+        Raises:
+            CheckpointError: on every rank, if the save before this one failed.
+        """
+        self.wait()
+        if self.saver is None:
+            run = from_first(self.rank, lambda: ensure_run(self.storage))
+            self.saver = Saver(self.storage, run, self.keep, self.rank.groups.saving)
+        shard = snapshot(self.rank.components, self.rank.names, self.rank.stage, self.room)
+        self.room = shard.data
+        self.saver.start(step, shard, describe)
+
+    def wait(self, timeout_s: float | None = None) -> Saved | None:
+        """Wait until what was saved is written. Returns it, unless `finished` has already.
+
+        Raises:
+            CheckpointError: if it could not be, or not in time.
+        """
+        return self.saver.wait(timeout_s) if self.saver is not None else None
+
+    def finished(self) -> Saved | None:
+        """Return what was written since this was last asked, without waiting."""
+        return self.saver.finished() if self.saver is not None else None
+
+    def restore(self, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
+        """Load the newest good checkpoint on all ranks. Returns its manifest, None if there is no checkpoint.
+
+        The first rank chooses. A checkpoint that any rank finds damaged is set aside with a warning, and the
+        one before it is tried. `check` raises for one that must not be continued.
+
+        Raises:
+            CheckpointError: on every rank, if no checkpoint is good, or one does not fit this run.
+        """
+        while (manifest := self._choose()) is not None:
+            check(manifest)
+            damage = load(self.storage, manifest, self.rank, self.rank.components)
+            if damage is None:
+                return manifest
+            self._give_up(manifest["step"], damage)
+            dist.barrier(self.rank.groups.control)
+        return None
+
+    def _choose(self) -> dict[str, Any] | None:
+        """Return the manifest of the newest checkpoint whose files are all there, as the first rank sees
+        it.
+        """
+        manifest, problems = from_first(self.rank, lambda: newest(self.storage))
+        for step, problem in problems:
+            self._give_up(step, problem)
+        return manifest
+
+    def _give_up(self, step: int, problem: str) -> None:
+        """Set a damaged checkpoint aside, and say so: the first rank does."""
+        if not self.rank.is_first:
+            return
+        set_aside(self.storage, step)
+        print(
+            f"warning: {folder_of(step)} in {self.storage} is damaged: {problem}. It is kept, marked "
+            f"as damaged, and the run goes on from an older one.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,69 @@
+"""Checkpoints in tests: of components alone, and what files hold, read by code that owes nothing to ours."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from infra.checkpoint import (
+    Keep,
+    complete,
+    ensure_run,
+    file_of,
+    folder_of,
+    open_shard,
+    read_manifest,
+    save_checkpoint,
+)
+from infra.storage import Storage
+from omni.rank.state import read_state, snapshot, spread_weights
+
+DTYPES = {"F32": np.float32, "U8": np.uint8}
+
+
+def save_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
+    """Save what all ranks hold as step 1."""
+    storage = Storage.at(folder)
+    run = [ensure_run(storage) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(run)
+    shard = snapshot(components, names, stage)
+    save_checkpoint(storage, run[0], 1, shard, {}, Keep(1), dist.group.WORLD)
+
+
+def load_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
+    """Load what `save_components` saved, under any layout."""
+    manifest = read_manifest(Storage.at(folder), 1)
+
+    def read(rank: int, ranges: Sequence[tuple[str, int, int]]) -> Iterator[Any]:
+        with (folder / folder_of(1) / file_of(rank)).open("rb") as file:
+            yield from open_shard(manifest, file, file_of(rank)).read(ranges)
+
+    read_state(manifest["index"], read, components, names, stage, dist.get_rank())
+    spread_weights(components)
+
+
+def newest_folder(checkpoints: Path) -> Path:
+    return checkpoints / folder_of(complete(Storage.at(checkpoints))[-1])
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((checkpoint / "checkpoint.json").read_text())
+    return manifest
+
+
+def tensors_of(file: Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a file in the layout of safetensors."""
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    return {
+        name: torch.from_numpy(
+            np.frombuffer(data[slice(*of["data_offsets"])], DTYPES[of["dtype"]]).reshape(of["shape"]).copy()
+        )
+        for name, of in header.items()
+        if name != "__metadata__"
+    }
