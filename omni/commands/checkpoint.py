@@ -1,0 +1,130 @@
+"""`omni checkpoint`: verify, show and export the checkpoints of a run."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infra.storage import Storage
+
+_DESCRIPTION = """\
+Looks into the checkpoints of a run, without ranks. RUN is a run folder, or where checkpoints lie: a path or a
+URL that fsspec knows.
+
+  omni checkpoint show runs/try                     what there is, and what it holds
+  omni checkpoint verify runs/try                   read all of it, and compare every hash
+  omni checkpoint export runs/try --out all.safetensors    all weights in one file
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text in (
+        ("verify", "read checkpoints whole and compare every hash; exit code 1 if one is damaged"),
+        ("show", "say what checkpoints hold"),
+        ("export", "write the weights of one checkpoint to a file in the layout of safetensors, in fp32"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("run", metavar="RUN", help="a run folder, or a path or URL of checkpoints")
+        default = "the newest" if name == "export" else "all"
+        action.add_argument("--step", type=int, help=f"which checkpoint (default: {default})")
+        if name == "export":
+            action.add_argument("--out", type=Path, required=True, help="the file to write")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 1 where a checkpoint is damaged, 2 where there is none of those that are asked for."""
+    from infra.checkpoint import CheckpointError, complete
+
+    try:
+        storage = _storage(arguments.run)
+        steps = complete(storage)
+        if not steps:
+            raise ValueError(f"there is no checkpoint in {storage}")
+        if arguments.step is not None and arguments.step not in steps:
+            raise ValueError(f"--step {arguments.step}: {storage} has those of steps {steps}")
+        chosen = steps if arguments.step is None else [arguments.step]
+        if arguments.action == "export":
+            return _export(storage, chosen[-1], arguments.out)
+        return max(
+            [_verify(storage, s) if arguments.action == "verify" else _show(storage, s) for s in chosen]
+        )
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _storage(run: str) -> "Storage":
+    from infra.run_folder import RunFolder
+    from infra.storage import Storage
+    from omni.compose import load_config
+    from omni.training.storage import storage_of
+
+    folder = RunFolder(Path(run).absolute())
+    return storage_of(load_config(folder.config), folder) if folder.config.exists() else Storage.at(run)
+
+
+def _verify(storage: "Storage", step: int) -> int:
+    from infra.checkpoint import DamagedError, folder_of, verify
+
+    try:
+        manifest = verify(storage, step)
+    except (DamagedError, FileNotFoundError) as error:
+        print(f"{folder_of(step)}: DAMAGED: {error}")
+        return 1
+    size = sum(size for size, _ in manifest["files"].values())
+    print(f"{folder_of(step)}: good, {len(manifest['files'])} files, {size:,} bytes")
+    return 0
+
+
+def _show(storage: "Storage", step: int) -> int:
+    from infra.checkpoint import DamagedError, folder_of, read_manifest
+
+    try:
+        manifest = read_manifest(storage, step)
+    except DamagedError as error:
+        print(f"{folder_of(step)}: DAMAGED: {error}")
+        return 1
+    print("\n".join(lines(manifest)))
+    return 0
+
+
+def lines(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Say what a checkpoint holds."""
+    sizes = [size for size, _ in manifest["files"].values()]
+    yield f"step {manifest['step']} of run {manifest['run']}: position {manifest['cursor']} in the stream"
+    yield f"  written by {len(sizes)} ranks, {manifest['layout']}"
+    yield f"  {sum(sizes):,} bytes, at most {max(sizes):,} a rank"
+    shapes = {key: of[0] for held in manifest["index"] for key, of in held["parameters"].items()}
+    trained = {key: of[5] for held in manifest["index"] for key, of in held["parameters"].items()}
+    elements, count, moments = Counter[str](), Counter[str](), Counter[str]()
+    for key, shape in shapes.items():
+        component = key.partition("/")[0]
+        elements[component] += prod(shape)
+        count[component] += 1
+        moments[component] += trained[key]
+    for component in elements:
+        with_state = f"{moments[component]} with the state of AdamW"
+        yield f"  {component}: {elements[component]:,} parameters in {count[component]} tensors, {with_state}"
+    buffers = sorted({name for held in manifest["index"] for name in held["buffers"]})
+    if buffers:
+        yield f"  biases of experts of {len(buffers)} layers"
+
+
+def _export(storage: "Storage", step: int, out: Path) -> int:
+    from infra.checkpoint import read_manifest
+    from omni.training.export import export
+
+    count = export(storage, read_manifest(storage, step), out)
+    print(f"{out}: {count} tensors of step {step}, {out.stat().st_size:,} bytes")
+    return 0

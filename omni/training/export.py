@@ -1,0 +1,78 @@
+"""The weights of a checkpoint put together in one file, whatever layout wrote it."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from infra.checkpoint import file_of, folder_of, open_shard
+from infra.shard_file import ShardReader
+from infra.storage import Storage
+from omni.rank.state import BUFFERS, Piece, pieces_of
+
+_SIZE = 4  # bytes of an fp32 element
+
+
+def export(storage: Storage, manifest: Mapping[str, Any], out: Path) -> int:
+    """Write all weights, in fp32 and under canonical names, to a file in the layout of safetensors.
+
+    One parameter at a time is in memory. Returns how many tensors the file has.
+
+    Raises:
+        DamagedError: if what is read is not what was written.
+        OSError: if the file cannot be written.
+    """
+    index = manifest["index"]
+    pieces = pieces_of(index)
+    buffers = {
+        name: (rank, size) for rank, held in enumerate(index) for name, size in held["buffers"].items()
+    }
+    shapes: dict[str, tuple[int, ...]] = {key: of[0][1].region.shape for key, of in pieces.items()}
+    shapes |= {f"{BUFFERS}/{name}": (size,) for name, (_, size) in buffers.items()}
+    with contextlib.ExitStack() as stack, out.open("wb") as file:
+        opened: dict[int, ShardReader] = {}
+
+        def reader(rank: int) -> ShardReader:
+            if rank not in opened:
+                name = file_of(rank)
+                of_rank = storage.open(f"{folder_of(manifest['step'])}/{name}")
+                opened[rank] = open_shard(manifest, stack.enter_context(of_rank), name)
+            return opened[rank]
+
+        file.write(_header(shapes, {"run": manifest["run"], "step": str(manifest["step"])}))
+        for key, of in pieces.items():
+            file.write(_whole(key, of, reader).data)
+        for name, (rank, size) in buffers.items():
+            ((_, data),) = reader(rank).read([(f"{BUFFERS}/{name}", 0, size * _SIZE)])
+            file.write(data.data)
+    return len(shapes)
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> bytes:
+    end, described = 0, {}
+    for key, shape in shapes.items():
+        start, end = end, end + prod(shape) * _SIZE
+        described[key] = {"dtype": "F32", "shape": shape, "data_offsets": (start, end)}
+    header = json.dumps({"__metadata__": metadata, **described}).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def _whole(key: str, pieces: list[tuple[int, Piece]], reader: Any) -> np.ndarray:
+    """Put a parameter together: fp32, flat."""
+    whole = np.full(prod(pieces[0][1].region.shape), np.nan, np.float32)
+    for rank, piece in pieces:
+        ((_, data),) = reader(rank).read([(f"{key}/main", 0, piece.count * _SIZE)])
+        values = data.view(np.float32)
+        for here, place, length in _runs(piece):
+            whole[place : place + length] = values[here : here + length]
+    assert not np.isnan(whole).any(), f"{key} is not all there"
+    return whole
+
+
+def _runs(piece: Piece) -> Iterator[tuple[int, int, int]]:
+    yield from zip(*piece.region.elements(piece.start, piece.start + piece.count), strict=True)

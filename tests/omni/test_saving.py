@@ -1,0 +1,219 @@
+"""What training saves and what it goes on from: damage is passed over, what is not finite is not saved."""
+
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import RankPool
+from saved import tensors_of
+from small import overrides, write_mixed
+
+from infra.checkpoint import DAMAGED, CheckpointError, complete, file_of, folder_of, verify
+from infra.run_folder import RunFolder, read_metrics
+from infra.storage import Storage
+from omni.__main__ import main
+from omni.compose import compose_config
+from omni.planning.prepare import prepare_run
+from omni.training.trainer import NoUpdateError, Trainer
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saving") / "mixed"
+    write_mixed(path)
+    return path
+
+
+def make_trainer(rank: int, keys: list[str], world: int) -> Trainer:
+    spec = prepare_run(compose_config(keys), world)
+    return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
+
+
+def _train(rank: int, keys: list[str]) -> int:
+    trainer = make_trainer(rank, keys, 2)
+    trainer.run()
+    return trainer.step
+
+
+def _restore(rank: int, keys: list[str]) -> tuple[int | str | None, list[str]]:
+    """Restore, and say after which step, or why not; and which files the rank opened."""
+    trainer = make_trainer(rank, keys, 2)
+    opened: list[str] = []
+    original = Storage.open
+
+    def opening(storage: Storage, name: str) -> object:
+        opened.append(Path(name).name)
+        return original(storage, name)
+
+    with patch.object(Storage, "open", opening):
+        try:
+            return trainer.restore(), opened
+        except CheckpointError as error:
+            return str(error), opened
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two tensor-parallel ranks with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert ranks.run(2, _train, keys_of(data, folder)) == [6, 6]
+    return folder
+
+
+def keys_of(data: Path, folder: Path) -> list[str]:
+    own = ["layout.llm.tp=2", "train.steps=6", "train.checkpoint_every=2", "train.keep_checkpoints=3"]
+    return overrides(data, folder, *own, "train.eval_every=0")
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
+    ranks: RankPool, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    keys = keys_of(data, tmp_path)
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    folder = tmp_path / "checkpoints"
+    storage = Storage.at(folder)
+    assert complete(storage) == [2, 4, 6]
+    # Tensor-parallel ranks hold norms alike, which the first one saves.
+    (step, first), (other, second) = ranks.run(2, _restore, keys)
+    assert (step, other) == (6, 6)
+    assert Counter(first) == {file_of(0): 1}
+    assert Counter(second) == {file_of(0): 1, file_of(1): 1}
+
+    flipped = folder / folder_of(6) / file_of(1)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 4
+    flipped.write_bytes(content)
+    (folder / folder_of(4) / file_of(0)).unlink()
+    assert [step for step, _ in ranks.run(2, _restore, keys)] == [2, 2]
+    assert [(folder / folder_of(step) / DAMAGED).exists() for step in (2, 4, 6)] == [False, True, True]
+    assert ranks.run(2, _train, keys) == [6, 6]
+    assert [record["progress/step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    assert complete(storage) == [2, 4, 6]
+    assert verify(storage, 6)["cursor"] == 48
+
+    run_id = folder / "run_id"
+    run_id.write_text("another")
+    for refusal, _ in ranks.run(2, _restore, keys):
+        assert isinstance(refusal, str)
+        assert "no checkpoint in" in refusal
+        assert "says another" in refusal
+
+
+def test_checkpoints_are_verified_shown_and_exported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained / "checkpoints", folder)
+
+    def omni(*words: str) -> tuple[int, str]:
+        code = main(["checkpoint", *words])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    code, out = omni("verify", str(folder))
+    assert (code, out.count("good, 2 files")) == (0, 3)
+    code, out = omni("show", str(folder), "--step", "4")
+    assert code == 0
+    for words in ("step 4 of run", "position 32", "2 ranks, tp2", "llm: ", "image: ", "state of AdamW"):
+        assert words in out
+    exported = tmp_path / "all.safetensors"
+    code, out = omni("export", str(folder), "--out", str(exported))
+    assert (code, "tensors of step 6" in out) == (0, True)
+    whole = tensors_of(exported)
+    sharded = [tensors_of(folder / folder_of(6) / file_of(rank)) for rank in range(2)]
+    names = {name.removesuffix("/main") for of in sharded for name in of if name.endswith("/main")}
+    assert whole.keys() == names
+    # The rows of a matrix that is divided by them lie one rank's after the other's; norms are held by one.
+    embedding = "llm/embedding.word_embeddings.weight"
+    rows = torch.cat([of[f"{embedding}/main"] for of in sharded])
+    assert torch.equal(whole[embedding].flatten(), rows)
+    norm = "llm/decoder.final_layernorm.weight"
+    assert torch.equal(whole[norm], sharded[0][f"{norm}/main"])
+
+    broken = folder / folder_of(4) / file_of(1)
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    code, out = omni("verify", str(folder))
+    assert code == 1
+    assert "step_00000004: DAMAGED: step_00000004/rank_00001.safetensors: chunk" in out
+    assert out.count("good, ") == 2
+    assert omni("show", str(folder), "--step", "5")[0] == 2
+    assert omni("show", str(tmp_path / "nothing"))[0] == 2
+
+
+def _train_spoiled(rank: int, keys: list[str], at: int) -> str:
+    """Train, with weights that are not finite from step `at` on."""
+    trainer = make_trainer(rank, keys, 2)
+    original = trainer.run_step
+
+    def run_step(prepared, watch):  # type: ignore[no-untyped-def]
+        if prepared.plan.step == at:
+            for parameter in trainer.rank.components["llm"].parameters:
+                parameter.data.fill_(math.nan)
+        return original(prepared, watch)
+
+    with patch.object(trainer, "run_step", run_step), pytest.raises(NoUpdateError) as error:
+        trainer.run()
+    return str(error.value)
+
+
+def test_a_run_that_ends_not_finite_fails_and_keeps_what_was_good(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    keys = overrides(data, tmp_path, "train.steps=4", "train.checkpoint_every=1", "train.keep_checkpoints=1")
+    one, two = ranks.run(2, _train_spoiled, keys, 3)
+    assert one == two
+    for word in ("after the last step, 4", "not finite", "new run folder"):
+        assert word in one
+    assert complete(Storage.at(tmp_path / "checkpoints")) == [2]
+    assert verify(Storage.at(tmp_path / "checkpoints"), 2)["step"] == 2
+    assert not (tmp_path / "summary.json").exists()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss/train"] == "NaN"
+
+
+def _train_on_a_full_disk(rank: int, keys: list[str], at: int) -> str:
+    """Train; the disk of the second rank is full when the checkpoint of step `at` is written."""
+    trainer = make_trainer(rank, keys, 2)
+    original, run_step = Storage.write, trainer.run_step
+
+    def patient(prepared, watch):  # type: ignore[no-untyped-def]
+        if trainer.checkpoints.saver is not None and trainer.checkpoints.saver.thread is not None:
+            trainer.checkpoints.saver.thread.join()  # so that the next step's record tells of it
+        return run_step(prepared, watch)
+
+    def write(storage: Storage, name: str, parts: object) -> None:
+        if rank == 1 and name.startswith(folder_of(at)):
+            raise OSError(28, "No space left on device")
+        original(storage, name, parts)  # type: ignore[arg-type]
+
+    patched = patch.object(Storage, "write", write), patch.object(trainer, "run_step", patient)
+    with patched[0], patched[1], pytest.raises(CheckpointError) as error:
+        trainer.run()
+    return str(error.value)
+
+
+def test_a_run_whose_last_save_fails_beside_training_fails_at_its_end(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    keys = overrides(data, tmp_path, "train.steps=4", "train.checkpoint_every=2", "train.eval_every=0")
+    for refusal in ranks.run(2, _train_on_a_full_disk, keys, 4):
+        for words in ("the checkpoint of step 4 could", "rank 1: OSError: [Errno 28] No space", folder_of(2)):
+            assert words in refusal
+    storage = Storage.at(tmp_path / "checkpoints")
+    assert complete(storage) == [2]
+    size = sum(size for size, _ in verify(storage, 2)["files"].values())
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert ["perf/save_s" in record for record in records] == [False, False, True, False]
+    assert [record.get("perf/save_gb") for record in records] == [None, None, size / 1e9, None]
+    assert not (tmp_path / "summary.json").exists()
