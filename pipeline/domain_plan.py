@@ -165,7 +165,8 @@ class DomainPlan:
     for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
     it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
     `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
-    `schedule` names who placed the ops: of a schedule with candidates, the one that was chosen.
+    `schedule` names who placed the ops: of a schedule with candidates, the one that was chosen. `costliest`
+    is, for reports, the costliest sample: its planned nanoseconds and its number in the step.
     """
 
     team: int
@@ -185,6 +186,7 @@ class DomainPlan:
     bounds: tuple[tuple[str, int], ...] = ()
     feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
     schedule: str = ""
+    costliest: tuple[int, int] = (0, 0)
 
     @property
     def num_ranks(self) -> int:

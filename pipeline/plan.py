@@ -96,8 +96,7 @@ class StepPlan:
     `cost_table` is the number of the table that it was planned with, `learnt` what measurement corrected in
     it, by part. `components` are all of the run, of which the `frozen` do not learn in this step. The order
     of reductions belongs to the world's level, though a domain holds it: ranks of all domains reduce
-    together, and each of them sees the op lists of its own domain alone. `costliest` is, for reports, the
-    domain's costliest sample: its planned nanoseconds and its number in the step.
+    together, and each of them sees the op lists of its own domain alone.
     """
 
     step: int
@@ -110,7 +109,6 @@ class StepPlan:
     number: int
     domain: DomainPlan
     learnt: tuple[tuple[str, Laws], ...] = ()
-    costliest: tuple[int, int] = (0, 0)
 
     @cached_property
     def world(self) -> World:

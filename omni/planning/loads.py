@@ -80,7 +80,7 @@ def largest(spec: RunSpec, plan: StepPlan) -> Largest:
     return Largest(
         tuple(max(found[name], default=0) for name in plan.components),
         tuple(sum(found[name]) for name in plan.components),
-        *plan.costliest,
+        *plan.domain.costliest,
     )
 
 

@@ -226,9 +226,8 @@ class Planner(DomainPlanner):
                 taken=taken,
                 group=group,
                 number=number,
-                domain=replace(domain, samples=samples),
+                domain=replace(domain, samples=samples, costliest=costliest),
                 learnt=self.table.learnt,
-                costliest=costliest,
             )
             for domain in candidates
         ]
