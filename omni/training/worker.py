@@ -104,8 +104,9 @@ def _told(error: BaseException, config_path: Path) -> int:
         return MISTAKE
     if isinstance(error, _TOLD):
         print(f"rank {rank} failed: {error}", file=sys.stderr)
-        stops = load_config(config_path).health.on_corruption == "stop"
-        return MISTAKE if isinstance(error, CorruptionError) and stops else 1
+        if isinstance(error, CorruptionError):
+            return MISTAKE if load_config(config_path).health.on_corruption == "stop" else 1
+        return 1
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         print(
             f"rank {rank} failed: {error}. If it is {config_path.parent} that cannot be read or written: its "
