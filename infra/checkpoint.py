@@ -10,6 +10,7 @@ of itself.
 import hashlib
 import json
 import secrets
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,9 +85,8 @@ def save_checkpoint(
             f"the checkpoint of step {step} could not be saved in {storage}: {problem}. The last good one is "
             f"{folder_of(good[-1]) if good else 'none'}; free space and resume."
         )
-    if rank == 0:
-        with suppress(OSError):
-            _sweep(storage, step, keep)
+    if rank == 0 and (problem := attempt(lambda: _sweep(storage, step, keep))) is not None:
+        print(f"note: old checkpoints in {storage} could not be removed: {problem}", file=sys.stderr)
     return size
 
 

@@ -1,5 +1,4 @@
-"""One node of a job, as srun or a Ray bundle starts it: `python -m infra.launchers.node …
-RUN_FOLDER/config.yaml`.
+"""One node of a job, as srun starts it: `python -m infra.launchers.node … RUN_FOLDER/config.yaml`.
 
 All nodes are given the same arguments. Which node this is comes from `--node`, else from Slurm.
 """

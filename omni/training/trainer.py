@@ -428,8 +428,10 @@ class Trainer:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(CheckpointError):
+            try:
                 report.saved(self.checkpoints.wait(min(self.config.train.timeout_s, SAVING_S)))
+            except CheckpointError as error:
+                report.note(f"while the run fails of something else: {error}")
             raise
 
     def restore(self) -> int | None:
