@@ -78,15 +78,16 @@ def make_case(
     stages: int = STAGES,
     microbatches: int = MICROBATCHES,
     tp: int = 1,
+    bounded: bool = False,
 ) -> Case:
-    """Draw what the encoder takes, `shared` of it on all ranks together, and cut the rest into quanta. The
-    `tp` ranks of a stage share a list.
+    """Draw what the encoder takes, `shared` of it on all ranks together, and cut the rest into quanta, such
+    as are for activations that are `bounded` or not. The `tp` ranks of a stage share a list.
     """
     draw = random.Random(f"{ratio}/{seed}")
     weights = [draw.lognormvariate(0, 0.8) for _ in range(microbatches)]
     scale = ratio * stages * microbatches * FORWARD / sum(weights)
     total = scale * sum(weights)
-    each = JOINT.quanta_for(microbatches)
+    each = JOINT.quanta_for(microbatches, bounded)
     count = stages * each
     one_ns = int(total * (1 - shared) / count)
     together_ns = [int(scale * weight * shared / stages) for weight in weights] if shared else []
@@ -262,7 +263,7 @@ def longer_steps(seeds: Sequence[int]) -> list[dict[str, float]]:
     """Under one bound of so many bytes, steps of more microbatches: what they hold, how near they come."""
     rows = []
     for microbatches in (32, 64, 128):
-        cases = [make_case(1.0, seed, microbatches=microbatches) for seed in seeds]
+        cases = [make_case(1.0, seed, microbatches=microbatches, bounded=True) for seed in seeds]
         lists = [build(case, JOINT_ZERO_BUBBLE_H1, MICROBATCHES) for case in cases]
         rows.append(
             {

@@ -4,9 +4,10 @@ Pure: the same job and settings give the same text.
 """
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from infra.launchers.job import Job
 
@@ -14,29 +15,30 @@ NODE = "infra.launchers.node"
 LAST_TASKS_S = 60  # between the end of the first agent and the end of all
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """What a cluster wants to be told. `directives` are further lines of `#SBATCH`, true for one without
     value.
 
     `time` is the limit in Slurm's notation; `save_before_s` seconds before it the ranks save and leave, and
     the job is queued again if `requeue`. A `container` image, its `mounts` and `container_flags` are said to
-    srun, as pyxis reads them there. `setup` are lines of shell before it. The agents run under `python`.
+    srun, as pyxis reads them there. `setup` are lines of shell before it. The agents run under `python`, by
+    default the one on the path.
     """
 
-    python: str
+    python: str | None = None
     gpus: bool = True
     account: str | None = None
     partition: str | None = None
     time: str | None = None
     save_before_s: int = 120
     requeue: bool = True
-    directives: Mapping[str, str | bool] = field(default_factory=dict)
-    srun: Sequence[str] = ()
+    directives: dict[str, Any] = field(default_factory=dict)
+    srun: list[str] = field(default_factory=list)
     container: str | None = None
-    mounts: Sequence[str] = ()
-    container_flags: Sequence[str] = ()
-    setup: Sequence[str] = ()
+    mounts: list[str] = field(default_factory=list)
+    container_flags: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
 
 
 def render(job: Job, batch: Batch, cwd: Path) -> str:
@@ -129,6 +131,7 @@ def _srun(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
         yield shlex.quote(f"--container-mounts={mounts}")
         yield shlex.quote(f"--container-workdir={cwd}")
         yield from (shlex.quote(flag) for flag in batch.container_flags)
-    yield f"{shlex.quote(batch.python)} -m {NODE} --nodes {job.nodes} --ranks {job.ranks_per_node}"
+    python = shlex.quote(batch.python or "python")
+    yield f"{python} -m {NODE} --nodes {job.nodes} --ranks {job.ranks_per_node}"
     yield f'--head "$head" --port "$port" --launch "$SLURM_JOB_ID" --max-restarts {job.max_restarts}'
     yield shlex.quote(str(job.config))

@@ -59,6 +59,7 @@ def prepare_jobs(composed: Sequence[Composed], launcher: LauncherConfig) -> list
                 f"run.dir={job.folder} would be the folder of jobs {other} and {job.number}: leave run.dir "
                 f"out (each job gets a folder in hydra.sweep.dir), or give each its own"
             )
+    _check_checkpoints(jobs)
     if launcher.kind == "local":
         _check_crowd(jobs, launcher.parallel)
     return jobs
@@ -141,6 +142,18 @@ def in_folder(prepared: Prepared, launch: str) -> Iterator[Job]:
                 "choose another"
             ) from error
         yield job
+
+
+def _check_checkpoints(jobs: Sequence[Prepared]) -> None:
+    """Refuse jobs that would take each other's checkpoints for their own."""
+    seen: dict[str, Prepared] = {}
+    for each in jobs:
+        where = each.config.train.checkpoint_dir
+        if where is not None and (other := seen.setdefault(where, each)) is not each:
+            raise ConfigError(
+                f"train.checkpoint_dir={where} would hold the checkpoints of jobs {other.job.number} and "
+                f"{each.job.number}: give each its own, such as '{where}/${{run.name}}'"
+            )
 
 
 def _check_crowd(jobs: Sequence[Prepared], parallel: int) -> None:

@@ -24,6 +24,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from infra.launchers.script import Batch
 from omni.config import ConfigError
 
 KINDS = ("local", "render", "slurm")
@@ -31,26 +32,13 @@ MULTIRUN = "multirun.yaml"  # which Hydra writes into the folder of a sweep
 
 
 @dataclass
-class LauncherConfig:
+class LauncherConfig(Batch):
     """The keys of all launchers; `hydra_conf/hydra/launcher/` says what they mean and which each has."""
 
     kind: str = "local"
     parallel: int = 1
     ranks_per_node: int | None = None
-    gpus: bool = True
-    account: str | None = None
-    partition: str | None = None
-    time: str | None = None
-    save_before_s: int = 120
-    requeue: bool = True
-    directives: dict[str, Any] = field(default_factory=dict)
-    srun: list[str] = field(default_factory=list)
-    container: str | None = None
-    mounts: list[str] = field(default_factory=list)
-    container_flags: list[str] = field(default_factory=list)
-    python: str | None = None
     env: dict[str, str] = field(default_factory=dict)
-    setup: list[str] = field(default_factory=list)
     wait: bool = False
 
 

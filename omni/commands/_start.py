@@ -5,13 +5,13 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from infra.last_words import last_words
 from infra.launch import launch_local, new_launch
 from infra.launchers.job import WORKER, Job, columns
 from infra.launchers.local import own_gpus, run_jobs, verdict
-from infra.launchers.script import Batch
 from infra.launchers.slurm import submit, wait_for, write_script
 from infra.run_folder import RunFolder, write_json
 from omni.commands._jobs import Prepared, in_folder
@@ -40,32 +40,15 @@ def start_jobs(
     jobs = [each.job for each in prepared]
     if launcher.kind == "local":
         return _run_local(jobs, launcher.parallel, sweep, parent)
+    if launcher.python is None and launcher.container is None:
+        launcher = replace(launcher, python=sys.executable)
     for job in jobs:
-        write_script(job, batch_of(launcher))
+        write_script(job, launcher)
     if launcher.kind == "slurm":
         return _submit(jobs, sweep, launcher.wait)
     show_jobs(jobs, launcher.kind, sweep)
     _say("nothing is submitted; to submit a job, and later to resume it: sbatch FOLDER/job.sh")
     return [0] * len(jobs)
-
-
-def batch_of(launcher: LauncherConfig) -> Batch:
-    """Return what the scripts of a launcher's jobs have in common."""
-    return Batch(
-        python=launcher.python or ("python" if launcher.container else sys.executable),
-        gpus=launcher.gpus,
-        account=launcher.account,
-        partition=launcher.partition,
-        time=launcher.time,
-        save_before_s=launcher.save_before_s,
-        requeue=launcher.requeue,
-        directives=launcher.directives,
-        srun=launcher.srun,
-        container=launcher.container,
-        mounts=launcher.mounts,
-        container_flags=launcher.container_flags,
-        setup=launcher.setup,
-    )
 
 
 def show_jobs(

@@ -185,7 +185,8 @@ class DomainPlanner:
         frozen: frozenset[str],
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
-        domain = self._with_chunks(domain, waves, policy.quanta_for(len(domain.microbatches)))
+        quanta = policy.quanta_for(len(domain.microbatches), bounded=self.encoder_bytes is not None)
+        domain = self._with_chunks(domain, waves, quanta)
         domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)

@@ -96,11 +96,14 @@ class SchedulePolicy(Policy):
     quanta: int = 0
     candidates: tuple["SchedulePolicy", ...] = ()
 
-    def quanta_for(self, microbatches: int) -> int:
-        """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each, up to 64
-        in all, and beyond that one for each, since coarse quanta fit the gaps of a long step as well.
+    def quanta_for(self, microbatches: int, bounded: bool) -> int:
+        """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each.
+
+        Beyond 64 in all one for each is enough, since coarse quanta fit the gaps of a long step as well;
+        but not where activations are `bounded` and only few quanta may be alive.
         """
-        return min(self.quanta * microbatches, max(MANY_QUANTA, microbatches))
+        each = self.quanta * microbatches
+        return each if bounded else min(each, max(MANY_QUANTA, microbatches))
 
     def __call__(self, domain: DomainPlan, facts: Facts) -> Order:
         """Order the compute of every team.

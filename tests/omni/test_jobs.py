@@ -10,7 +10,7 @@ from infra.machine import Machine
 from omni.commands import _jobs
 from omni.commands._jobs import Prepared
 from omni.commands._launchers import LauncherConfig
-from omni.config import Config, ConfigError, LaunchConfig
+from omni.config import Config, ConfigError, LaunchConfig, TrainConfig
 
 
 def job(number, ranks, oversubscribe=False):
@@ -26,6 +26,15 @@ def test_jobs_that_run_together_fit_the_machine_together(monkeypatch):
     with pytest.raises(ConfigError, match=r"hydra\.launcher\.parallel=3: 11 ranks at a time: .* 1 cores"):
         _jobs._check_crowd(jobs, 3)
     _jobs._check_crowd([replace(each, config=job(0, 1, True).config) for each in jobs], 3)
+
+
+def test_jobs_of_a_sweep_keep_their_checkpoints_apart():
+    def saving(number, where):
+        return replace(job(number, 1), config=Config(train=TrainConfig(checkpoint_dir=where)))
+
+    _jobs._check_checkpoints([job(0, 1), job(1, 1), saving(2, "a"), saving(3, "b")])
+    with pytest.raises(ConfigError, match=r"train\.checkpoint_dir=a .* jobs 1 and 2: give each"):
+        _jobs._check_checkpoints([saving(0, "b"), saving(1, "a"), saving(2, "a")])
 
 
 @pytest.mark.parametrize("launcher", [{"setup": ["export A=ABCDEFGH"]}, {"env": {"A": "ABCDEFGH"}}])
