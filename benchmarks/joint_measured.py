@@ -6,12 +6,13 @@ Two ranks of one thread, pp=2, gloo: a decoder of hidden 256 and encoders that t
 times what it takes, in steps of 4 and of 16 microbatches. For each, the same ranks train the same model on
 the same samples three times over, with encode-first, joint, and joint over ZB-H1, in turn, step by step.
 Costs learn from measured ops. After 12 steps to warm up, the time of a step is that from a barrier to the
-totals of all ranks; nothing is planned or loaded meanwhile. A machine that others share, or a virtual one,
-adds to steps what says nothing of a schedule: only the half of the turns counts in which compute stood still
-least. `measured` is their median ratio to encode-first. `ratio` is that of steps without what is left:
-each less what the simulator says that its list gains if each op takes its CPU time instead of its wall time,
-and times the CPU time that the table says over that of the step. Behind both is the interval between the
-order statistics that hold the median with 95 %.
+totals of all ranks; nothing is planned or loaded meanwhile, and no core halts. A machine that others share,
+or a virtual one, adds to steps what says nothing of a schedule: only the half of the turns counts in which
+compute stood still least. `measured` is their median ratio to encode-first. `ratio` is that of steps without
+what is left: each less what the simulator says that its list gains if each op takes its CPU time instead of
+its wall time, and times the CPU time that the tables say over that of the step. Behind both is the interval
+between the order statistics that hold the median with 95 %. Every schedule learns a table of its own from few
+passes, so what is predicted of the gain of one over another is the mean by the tables of all.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
@@ -41,7 +42,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from joint_runs import LENGTH, SCHEDULES, far_off, gains_ms, misses, over_first, write_data
+from joint_runs import LENGTH, SCHEDULES, cores_awake, far_off, gains_ms, misses, over_first, write_data
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -50,6 +51,7 @@ from omni.planning.prepare import prepare_run
 from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
+from parallel.costs import CostTable
 from pipeline.costs import plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
@@ -84,29 +86,32 @@ def make_trainer(
 
 class Measured(NamedTuple):
     """A step: seconds of the whole and from the first op to the last; those that the simulator says, by the
-    table's costs and by the wall time and the CPU time that ops took; the table's sum of compute over the CPU
-    time of it; the encoder's work over the LLM's; for which share of their time compute ops stood still.
+    costs of its table, of all tables in the mean, and by the wall time and the CPU time that ops took; the
+    sum of compute by its table, and by all in the mean, over the CPU time of it; the encoder's work over the
+    LLM's; for which share of their time compute ops stood still.
     """
 
     step: float
     lists: float
     by_table: float
+    by_tables: float
     by_wall: float
     by_cpu: float
     costs: float
+    scale: float
     encoder: float
     still: float
 
     @property
     def alone(self) -> float:
         """Seconds of the whole, had no compute op stood still and had they all together taken CPU time as the
-        table says.
+        tables say.
         """
-        return (self.step - (self.by_wall - self.by_cpu)) * self.costs
+        return (self.step - (self.by_wall - self.by_cpu)) * self.scale
 
 
-def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> Measured:
-    """Run a step on both ranks and measure it."""
+def timed_step(trainer: Trainer, ahead: Ahead, step: int, tables: Sequence[CostTable]) -> Measured:
+    """Run a step on both ranks and measure it, beside what `tables` of all schedules predict."""
     prepared = ahead.take(step)
     trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
@@ -117,11 +122,11 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int) -> Measured:
     taken = time.perf_counter() - start
     trainer.update(done)
     trainer.learn_costs(done)
-    return compare(taken, prepared.plan.domain, done)
+    return compare(taken, prepared.plan.domain, done, tables)
 
 
-def compare(taken: float, domain: DomainPlan, done: StepRun) -> Measured:
-    """Hold what both ranks measured of a step against its cost table and the simulator."""
+def compare(taken: float, domain: DomainPlan, done: StepRun, tables: Sequence[CostTable]) -> Measured:
+    """Hold what both ranks measured of a step against its cost table, all tables and the simulator."""
     found: list[tuple[int, list[Timing]]] = [(0, [])] * dist.get_world_size()
     dist.all_gather_object(found, (done.result.watch.made_ns, done.result.timings))
     table_ns, message_ns = plan_costs(domain, done.table)
@@ -131,6 +136,7 @@ def compare(taken: float, domain: DomainPlan, done: StepRun) -> Measured:
             if op.kind in COMPUTE:
                 wall[rank, op], cpu[rank, op] = round((ended - begun) * 1e9), max(1, busy_ns)
                 spent[op.kind] += table_ns(rank, op)
+    by_all = [sum(plan_costs(domain, table)[0](rank, op) for rank, op in cpu) for table in tables]
 
     def simulated_s(taken_ns: Counter[tuple[int, Op]]) -> float:
         def cost(rank: int, op: Op) -> int:
@@ -144,9 +150,11 @@ def compare(taken: float, domain: DomainPlan, done: StepRun) -> Measured:
         lists=max(made / 1e9 + of[-1].end_s for made, of in found)
         - min(made / 1e9 + of[0].start_s for made, of in found),
         by_table=simulate(domain, done.table).makespan_ns / 1e9,
+        by_tables=statistics.mean(simulate(domain, table).makespan_ns for table in tables) / 1e9,
         by_wall=simulated_s(wall),
         by_cpu=simulated_s(cpu),
         costs=spent.total() / cpu.total(),
+        scale=statistics.mean(by_all) / cpu.total(),
         encoder=encoder / max(1, spent[Kind.FORWARD] + spent[Kind.BACKWARD]),
         still=1 - cpu.total() / wall.total(),
     )
@@ -163,9 +171,10 @@ def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) 
     with contextlib.ExitStack() as stack:
         aheads = [stack.enter_context(trainer.ahead()) for trainer in trainers]
         for step in range(1, total + 1):
+            tables = [trainer.tables.at(step) for trainer in trainers]
             turns = list(range(len(trainers)))
             for at in turns[step % len(turns) :] + turns[: step % len(turns)]:
-                found[at].append(timed_step(trainers[at], aheads[at], step))
+                found[at].append(timed_step(trainers[at], aheads[at], step, tables))
     if rank == 0:
         (folder / "found.json").write_text(json.dumps([of[WARMUP:] for of in found]))
     dist.barrier()
@@ -185,7 +194,7 @@ def undisturbed(folder: Path) -> list[list[Measured]]:
 def summarise(found: Sequence[Sequence[Measured]]) -> dict[str, dict[str, float]]:
     """By schedule: measured and predicted over encode-first, and how far the simulator is off."""
     steps, alone, predicted = (
-        [[getattr(one, key) for one in of] for of in found] for key in ("step", "alone", "by_table")
+        [[getattr(one, key) for one in of] for of in found] for key in ("step", "alone", "by_tables")
     )
     measured, ratios = over_first(steps), over_first(alone)
     gains, promised = gains_ms(alone), gains_ms(predicted)
@@ -217,7 +226,7 @@ def main() -> int:
     arguments = parser.parse_args()
     table, missed = {}, list[str]()
     off: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, cores_awake():
         folder = Path(made)
         write_data(folder / "images", 512)
         for ratio, encoder in ENCODERS.items():

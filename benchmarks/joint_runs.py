@@ -1,7 +1,10 @@
 """What joint_measured.py and joint_slept.py share: samples, schedules, ratios with intervals, and targets."""
 
+import contextlib
 import io
 import math
+import multiprocessing
+import os
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +33,33 @@ def write_data(path: Path, count: int) -> None:
             image = Item("image", "png", (HEIGHT, width), out.getvalue())
             text = "a" * (LENGTH - HEIGHT * width // 16 - 2)  # a row for 4 x 4 pixels
             writer.add(Sample(str(number), PLACEHOLDER + text, (image,)))
+
+
+@contextlib.contextmanager
+def cores_awake() -> Iterator[None]:
+    """Keep every core busy with what gives way to anything else (SCHED_IDLE, on Linux alone).
+
+    Ranks sleep at each message; a core of a virtual machine that has nothing to do is given to others, and
+    comes back late.
+    """
+    context = multiprocessing.get_context("spawn")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else 0
+    spinning = [context.Process(target=_spin, args=(os.getpid(),), daemon=True) for _ in range(cores)]
+    for process in spinning:
+        process.start()
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.terminate()
+            process.join()
+
+
+def _spin(parent: int) -> None:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    while os.getppid() == parent:
+        for _ in range(1_000_000):
+            pass
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:

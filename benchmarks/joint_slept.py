@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from joint_runs import SCHEDULES, far_off, gains_ms, misses, over_first, write_data
+from joint_runs import SCHEDULES, cores_awake, far_off, gains_ms, misses, over_first, write_data
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -181,7 +181,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = [(ranks, ratio, m) for ranks in RANKS for ratio in RATIOS for m in MICROBATCHES]
     table, missed, off = {}, list[str](), list[float]()
-    with tempfile.TemporaryDirectory() as made:
+    with tempfile.TemporaryDirectory() as made, cores_awake():
         folder = Path(made)
         write_data(folder / "images", 512)
         for ranks, ratio, m in [(4, "0.5", 4)] if arguments.quick else settings:
