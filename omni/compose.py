@@ -139,8 +139,11 @@ def is_choice(override: Override) -> bool:
     """Whether an override chooses an option of a group. Hydra is initialised."""
     if override.key_or_group.startswith("hydra/"):
         return False
-    loader = GlobalHydra.instance().config_loader()
-    return loader.get_group_options(override.key_or_group) != [] and isinstance(override.value(), str)
+    # Of the repository itself: the loader would copy all that it holds, for each override.
+    loader: Any = GlobalHydra.instance().config_loader()
+    return bool(loader.repository.get_group_options(override.key_or_group)) and isinstance(
+        override.value(), str
+    )
 
 
 def _values_of(group: str, option: str) -> Iterator[tuple[str, Any]]:

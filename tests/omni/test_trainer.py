@@ -175,7 +175,7 @@ LAYOUTS = (
 
 
 def _transcribe(rank: int, line: list[str], world: int) -> tuple[list[Transcription], float]:
-    evaluate.MAX_NEW_TOKENS = 20
+    evaluate.MAX_NEW_TOKENS = 8
     trainer = make_trainer(rank, line, world)
     return trainer.evaluator.transcribe(0, "mixed", 3), trainer.evaluator.loss(0, "mixed", 8)
 
