@@ -10,6 +10,7 @@ from pathlib import Path
 from infra.secrets import SECRET
 
 WORKER = "omni.training.worker"
+QUEUED_AGAIN = "again"  # in place of an exit code: the job waits to be started again
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Job:
 
     @property
     def exit_code(self) -> Path:
-        """Written when the job has ended: its exit code."""
+        """Written when the job has ended: its exit code, or QUEUED_AGAIN."""
         return self.folder / "exit_code"
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infra.launchers.job import Job
+from infra.launchers.job import QUEUED_AGAIN, Job
 
 NODE = "infra.launchers.node"
 LAST_TASKS_S = 60  # between the end of the first agent and the end of all
@@ -61,7 +61,7 @@ def render(job: Job, batch: Batch, cwd: Path) -> str:
         "trap : TERM",
         "",
         " \\\n    ".join(_srun(job, batch, cwd)) + " &",
-        _WAIT + (_AGAIN if batch.requeue else ""),
+        _WAIT + (_again(exit_code) if batch.requeue else ""),
         f'echo "$code" >{exit_code}',
         'exit "$code"\n',
     ]
@@ -85,10 +85,17 @@ code=0
 wait "$step" || code=$?
 """
 
-_AGAIN = """\
-if [ "$out_of_time" = yes ] && [ "$code" -gt 128 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-    exit
+
+def _again(exit_code: str) -> str:
+    """What a job that was queued again leaves in place of an exit code; Slurm counts how often it was."""
+    return f"""\
+if [ "$code" -gt 128 ]; then
+    [ "$out_of_time" = no ] || scontrol requeue "$SLURM_JOB_ID" || true
+    again="$(scontrol show job "$SLURM_JOB_ID" | grep -o 'Restarts=[0-9]*' || true)"
+    if [ -n "$again" ] && [ "$again" != "Restarts=${{SLURM_RESTART_COUNT:-0}}" ]; then
+        echo {QUEUED_AGAIN} >{exit_code}
+        exit
+    fi
 fi
 """
 

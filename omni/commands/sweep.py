@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra.launchers.job import columns
+from infra.launchers.job import QUEUED_AGAIN, columns
 from infra.run_folder import RunFolder, read_metrics
 from infra.run_state import read_state
 from omni.commands._start import SWEEP, near
@@ -74,17 +74,19 @@ def _read_job(entry: dict[str, Any], sweep: Path) -> dict[str, Any]:
     return {
         **entry,
         "folder": str(folder.path),
-        "state": _state(int(code.read_text()) if code.exists() else 0, read_state(folder, steps).doing),
+        "state": _state(code.read_text().strip() if code.exists() else "0", read_state(folder, steps).doing),
         "step": int(last.get("progress/step", 0)),
         "steps": steps,
         "metrics": kept,
     }
 
 
-def _state(code: int, doing: str) -> str:
+def _state(code: str, doing: str) -> str:
     """What became of a job, by the exit code that its launcher wrote when it ended; else what it is doing, in
     the words of `omni status`.
     """
-    if code:
-        return f"failed ({code})" if code < 128 else f"stopped ({code})"
+    if code == QUEUED_AGAIN:
+        return "waits to be started again"
+    if int(code):
+        return f"failed ({code})" if int(code) < 128 else f"stopped ({code})"
     return re.split("[:,]", doing)[0]

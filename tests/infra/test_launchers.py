@@ -68,9 +68,13 @@ step=$!
 while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
 code=0
 wait "$step" || code=$?
-if [ "$out_of_time" = yes ] && [ "$code" -gt 128 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
-    exit
+if [ "$code" -gt 128 ]; then
+    [ "$out_of_time" = no ] || scontrol requeue "$SLURM_JOB_ID" || true
+    again="$(scontrol show job "$SLURM_JOB_ID" | grep -o 'Restarts=[0-9]*' || true)"
+    if [ -n "$again" ] && [ "$again" != "Restarts=${SLURM_RESTART_COUNT:-0}" ]; then
+        echo again >'/fs/my runs/3/exit_code'
+        exit
+    fi
 fi
 
 echo "$code" >'/fs/my runs/3/exit_code'
@@ -139,6 +143,22 @@ def test_a_script_without_requeue_saves_before_the_limit_all_the_same():
     assert "trap 'scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1\n" in text
     assert not {"out_of_time", "scontrol requeue", "gpus-per-node", "container"} & set(text.split())
     assert "scontrol requeue" not in text
+
+
+@pytest.mark.parametrize(
+    ("restarts", "before", "code"), [("1", "", 0), ("1", "1", 143), ("2", "1", 0), ("", "1", 143)]
+)
+def test_a_job_that_slurm_queued_again_leaves_no_exit_code(tmp_path, restarts, before, code):
+    text = render(Job(0, "mine", tmp_path, 1, 2), Batch("python"), tmp_path)
+    fakes = {"srun": "exit 143", "scontrol": f"echo 'JobState=COMPLETING Restarts={restarts} Requeue=1'"}
+    for name, does in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does if restarts or name == 'srun' else 'exit 1'}\n")
+        (tmp_path / name).chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "OMNI_HEAD": "n0"}
+    own |= {"SLURM_RESTART_COUNT": before} if before else {}
+    done = subprocess.run(["bash", "-c", text], env=own, check=False)
+    assert done.returncode == code
+    assert (tmp_path / "exit_code").read_text() == (f"{code}\n" if code else "again\n")
 
 
 def test_scripts_pass_shellcheck(tmp_path):
