@@ -210,9 +210,23 @@ def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None
         manifest, _ = newest(storage)  # what is damaged is told by the rank that sets it aside
         if manifest is None:
             return 0, 0, None
+        _check_owner(folder, spec.config.train.checkpoint_dir)
         check_fingerprint(manifest, fingerprint(spec), storage)
     except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
     with suppress(ConfigError):  # it may be of an older version, or gone
         return manifest["step"], manifest["cursor"], load_config(folder.config).train.steps
     return manifest["step"], manifest["cursor"], None
+
+
+def _check_owner(folder: RunFolder, kept_at: str | None) -> None:
+    """Refuse to take the checkpoints that are kept apart from run folders for those of a folder that is
+    new.
+    """
+    if kept_at is not None and not folder.config.exists():
+        raise ConfigError(
+            f"train.checkpoint_dir={kept_at} holds checkpoints of another run, and run.dir={folder.path} is "
+            f"new: go on with that run by `omni resume` and its folder, begin a stage with its weights by "
+            f"--fork {folder.path}, or give this run a train.checkpoint_dir of its own, such as "
+            f"'{kept_at}/${{run.name}}'"
+        )

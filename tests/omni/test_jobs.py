@@ -2,11 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from infra.checkpoint import commit, ensure_run
 from infra.launchers.job import Job
 from infra.machine import Machine
+from infra.run_folder import RunFolder
+from infra.storage import Storage
 from omni.commands import _jobs
 from omni.commands._jobs import Prepared
 from omni.commands._launchers import LauncherConfig
@@ -35,6 +39,20 @@ def test_jobs_of_a_sweep_keep_their_checkpoints_apart():
     _jobs._check_checkpoints([job(0, 1), job(1, 1), saving(2, "a"), saving(3, "b")])
     with pytest.raises(ConfigError, match=r"train\.checkpoint_dir=a .* jobs 1 and 2: give each"):
         _jobs._check_checkpoints([saving(0, "b"), saving(1, "a"), saving(2, "a")])
+
+
+def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni.training.fingerprint.fingerprint", lambda spec: {})
+    storage = Storage.at(tmp_path / "kept")
+    commit(storage, ensure_run(storage), 7, [], {"cursor": 56, "fingerprint": {}})
+    spec = SimpleNamespace(config=Config(train=TrainConfig(checkpoint_dir=str(tmp_path / "kept"))))
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoint_dir=.* of another run, and run\.dir=.*/run is new"):
+        _jobs._continued(folder, spec)
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    folder.config.write_text("of an older version: true\n")
+    assert _jobs._continued(folder, spec) == (7, 56, None)
 
 
 @pytest.mark.parametrize("launcher", [{"setup": ["export A=ABCDEFGH"]}, {"env": {"A": "ABCDEFGH"}}])
