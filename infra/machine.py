@@ -1,12 +1,16 @@
 """What this machine has for ranks, and how many are too many."""
 
 import os
+import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 RANKS_PER_CORE = 8  # beyond, ranks that wait for each other take longer than their timeouts allow
+LEAST_PRIORITY = 19
 RANK_BYTES = 2**29  # a rank's interpreter with its libraries, before it holds a model
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -31,6 +35,13 @@ def this_machine() -> Machine:
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def give_way() -> None:
+    """Let the thread that calls this run after all others where cores are short; on Linux alone."""
+    with suppress(PermissionError):
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 
 
 def crowding(ranks: int, machine: Machine) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_checkpoint
+from infra.machine import give_way
 from infra.shard_file import Shard
 from infra.storage import Storage
 
@@ -78,6 +79,7 @@ class Saver:
 
     def _save(self, step: int, shard: Shard, describe: Mapping[str, Any]) -> None:
         start = time.perf_counter()
+        give_way()
 
         def save() -> None:
             size = save_checkpoint(self.storage, self.run, step, shard, describe, self.keep, self.group)

@@ -211,13 +211,13 @@ def _want_shard(
     inner: Any = optimizer.owner_of_main(main)
     inner.optimizer.state.pop(main, None)
     targets = {"main": main.data.view(-1)}
+    step: torch.Tensor | None = None
     if moments and trained == {True}:
         # A step of its own for every parameter: a shared one would count every step many times.
         step = torch.zeros((), dtype=torch.float32, device=main.device)
         adam = {moment: torch.zeros_like(main) for moment in MOMENTS}
         inner.optimizer.state[main] = {"step": step, **adam}
         targets |= {moment: state.view(-1) for moment, state in adam.items()}
-        wanted[pieces[0][0]].append(Wanted(f"{key}/step", 0, _SIZE, step.reshape(1), [(0, 0, 1)]))
     covered = 0
     places = shard.places()
     for holder, piece in pieces:
@@ -225,6 +225,8 @@ def _want_shard(
         runs = list(_overlaps(places, held))
         if not runs:
             continue
+        if step is not None and covered == 0:  # every file has it: no other is opened for it
+            wanted[holder].append(Wanted(f"{key}/step", 0, _SIZE, step.reshape(1), [(0, 0, 1)]))
         covered += sum(length for _, _, length in runs)
         low, high = min(there for _, there, _ in runs), max(there + length for _, there, length in runs)
         runs = [(here, there - low, length) for here, there, length in runs]

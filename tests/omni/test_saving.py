@@ -111,6 +111,12 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
         assert "says another" in refusal
 
 
+def test_a_data_parallel_rank_opens_its_own_file_alone(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    keys = overrides(data, tmp_path, "train.steps=1", "train.checkpoint_every=1", "train.eval_every=0")
+    assert ranks.run(2, _train, keys) == [1, 1]
+    assert ranks.run(2, _restore, keys) == [(1, [file_of(0)]), (1, [file_of(1)])]
+
+
 def test_checkpoints_are_verified_shown_and_exported(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
