@@ -25,7 +25,7 @@ from omni.config import ConfigError
 from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.state import read_state, snapshot, spread_weights
+from omni.rank.state import Piece, owned, read_state, snapshot, spread_weights
 from omni.rank.step import execute, learn_totals, update
 from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
@@ -112,6 +112,21 @@ def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:
                 if not _is_copy(named, component.groups)
             )
     return counts
+
+
+def owned_shards(spec: RunSpec, rank: int) -> dict[str, tuple[Piece, bool]]:
+    """Say what `rank` owns of each parameter, by component and name, and whether a rank before it saves it.
+    The rank is built, and runs nothing.
+    """
+    with _built(spec, rank, _CPU) as (own, _):
+        return {
+            f"{name}/{shard.name}": (
+                Piece(shard.region, shard.start, shard.main.numel(), True),
+                shard.copy != (0, 0),
+            )
+            for name, component in own.components.items()
+            for shard in owned(component, own.names[name])
+        }
 
 
 def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
