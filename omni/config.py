@@ -166,7 +166,7 @@ class DealConfig:
 @dataclass
 class BalanceConfig:
     """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
-    neighbouring domains; null is as many as hold 16 replicas.
+    neighbouring domains; null is as many as hold 16 replicas or 256 ranks, whichever are more.
     """
 
     policy: str = MISSING

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Scores one step of a dataset or a trace under every policy of balance, with sequences shared and not, in
-domains of 1 to 64 replicas and groups of 16, of 128 and of all replicas, and suggests what to choose. Nothing
+domains of 1 to 64 replicas and groups of 16, of 256 and of all replicas, and suggests what to choose. Nothing
 runs: times are those of the cost table for forward passes, encoders first, then the LLM. Overrides as for
 `omni train`; launch.ranks is two unless given.
 
@@ -27,7 +27,7 @@ exchanges after the work, elsewhere they overlap with it. off 20 %: where costs 
 planned with. bound: the least that there can be. MiB across: what a rank sends to other nodes on average.
 """
 _MOST_DOMAIN = 64
-_GROUPS = (16, 128, 1 << 20)  # replicas
+_GROUPS = (16, 256, 1 << 20)  # replicas
 _SLOWEST = 5
 
 

@@ -42,7 +42,7 @@ from pipeline.domain_plan import EMBEDDING, Point
 ON_ERROR = ("fail", "skip")
 ON_CORRUPTION = ("restart", "stop")
 MOST_SEEDS = 2**63
-GROUP_REPLICAS = 16
+GROUP_REPLICAS, GROUP_RANKS = 16, 256  # 256 GPUs are often behind one switch
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
@@ -170,9 +170,12 @@ def _feeds(
 
 
 def _group_size(config: Config, arrangement: Arrangement) -> int:
-    """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas."""
+    """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas, of
+    small ones as many as hold GROUP_RANKS ranks.
+    """
     require("balance", config.balance, "group")
-    return config.balance.group or max(1, GROUP_REPLICAS // arrangement.replicas)
+    most = max(GROUP_REPLICAS // arrangement.replicas, GROUP_RANKS // arrangement.domain_size)
+    return config.balance.group or max(1, most)
 
 
 def _make_encoders(config: Config) -> dict[str, Encoder]:

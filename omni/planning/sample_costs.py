@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,31 +32,44 @@ class Costing:
     def costs(self, metas: Sequence[SampleMeta]) -> SampleCosts:
         """Return the costs of samples."""
         names = tuple(dict.fromkeys((self.llm, *self.encoders.values())))
-        ns = np.zeros((len(metas), len(names)), np.int64)
-        unsplit_ns = np.zeros_like(ns)
-        kept_bytes = np.zeros(len(metas), np.int64)
+        columns = {modality: names.index(name) for modality, name in self.encoders.items()}
+        stages, cp, replicas = self._stages, self.arrangement.llm.cp, self.arrangement.replicas
         slots = {name: len(self.arrangement.slots(name)) for name in names[1:]}
-        for row, meta in enumerate(metas):
-            tokens = length(meta)
-            llm_ns = max(sum(self._ns(part, tokens) for part in parts) for parts in self._stages)
-            ns[row, 0] = llm_ns // self.arrangement.llm.cp
-            unsplit_ns[row, 0] = llm_ns // self._ways(self.llm, tokens)
-            kept = max(sum(self._kept(part, tokens) for part in parts) for parts in self._stages)
+
+        @cache
+        def of_llm(tokens: int) -> tuple[int, int, int]:
+            llm_ns = max(sum(self._ns(part, tokens) for part in parts) for parts in stages)
+            kept = max(sum(self._kept(part, tokens) for part in parts) for parts in stages)
+            return llm_ns // cp, llm_ns // self._ways(self.llm, tokens), kept
+
+        @cache
+        def of_item(name: str, tokens: int) -> tuple[int, int, int]:
+            item_ns = self._ns(name, tokens)
+            spread_ns = item_ns * replicas // slots[name]
+            return spread_ns, item_ns // self._ways(name, tokens), self._kept(name, tokens)
+
+        rows: list[list[int]] = []
+        least: list[list[int]] = []
+        kept_bytes: list[int] = []
+        for meta in metas:
+            ns, unsplit_ns = [0] * len(names), [0] * len(names)
+            ns[0], unsplit_ns[0], kept = of_llm(length(meta))
             for item in meta.items:
-                name = self.encoders[item.modality]
-                column, item_ns = names.index(name), self._ns(name, item.tokens)
-                ns[row, column] += item_ns * self.arrangement.replicas // slots[name]
-                whole_ns = item_ns // self._ways(name, item.tokens)
-                unsplit_ns[row, column] = max(unsplit_ns[row, column], whole_ns)
-                kept += self._kept(name, item.tokens)
-            kept_bytes[row] = kept
+                column = columns[item.modality]
+                item_ns, whole_ns, item_kept = of_item(names[column], item.tokens)
+                ns[column] += item_ns
+                unsplit_ns[column] = max(unsplit_ns[column], whole_ns)
+                kept += item_kept
+            rows.append(ns)
+            least.append(unsplit_ns)
+            kept_bytes.append(kept)
         return SampleCosts(
             names,
-            ns,
-            unsplit_ns,
+            np.array(rows, np.int64).reshape(-1, len(names)),
+            np.array(least, np.int64).reshape(-1, len(names)),
             np.array([length(meta) for meta in metas], np.int64),
             np.array([meta.bytes for meta in metas], np.int64),
-            kept_bytes,
+            np.array(kept_bytes, np.int64),
         )
 
     def phases(self, lengths: Sequence[int], items: Iterable[tuple[str, Ints, Ints]]) -> Ints:
