@@ -1,4 +1,4 @@
-"""Real Slurm, two virtual nodes: a sweep of jobs of two nodes, of which one is queued again, then cancelled.
+"""Real Slurm, two virtual nodes: a sweep of four jobs of two nodes; one that is queued again, then cancelled.
 
 Where Slurm cannot be started these are skipped, with the reason.
 """
@@ -12,7 +12,7 @@ import pytest
 import slurm_cluster
 from runs import TINY, Running, data_keys, omni, read_lines, strip, write
 
-from infra.checkpoint import complete
+from infra.checkpoint import complete, verify
 from infra.launchers.job import Job
 from infra.launchers.script import Batch, render
 from infra.storage import Storage
@@ -51,19 +51,29 @@ def steps(run: Path) -> list[int]:
     return [record["progress/step"] for record in read_lines(file)] if file.exists() else []
 
 
-def test_jobs_of_two_nodes_complete_resume_when_queued_again_and_save_when_cancelled(cluster, data, tmp_path):
-    lengths = ["train.steps=3,100000", "train.checkpoint_every=5", "hydra.sweep.dir=sweep"]
-    submitted = Running(["-m", "omni", "train", "-m", *TINY, *data, *LAUNCHER, *lengths], tmp_path, cluster)
-    done = submitted.finish()
+def test_a_sweep_of_jobs_of_two_nodes_completes(cluster, data, tmp_path):
+    keys = ["layout=data_parallel,pp2", "optim.lr=1e-3,2e-3", "train.steps=2", "hydra.sweep.dir=sweep"]
+    waited = ["-m", "omni", "train", "-m", *TINY, *data, *LAUNCHER, *keys, "hydra.launcher.wait=true"]
+    done = Running(waited, tmp_path, cluster).finish()
     assert done.code == 0, done.err
-    short, long = (tmp_path / "sweep" / str(number) for number in range(2))
-    _, number = re.findall(r"^\d +(\d+) +quickstart-\d ", done.err, re.M)
+    assert len(re.findall(r"^\d +\d+ +quickstart-\d +2 +2 ", done.err, re.M)) == 4, "two nodes, two ranks"
+    assert len(re.findall(r"^\d +completed +layout=", done.err, re.M)) == 4
+    for folder in (tmp_path / "sweep" / str(number) for number in range(4)):
+        assert (steps(folder), (folder / "exit_code").read_text()) == ([1, 2], "0\n")
+    assert omni(["sweep", "show", "sweep"], tmp_path).out.count(" done ") == 4
+
+
+def test_a_job_of_two_nodes_resumes_when_queued_again_and_saves_when_cancelled(cluster, data, tmp_path):
+    keys = ["train.steps=100000", "train.checkpoint_every=5", "run.dir=run"]
+    done = Running(["-m", "omni", "train", *TINY, *data, *LAUNCHER, *keys], tmp_path, cluster).finish()
+    assert done.code == 0, done.err
+    long = tmp_path / "run"
+    (number,) = re.findall(r"^\d +(\d+) +quickstart ", done.err, re.M)
 
     def has_steps(least):
         return lambda: len(steps(long)) >= least and complete(Storage.at(long / "checkpoints")) != []
 
     slurm_cluster.wait(has_steps(6), "checkpoint", 240)
-    assert (steps(short), (short / "exit_code").read_text()) == ([1, 2, 3], "0\n"), "one after the other"
     ask(cluster, "scontrol", "requeue", number)
     shown = partial(ask, cluster, "scontrol", "show", "job", number)
     slurm_cluster.wait(lambda: "Restarts=1" in shown(), "restart", 120)
@@ -75,8 +85,7 @@ def test_jobs_of_two_nodes_complete_resume_when_queued_again_and_save_when_cance
     last = complete(Storage.at(long / "checkpoints"))[-1]
     assert last == len(steps(long)) > before, "saved after the step under way"
     assert steps(long) == list(range(1, last + 1)), "no step is lost or repeated"
-    table = omni(["sweep", "show", "sweep"], tmp_path).out
-    assert re.findall(r"^\d +(.*?) +\d+/", table, re.M) == ["done", "stopped (143)"]
+    assert verify(Storage.at(long / "checkpoints"), last)["step"] == last, "it can be loaded"
 
 
 def test_a_script_for_128_nodes_is_accepted(tmp_path):
