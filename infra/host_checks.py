@@ -188,9 +188,14 @@ def check_slurm(command: str | None) -> Finding:
 def check_ray(environment: Mapping[str, str]) -> Finding:
     """Whether the Ray cluster that RAY_ADDRESS names answers."""
     address = environment.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
     if not address or address in ("auto", "local"):
         return Finding("Ray", True, "RAY_ADDRESS names no cluster")
-    problem = unreachable(host, int(port)) if host and port.isdigit() else "it is no HOST:PORT"
+    problem = ray_problem(address.removeprefix("ray://"))
     said = f"{address}" + (f" does not answer: {problem}" if problem else " answers")
     return Finding("Ray", problem is None, said, "start the cluster (ray start --head), or unset RAY_ADDRESS")
+
+
+def ray_problem(address: str) -> str | None:
+    """Say why the Ray cluster at an address does not answer, None if something does there."""
+    host, _, port = address.rpartition(":")
+    return unreachable(host, int(port)) if host and port.isdigit() else "it is no HOST:PORT"

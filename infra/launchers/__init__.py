@@ -1,1 +1,1 @@
-"""Starting jobs: on this machine, as scripts for Slurm, on Slurm. A job is a run with a folder of its own."""
+"""Starting jobs: here, as scripts for Slurm, on Slurm, on Ray. A job is a run with a folder of its own."""

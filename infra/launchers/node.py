@@ -1,6 +1,6 @@
-"""One node of a job, as srun starts it: `python -m infra.launchers.node … RUN_FOLDER/config.yaml`.
+"""One node of a job, as srun or Ray starts it: `python -m infra.launchers.node … RUN_FOLDER/config.yaml`.
 
-All nodes are given the same arguments. Which node this is comes from `--node`, else from Slurm.
+srun gives all nodes the same arguments: which node this is comes from `--node`, else from Slurm.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from infra.lineage import end_with_parent
 
 def main(arguments: Sequence[str]) -> int:
     """Run the agent of this node and return its exit code."""
-    end_with_parent(os.getppid())
+    end_with_parent()
     given = _parse(arguments)
     folder = given.config.absolute().parent
     job = Job(0, folder.name, folder, given.nodes, given.ranks, given.max_restarts)

@@ -24,10 +24,11 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from infra.launchers.ray_cluster import RayError, check_installed
 from infra.launchers.script import Batch
 from omni.config import ConfigError
 
-KINDS = ("local", "render", "slurm")
+KINDS = ("local", "render", "slurm", "ray")
 MULTIRUN = "multirun.yaml"  # which Hydra writes into the folder of a sweep
 
 
@@ -40,6 +41,9 @@ class LauncherConfig(Batch):
     ranks_per_node: int | None = None
     env: dict[str, str] = field(default_factory=dict)
     wait: bool = False
+    address: str | None = None
+    cpus_per_rank: int = 1
+    room_s: int = 600
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def settings_of(launcher: Any) -> LauncherConfig:
     """Return the keys of the launcher that was chosen.
 
     Raises:
-        ConfigError: for a launcher that is not ours, and for values of a wrong type.
+        ConfigError: for a launcher that is not ours or not installed, and for values of a wrong type.
     """
     values = OmegaConf.to_container(launcher, resolve=True)
     assert isinstance(values, dict)
@@ -78,10 +82,16 @@ def settings_of(launcher: Any) -> LauncherConfig:
     except (OmegaConfBaseException, ValueError) as error:
         key = getattr(error, "full_key", "")
         raise ConfigError(f"hydra.launcher.{key}: {str(error).splitlines()[0]}") from error
-    for key, least in (("parallel", 1), ("ranks_per_node", 1), ("save_before_s", 0)):
+    least_values = {"parallel": 1, "ranks_per_node": 1, "cpus_per_rank": 1, "save_before_s": 0, "room_s": 0}
+    for key, least in least_values.items():
         value = getattr(settings, key)
         if value is not None and value < least:
             raise ConfigError(f"hydra.launcher.{key}={value}: must be at least {least}")
+    if settings.kind == "ray":
+        try:
+            check_installed()
+        except RayError as error:
+            raise ConfigError(str(error)) from error
     return settings
 
 

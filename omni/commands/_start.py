@@ -12,6 +12,9 @@ from infra.last_words import last_words
 from infra.launch import launch_local, new_launch
 from infra.launchers.job import WORKER, Job, columns
 from infra.launchers.local import own_gpus, run_jobs, verdict
+from infra.launchers.ray_cluster import on_cluster
+from infra.launchers.ray_jobs import run_on_ray
+from infra.launchers.ray_nodes import RayNeeds
 from infra.launchers.slurm import submit, wait_for, write_script
 from infra.run_folder import RunFolder, write_json
 from omni.commands._jobs import Prepared, in_folder
@@ -29,15 +32,14 @@ def start_jobs(
     What runs here ends with `parent`, which started this process.
 
     Raises:
-        ValueError: if a folder cannot be written, or the scheduler refuses a job; those before it are
-        submitted.
+        ValueError: if a folder cannot be written, no cluster answers, or the scheduler refuses a job; those
+        before it are submitted.
     """
     if sweep is None and launcher.kind == "local":
         return [_run_here(prepared[0], parent)]
-    for each in prepared:
-        with in_folder(each, new_launch()):
-            pass  # written
-    jobs = [each.job for each in prepared]
+    if launcher.kind == "ray":
+        return _run_on_ray(prepared, launcher, sweep, parent)
+    jobs = _written(prepared)
     if launcher.kind == "local":
         return _run_local(jobs, launcher.parallel, sweep, parent)
     if launcher.python is None and launcher.container is None:
@@ -83,6 +85,14 @@ def near(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+def _written(prepared: Sequence[Prepared]) -> list[Job]:
+    """Write the configurations of jobs into their folders."""
+    for each in prepared:
+        with in_folder(each, new_launch()):
+            pass
+    return [each.job for each in prepared]
+
+
 def _run_here(prepared: Prepared, parent: int) -> int:
     """Train on this machine and on this screen, which the last words are said on."""
     launch = new_launch()
@@ -112,6 +122,29 @@ def _run_local(jobs: Sequence[Job], parallel: int, sweep: Path | None, parent: i
     _say("stop them all: Ctrl-C; ranks save a checkpoint and leave, a second one kills")
     _say("resume a job:  omni resume FOLDER")
     codes = run_jobs(jobs, parallel, own_gpus(visible_devices()), parent, _say)
+    _conclude(jobs, [verdict(code) for code in codes])
+    return [1 if code is None else code for code in codes]
+
+
+def _run_on_ray(
+    prepared: Sequence[Prepared], launcher: LauncherConfig, sweep: Path | None, parent: int
+) -> list[int]:
+    needs = RayNeeds(
+        launcher.python or sys.executable,
+        launcher.gpus,
+        launcher.cpus_per_rank,
+        launcher.room_s,
+        launcher.requeue,
+    )
+    if launcher.address is None:
+        _say("starting a Ray cluster of this machine ...")
+    with on_cluster(launcher.address) as ray:
+        jobs = _written(prepared)
+        show_jobs(jobs, "ray", sweep)
+        _say("follow a job:  tail -F FOLDER/output.log; node N > 0 writes output.N.log")
+        _say("stop them all: Ctrl-C; ranks save a checkpoint and leave, a second one kills")
+        _say("resume a job:  omni resume FOLDER hydra/launcher=ray")
+        codes = run_on_ray(ray, jobs, needs, parent, _say)
     _conclude(jobs, [verdict(code) for code in codes])
     return [1 if code is None else code for code in codes]
 

@@ -28,7 +28,7 @@ learning rate, data, freezing and length may change; the model may not:
   omni resume runs/align --fork runs/all '~optim.components.llm' train.steps=1000
   omni resume runs/long --fork runs/anneal --optimizer --step 8000 optim.lr=1e-4 optim.decay_steps=500
 
-hydra/launcher=slurm submits it, as it does for omni train.
+hydra/launcher=slurm submits it, hydra/launcher=ray runs it on a cluster, as for omni train.
 
 A stage that draws samples as before (the same data.sources, data.window_groups and train.seed) goes on where
 the checkpoint was among them, any other begins with the first; start.cursor=N says otherwise.

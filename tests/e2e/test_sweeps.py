@@ -68,6 +68,10 @@ def sweep(data, *keys):
             ["launch.ranks=2,4", "hydra/launcher=slurm", "+hydra.launcher.env.WANDB_API_KEY=abc"],
             "WANDB_API_KEY looks like a secret",
         ),
+        (
+            ["launch.ranks=2,4", "hydra/launcher=ray", "hydra.launcher.address=nowhere"],
+            "hydra.launcher.address=nowhere: no Ray cluster answers: it is no HOST:PORT",
+        ),
     ],
 )
 def test_one_mistake_refuses_all_jobs_and_leaves_nothing_behind(tmp_path, data, keys, said):
