@@ -23,6 +23,7 @@ WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its wor
 AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills everything
 STRAGGLERS_S = 5  # what is left after the agent gets between SIGTERM and SIGKILL
 LAUNCH_ID = "OMNI_LAUNCH_ID"  # marks every process of one launch through its environment
+AGENTS_BEFORE = "OMNI_AGENTS_BEFORE"  # how many agents of the launch were killed
 MISTAKE = 2  # exit code of a rank that would fail again, and is not restarted
 TAIL_LINES = 40
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -50,28 +51,24 @@ def launch_local(
     Output goes to this process's stdout and stderr, or is appended to the file `log`, whose last lines are
     shown when the run fails. `env` is added to the environment. OMP_NUM_THREADS is cores // ranks unless
     set. Modules are not imported from the working folder. `max_restarts`: how often torchrun restarts all
-    workers after one died. `launch` names the launch, by default with a new name. Needs the main thread.
+    workers after one died, or this process the agent after a signal killed it. `launch` names the launch, by
+    default with a new name. Needs the main thread.
     Raises ValueError for a missing configuration and for ranks < 1.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: a launch needs at least one rank")
     if not config_path.is_file():
         raise ValueError(f"config_path={config_path} does not exist: give the config.yaml of a run folder")
-    command = _torchrun(config_path.absolute(), ranks, module, max_restarts)
     environment = environment_of(ranks, env or {}, launch or new_launch())
     parent = parent or os.getppid()
-    grace_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + AGENT_MARGIN_S
 
     with noting_signals() as received, _output(log) as stream:
-        # A session of its own: Ctrl-C in the terminal reaches the agent once, from here, and not by itself.
-        agent = subprocess.Popen(
-            command, env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
-        try:
-            code = _wait(agent, received, grace_s, parent)
-        finally:
-            _kill_group(agent)
-            _end_stragglers(environment[LAUNCH_ID])
+        for killed in range(max_restarts + 1):
+            command = _torchrun(config_path.absolute(), ranks, module, max_restarts - killed)
+            code = _run_agent(command, {**environment, AGENTS_BEFORE: str(killed)}, stream, received, parent)
+            if code >= 0 or received or killed == max_restarts:
+                break
+            print(f"the agent died of signal {-code}: starting it again", file=sys.stderr, flush=True)
 
     if code < 0:
         code = 128 - code
@@ -82,6 +79,20 @@ def launch_local(
     where = f", output in {log}" if log is not None else ""
     print(f"run folder {config_path.absolute().parent}: exit code {code}{where}", file=sys.stderr, flush=True)
     return code
+
+
+def _run_agent(
+    command: list[str], environment: dict[str, str], stream: int | None, received: list[int], parent: int
+) -> int:
+    """Run an agent to its end, and end what it leaves behind; return its code."""
+    grace_s = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) + AGENT_MARGIN_S
+    # A session of its own: Ctrl-C in the terminal reaches the agent once, from here, and not by itself.
+    agent = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+    try:
+        return _wait(agent, received, grace_s, parent)
+    finally:
+        _kill_group(agent)
+        _end_stragglers(environment[LAUNCH_ID])
 
 
 def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> list[str]:

@@ -338,23 +338,29 @@ class HealthConfig:
     """What a run watches itself for. Every `compare_every` steps (0 for never), and before each save, ranks
     that hold copies of the same weights compare their bits; if they differ, the run is to `restart` from its
     last checkpoint while launch.max_restarts allows, or to `stop` (`on_corruption`). A rank that made no
-    progress for `report_hang_s` seconds says where it stands; train.timeout_s decides when it gives up.
+    progress for `report_hang_s` seconds says where it stands; train.timeout_s decides when it gives up. With
+    `exclude_slow` a rank that was named as slow is left out from the next restart on.
     """
 
     compare_every: int = 10
     on_corruption: str = "restart"
     report_hang_s: float = 45.0
+    exclude_slow: bool = False
 
 
 @dataclass
 class LaunchConfig:
     """Processes. `ranks: null` is one a GPU, or two on a machine without one. `oversubscribe` starts more
     ranks than the cores and the memory of this machine can be expected to take.
+
+    `layouts` are what the LLM is split by where the layout of the run does not fit the ranks that there are
+    after a restart: the first that fits as many of them as possible. Ranks that are left over stand by.
     """
 
     ranks: int | None = None
     max_restarts: int = 0
     oversubscribe: bool = False
+    layouts: list[LLMLayoutConfig] = field(default_factory=list)
 
 
 @dataclass

@@ -94,7 +94,8 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
 def check_layout(
     config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
 ) -> None:
-    """Refuse an arrangement that the sizes of the components do not allow.
+    """Refuse an arrangement, and layouts for other numbers of ranks, that the sizes of the components do not
+    allow.
 
     Raises:
         ConfigError, LayoutError: naming the key, the value and the remedy.
@@ -104,15 +105,26 @@ def check_layout(
         if tp > 1:
             with naming(name):
                 encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
+    _check_other_layouts(config, vocab_size)
 
 
-def check_parts(parts: int, schedule: SchedulePolicy) -> None:
+def check_parts(parts: int, schedule: SchedulePolicy, layout: str = "layout.llm") -> None:
     """Raise ConfigError for more parts of the LLM on a rank than the schedule can order."""
     if schedule.parts is not None and parts > schedule.parts:
         raise ConfigError(
-            f"layout.llm.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on "
-            f"a rank: set layout.llm.parts={schedule.parts}, or choose one for several, such as interleaved"
+            f"{layout}.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on a "
+            f"rank: set {layout}.parts={schedule.parts}, or choose one for several, such as interleaved"
         )
+
+
+def _check_other_layouts(config: Config, vocab_size: int) -> None:
+    for number, sizes in enumerate(config.launch.layouts):
+        try:
+            check_sizes(vars(sizes))
+            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep})
+            check_llm_layout(config.model.llm, layout, vocab_size)
+        except ValueError as error:
+            raise LayoutError(f"launch.layouts[{number}]: {error}") from error
 
 
 def _encoder_tp(config: Config, name: str) -> int:

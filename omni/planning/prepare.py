@@ -60,6 +60,8 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
     check_parts(arrangement.llm.parts, policies.pipeline)
+    for number, sizes in enumerate(config.launch.layouts):
+        check_parts(sizes.parts, policies.pipeline, f"launch.layouts[{number}]")
     _check_choices(config, (LLM, *encoders))
     tokenizer = tokenizer_of(config)
     indexes, heldout, samples = _open(config, encoders, tokenizer, by_modality, trace)

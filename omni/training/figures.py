@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from infra.launch import AGENTS_BEFORE
 from omni.planning.loads import Largest, imbalance, trained_flops
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
@@ -69,8 +70,8 @@ class StepRun:
 
 
 def restarts() -> int:
-    """Return how often the ranks of this launch were restarted."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    """Return how often the ranks of this launch were restarted, by their agent or with a new one."""
+    return sum(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", AGENTS_BEFORE))
 
 
 def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:

@@ -217,9 +217,12 @@ def load(path: Path) -> Measurement:
 
 def main(config_path: Path) -> None:
     """One rank of a measurement, as torchrun starts it."""
+    from omni.compose import load_config
+    from omni.training.seats import find_seat
     from omni.training.worker import joined
 
-    with joined(config_path) as (spec, folder, rank, device, plan_step):
+    seat = find_seat(load_config(config_path), RunFolder(config_path.parent))
+    with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
         measurement = measure(spec, folder, rank, device, spec.config.train.steps, plan_step)
         if measurement is not None:
             save(measurement, folder.path / FILE)

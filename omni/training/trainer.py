@@ -43,6 +43,7 @@ from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
+from omni.training.seats import remember_slow
 from omni.training.slowness import Slowest, SlowRanks
 from omni.training.storage import storage_of
 from omni.training.timeline import meet, record
@@ -114,13 +115,13 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.sound = True
 
-    def run(self) -> None:
-        """Train. Returns when all steps are done, or after saving if a signal asked to stop."""
+    def run(self) -> bool:
+        """Train. Returns True when all steps are done, False after saving if a signal asked to stop."""
         resumed = self.restore()
         if self.step >= self.config.train.steps and self.folder.summary.exists():
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
-            return
+            return True
         with (
             self.watchdog,
             self.stop,
@@ -160,11 +161,12 @@ class Trainer:
                     report.note(
                         f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
                     )
-                    return
+                    return False
             self.check_end()
             transcriptions = self.transcribe()
             self.finish_saving(report)
             report.finish(transcriptions)
+        return True
 
     # One step.
 
@@ -300,6 +302,8 @@ class Trainer:
         if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
             where = f"rank {slowest.rank} is on {socket.gethostname()}"
             print(f"step {step}: {slowest}; {where}", file=sys.stderr, flush=True)
+            if self.config.health.exclude_slow:
+                remember_slow(self.folder)
         return slowest
 
     def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:

@@ -25,12 +25,14 @@ from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
 from infra.run_folder import RunFolder
 from infra.run_lock import LockedError, holding, launch_of_rank
+from infra.watchdog import EXIT_CODE as TRY_AGAIN
 from omni.compose import load_config
 from omni.config import ConfigError
 from omni.planning.fullest import check_rank
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
 from omni.training.trainer import BadDataError, NoUpdateError, Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
@@ -50,10 +52,10 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
 
 
 @contextlib.contextmanager
-def joined(config_path: Path) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
-    """Join the world that torchrun describes, and leave it together with all other ranks."""
-    config = load_config(config_path)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
+    """Join the ranks that train, as one of them, and leave together with all others."""
+    config, rank, world = seat.config, seat.rank, seat.world
+    assert rank is not None
     spec = prepare_run(config, world)
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
     with contextlib.ExitStack() as held:
@@ -64,25 +66,34 @@ def joined(config_path: Path) -> Iterator[tuple[RunSpec, RunFolder, int, torch.d
         device = select_device()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        dist.init_process_group(backend_name(), timeout=timedelta(seconds=config.train.timeout_s))
+        timeout = timedelta(seconds=config.train.timeout_s)
+        dist.init_process_group(backend_name(), timeout=timeout, rank=rank, world_size=world)
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.barrier()
         dist.destroy_process_group()
 
 
-def main(config_path: Path) -> None:
-    """Train as this process's rank; all ranks of the world run this."""
-    with joined(config_path) as (spec, folder, rank, device, plan_step):
-        Trainer(spec, folder, rank, device, plan_step).run()
-
-
-def exit_with(function: Callable[[Path], None], config_path: Path) -> NoReturn:
-    """Run a rank's main function; end with 0, 2 for a mistake in the configuration or the data, which a
-    restart would not mend, and 1 for any other failure.
+def main(config_path: Path) -> int:
+    """Train as this process's rank, or stand by; all ranks of the world run this. Returns the exit code:
+    TRY_AGAIN if a signal to some rank asked to stop, or agents would take that for the end of the run.
     """
-    code = 0
+    seat = find_seat(load_config(config_path), RunFolder(config_path.parent))
+    if seat.rank is None:
+        stand_by(seat)
+        return 0
+    with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
+        done = Trainer(spec, folder, rank, device, plan_step).run()
+        if done and rank == 0:
+            end_standing_by(seat)
+    return 0 if done else TRY_AGAIN
+
+
+def exit_with(function: Callable[[Path], int | None], config_path: Path) -> NoReturn:
+    """Run a rank's main function; end with what it returns (None is 0), 2 for a mistake in the configuration
+    or the data, which a restart would not mend, and 1 for any other failure.
+    """
     try:
-        function(config_path)
+        code = function(config_path) or 0
     except BaseException as error:
         code = _told(error, config_path)
     sys.stdout.flush()

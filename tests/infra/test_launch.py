@@ -242,6 +242,21 @@ def test_an_agent_that_dies_leaves_no_orphans(run_folder):
     assert still_running(workers) == []
 
 
+def test_an_agent_that_was_killed_is_started_again(run_folder):
+    launch = start(run_folder, "stay", restarts=1)
+    agent, *workers = family(wait_for_ranks(run_folder))
+    for rank in (0, 1):
+        (run_folder / f"rank{rank}").unlink()
+    agent.kill()
+    other = family(wait_for_ranks(run_folder))[0]
+    assert other.pid != agent.pid
+    assert still_running(workers) == []
+    other.kill()
+    _, err = launch.communicate(timeout=60)
+    assert launch.returncode == 128 + signal.SIGKILL, "no restart is left"
+    assert err.count("the agent died of signal 9: starting it again") == 1
+
+
 linux = pytest.mark.skipif(not psutil.LINUX, reason="a kernel that ends children with their parent")
 
 
