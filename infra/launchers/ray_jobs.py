@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from infra.launch import MISTAKE, new_launch, noting_signals
-from infra.launchers.job import Job
+from infra.launchers.job import QUEUED_AGAIN, Job
 from infra.launchers.local import verdict
 from infra.launchers.ray_cluster import no_room
 from infra.launchers.ray_nodes import KILLED, Nodes, RayNeeds
@@ -109,6 +109,7 @@ class _Queued:
 
     def _look_for_room(self, others_run: bool) -> None:
         if self._ray.wait([self._room], timeout=0)[0]:
+            self._job.exit_code.unlink(missing_ok=True)
             self.nodes = Nodes(self._ray, self._group, self._job, self._needs, self._launch)
         elif others_run:
             self._asked_at = time.monotonic()
@@ -132,12 +133,16 @@ class _Queued:
         if again and not received and self._starts < MOST_STARTS:
             self._say(f"job {self._job.number} is queued again; it goes on after its newest checkpoint")
             self.code = KILLED
+            self._note(QUEUED_AGAIN)
             self._ask_for_room()
         else:
             self._end(1 if nodes.problem else job_code(codes, received))
 
     def _end(self, code: int) -> None:
         self._ended, self.code, self.nodes = True, code, None
+        self._note(str(code))
+        self._say(f"job {self._job.number} {verdict(code)}")
+
+    def _note(self, code: str) -> None:
         with suppress(OSError):  # a full disk must not end the others
             write_text(self._job.exit_code, f"{code}\n")
-        self._say(f"job {self._job.number} {verdict(code)}")

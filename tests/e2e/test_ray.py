@@ -78,6 +78,8 @@ def test_a_job_that_loses_a_node_goes_on_and_saves_when_it_is_interrupted(cluste
         assert len(below) >= 2, "an agent and a rank"
         cluster.remove_node(lost, allow_graceful=False)
         wait_for_ends(below)
+        running.wait_until((run / "exit_code").exists, "loss", 30)
+        assert (run / "exit_code").read_text() == "again\n", "it waits to be started again"
         before = complete(storage)[-1]
         cluster.add_node(num_cpus=1, **NODE)
         running.wait_until(lambda: len(steps(run)) > before + 5, "step after the loss")
@@ -85,7 +87,7 @@ def test_a_job_that_loses_a_node_goes_on_and_saves_when_it_is_interrupted(cluste
         done = running.finish()
     finally:
         running.end()
-    assert done.code == 128 + signal.SIGINT, done.err
+    assert (done.code, (run / "exit_code").read_text()) == (128 + signal.SIGINT, "130\n"), done.err
     assert "job 0 is queued again" in done.err
     assert re.search(r"^0 +stopped \(exit code 130\)", done.err, re.M)
     last = complete(storage)[-1]
