@@ -94,7 +94,8 @@ def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
 
 
 IN_PAIRS = ("balance.group=2",)  # groups of two of four domains
-TP2, PP2 = ("layout.llm.tp=2",), ("layout.llm.pp=2",)  # two domains, with pp2 of ranks 0 and 2, 1 and 3
+# Two domains of several samples each, with pp2 of ranks 0 and 2, 1 and 3.
+TP2, PP2 = ("layout.llm.tp=2", "balance=none"), ("layout.llm.pp=2", "balance=none")
 
 
 @pytest.mark.parametrize(
