@@ -40,16 +40,14 @@ from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import Progression, StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.health import Health
 from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.reporter import Reporter
-from omni.training.seats import remember_slow
-from omni.training.slowness import Slowest, SlowRanks
 from omni.training.storage import storage_of
 from omni.training.timeline import meet, record
 from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
-from parallel.copies import Copies
 from pipeline.laps import DATA, END, idle_of
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
@@ -103,8 +101,7 @@ class Trainer:
         heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table, self.rank.groups.control)
         self.evaluator = Evaluator(spec, self.rank, heldout)
-        self.slow_ranks = SlowRanks(spec.table.parts, self.rank.groups.control)
-        self.copies = Copies(self.rank.copies(), device)
+        self.health = Health(self.config.health, self.rank, spec.table.parts, folder)
         keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
         self.checkpoints = Checkpoints(storage_of(self.config, folder), self.rank, keep)
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
@@ -141,7 +138,7 @@ class Trainer:
                 self.update(done)
                 self.offer(ahead, step + PLANS_AHEAD)
                 self.learn_costs(done)
-                slowest = self.find_slowest(done)
+                slowest = self.health.slowest(done)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
@@ -152,7 +149,7 @@ class Trainer:
                 self.check_updates(done.totals)
                 self.save_is_due |= done.totals.stop or self.is_due(step, self.config.train.checkpoint_every)
                 if self.save_is_due and self.sound:
-                    self.check_copies()
+                    self.health.compare_now(step)
                     report.settle()
                     self.finish_saving(report)
                     report.held_up(self.save())
@@ -225,7 +222,7 @@ class Trainer:
         tombstones = Tombstones(self.rank, plan, prepared.failures)
         inputs = replace(prepared.inputs, before_loss=tombstones.mask)
         result = execute(self.rank, plan, inputs, watch)
-        differing = self.compare_copies(plan.step)
+        differing = self.health.compare(plan.step)
         lost = len(tombstones.samples)
         speaks = self.rank.engine.position == 0  # for its domain
         totals = learn_totals(
@@ -237,38 +234,10 @@ class Trainer:
             stop=self.stop.requested,
             differing=differing,
         )
-        if totals.corrupted:
-            raise self.copies.explain(self.rank.groups.control)
-        if differing is not None:
-            self.copies.forget()
+        self.health.judge(totals.corrupted, compared=differing is not None)
         watch.done(END)
         table, position = self.tables.at(plan.step), self.rank.engine.position
         return StepRun(prepared, table, position, result, totals, most)
-
-    def compare_copies(self, step: int) -> torch.Tensor | None:
-        """Note with which bits a step computed. Every `health.compare_every` steps compare them, and return
-        what `Copies.differing` does: the step's totals tell all ranks, before anything is updated.
-        """
-        every = self.config.health.compare_every
-        if every == 0:
-            return None
-        self.copies.note(step)
-        if step % every:
-            return None
-        with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
-            return self.copies.differing()
-
-    def check_copies(self) -> None:
-        """Compare what was noted since the last comparison: what is saved is to come of sound weights."""
-        if not self.copies.steps:
-            return
-        control = self.rank.groups.control
-        with waiting_at(self.rank, f"step {self.step}: comparing copies of weights", control):
-            differing = self.copies.differing().cpu()
-            dist.all_reduce(differing, group=control)
-        if differing:
-            raise self.copies.explain(control)
-        self.copies.forget()
 
     def idle_shares(self, done: StepRun) -> IdleShares:
         """Start summing what ranks spent a step with while they stood still, and gather what they held."""
@@ -293,18 +262,6 @@ class Trainer:
             with waiting_at(self.rank, f"step {step}: adding up op times", control):
                 self.tables.settle(step)
             self.tables.offer(done.passes)
-
-    def find_slowest(self, done: StepRun) -> Slowest | None:
-        """Compare ranks by the time of their ops: see `SlowRanks`."""
-        step, control = done.prepared.plan.step, self.rank.groups.control
-        with waiting_at(self.rank, f"step {step}: comparing op times", control):
-            slowest = self.slow_ranks.step(done.spans, done.table)
-        if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
-            where = f"rank {slowest.rank} is on {socket.gethostname()}"
-            print(f"step {step}: {slowest}; {where}", file=sys.stderr, flush=True)
-            if self.config.health.exclude_slow:
-                remember_slow(self.folder)
-        return slowest
 
     def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:
         """Count what the step did and move on in the stream."""

@@ -71,14 +71,15 @@ def test_ranks_of_one_speed_are_not_called_slow(ranks: RankPool) -> None:
 
 
 def _train(rank: int, line: list[str]) -> None:
-    """Train; the clock shows three times what the ops of rank 1 took."""
+    """Train; the clock shows ops of rank 1 to take three times as long."""
     trainer = make_trainer(rank, line, 2)
     run = trainer.rank.engine.run
 
     def slowed(plan: Any, inputs: Any, watch: Any = None) -> Any:
         result = run(plan, inputs, watch)
         result.timings = [
-            t._replace(start_s=0.0, end_s=t.busy_ns * (3 if rank else 1) / 1e9) for t in result.timings
+            t._replace(start_s=0.0, end_s=0.003 if rank else 0.001)  # on a busy machine, real times vary more
+            for t in result.timings
         ]
         return result
 

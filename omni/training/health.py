@@ -1,0 +1,80 @@
+"""What a run watches itself for: copies of weights that differ, and ranks that are slow."""
+
+import socket
+import sys
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from infra.run_folder import RunFolder
+from omni.config import HealthConfig
+from omni.rank.build import Rank
+from omni.rank.step import waiting_at
+from omni.training.figures import StepRun
+from omni.training.seats import remember_slow
+from omni.training.slowness import Slowest, SlowRanks
+from parallel.copies import Copies
+
+
+class Health:
+    """What one rank notes of its steps; all ranks call each method at the same step. `parts` are those of the
+    cost table.
+    """
+
+    def __init__(self, config: HealthConfig, rank: Rank, parts: Iterable[str], folder: RunFolder) -> None:
+        self.config = config
+        self.rank = rank
+        self.folder = folder
+        self.copies = Copies(rank.copies(), rank.device)
+        self.slow_ranks = SlowRanks(parts, rank.groups.control)
+
+    def compare(self, step: int) -> torch.Tensor | None:
+        """Note with which bits a step computed. Every `health.compare_every` steps compare them, and return
+        what `Copies.differing` does: the step's totals tell all ranks, before anything is updated.
+        """
+        every = self.config.compare_every
+        if every == 0:
+            return None
+        self.copies.note(step)
+        if step % every:
+            return None
+        with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
+            return self.copies.differing()
+
+    def judge(self, corrupted: bool, compared: bool) -> None:
+        """Begin anew after a comparison.
+
+        Raises:
+            CorruptionError: naming the rank that differs, if some rank's copies do.
+        """
+        if corrupted:
+            raise self.copies.explain(self.rank.groups.control)
+        if compared:
+            self.copies.forget()
+
+    def compare_now(self, step: int) -> None:
+        """Compare what was noted since the last comparison: what is saved is to come of sound weights.
+
+        Raises:
+            CorruptionError: as `judge`.
+        """
+        if not self.copies.steps:
+            return
+        control = self.rank.groups.control
+        with waiting_at(self.rank, f"step {step}: comparing copies of weights", control):
+            differing = self.copies.differing().cpu()
+            dist.all_reduce(differing, group=control)
+        self.judge(bool(differing), compared=True)
+
+    def slowest(self, done: StepRun) -> Slowest | None:
+        """Compare ranks by the time of their ops: see `SlowRanks`. One that is slow says where it is."""
+        step, control = done.prepared.plan.step, self.rank.groups.control
+        with waiting_at(self.rank, f"step {step}: comparing op times", control):
+            slowest = self.slow_ranks.step(done.spans, done.table)
+        if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
+            where = f"rank {slowest.rank} is on {socket.gethostname()}"
+            print(f"step {step}: {slowest}; {where}", file=sys.stderr, flush=True)
+            if self.config.exclude_slow:
+                remember_slow(self.folder)
+        return slowest
