@@ -1,5 +1,6 @@
 """Real gloo ranks for tests, started once and reused: importing torch and megatron costs more than a test."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 120
+MOST_THREADS = 48  # of a process before it lets go of what calls have left
 
 
 class RankError(AssertionError):
@@ -110,6 +112,7 @@ def _alone(errors: str, function: Callable[..., None], args: tuple[Any, ...]) ->
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what imports have made stays, and is not looked through
     while True:
         try:
             rank, world, store, function, args = pipe.recv()
@@ -127,3 +130,21 @@ def _serve(pipe: Connection) -> None:
         pipe.send(result)
         if not result[0]:
             return
+        del function, args, result
+        if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+            _release()
+
+
+def _release() -> None:
+    """Let go of models and of their communicators, each of which keeps three threads: one wakes a hundred
+    times a second, and hundreds of them take a core.
+
+    They hang in cycles; that of a layer with experts leads through the autograd graph, where Python does not
+    look: megatron's dispatcher keeps the probabilities of its last pass.
+    """
+    from parallel.megatron import MoELayer
+
+    for layer in gc.get_objects():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher.probs = None
+    gc.collect()

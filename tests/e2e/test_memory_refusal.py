@@ -21,7 +21,8 @@ Steps = list[tuple[int, list[StepPlan], int]]
 def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("data") / "strips"
     own = data_keys(write(path, [strip(i) for i in range(32)]))
-    return [*own, "launch.ranks=2", f"train.steps={STEPS}", "train.checkpoint_every=1"]
+    uneven = "balance=lpt"  # under which a late step holds most
+    return [*own, "launch.ranks=2", f"train.steps={STEPS}", "train.checkpoint_every=1", uneven]
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 that of one rank.
 """
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from parity_matrix import Case
 from ranks import RankPool
 from small import overrides, with_values, write_one_item, write_uneven
@@ -23,7 +21,6 @@ from omni.training import parity
 from omni.training.ahead import PLANS_AHEAD
 from omni.training.parity import Difference, Measurement
 from omni.training.trainer import Trainer
-from parallel.megatron import MoELayer
 
 STEPS = 2  # an update that all ranks take, and a step on the new weights
 SAMPLES = {"mixed": 8, "one": 3}
@@ -42,8 +39,6 @@ LINE = (
     "cluster.op_overhead_ns=0",
     "cluster.ranks_per_node=2",
 )
-# What imports have made stays. Frozen, it costs nothing when `measure` looks for garbage.
-gc.freeze()
 
 
 def write_data(folder: Path) -> None:
@@ -70,25 +65,6 @@ def command_line(folder: Path, data: str) -> list[str]:
 
 def measure(rank: int, config: Config, world: int, single_queue: bool = False) -> Measurement | None:
     """One rank of a measurement; the result on rank 0."""
-    measurement = _measure(rank, config, world, single_queue)
-    dist.barrier()
-    _release()
-    return measurement
-
-
-def _release() -> None:
-    """Let go of models and of their communicators, each of which keeps threads.
-
-    They hang in cycles; that of a layer with experts leads through the autograd graph, where Python does not
-    look: megatron's dispatcher keeps the probabilities of its last pass.
-    """
-    for layer in gc.get_objects():
-        if isinstance(layer, MoELayer):
-            layer.token_dispatcher.probs = None
-    gc.collect()
-
-
-def _measure(rank: int, config: Config, world: int, single_queue: bool) -> Measurement | None:
     spec = prepare_run(config, world)
     spec = replace(spec, planner=replace(spec.planner, single_queue=single_queue))
     folder = RunFolder.create(Path(config.run.dir))
