@@ -54,7 +54,7 @@ def steps(run: Path) -> list[int]:
 def test_a_sweep_of_jobs_of_two_nodes_completes(cluster, data, tmp_path):
     keys = ["layout=data_parallel,pp2", "optim.lr=1e-3,2e-3", "train.steps=2", "hydra.sweep.dir=sweep"]
     waited = ["-m", "omni", "train", "-m", *TINY, *data, *LAUNCHER, *keys, "hydra.launcher.wait=true"]
-    done = Running(waited, tmp_path, cluster).finish()
+    done = Running(waited, tmp_path, cluster).finish(480)  # four jobs, one after the other
     assert done.code == 0, done.err
     assert len(re.findall(r"^\d +\d+ +quickstart-\d +2 +2 ", done.err, re.M)) == 4, "two nodes, two ranks"
     assert len(re.findall(r"^\d +completed +layout=", done.err, re.M)) == 4
