@@ -165,7 +165,11 @@ def main() -> int:
         pairs, worst, wrong = pairs + found[0], max(worst, found[1]), wrong + found[2]
     for line in wrong[:20]:
         print(f"wrong: {line}")
-    print(json.dumps({"pairs": pairs, "wrong": len(wrong), "losses_within": worst}))
+    print(
+        json.dumps(
+            {"benchmark": "checkpoint_matrix", "pairs": pairs, "wrong": len(wrong), "losses_within": worst}
+        )
+    )
     return 1 if wrong else 0
 
 
