@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 VICTIMS = ("launcher", "agent", "shell")
-PROCESSES = {"launcher": "omni", "agent": "infra.agent", "rank": "omni.training.worker"}  # python -m …
+PROCESSES = {"launcher": "omni", "agent": "infra.agent"}  # python -m …
 STAGES = ("agent", "rank", "step")
 WITHIN_S = 10.0
 RENDER_S = 5.0
@@ -54,7 +54,7 @@ def trial(victim: str, stage: str, delay_s: float, folder: Path) -> tuple[float,
     try:
         wait_for(stage, shell, folder)
         time.sleep(delay_s)
-        pid = shell.pid if victim == "shell" else find(PROCESSES[victim], shell)[0].pid
+        pid = shell.pid if victim == "shell" else find(victim, shell)[0].pid
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         while (left := of_run(folder)) and time.monotonic() < start + WITHIN_S:
@@ -71,18 +71,19 @@ def wait_for(stage: str, shell: subprocess.Popen[bytes], folder: Path) -> None:
     """Wait until a run has reached a stage."""
     until = time.monotonic() + BEGIN_S
     metrics = folder / "run" / "metrics.jsonl"
-    while not (metrics.exists() if stage == "step" else find(PROCESSES[stage], shell)):
+    while not (metrics.exists() if stage == "step" else find(stage, shell)):
         assert shell.poll() is None, (folder / "output").read_text()
         assert time.monotonic() < until, f"no {stage} in {BEGIN_S:.0f} s:\n{(folder / 'output').read_text()}"
         time.sleep(0.05)
 
 
-def find(module: str, shell: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Return processes below a shell that run a module, the first one started first."""
+def find(what: str, shell: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Return processes below a shell that are ranks, or run a module, the first one started first."""
     found = []
     for process in psutil.Process(shell.pid).children(recursive=True):
         with suppress(psutil.Error):
-            if module in process.cmdline():
+            rank = process.name().startswith("omni-rank-")
+            if rank if what == "rank" else PROCESSES[what] in process.cmdline():
                 found.append(process)
     return found
 

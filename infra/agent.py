@@ -1,6 +1,6 @@
 """torchrun, made useful to a launch: `python -m infra.agent <torchrun's arguments>`.
 
-Four things differ from torchrun's own agent:
+Five things differ from torchrun's own agent:
 
 - It ends with the process that started it, and its workers end with it (infra/lineage.py).
 - It answers the failure of a worker with the worker's exit code (128 + n for a signal) and leaves the screen
@@ -10,133 +10,32 @@ Four things differ from torchrun's own agent:
 - The store at which workers meet is the agent's, made anew for each start of them. torchrun either looks for
   a free port and lets go of it, for rank 0 to take seconds later if nobody else has, or keeps one store for
   all starts, in which restarted workers find the addresses of those before.
+- Workers are forked from a process that has imported what they import (infra/forkserver.py), which does so
+  while this one imports torch.
 """
 
 import os
-import signal
 import sys
-from contextlib import suppress
-from typing import Any
+from contextlib import ExitStack, closing
 
-from infra.launch import MISTAKE
+from infra.forkserver import ForkServer
 from infra.lineage import STARTED_BY, end_with_parent
-
-if __name__ == "__main__":
-    end_with_parent()  # before the imports that take seconds
-
-import psutil
-from torch.distributed import TCPStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.launcher import api
-from torch.distributed.run import main
-
-_PORT = "OMNI_STORE_PORT"
 
 
 def run(arguments: list[str]) -> int:
-    """Run torchrun and return the exit code."""
+    """Run torchrun and return the exit code. What it runs is the module after `-m`."""
     os.environ[STARTED_BY] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # one kept for all starts is never wanted
-    api.LocalElasticAgent = Agent  # type: ignore[misc]  # torchrun has no argument for it
-    try:
-        main(arguments)
-    except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        first = MISTAKE if MISTAKE in codes else error.get_first_failure()[1].exitcode
-        return 128 - first if first < 0 else first
-    except SignalException as error:
-        return 128 + error.sigval
-    except RendezvousError as error:
-        print(
-            f"agent: error: the agents of this launch could not meet ({error}). If several launches use this "
-            f"machine, the port of --rdzv-endpoint may be another's: choose a free one",
-            file=sys.stderr,
-        )
-        return 1
-    return 0
+    with ExitStack() as held:
+        server = None
+        if sys.platform == "linux" and "-m" in arguments:
+            module, *own = arguments[arguments.index("-m") + 1 :]
+            server = held.enter_context(closing(ForkServer(module, own)))
+        from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
-
-class Agent(LocalElasticAgent):
-    """The agent of one node."""
-
-    def __init__(self, spec: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(spec.rdzv_handler, DynamicRendezvousHandler):
-            spec.rdzv_handler = FreshStores(spec.rdzv_handler)
-        super().__init__(spec, *args, **kwargs)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._wake_if_one_ended()
-        result = super()._monitor_workers(worker_group)
-        if any(failure.exitcode == MISTAKE for failure in result.failures.values()):
-            self._remaining_restarts = 0
-        return result
-
-    def _wake_if_one_ended(self) -> None:
-        """Let workers that are stopped see the signal with which the others' end is about to be theirs."""
-        pids = list(self._pcontext.pids().values()) if self._pcontext else []
-        with suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
-                for pid in pids:
-                    os.kill(pid, signal.SIGCONT)
-
-
-class FreshStores(RendezvousHandler):
-    """A rendezvous that gives the workers of each round a store of their own, held by the first agent."""
-
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self._inner = inner
-        self._store: TCPStore | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers do not start a store."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents; the store of the round before is closed."""
-        info = self._inner.next_rendezvous()
-        assert info.bootstrap_store_info is not None
-        address = info.bootstrap_store_info.master_addr
-        if info.rank == 0:
-            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            info.store.set(_PORT, str(self._store.port))
-        port = int(info.store.get(_PORT))
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
-
-    def get_backend(self) -> str:
-        """See RendezvousHandler, as for all that follow."""
-        return self._inner.get_backend()
-
-    def is_closed(self) -> bool:
-        """See RendezvousHandler."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """See RendezvousHandler."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See RendezvousHandler."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """See RendezvousHandler."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See RendezvousHandler."""
-        return self._inner.shutdown()
+        return run_torchrun(arguments, server)
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(run(sys.argv[1:]))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from infra.agent import run
 from infra.launch import environment_of
 from infra.launchers.job import Job, agent_arguments
 from infra.lineage import end_with_parent
@@ -25,8 +26,6 @@ def main(arguments: Sequence[str]) -> int:
     environment = environment_of(given.ranks, {}, given.launch)
     os.environ.clear()
     os.environ.update(environment)
-    from infra.agent import run  # with torch, which reads the environment
-
     return run(agent_arguments(job, node, given.head, given.port, given.launch, address))
 
 

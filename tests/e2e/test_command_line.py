@@ -161,6 +161,7 @@ def test_what_is_run_as_a_module_is_guarded():
     "module",
     [
         "infra/agent.py",
+        "infra/forkserver.py",
         "infra/launchers/local.py",
         "infra/launchers/node.py",
         "omni/__main__.py",
@@ -184,6 +185,7 @@ def test_entry_points_are_all_in_the_list_above():
     guarded = {file.relative_to(ROOT).as_posix() for file in sources() if "__name__ ==" in file.read_text()}
     assert guarded == {
         "infra/agent.py",
+        "infra/forkserver.py",
         "infra/launchers/local.py",
         "infra/launchers/node.py",
         "omni/__main__.py",

@@ -11,8 +11,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from infra import agent
-from infra.agent import FreshStores
+from infra import elastic_agent
+from infra.elastic_agent import FreshStores
 
 
 class OneNode(RendezvousHandler):
@@ -57,11 +57,13 @@ def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys)
     def in_vain(arguments):
         raise RendezvousConnectionError("the connection to the store has failed")
 
-    monkeypatch.setenv("OMNI_STARTED_BY", "unset by the test")
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
-    monkeypatch.setattr(agent.api, "LocalElasticAgent", agent.api.LocalElasticAgent)
-    monkeypatch.setattr(agent, "main", in_vain)
-    assert agent.run([]) == 1
+    for module, name in (
+        (elastic_agent.api, "LocalElasticAgent"),
+        (elastic_agent.multiprocessing, "get_subprocess_handler"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(elastic_agent, "main", in_vain)
+    assert elastic_agent.run_torchrun([], None) == 1
     err = capsys.readouterr().err
     assert err.startswith(
         "agent: error: the agents of this launch could not meet (the connection to the store"

@@ -17,61 +17,68 @@ from infra.launch import launch_local
 # What a worker does, chosen by ACTION; each writes its pid and environment to the run folder first.
 WORKER = """
 from infra.lineage import end_with_parent
-end_with_parent()
+if __name__ == "__main__":
+    end_with_parent()
 
 import calendar
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from infra.shutdown import StopFlag
 
-folder = Path(sys.argv[1]).parent
-rank = os.environ["RANK"]
-action = os.environ["ACTION"]
-restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-if action == "ignore":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sleeper = subprocess.Popen(["sleep", "300"], start_new_session=True)
 
-def ready():
-    written = folder / f".rank{rank}"
-    written.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']} {os.environ['WORLD_SIZE']}")
-    written.rename(folder / f"rank{rank}")
+def main():
+    folder = Path(sys.argv[1]).parent
+    rank = os.environ["RANK"]
+    action = os.environ["ACTION"]
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if action == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sleeper = subprocess.Popen(["sleep", "300"], start_new_session=True)
 
-if action == "stop":
-    with StopFlag() as stop:
-        ready()
-        while not stop.requested:
+    def ready():
+        written = folder / f".rank{rank}"
+        written.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']} {os.environ['WORLD_SIZE']}")
+        written.rename(folder / f"rank{rank}")
+
+    if action == "stop":
+        with StopFlag() as stop:
+            ready()
+            while not stop.requested:
+                time.sleep(0.05)
+        (folder / f"saved{rank}").write_text(stop.signal_name)
+        sys.exit(0)
+    if action == "meet":
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 2
+        if rank == "0" and restart == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+    ready()
+    if action in ("ignore", "stay"):
+        time.sleep(300)
+    if action == "mistake" and rank == "1":
+        time.sleep(1)  # for rank 0 to be stopped
+        sys.exit(2)
+    if action == "mistake":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(300)
+    if action == "fail" and rank == "1":
+        while not (folder / "go").exists():  # the test first notes which processes there are
             time.sleep(0.05)
-    (folder / f"saved{rank}").write_text(stop.signal_name)
-    sys.exit(0)
-if action == "meet":
-    import torch
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total == 2
-    if rank == "0" and restart == 0:
+        raise KeyError("the reason it failed")
+    if action == "fail_once" and rank == "0" and restart == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-ready()
-if action in ("ignore", "stay"):
-    time.sleep(300)
-if action == "mistake" and rank == "1":
-    time.sleep(1)  # for rank 0 to be stopped
-    sys.exit(2)
-if action == "mistake":
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(300)
-if action == "fail" and rank == "1":
-    while not (folder / "go").exists():  # the test first notes which processes there are
-        time.sleep(0.05)
-    raise KeyError("the reason it failed")
-if action == "fail_once" and rank == "0" and restart == 0:
-    os.kill(os.getpid(), signal.SIGKILL)
-if action == "fail":
-    time.sleep(300)
-print(f"rank {rank} done after {restart} restarts", flush=True)
+    if action == "fail":
+        time.sleep(300)
+    print(f"rank {rank} done after {restart} restarts", flush=True)
+
+
+if __name__ == "__main__":
+    main()
 """
 
 MAIN = """

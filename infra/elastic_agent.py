@@ -1,0 +1,147 @@
+"""torchrun's agent with three differences: see infra/agent.py, which says why and runs it."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import psutil
+from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.launcher import api
+from torch.distributed.run import main
+
+from infra.forkserver import ForkServer
+from infra.launch import MISTAKE
+
+_PORT = "OMNI_STORE_PORT"
+
+
+def run_torchrun(arguments: list[str], server: ForkServer | None) -> int:
+    """Run torchrun, with ranks forked by `server`, and return the exit code."""
+    api.LocalElasticAgent = partial(Agent, server)  # type: ignore[misc, assignment]  # torchrun has no argument for it
+    multiprocessing.get_subprocess_handler = partial(Worker, server)  # nor for this
+    try:
+        main(arguments)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        first = MISTAKE if MISTAKE in codes else error.get_first_failure()[1].exitcode
+        return 128 - first if first < 0 else first
+    except SignalException as error:
+        return 128 + error.sigval
+    except RendezvousError as error:
+        print(
+            f"agent: error: the agents of this launch could not meet ({error}). If several launches use this "
+            f"machine, the port of --rdzv-endpoint may be another's: choose a free one",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+class Worker(SubprocessHandler):
+    """A process of a rank: forked by the server if that runs what torchrun would, else started by itself."""
+
+    def __init__(self, server: ForkServer | None, *args: Any, **kwargs: Any) -> None:
+        self._server = server
+        super().__init__(*args, **kwargs)
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        # Other arguments: numactl stands before them. Files: what the server writes to is the agent's.
+        if self._server and self._server.command == list(args) and not (self._stdout or self._stderr):
+            forked = self._server.start(env)
+            if forked is not None:
+                return forked
+        return super()._popen(args, env)
+
+
+class Agent(LocalElasticAgent):
+    """The agent of one node."""
+
+    def __init__(self, server: ForkServer | None, spec: Any, *args: Any, **kwargs: Any) -> None:
+        self._server = server
+        if isinstance(spec.rdzv_handler, DynamicRendezvousHandler):
+            spec.rdzv_handler = FreshStores(spec.rdzv_handler)
+        super().__init__(spec, *args, **kwargs)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._server:
+            self._server.reap()  # what those before left; they have all been waited for
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wake_if_one_ended()
+        result = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == MISTAKE for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+    def _wake_if_one_ended(self) -> None:
+        """Let workers that are stopped see the signal with which the others' end is about to be theirs."""
+        pids = list(self._pcontext.pids().values()) if self._pcontext else []
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+
+
+class FreshStores(RendezvousHandler):
+    """A rendezvous that gives the workers of each round a store of their own, held by the first agent."""
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self._inner = inner
+        self._store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers do not start a store."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other agents; the store of the round before is closed."""
+        info = self._inner.next_rendezvous()
+        assert info.bootstrap_store_info is not None
+        address = info.bootstrap_store_info.master_addr
+        if info.rank == 0:
+            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            info.store.set(_PORT, str(self._store.port))
+        port = int(info.store.get(_PORT))
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
+
+    def get_backend(self) -> str:
+        """See RendezvousHandler, as for all that follow."""
+        return self._inner.get_backend()
+
+    def is_closed(self) -> bool:
+        """See RendezvousHandler."""
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        """See RendezvousHandler."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """See RendezvousHandler."""
+        return self._inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        """See RendezvousHandler."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """See RendezvousHandler."""
+        return self._inner.shutdown()
