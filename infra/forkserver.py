@@ -102,7 +102,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code when there is one; subprocess.TimeoutExpired is raised after `timeout` seconds."""
+        """Return the exit code, waited for `timeout` seconds at most: then subprocess.TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if until is not None and time.monotonic() >= until:
