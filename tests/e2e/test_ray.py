@@ -128,12 +128,13 @@ from pathlib import Path
 from infra.lineage import end_with_parent
 from infra.run_folder import write_text
 
-end_with_parent()
-config = Path(sys.argv[1])
-write_text(config.with_name("rank"), f"{os.getpid()} {os.getppid()}")
-if config.read_text():
-    sys.exit(int(config.read_text()))
-time.sleep(300)
+if __name__ == "__main__":
+    end_with_parent()
+    config = Path(sys.argv[1])
+    write_text(config.with_name("rank"), f"{os.getpid()} {os.getppid()}")
+    if config.read_text():
+        sys.exit(int(config.read_text()))
+    time.sleep(300)
 """
 
 
@@ -160,7 +161,7 @@ def test_what_is_killed_is_named_and_leaves_nobody_behind(cluster, tmp_path):
         for victim in ("actor", "launcher"):
             running.wait_until((tmp_path / "2" / "rank").exists, "rank of job 2")
             below = trained_in(tmp_path / "2")
-            assert len(below) == 2, "an agent and its rank"
+            assert len(below) == 3, "an agent, its fork server and its rank"
             (tmp_path / "2" / "rank").unlink()  # which the next start writes again
             (agent,) = (process for process in below if "infra.launchers.node" in process.cmdline())
             agent.parent().kill() if victim == "actor" else running.process.kill()

@@ -1,13 +1,16 @@
-"""Real Slurm, two virtual nodes: a sweep of four jobs of two nodes; one that is queued again, then cancelled.
+"""Real Slurm, two virtual nodes: a sweep of four jobs of two nodes; one that is queued again, then cancelled;
+agents, srun and scripts that are killed.
 
 Where Slurm cannot be started these are skipped, with the reason.
 """
 
 import re
 import subprocess
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import slurm_cluster
 from runs import TINY, Running, data_keys, omni, read_lines, strip, write
@@ -86,6 +89,42 @@ def test_a_job_of_two_nodes_resumes_when_queued_again_and_saves_when_cancelled(c
     assert last == len(steps(long)) > before, "saved after the step under way"
     assert steps(long) == list(range(1, last + 1)), "no step is lost or repeated"
     assert verify(Storage.at(long / "checkpoints"), last)["step"] == last, "it can be loaded"
+
+
+@pytest.mark.parametrize(
+    ("victim", "words"),
+    [
+        ("agent", ["-m", "infra.launchers.node"]),
+        ("srun", ["srun", "--kill-on-bad-exit=0"]),
+        ("script", ["slurm_script"]),
+    ],
+)
+def test_nothing_of_a_job_outlives_what_is_killed(cluster, data, tmp_path, victim, words):
+    marked = {**cluster, "OMNI_TEST": str(tmp_path)}
+    keys = ["train.steps=100000", "run.dir=run", "hydra.launcher.requeue=false"]
+    done = Running(["-m", "omni", "train", *TINY, *data, *LAUNCHER, *keys], tmp_path, marked).finish()
+    assert done.code == 0, done.err
+    slurm_cluster.wait(lambda: steps(tmp_path / "run"), "step", 240)
+    whole = of_test(tmp_path)
+    assert sum(process.name().startswith("omni-rank-") for process in whole) == 2
+    next(process for process in whole if set(words) <= words_of(process)).kill()
+    slurm_cluster.wait(lambda: not of_test(tmp_path), f"end of all with its {victim}", 10)
+
+
+def of_test(folder: Path) -> list[psutil.Process]:
+    """Processes of jobs that a test submitted, and that have not ended."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            ended = process.status() == psutil.STATUS_ZOMBIE
+            if not ended and process.environ().get("OMNI_TEST") == str(folder):
+                found.append(process)
+    return found
+
+
+def words_of(process: psutil.Process) -> set[str]:
+    """The words of a command line, with the names of files for their paths."""
+    return {Path(word).name for word in process.cmdline()}
 
 
 def test_a_script_for_128_nodes_is_accepted(tmp_path):
