@@ -11,6 +11,7 @@ different names until they time out. A rank that is not in a group therefore mak
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -42,10 +43,19 @@ class Groups:
 
 def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Groups:
     """Create all groups of this rank; `llm` is the name of the component with stages."""
-    rank = dist.get_rank()
-    maker = _Maker(rank, timeout)
+    return _groups(_Maker(dist.get_rank(), timeout), arrangement, llm)
+
+
+def count_groups(arrangement: Arrangement, llm: str, rank: int) -> tuple[int, int]:
+    """Return how many groups with others `make_groups` creates on a rank, and of how many peers in sum."""
+    counter = _Counter(rank, timedelta(0))
+    _groups(counter, arrangement, llm)
+    return len(counter.peers), sum(counter.peers)
+
+
+def _groups(maker: "_Maker", arrangement: Arrangement, llm: str) -> Groups:
     everyone = range(arrangement.world)
-    domain = arrangement.domain_ranks(arrangement.domain(rank))
+    domain = arrangement.domain_ranks(arrangement.domain(maker.rank))
     mesh = arrangement.mesh
     collections = {llm: _llm_collection(maker, arrangement)}
     for name, encoder_mesh in arrangement.encoder_meshes.items():
@@ -83,6 +93,18 @@ class _Maker:
             ranks = mesh.group(self.rank, *names) if self.rank in mesh else ()
             self.made[key] = self.own(sorted(ranks))
         return self.made[key]
+
+
+class _Counter(_Maker):
+    """Creates nothing, and notes the number of peers in each group that has others."""
+
+    def __init__(self, rank: int, timeout: timedelta) -> None:
+        super().__init__(rank, timeout)
+        self.peers: list[int] = []
+
+    def own(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        if self.rank in ranks and len(ranks) > 1:
+            self.peers.append(len(ranks) - 1)
 
 
 def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupCollection | None:

@@ -88,8 +88,7 @@ def _findings(config: "Config", ranks: int, arguments: argparse.Namespace) -> It
     yield check_wandb(config.tracking.kind, config.tracking.mode, os.environ)
     yield check_slurm(shutil.which("sinfo"))
     yield check_ray(os.environ)
-    if not arguments.no_ranks:
-        yield from _together(config, ranks, arguments.timeout)
+    yield from _counted(config, ranks) if arguments.no_ranks else _together(config, ranks, arguments.timeout)
 
 
 def _machine(ranks: int) -> Finding:
@@ -117,6 +116,30 @@ def _limits(ranks: int, here: int) -> Iterator[Finding]:
         running += (process.info["num_threads"] or 0) if process.info["username"] == user else 0
     yield check_descriptors(infinite if files < 0 else files, ranks)
     yield check_processes(infinite if threads < 0 else threads, running, here)
+
+
+def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
+    """How many process groups a rank of the whole job will have, from the layout alone."""
+    from omni.models.llm import NAME as LLM
+    from omni.planning.layouts import resolve_layout
+    from parallel.groups import count_groups
+
+    try:
+        arrangement = resolve_layout(config, ranks)
+    except ValueError as error:
+        yield Finding("process groups", False, str(error), "choose a layout and ranks that fit each other")
+        return
+    some = {*range(0, ranks, max(1, ranks // 64)), ranks - 1}  # ranks of a stage are alike
+    counts = [count_groups(arrangement, LLM, rank) for rank in sorted(some)]
+    groups, peers = (max(of) for of in zip(*counts, strict=True))
+    yield Finding("process groups", True, f"{_counts(arrangement.describe(), groups, peers)} (counted)")
+
+
+def _counts(layout: str, groups: float, peers: float) -> str:
+    return (
+        f"{layout}: a rank shares {groups:.0f} groups with others and talks to {peers:.0f} peers in them, "
+        f"at most"
+    )
 
 
 def _together(config: "Config", ranks: int, timeout_s: float) -> Iterator[Finding]:
@@ -164,8 +187,7 @@ def _of_ranks(found: list[dict[str, Any]], layout: str) -> Iterator[Finding]:
     groups = [one["groups"] for one in found]
     worst = {key: max(group[key] for group in groups) for key in groups[0]}
     said = (
-        f"{layout}: a rank shares {worst['groups']:.0f} groups with others and talks to {worst['peers']:.0f} "
-        f"peers in them, at most; making them took {worst['make_s']:.1f} s, using each once "
-        f"{worst['warm_s']:.1f} s, and both {worst['mib']:.0f} MiB"
+        f"{_counts(layout, worst['groups'], worst['peers'])}; making them took {worst['make_s']:.1f} s, "
+        f"using each once {worst['warm_s']:.1f} s, and both {worst['mib']:.0f} MiB"
     )
     yield Finding("process groups", True, said)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,17 @@ def test_ranks_examine_collectives_links_and_groups(tmp_path):
     assert result.code == 0, result.out + result.err
     for words in ("collectives: 2 ranks on CPU", "link, all_to_all: ", "process groups: "):
         assert words in result.out
+    counted = omni([*line[2:], "--no-ranks"], tmp_path)
+    told = [re.search(r"shares (\d+) groups .* to (\d+) peers", of.out) for of in (result, counted)]
+    assert told[0][0] == told[1][0]
+
+
+def test_the_groups_of_a_large_job_are_counted(tmp_path):
+    job = ["experiment=llama3_70b", "launch.ranks=1024"]
+    assert "tp8·cp2·dp16·pp4" in (out := omni([*SOUND[:-1], *job], tmp_path).out)
+    assert "a rank shares 22 groups with others and talks to 6038 peers in them, at most (counted)" in out
+    out = omni([*SOUND[:-1], *job, "layout.llm.pp=3"], tmp_path).out
+    assert re.search(r"WRONG  process groups: .*as a multiple of 48\n       → choose", out)
 
 
 @pytest.mark.slow
