@@ -1,27 +1,29 @@
 """Joint schedules measured on two real ranks, beside what the simulator with learnt costs says.
 
-    python benchmarks/joint_measured.py [--steps 30] [--quick]
+    python benchmarks/joint_measured.py [--turns 60] [--quick]
 
 Two ranks of one thread, pp=2, gloo: a decoder of hidden 256 and encoders that take about 0.15, 0.5 and 1
 times what it takes, in steps of 4 and of 16 microbatches. For each, the same ranks train the same model on
 the same samples three times over, with encode-first, joint, and joint over ZB-H1, in turn, step by step.
-Costs learn from measured ops. After 12 steps to warm up, the time of a step is that from a barrier to the
-totals of all ranks; nothing is planned or loaded meanwhile, and no core halts. A machine that others share,
-or a virtual one, adds to steps what says nothing of a schedule: only the half of the turns counts in which
-compute stood still least. `measured` is their median ratio to encode-first. `ratio` is that of steps without
-what is left: each less what the simulator says that its list gains if each op takes its CPU time instead of
-its wall time, and times the CPU time that the tables say over that of the step. Behind both is the interval
-between the order statistics that hold the median with 95 %. Every schedule learns a table of its own from few
-passes, so what is predicted of the gain of one over another is the mean by the tables of all.
+Costs learn from measured ops. After 12 turns to warm up, the time of a step is that from a barrier to the
+totals of all ranks; nothing is planned or loaded meanwhile, and no core halts. `measured` is the median of
+each turn's ratio to encode-first, with the order statistics between which it lies with 95 %.
+
+What is predicted is the simulated time of the same lists. Equal ops do not take equal times, here 5 to 10 %
+more or less, and whoever waits for two waits for the later: a tight schedule loses by that what a loose one
+has to spare. So the simulator is given, for each op, what the table says of it times a factor drawn from
+those by which ops of its kind on its rank differed from the table in turns before, of mean 1; a prediction is
+the mean of several draws. `steady` is what the table alone says, each op taking what it says.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
 from its first op to its last, each compute op charged the time that it took, since no table knows for how
 long a busy machine, or the host of a virtual one, lets an op stand still; what remains is who waits for whom,
-messages and the host. `wall`: the simulated time with the table's costs, over the whole step.
+messages and the host. `wall`: the simulated time with the table's costs, over the whole step. `still` says
+for which share of their time compute ops stood still.
 
-Leaves with 1 where the whole interval of a joint schedule's `ratio` is above 1, where it gains less than 80 %
-of the milliseconds that the simulator predicts for these lists, if these are 2 % or more, or where `costs` or
+Leaves with 1 where the whole interval of a joint schedule is above 1, where it gains less than 80 % of the
+milliseconds that are predicted for these lists, if these are 2 % of a step or more, or where `costs` or
 `lists` is off by more than 5 % in the median of the settings or 10 % in one. The last line is JSON.
 """
 
@@ -30,12 +32,13 @@ import concurrent.futures
 import contextlib
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +54,6 @@ from omni.planning.prepare import prepare_run
 from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
-from parallel.costs import CostTable
 from pipeline.costs import plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
@@ -61,6 +63,7 @@ from pipeline.stopwatch import Timing
 ENCODERS = {"0.15": (1, 96), "0.5": (2, 160), "1": (3, 192)}  # layers and width
 MICROBATCHES = (4, 16)
 TOKENS, WARMUP = 256, 12
+DRAWS, LATELY = 8, 400  # draws of a prediction; factors of a kind that are drawn from
 
 
 def make_trainer(
@@ -86,32 +89,50 @@ def make_trainer(
 
 class Measured(NamedTuple):
     """A step: seconds of the whole and from the first op to the last; those that the simulator says, by the
-    costs of its table, of all tables in the mean, and by the wall time and the CPU time that ops took; the
-    sum of compute by its table, and by all in the mean, over the CPU time of it; the encoder's work over the
-    LLM's; for which share of their time compute ops stood still.
+    table, by the table with factors drawn, and by the time that ops took; the sum of compute by the table
+    over the CPU time of it; the encoder's work over the LLM's; for which share of their time ops stood still.
     """
 
     step: float
     lists: float
     by_table: float
-    by_tables: float
+    by_draws: float
     by_wall: float
-    by_cpu: float
     costs: float
-    scale: float
     encoder: float
     still: float
 
-    @property
-    def alone(self) -> float:
-        """Seconds of the whole, had no compute op stood still and had they all together taken CPU time as the
-        tables say.
+
+class Spread:
+    """By which factors ops of a kind on a rank differed lately from what the table says of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.lately: dict[tuple[object, ...], deque[float]] = defaultdict(lambda: deque(maxlen=LATELY))
+        self.random = random.Random(seed)
+
+    def note(self, rank: int, op: Op, factor: float) -> None:
+        """Take note of an op that took `factor` times what the table says."""
+        self.lately[rank, op.kind, op.grad].append(factor)
+
+    def drawing(self) -> Callable[[int, Op], float]:
+        """Return what draws a factor for an op, of mean 1 for each kind; 1 for a kind that was not seen.
+
+        As where costs are learnt, ops that took more than twice as long as the median are left out.
         """
-        return (self.step - (self.by_wall - self.by_cpu)) * self.scale
+        kinds = {}
+        for key, factors in self.lately.items():
+            most = 2 * statistics.median(factors)
+            kept = [factor for factor in factors if factor <= most]
+            kinds[key] = [factor / statistics.mean(kept) for factor in kept]
+
+        def draw(rank: int, op: Op) -> float:
+            return self.random.choice(kinds.get((rank, op.kind, op.grad), (1.0,)))
+
+        return draw
 
 
-def timed_step(trainer: Trainer, ahead: Ahead, step: int, tables: Sequence[CostTable]) -> Measured:
-    """Run a step on both ranks and measure it, beside what `tables` of all schedules predict."""
+def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
+    """Run a step on both ranks and measure it, beside what is predicted of it."""
     prepared = ahead.take(step)
     trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
@@ -122,11 +143,11 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int, tables: Sequence[CostT
     taken = time.perf_counter() - start
     trainer.update(done)
     trainer.learn_costs(done)
-    return compare(taken, prepared.plan.domain, done, tables)
+    return compare(taken, prepared.plan.domain, done, spread)
 
 
-def compare(taken: float, domain: DomainPlan, done: StepRun, tables: Sequence[CostTable]) -> Measured:
-    """Hold what both ranks measured of a step against its cost table, all tables and the simulator."""
+def compare(taken: float, domain: DomainPlan, done: StepRun, spread: Spread) -> Measured:
+    """Hold what both ranks measured of a step against its cost table and the simulator."""
     found: list[tuple[int, list[Timing]]] = [(0, [])] * dist.get_world_size()
     dist.all_gather_object(found, (done.result.watch.made_ns, done.result.timings))
     table_ns, message_ns = plan_costs(domain, done.table)
@@ -136,25 +157,26 @@ def compare(taken: float, domain: DomainPlan, done: StepRun, tables: Sequence[Co
             if op.kind in COMPUTE:
                 wall[rank, op], cpu[rank, op] = round((ended - begun) * 1e9), max(1, busy_ns)
                 spent[op.kind] += table_ns(rank, op)
-    by_all = [sum(plan_costs(domain, table)[0](rank, op) for rank, op in cpu) for table in tables]
 
-    def simulated_s(taken_ns: Counter[tuple[int, Op]]) -> float:
+    def simulated_s(compute_ns: Callable[[int, Op], int]) -> float:
         def cost(rank: int, op: Op) -> int:
-            return taken_ns[rank, op] if op.kind in COMPUTE else table_ns(rank, op)
+            return compute_ns(rank, op) if op.kind in COMPUTE else table_ns(rank, op)
 
         return run(domain, cost, message_ns).makespan_ns / 1e9
 
+    draw = spread.drawing()
+    drawn = [simulated_s(lambda rank, op: round(table_ns(rank, op) * draw(rank, op))) for _ in range(DRAWS)]
+    for (rank, op), ns in cpu.items():
+        spread.note(rank, op, ns / table_ns(rank, op))
     encoder = spent[Kind.ENCODE] + spent[Kind.ENCODE_BACKWARD]
     return Measured(
         step=taken,
         lists=max(made / 1e9 + of[-1].end_s for made, of in found)
         - min(made / 1e9 + of[0].start_s for made, of in found),
         by_table=simulate(domain, done.table).makespan_ns / 1e9,
-        by_tables=statistics.mean(simulate(domain, table).makespan_ns for table in tables) / 1e9,
-        by_wall=simulated_s(wall),
-        by_cpu=simulated_s(cpu),
+        by_draws=statistics.mean(drawn),
+        by_wall=simulated_s(lambda rank, op: wall[rank, op]),
         costs=spent.total() / cpu.total(),
-        scale=statistics.mean(by_all) / cpu.total(),
         encoder=encoder / max(1, spent[Kind.FORWARD] + spent[Kind.BACKWARD]),
         still=1 - cpu.total() / wall.total(),
     )
@@ -165,52 +187,42 @@ def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) 
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder / f'store-{encoder}-{m}'}", rank=rank, world_size=2)
-    total = WARMUP + steps
-    trainers = [make_trainer(folder, rank, name, encoder, total, m) for name in SCHEDULES]
+    trainers = [make_trainer(folder, rank, name, encoder, WARMUP + steps, m) for name in SCHEDULES]
+    spreads = [Spread(number) for number in range(len(trainers))]
     found: list[list[Measured]] = [[] for _ in trainers]
     with contextlib.ExitStack() as stack:
         aheads = [stack.enter_context(trainer.ahead()) for trainer in trainers]
-        for step in range(1, total + 1):
-            tables = [trainer.tables.at(step) for trainer in trainers]
+        for step in range(1, WARMUP + steps + 1):
             turns = list(range(len(trainers)))
             for at in turns[step % len(turns) :] + turns[: step % len(turns)]:
-                found[at].append(timed_step(trainers[at], aheads[at], step, tables))
+                found[at].append(timed_step(trainers[at], aheads[at], step, spreads[at]))
     if rank == 0:
         (folder / "found.json").write_text(json.dumps([of[WARMUP:] for of in found]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def undisturbed(folder: Path) -> list[list[Measured]]:
-    """What was measured, by schedule, in the half of the turns that was disturbed least."""
-    found = [[Measured(*one) for one in of] for of in json.loads((folder / "found.json").read_text())]
-    turns = range(len(found[0]))
-    still = [max(of[turn].still for of in found) for turn in turns]
-    kept = sorted(sorted(turns, key=lambda turn: still[turn])[: (len(turns) + 1) // 2])
-    print(f"compute stood still for {max(still[turn] for turn in kept):.1%} of its time at most")
-    return [[of[turn] for turn in kept] for of in found]
-
-
 def summarise(found: Sequence[Sequence[Measured]]) -> dict[str, dict[str, float]]:
     """By schedule: measured and predicted over encode-first, and how far the simulator is off."""
-    steps, alone, predicted = (
-        [[getattr(one, key) for one in of] for of in found] for key in ("step", "alone", "by_tables")
+    steps, steady, predicted = (
+        [[getattr(one, key) for one in of] for of in found] for key in ("step", "by_table", "by_draws")
     )
-    measured, ratios = over_first(steps), over_first(alone)
-    gains, promised = gains_ms(alone), gains_ms(predicted)
+    ratios, gains, promised = over_first(steps), gains_ms(steps), gains_ms(predicted)
     rows: dict[str, dict[str, float]] = {}
     for number, (name, of) in enumerate(zip(SCHEDULES, found, strict=True)):
         row = {
             "ms": statistics.median(a.step for a in of) * 1e3,
-            **dict(zip(("measured", "from", "to"), measured[number], strict=True)),
-            **dict(zip(("ratio", "low", "high"), ratios[number], strict=True)),
+            **dict(zip(("measured", "low", "high"), ratios[number], strict=True)),
             "predicted": over_first(predicted)[number][0],
             "gain_ms": gains[number],
             "predicted_gain_ms": promised[number],
+            "steady_gain_ms": gains_ms(steady)[number],
             "costs": statistics.median(a.costs for a in of) - 1,
             "lists": statistics.median(a.by_wall / a.lists for a in of) - 1,
             "wall": statistics.median(a.by_table / a.step for a in of) - 1,
             "encoder": statistics.median(a.encoder for a in of),
+            "still": statistics.median(a.still for a in of),
+            "turns": len(of),
         }
         rows[name] = {key: round(value, 4) for key, value in row.items()}
     return rows
@@ -221,19 +233,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="the middle encoder alone")
     arguments = parser.parse_args()
     table, missed = {}, list[str]()
     off: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as made, cores_awake():
         folder = Path(made)
+        result = folder / "found.json"
         write_data(folder / "images", 512)
         for ratio, encoder in ENCODERS.items():
             for m in MICROBATCHES if not arguments.quick or ratio == "0.5" else ():
-                mp.spawn(work, (folder, encoder, m, arguments.steps), nprocs=2)
-                setting, found = f"ratio {ratio}, {m} microbatches", undisturbed(folder)
-                rows = summarise(found)
+                mp.spawn(work, (folder, encoder, m, arguments.turns), nprocs=2)
+                found = [[Measured(*one) for one in of] for of in json.loads(result.read_text())]
+                setting, rows = f"ratio {ratio}, {m} microbatches", summarise(found)
                 table[setting] = rows
                 missed += misses(setting, rows)
                 for way in ("costs", "lists"):

@@ -83,13 +83,13 @@ def gains_ms(by_schedule: Sequence[Sequence[float]]) -> list[float]:
 
 
 def misses(setting: str, rows: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Say what a setting misses, from rows of `ratio` to encode-first, which is at least `low`, the same as
-    `predicted`, and `gain_ms` of `predicted_gain_ms`.
+    """Say what a setting misses, from rows of the ratio to encode-first, `measured`, which is at least `low`,
+    and `predicted`, and `gain_ms` of `predicted_gain_ms`.
     """
     for name in SCHEDULES[1:]:
         row = rows[name]
         if row["low"] > 1:
-            yield f"{setting}: {name} is slower than encode_first: {row['ratio']:.3f}"
+            yield f"{setting}: {name} is slower than encode_first: {row['measured']:.3f}"
         if row["predicted"] <= 1 - WORTH and row["gain_ms"] < GAIN * row["predicted_gain_ms"]:
             gains = f"{row['gain_ms']:.1f} ms, of {row['predicted_gain_ms']:.1f} ms"
             yield f"{setting}: {name} gains {gains} that are predicted"

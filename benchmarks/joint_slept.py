@@ -161,7 +161,7 @@ def summarise(found: list[list[list[float]]]) -> dict[str, dict[str, float]]:
     for number, (name, of) in enumerate(zip(SCHEDULES, found, strict=True)):
         row = {
             "ms": statistics.median(taken for taken, _ in of) * 1e3,
-            **dict(zip(("ratio", "low", "high"), ratios[number], strict=True)),
+            **dict(zip(("measured", "low", "high"), ratios[number], strict=True)),
             "predicted": predicted[number][0],
             "gain_ms": gains[number],
             "predicted_gain_ms": promised[number],
