@@ -9,11 +9,12 @@ Costs learn from measured ops. After 12 turns to warm up, the time of a step is 
 totals of all ranks; nothing is planned or loaded meanwhile, and no core halts. `measured` is the median of
 each turn's ratio to encode-first, with the order statistics between which it lies with 95 %.
 
-What is predicted is the simulated time of the same lists. Equal ops do not take equal times, here 5 to 10 %
-more or less, and whoever waits for two waits for the later: a tight schedule loses by that what a loose one
-has to spare. So the simulator is given, for each op, what the table says of it times a factor drawn from
-those by which ops of its kind on its rank differed from the table in turns before, of mean 1; a prediction is
-the mean of several draws. `steady` is what the table alone says, each op taking what it says.
+What is predicted is the simulated time of the same lists. Equal ops do not take equal times: on a virtual
+machine a whole rank takes 4 to 8 % more or less from step to step, whatever the other does, and single ops
+as much again. Whoever waits for two waits for the later, so a tight schedule loses by that what a loose one
+has to spare. The simulator is therefore given for each op what the table says, times a factor by which an op
+of its kind on its rank differed from that in a turn before, the same drawn turn for all ops of a step, of
+mean 1 over turns; a prediction is the mean of several draws. `steady` is what the table alone says.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
@@ -30,6 +31,7 @@ milliseconds that are predicted for these lists, if these are 2 % of a step or m
 import argparse
 import concurrent.futures
 import contextlib
+import gc
 import json
 import os
 import random
@@ -54,6 +56,7 @@ from omni.planning.prepare import prepare_run
 from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
+from parallel.work import Grad
 from pipeline.costs import plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
@@ -63,7 +66,9 @@ from pipeline.stopwatch import Timing
 ENCODERS = {"0.15": (1, 96), "0.5": (2, 160), "1": (3, 192)}  # layers and width
 MICROBATCHES = (4, 16)
 TOKENS, WARMUP = 256, 12
-DRAWS, LATELY = 8, 400  # draws of a prediction; factors of a kind that are drawn from
+DRAWS, LATELY = 16, 60  # draws of a prediction, from so many turns
+
+Factors = dict[tuple[int, Kind, Grad], list[float]]
 
 
 def make_trainer(
@@ -104,31 +109,41 @@ class Measured(NamedTuple):
 
 
 class Spread:
-    """By which factors ops of a kind on a rank differed lately from what the table says of them."""
+    """By which factors ops of a kind on a rank differed lately from what the table says, turn by turn."""
 
     def __init__(self, seed: int) -> None:
-        self.lately: dict[tuple[object, ...], deque[float]] = defaultdict(lambda: deque(maxlen=LATELY))
+        self.turns: deque[Factors] = deque(maxlen=LATELY)
         self.random = random.Random(seed)
 
-    def note(self, rank: int, op: Op, factor: float) -> None:
-        """Take note of an op that took `factor` times what the table says."""
-        self.lately[rank, op.kind, op.grad].append(factor)
+    def note(self, factors: "Factors") -> None:
+        """Take note of a turn."""
+        self.turns.append(factors)
 
-    def drawing(self) -> Callable[[int, Op], float]:
-        """Return what draws a factor for an op, of mean 1 for each kind; 1 for a kind that was not seen.
+    def drawing(self) -> Callable[[], Callable[[int, Op], float]]:
+        """Return what draws a turn, and for that what draws a factor for an op.
 
-        As where costs are learnt, ops that took more than twice as long as the median are left out.
+        Factors are of mean 1 over all turns for each kind, and 1 for a kind that was not seen. As where costs
+        are learnt, ops that took more than twice as long as the median are left out.
         """
-        kinds = {}
-        for key, factors in self.lately.items():
-            most = 2 * statistics.median(factors)
-            kept = [factor for factor in factors if factor <= most]
-            kinds[key] = [factor / statistics.mean(kept) for factor in kept]
+        every: Factors = defaultdict(list)
+        for turn in self.turns:
+            for key, factors in turn.items():
+                every[key] += factors
+        most = {key: 2 * statistics.median(factors) for key, factors in every.items()}
+        mean = {
+            key: statistics.mean(factor for factor in factors if factor <= most[key])
+            for key, factors in every.items()
+        }
+        turns = [
+            {key: [of / mean[key] for of in factors if of <= most[key]] for key, factors in turn.items()}
+            for turn in self.turns
+        ] or [{}]
 
-        def draw(rank: int, op: Op) -> float:
-            return self.random.choice(kinds.get((rank, op.kind, op.grad), (1.0,)))
+        def draw_turn() -> Callable[[int, Op], float]:
+            turn = self.random.choice(turns)
+            return lambda rank, op: self.random.choice(turn.get((rank, op.kind, op.grad)) or [1.0])
 
-        return draw
+        return draw_turn
 
 
 def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
@@ -164,10 +179,15 @@ def compare(taken: float, domain: DomainPlan, done: StepRun, spread: Spread) -> 
 
         return run(domain, cost, message_ns).makespan_ns / 1e9
 
-    draw = spread.drawing()
-    drawn = [simulated_s(lambda rank, op: round(table_ns(rank, op) * draw(rank, op))) for _ in range(DRAWS)]
+    def drawn_s(draw: Callable[[int, Op], float]) -> float:
+        return simulated_s(lambda rank, op: round(table_ns(rank, op) * draw(rank, op)))
+
+    draw_turn = spread.drawing()
+    drawn = [drawn_s(draw_turn()) for _ in range(DRAWS)]
+    factors: Factors = defaultdict(list)
     for (rank, op), ns in cpu.items():
-        spread.note(rank, op, ns / table_ns(rank, op))
+        factors[rank, op.kind, op.grad].append(ns / table_ns(rank, op))
+    spread.note(factors)
     encoder = spent[Kind.ENCODE] + spent[Kind.ENCODE_BACKWARD]
     return Measured(
         step=taken,
@@ -194,6 +214,9 @@ def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) 
         aheads = [stack.enter_context(trainer.ahead()) for trainer in trainers]
         for step in range(1, WARMUP + steps + 1):
             turns = list(range(len(trainers)))
+            if step == WARMUP:
+                gc.collect()
+                gc.freeze()  # as where a planner process is forked: else steps look through three trainers
             for at in turns[step % len(turns) :] + turns[: step % len(turns)]:
                 found[at].append(timed_step(trainers[at], aheads[at], step, spreads[at]))
     if rank == 0:

@@ -1,6 +1,6 @@
 """torchrun, made useful to a launch: `python -m infra.agent <torchrun's arguments>`.
 
-Five things differ from torchrun's own agent:
+Six things differ from torchrun's own agent:
 
 - It ends with the process that started it, and its workers end with it (infra/lineage.py).
 - It answers the failure of a worker with the worker's exit code (128 + n for a signal) and leaves the screen
@@ -10,12 +10,14 @@ Five things differ from torchrun's own agent:
 - The store at which workers meet is the agent's, made anew for each start of them. torchrun either looks for
   a free port and lets go of it, for rank 0 to take seconds later if nobody else has, or keeps one store for
   all starts, in which restarted workers find the addresses of those before.
+- The folder in which torchrun keeps what it knows of workers goes when it ends.
 - Workers are forked from a process that has imported what they import (infra/forkserver.py), which does so
   while this one imports torch.
 """
 
 import os
 import sys
+import tempfile
 from contextlib import ExitStack, closing
 
 from infra.forkserver import ForkServer
@@ -31,9 +33,10 @@ def run(arguments: list[str]) -> int:
         if sys.platform == "linux" and "-m" in arguments:
             module, *own = arguments[arguments.index("-m") + 1 :]
             server = held.enter_context(closing(ForkServer(module, own)))
+        logs = held.enter_context(tempfile.TemporaryDirectory(prefix="omni-agent-"))
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
-        return run_torchrun(arguments, server)
+        return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts
 
 
 if __name__ == "__main__":

@@ -164,8 +164,10 @@ def last_line(text):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_success_and_threads_for_each_rank(run_folder, monkeypatch, ranks):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    launch = start(run_folder, "finish", ranks=ranks)
+    (scratch := run_folder.parent / "scratch").mkdir()
+    launch = start(run_folder, "finish", ranks=ranks, TMPDIR=str(scratch))
     out, err = launch.communicate(timeout=90)
+    assert list(scratch.iterdir()) == []
     assert launch.returncode == 0, err
     assert out.count("done after 0 restarts") == ranks
     assert last_line(err) == f"run folder {run_folder}: exit code 0"
