@@ -22,7 +22,7 @@ ANSWER_S = 5.0
 DESCRIPTORS = 256  # of a rank without its peers
 THREADS = 64  # of a rank: torch's, the loader's, those of communicators
 _NEEDED = ("numpy", "torch", "megatron", "hydra", "omegaconf", "pyarrow", "psutil", "PIL", "wandb")
-_OURS = ("omni", "infra", "dataloader", "pipeline", "parallel", "ops", "hydra_conf")
+OURS = ("omni", "infra", "dataloader", "pipeline", "parallel", "ops", "hydra_conf")
 ROOT = Path(__file__).parents[1]
 
 
@@ -129,7 +129,7 @@ def check_shadowed(path: Iterable[str], working: Path) -> Finding:
 
 
 def _shadows(folder: Path) -> Iterator[Path]:
-    names = {*sys.stdlib_module_names, *_NEEDED, *(() if folder.resolve() == ROOT else _OURS)}
+    names = {*sys.stdlib_module_names, *_NEEDED, *(() if folder.resolve() == ROOT else OURS)}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_module = path.suffix == ".py" or (path / "__init__.py").exists()
         if is_module and path.stem in names:

@@ -51,7 +51,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
             )
         },
     }
-    return {key: value for key, value in sorted(_flatten(parts, "")) if not _FREE.fullmatch(key)}
+    return {key: value for key, value in sorted(flattened(parts, "")) if not _FREE.fullmatch(key)}
 
 
 def _content(index: Index) -> str:
@@ -59,10 +59,11 @@ def _content(index: Index) -> str:
     return hashlib.blake2b(repr(index.manifest).encode(), digest_size=8).hexdigest()
 
 
-def _flatten(value: Any, prefix: str) -> list[tuple[str, Any]]:
+def flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
+    """Return nested plain values as (key, value), keys joined by dots."""
     if isinstance(value, dict):
         return [
-            pair for key, inner in value.items() for pair in _flatten(inner, f"{prefix}.{key}".lstrip("."))
+            pair for key, inner in value.items() for pair in flattened(inner, f"{prefix}.{key}".lstrip("."))
         ]
     return [(prefix, value)]
 

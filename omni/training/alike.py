@@ -1,0 +1,92 @@
+"""Whether all ranks run the same program with the same configuration: what differs would not always fail.
+
+A node with another version of a package, an older clone or a stale copy of the configuration trains along
+with the others, and rounds, or updates, in another way. So before anything is built each rank compares what
+it is with what the first rank is.
+"""
+
+import hashlib
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from infra.host_checks import OURS, ROOT
+from omni.config import Config, ConfigError
+from omni.training.fingerprint import flattened
+from parallel.waiting import waiting
+
+PACKAGES = ("torch", "megatron-core", "numpy")
+# What decides which kernels compute, and so how they round; not what belongs to a machine, such as devices.
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FUSED_ATTN",
+    "ONEDNN_MAX_CPU_ISA",
+    "PYTHONHASHSEED",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+SHOWN = 5  # differences
+
+
+def description(config: Config) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name."""
+    found = {"python": platform.python_version(), "omni-train's files": _digest_of_files()}
+    found |= {name: version(name) for name in PACKAGES}
+    found |= {name: os.environ.get(name, "not set") for name in VARIABLES}
+    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    return found | {key: repr(value) for key, value in flattened(plain, "")}
+
+
+def differences(own: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
+    """Return in words what differs between a rank's description and the first rank's."""
+    names = [name for name in {**own, **first} if own.get(name) != first.get(name)]
+    return [f"{name} is {own.get(name)}, on rank 0 {first.get(name)}" for name in names]
+
+
+def check_alike(config: Config, device: torch.device) -> None:
+    """Compare all ranks of the world with the first one. All of them call it.
+
+    Raises:
+        ConfigError: on every rank, if any differs from the first; those that do say in what.
+        StallError: if a peer does not answer in time.
+    """
+    rank = dist.get_rank()
+    own = description(config)
+    with waiting("comparing programs", dist.group.WORLD):
+        told = [(socket.gethostname(), own) if rank == 0 else None]
+        dist.broadcast_object_list(told, device=device)
+        host, first = told[0] or ("", {})
+        found = differences(own, first)
+        odd = torch.tensor([rank if found else -1], dtype=torch.int64, device=device)
+        dist.all_reduce(odd, op=dist.ReduceOp.MAX)
+    if found:
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise ConfigError(
+            f"rank {rank} on {socket.gethostname()} is not what rank 0 on {host} is: "
+            f"{'; '.join(found[:SHOWN])}{more}. Install the same on all nodes, and start all with the same "
+            f"environment and configuration"
+        )
+    if odd.item() >= 0:
+        raise ConfigError(f"rank {odd.item()} is not what rank 0 is: it says in what")
+
+
+def _digest_of_files() -> str:
+    """A name for what the product's files hold."""
+    digest = hashlib.blake2b(digest_size=8)
+    for package in OURS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
