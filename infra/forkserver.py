@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -166,6 +167,8 @@ def main(number: int, module: str, arguments: Sequence[str]) -> None:
     os.environ.update(environment)
     _name(f"omni-rank-{environment.get('RANK', '')}")
     sys.argv = [sys.argv[0], *arguments]
+    # That it is imported already is why this process is here.
+    warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -97,6 +97,21 @@ def test_orphans_of_ranks_are_reaped_and_processes_have_names(serving):
     assert rank.poll() is None
 
 
+def test_a_rank_starts_without_a_word_that_its_module_is_imported(tmp_path, monkeypatch, capfd):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "program.py").write_text("print(__name__, flush=True)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+    server = ForkServer("package.program", [])
+    try:
+        assert server.start({**os.environ, "RANK": "0"}).wait(timeout=30) == 0
+    finally:
+        server.close()
+    out, err = capfd.readouterr()
+    assert out.split() == ["package.program", "__main__"]
+    assert err == ""
+
+
 AGENT = """
 import os, sys
 from infra.forkserver import ForkServer
