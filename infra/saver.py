@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_checkpoint
-from infra.machine import give_way
+from infra.machine import give_way, release_memory
 from infra.shard_file import Shard
 from infra.storage import Storage
 
@@ -51,6 +51,8 @@ class Saver:
             target=self._save, args=(step, shard, describe), name="checkpoint", daemon=True
         )
         self.thread.start()
+        # Now and then is enough. Not on the thread above: one that gives way would hold locks of malloc.
+        threading.Thread(target=release_memory, name="release", daemon=True).start()
 
     def wait(self, timeout_s: float | None = None) -> Saved | None:
         """Wait for the save that is under way, if there is one. Returns what `finished` does.

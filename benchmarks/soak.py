@@ -1,0 +1,146 @@
+"""A long run of the quickstart that saves often: does the memory of its ranks grow, or what they hold open?
+
+    python benchmarks/soak.py [--steps 1000] [--every 25]
+
+Trains the quickstart (make data) on two ranks with a checkpoint every 25 steps. Every two seconds it looks
+at each rank from outside: RSS (all memory that the rank has mapped and used, also what it shares with the
+process it was forked from), PSS (of what is shared only this rank's part), file descriptors and threads.
+After seven tenths of the steps memory must be flat: the highest and the median of RSS and of PSS may be 2 %
+above those of the tenth before. There may be no more descriptors or threads than in the tenth before.
+
+Prints a line for each tenth of the steps, and at last a line of JSON. Leaves with 1 where something grows.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import psutil
+
+MOST = 1.02  # times what was held before
+EVERY_S = 2.0
+LIMIT_S = 3600.0
+RANK = "omni-rank-"
+KEYS = ("experiment=quickstart", "launch.ranks=2", "tracking=jsonl")
+TENTHS = 10
+
+
+class Look(NamedTuple):
+    """What a rank held after a step: MB of memory, open files and threads."""
+
+    step: int
+    rss_mb: float
+    pss_mb: float
+    files: int
+    threads: int
+
+
+def ranks_of(launcher: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
+    """The processes of the ranks below a launcher, by name."""
+    found = {}
+    with suppress(psutil.Error):
+        for process in psutil.Process(launcher.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.name().startswith(RANK):
+                    found[process.name()] = process
+    return found
+
+
+def look_at(process: psutil.Process, step: int) -> Look:
+    memory = process.memory_full_info()
+    return Look(step, memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())
+
+
+def steps_done(metrics: Path) -> int:
+    with suppress(FileNotFoundError):
+        return metrics.read_bytes().count(b"\n")
+    return 0
+
+
+def soak(steps: int, every: int, folder: Path) -> tuple[int, dict[str, list[Look]]]:
+    """Train; return the exit code and what each rank held, from the first step on, before the last one."""
+    run = folder / "run"
+    line = [sys.executable, "-m", "omni", "train", *KEYS, f"train.steps={steps}", f"run.dir={run}"]
+    looks: dict[str, list[Look]] = {}
+    with (folder / "log").open("wb") as log:
+        launcher = subprocess.Popen(
+            [*line, f"train.checkpoint_every={every}"],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        until = time.monotonic() + LIMIT_S
+        while launcher.poll() is None and time.monotonic() < until:
+            step = steps_done(run / "metrics.jsonl")
+            if 0 < step < steps:
+                for name, process in ranks_of(launcher).items():
+                    with suppress(psutil.Error):
+                        looks.setdefault(name, []).append(look_at(process, step))
+            time.sleep(EVERY_S)
+    if launcher.poll() is None:
+        launcher.terminate()
+    return launcher.wait(), looks
+
+
+def between(looks: Iterable[Look], steps: int, first: int, last: int) -> list[Look]:
+    """The looks in some tenths of the steps."""
+    return [look for look in looks if first * steps < TENTHS * look.step <= last * steps]
+
+
+def growth(looks: list[Look], steps: int) -> dict[str, float]:
+    """By how many times each figure is larger after seven tenths than in the tenth before."""
+    before, after = between(looks, steps, 6, 7), between(looks, steps, 7, 10)
+    found = {}
+    for key in ("rss_mb", "pss_mb", "files", "threads"):
+        old, new = [getattr(of, key) for of in before], [getattr(of, key) for of in after]
+        found[key] = round(max(max(new) / max(old), median(new) / median(old)), 4)
+    return found
+
+
+def tell(looks: dict[str, list[Look]], steps: int) -> None:
+    """Print what each rank held in each tenth of the steps."""
+    for name, of in sorted(looks.items()):
+        for tenth in range(TENTHS):
+            if some := between(of, steps, tenth, tenth + 1):
+                most = [max(getattr(look, key) for look in some) for key in Look._fields[1:]]
+                print(
+                    "{}: to step {}: RSS {:.0f} MB, PSS {:.0f} MB, {} files, {} threads".format(
+                        name, some[-1].step, *most
+                    )
+                )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=25, help="steps between two checkpoints (25)")
+    options = parser.parse_args()
+    if not Path("data/quickstart").is_dir():
+        sys.exit("data/quickstart is not there: run `make data` first, and this in the folder that holds it")
+    with tempfile.TemporaryDirectory(prefix="soak_") as name:
+        code, looks = soak(options.steps, options.every, Path(name))
+        if code:
+            print((Path(name) / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
+    tell(looks, options.steps)
+    found = {name: growth(of, options.steps) for name, of in sorted(looks.items()) if not code}
+    limits = {"rss_mb": MOST, "pss_mb": MOST, "files": 1.0, "threads": 1.0}
+    flat = bool(found) and all(of[key] <= most for of in found.values() for key, most in limits.items())
+    last = {name: round(of[-1].rss_mb) for name, of in sorted(looks.items())}
+    figures = {"exit_code": code, "rss_mb": last, "growth": found, "flat": flat}
+    print(json.dumps({"benchmark": "soak", "steps": options.steps, **figures}))
+    return 0 if flat else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
