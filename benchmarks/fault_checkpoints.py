@@ -13,7 +13,7 @@ from fault_runs import SAVE_EVERY, STEPS, Trial, check
 
 from infra.checkpoint import DAMAGED, MANIFEST, file_of, folder_of
 
-FAILED = 1
+FAILED, MISTAKE = 1, 2
 GOOD = STEPS - SAVE_EVERY  # the checkpoint before the newest
 
 
@@ -102,18 +102,18 @@ def half_saved(trial: Trial) -> None:
 
 
 def all_damaged(trial: Trial) -> None:
-    """Every checkpoint has a flipped bit. Must: refused with exit code 1, now and the next time; nothing is
-    lost: with the bits as they were it ends exactly.
+    """Every checkpoint has a flipped bit. Must: refused with exit code 1, and the next time by the launcher
+    with 2; nothing is lost: with the bits as they were it ends exactly.
     """
     newest = trial.copy_reference()
     folders = (newest, newest.parent / folder_of(GOOD))
     paths = [folder / file_of(0) for folder in folders]
     for path in paths:
         _flip(path)
-    for _ in range(2):
+    for code in (FAILED, MISTAKE):
         trial.train()
-        trial.ends_with(FAILED)
-        trial.says("is good", "Restore one of them")
+        trial.ends_with(code)
+        trial.says("no checkpoint in", "is good", "Restore one of them")
     for folder, path in zip(folders, paths, strict=True):
         _flip(path)
         (folder / DAMAGED).rename(folder / MANIFEST)

@@ -26,9 +26,12 @@ def waiting(where: str, group: dist.ProcessGroup) -> Iterator[None]:
 def is_communication(error: RuntimeError) -> bool:
     """Whether an error may be a failure to communicate: those of gloo are bare, those of NCCL DistErrors.
 
-    What has a class of its own is something else: out of memory, an error of the device, an error of ours.
+    What has a class of its own is something else: out of memory on a GPU, an error of the device, an error of
+    ours. So is what the allocator of the CPU says, which is bare too.
     """
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error)
 
 
 def stall(where: str, ranks: Sequence[int], me: int, error: RuntimeError) -> StallError:

@@ -81,9 +81,13 @@ def learn_totals(
 
 
 def update(rank: Rank, plan: StepPlan, totals: StepTotals) -> bool:
-    """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm."""
-    rank.note(f"step {plan.step}: update")
-    updated = rank.optimizer.update(plan.step, totals)
+    """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm.
+
+    Raises:
+        StallError: if a peer does not answer in time.
+    """
+    with waiting_at(rank, f"step {plan.step}: update", rank.groups.world):
+        updated = rank.optimizer.update(plan.step, totals)
     if rank.stage is not None:
         learns = updated and LLM not in rank.optimizer.frozen
         peers = rank.groups.components[LLM].tp_dp_cp

@@ -130,37 +130,43 @@ def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(
     assert ranks.run(4, _diverge, overrides(data, tmp_path, *IN_PAIRS), 2, "packing") == ["agreed"] * 4
 
 
-def _stall(rank: int, line: list[str], alone: bool) -> str:
+def _stall(rank: int, line: list[str], at: str) -> str:
     trainer = make_trainer(rank, line, 2)
     with trainer.ahead() as ahead:
         prepared = ahead.take(1)
         if rank == 1:
-            trainer.agree_on(prepared.plan)
+            if at == "update":
+                trainer.run_step(prepared)
+            else:
+                trainer.agree_on(prepared.plan)
             time.sleep(6)
             return "slept"
         try:
-            if alone:
+            if at == "sharing":
                 return str(Tombstones(trainer.rank, prepared.plan, ()).samples)
-            trainer.run_step(prepared)
+            done = trainer.run_step(prepared)
+            if at == "update":
+                trainer.update(done)
         except StallError as error:
             return str(error)
     return "ran"
 
 
 @pytest.mark.parametrize(
-    ("more", "alone", "where"),
+    ("more", "at", "where"),
     [
         # It gets to its ops, though the other has not begun to share which items are bad.
-        (["layout=pp2"], False, r"wait\(\w+ \d\) of step 1"),
-        (["layout=pp2"], True, "step 1: sharing which items are bad"),
-        ([], False, "the gradients of llm"),
+        (["layout=pp2"], "ops", r"wait\(\w+ \d\) of step 1"),
+        (["layout=pp2"], "sharing", "step 1: sharing which items are bad"),
+        ([], "ops", "the gradients of llm"),
+        ([], "update", "step 1: update"),
     ],
 )
 def test_a_rank_that_waits_too_long_says_for_whom(
-    ranks: RankPool, data: Path, tmp_path: Path, more: list[str], alone: bool, where: str
+    ranks: RankPool, data: Path, tmp_path: Path, more: list[str], at: str, where: str
 ) -> None:
     line = overrides(data, tmp_path, *more, "train.timeout_s=3")
-    message = ranks.run(2, _stall, line, alone)[0]
+    message = ranks.run(2, _stall, line, at)[0]
     assert re.match(f"rank 0 waited at {where} for rank 1: ", message), message
 
 

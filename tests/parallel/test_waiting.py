@@ -33,6 +33,7 @@ def test_a_failure_to_communicate_says_who_waited_for_whom(group, error):
         torch.OutOfMemoryError("CUDA out of memory"),
         torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
         NotImplementedError("no kernel"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
         StallError("rank 2 waited at wait(ship 0) for rank 3"),
     ],
 )
