@@ -91,7 +91,7 @@ def nan_for_ever(trial: Trial) -> None:
 
 
 def loss_spike(trial: Trial) -> None:
-    """Weights are twice as large at once. Must: an alert names source and step; the same samples."""
+    """All weights of the LLM double in each of four steps. Must: an alert names source and step."""
     _start(trial, "loss_spike", first=STEPS // 2)
     trial.ends_with(0)
     trial.is_whole()

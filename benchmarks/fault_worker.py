@@ -35,6 +35,7 @@ from pipeline import engine
 from pipeline.ops import COMPUTE
 
 FAULT = "OMNI_FAULT"
+SPIKE_STEPS = 4
 STALLED_S, HUNG_S = 4.0, 600.0
 ROOM = 64 * 2**20
 DAY_S = 86_400
@@ -147,13 +148,13 @@ def nan_for_ever(step: int) -> None:
 
 
 def loss_spike(step: int) -> None:
-    """The weights become larger at once, alike on all ranks, as after an update that went wrong."""
+    """The weights double in each of some steps, alike on all ranks, as by updates that went wrong."""
 
     def enlarge(trainer: Trainer) -> None:
         for parameter in trainer.rank.components["llm"].parameters:
             parameter.data.mul_(2)
 
-    before_steps(range(step, step + 1), enlarge)
+    before_steps(range(step, step + SPIKE_STEPS), enlarge)
 
 
 def flipped_weight(step: int) -> None:

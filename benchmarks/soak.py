@@ -6,7 +6,7 @@ Trains the quickstart (make data) on two ranks with a checkpoint every 25 steps.
 at each rank from outside: RSS (all memory that the rank has mapped and used, also what it shares with the
 process it was forked from), PSS (of what is shared only this rank's part), file descriptors and threads.
 After seven tenths of the steps memory must be flat: the highest and the median of RSS and of PSS may be 2 %
-above those of the tenth before. There may be no more descriptors or threads than in the tenth before.
+above those of the four tenths before. There may be no more descriptors or threads than in these.
 
 Prints a line for each tenth of the steps, and at last a line of JSON. Leaves with 1 where something grows.
 """
@@ -97,8 +97,8 @@ def between(looks: Iterable[Look], steps: int, first: int, last: int) -> list[Lo
 
 
 def growth(looks: list[Look], steps: int) -> dict[str, float]:
-    """By how many times each figure is larger after seven tenths than in the tenth before."""
-    before, after = between(looks, steps, 6, 7), between(looks, steps, 7, 10)
+    """By how many times each figure is larger after seven tenths than in the four tenths before."""
+    before, after = between(looks, steps, 3, 7), between(looks, steps, 7, 10)
     found = {}
     for key in ("rss_mb", "pss_mb", "files", "threads"):
         old, new = [getattr(of, key) for of in before], [getattr(of, key) for of in after]
