@@ -9,7 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fault_runs import SAVE_EVERY, STEPS, Trial, check
+from fault_reference import check
+from fault_runs import SAVE_EVERY, STEPS, Trial
 
 from infra.checkpoint import DAMAGED, MANIFEST, file_of, folder_of
 

@@ -5,7 +5,8 @@ Each function here begins a run with one and says what must come of it, after "M
 
 import re
 
-from fault_runs import SAVE_EVERY, STEPS, Trial, check
+from fault_reference import check
+from fault_runs import SAVE_EVERY, STEPS, Trial
 
 from infra.run_folder import read_metrics
 from infra.watchdog import EXIT_CODE as TRY_AGAIN

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from fault_runs import PLANNER, SAVE_EVERY, Trial, check
+from fault_reference import check
+from fault_runs import PLANNER, SAVE_EVERY, Trial
 
 ROOT = Path(__file__).parents[1]
 FAILED, MISTAKE, TRY_AGAIN = 1, 2, 75

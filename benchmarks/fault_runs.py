@@ -1,6 +1,5 @@
 """A run that a fault is done to: started, looked into, ended, compared with one that nobody disturbed."""
 
-import json
 import os
 import random
 import shutil
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from fault_reference import Reference, check, difference, learnt
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
@@ -45,44 +45,8 @@ KEYS = (
     f"train.checkpoint_every={SAVE_EVERY}",
     "train.timeout_s=60",
 )
-LEARNT = ("loss/", "optim/", "progress/", "data/skipped/")  # what no interruption may change
 PROGRAMS = {"launcher": "omni", "agent": "infra.agent"}  # python -m ...
 RANK, PLANNER = "omni-rank-", "omni-planner"  # names of processes
-
-
-class MissError(AssertionError):
-    """What a kind of fault must come to, and did not; the message says what was found."""
-
-
-def check(holds: object, text: str) -> None:
-    """Raise MissError with a text unless something holds."""
-    if not holds:
-        raise MissError(text)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The run that nobody disturbed: its folder, and those parts of its records that must come out again."""
-
-    path: Path
-
-    @property
-    def learnt(self) -> list[dict[str, str]]:
-        """What each step learnt."""
-        return learnt(self.path)
-
-    @property
-    def samples(self) -> str:
-        """Which samples each step took."""
-        return RunFolder(self.path).samples.read_text()
-
-
-def learnt(path: Path) -> list[dict[str, str]]:
-    """Of each step in the records of a run folder what does not depend on when it was interrupted."""
-    return [
-        {key: repr(value) for key, value in record.items() if key.startswith(LEARNT)}
-        for record in read_metrics(RunFolder(path).metrics)
-    ]
 
 
 @dataclass
@@ -307,7 +271,7 @@ class Trial:
         """The run has ended well, with the losses and samples of the reference, to the bit."""
         self.is_whole()
         for ours, theirs in zip(learnt(self.run.path), self.reference.learnt, strict=True):
-            check(ours == theirs, f"step {theirs['progress/step']}: {_difference(ours, theirs)}")
+            check(ours == theirs, f"step {theirs['progress/step']}: {difference(ours, theirs)}")
 
     def goes_on(self) -> None:
         """Go on by hand; the run must end with what the reference has."""
@@ -325,8 +289,3 @@ def _inode(path: Path) -> int | None:
     with suppress(FileNotFoundError):
         return path.stat().st_ino
     return None
-
-
-def _difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str:
-    keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    return json.dumps({key: [ours.get(key), theirs.get(key)] for key in keys[:3]})
