@@ -62,9 +62,10 @@ def check_alike(config: Config, device: torch.device) -> None:
         ConfigError: on every rank, if any differs from the first; those that do say in what.
         StallError: if a peer does not answer in time.
     """
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
     own = description(config)
-    with waiting("comparing programs", dist.group.WORLD):
+    with waiting("comparing programs", world):
         told = [(socket.gethostname(), own) if rank == 0 else None]
         dist.broadcast_object_list(told, device=device)
         host, first = told[0] or ("", {})
