@@ -1,9 +1,9 @@
 """The whole of a step: policies → plans of all domains → lists for one queue → simulator. Simulated.
 
     python benchmarks/whole_step.py [--layout tp8_pp4,tp2_pp4] [--trace longtail,shift] [--balance lpt,…]
-        [--schedule encode_first,joint,…] [--ranks 512] [--domain 8] [--domains N] [--quick]
+        [--schedule joint,…] [--ranks 512] [--samples 16] [--domain 1] [--domains N] [--quick]
 
-Two layouts on `cluster=h100_8x8`, 16 samples a replica, sequences shared by `dynamic`: Llama 3 70B with a ViT
+Two layouts on `cluster=h100_8x8`, 16 samples a rank, sequences shared by `dynamic`: Llama 3 70B with a ViT
 of 2.4 B, both tp 8, pp 4; and a model of 1 B with a ViT of 0.4 B, both tp 2, pp 4. The ViT takes images,
 videos and recordings alike; of a sample longer than `data.microbatch_tokens` a prefix is kept. `shift` is the
 step after the jump. Every domain is planned, as all its ranks would, and run by the machine with one queue a
@@ -12,8 +12,14 @@ rank; with --domains N the first N of them, as the table then says.
 The figure is the time of the slowest domain's step over all work of all domains / all ranks. Work is compute
 with the collectives that its layers need in any case (tensor and sequence parallelism); exchanges of shared
 sequences, messages between stages, shipping rows and waiting come on top. Reducing gradients, the same under
-any policy, is apart: the step ends with the last op before it. `queues` is the same with a queue for each
-communicator.
+any policy, is apart: the step ends with the last op before it. What the slowest domain takes beyond 1 is the
+sum of five columns, in percent:
+
+    work        its busiest rank has so much more work than all have on average
+    bubble      waiting, were exchanges and messages free and each communicator had a queue of its own
+    exchange    of shared sequences
+    messages    between stages, and rows
+    queue       waiting because everything stands in one queue
 
 Leaves with 1 where a `joint` schedule with the default balance takes more than 1.15, or where the default
 balance takes more than 1.02 times what the best does. The last line is JSON.
@@ -36,35 +42,36 @@ from parallel.costs import CostTable
 from parallel.policy import find, registered
 from pipeline.costs import part_of, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COMPUTE, Kind
-from pipeline.simulator import Timeline
+from pipeline.ops import COMPUTE, Kind, Op
+from pipeline.simulator import ComputeCost, Timeline, run
 
-SAMPLES = 16  # of a replica
-LAYOUTS = {  # ranks of a replica, configuration
-    "tp8_pp4": (32, ("experiment=llama3_70b", "layout=tp8_pp4", "+data.sources.trace.path=none")),
+SAMPLES = 16  # of a rank
+LAYOUTS = {
+    "tp8_pp4": ("experiment=llama3_70b", "layout=tp8_pp4", "+data.sources.trace.path=none"),
     "tp2_pp4": (
-        8,
-        (
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "layout=tp2",
-            "layout.llm.pp=4", "+layout.encoders.image.tp=2", "data.microbatch_tokens=16384",
-            "data.on_long=truncate", "train.precision=bf16", "+data.sources.trace.path=none",
-        ),
+        "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "layout=tp2",
+        "layout.llm.pp=4", "+layout.encoders.image.tp=2", "data.microbatch_tokens=16384",
+        "data.on_long=truncate", "train.precision=bf16", "+data.sources.trace.path=none",
     ),
 }  # fmt: skip
 TRACES = ("longtail", "shift")
-SCHEDULES = ("encode_first", "joint", "joint_zero_bubble_h2")
+SCHEDULES = ("joint", "joint_zero_bubble_h2")
 MOST, NEAR_BEST = 1.15, 1.02
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Ratios over all work / all ranks: of the slowest domain with one queue a rank and with one for each
-    communicator, and of the mean domain with one; milliseconds of the step, and of reducing gradients.
+    """Over all work / all ranks: the slowest domain's step and the mean domain's, and what the slowest one's
+    is made of beyond 1; milliseconds of the step, and of reducing gradients.
     """
 
     slowest: float
-    queues: float
     mean: float
+    work: float
+    bubble: float
+    exchange: float
+    messages: float
+    queue: float
     step_ms: float
     reduce_ms: float
     domains: int
@@ -75,10 +82,11 @@ def trace_of(name: str, count: int) -> list[SampleMeta]:
     return generate(name, 2 * count, 0)[count:] if name == "shift" else generate(name, count, 0)
 
 
-def prepare(layout: str, ranks: int, replicas: int, balance: str, schedule: str, trace: str) -> RunSpec:
-    """The run as GPUs would plan it."""
-    replica, overrides = LAYOUTS[layout]
-    count = SAMPLES * ranks // replica
+def prepare(
+    layout: str, ranks: int, samples: int, replicas: int, balance: str, schedule: str, trace: str
+) -> RunSpec:
+    """The run as GPUs would plan it, of so many samples a rank and replicas of a domain."""
+    overrides, count = LAYOUTS[layout], samples * ranks
     config = compose_config(
         [
             *overrides, f"launch.ranks={ranks}", f"layout.domain={replicas}", "encoder_sp=dynamic",
@@ -89,21 +97,27 @@ def prepare(layout: str, ranks: int, replicas: int, balance: str, schedule: str,
     return for_gpus(prepare_run(config, ranks, trace_of(trace, count)))
 
 
-def work_ns(domain: DomainPlan, table: CostTable) -> int:
-    """Compute of all ranks of a domain, with the collectives of its layers and without exchanges."""
+def without_exchanges(domain: DomainPlan, table: CostTable) -> ComputeCost:
+    """What ops of a domain take but for exchanges of shared sequences; reductions take nothing."""
     compute_ns, _ = plan_costs(domain, table)
-    total = 0
-    for rank in range(domain.num_ranks):
-        for op in domain.ops_of(rank):
-            if op.kind in COMPUTE:
-                part, share = part_of(domain, table, rank, op)
-                assert share is not None
-                grad, cost = domain.made_by(op), table.parts[part]
-                exchanged = cost.talk_ns(share.tokens, share.exchange_ns, grad) - cost.talk_ns(
-                    share.tokens, 0, grad
-                )
-                total += compute_ns(rank, op) - exchanged
-    return total
+
+    def of(rank: int, op: Op) -> int:
+        if op.kind not in COMPUTE:
+            return 0
+        part, share = part_of(domain, table, rank, op)
+        assert share is not None
+        grad, cost = domain.made_by(op), table.parts[part]
+        exchanged = cost.talk_ns(share.tokens, share.exchange_ns, grad) - cost.talk_ns(share.tokens, 0, grad)
+        return compute_ns(rank, op) - exchanged
+
+    return of
+
+
+def work_of(domain: DomainPlan, table: CostTable) -> list[int]:
+    """Compute of each rank of a domain, with the collectives of its layers and without exchanges."""
+    cost = without_exchanges(domain, table)
+    ranks = range(domain.num_ranks)
+    return [sum(cost(rank, op) for op in domain.ops_of(rank) if op.kind in COMPUTE) for rank in ranks]
 
 
 def before_reducing(timeline: Timeline) -> int:
@@ -118,24 +132,45 @@ def before_reducing(timeline: Timeline) -> int:
 
 def measure(spec: RunSpec, most_domains: int | None) -> Figures:
     """Plan and simulate the first step of all domains, or of the first few."""
-    one, several, work, reducing, ranks = [], [], 0, 0, 0
+    ends, work, slowest, reducing = [], list[int](), None, 0
     for plan in islice(spec.planner.all_domains(1, 0), most_domains):
         spec.planner.verify(plan)
         timeline = simulate(plan.domain, spec.table, single_fifo=True)
-        one.append(before_reducing(timeline))
-        several.append(before_reducing(simulate(plan.domain, spec.table)))
-        reducing = max(reducing, timeline.makespan_ns - one[-1])
-        work += work_ns(plan.domain, spec.table)
-        ranks += plan.domain.num_ranks
-    even = work / ranks
+        ends.append(before_reducing(timeline))
+        reducing = max(reducing, timeline.makespan_ns - ends[-1])
+        if ends[-1] == max(ends):
+            slowest = plan.domain
+        work += work_of(plan.domain, spec.table)
+    assert slowest is not None
+    even = sum(work) / len(work)
+    parts = [round(part / even, 4) for part in parts_of(slowest, spec.table, even, max(ends))]
     return Figures(
-        slowest=round(max(one) / even, 4),
-        queues=round(max(several) / even, 4),
-        mean=round(sum(one) / len(one) / even, 4),
-        step_ms=round(max(one) / 1e6, 1),
+        round(max(ends) / even, 4),
+        round(sum(ends) / len(ends) / even, 4),
+        *parts,
+        step_ms=round(max(ends) / 1e6, 1),
         reduce_ms=round(reducing / 1e6, 1),
-        domains=len(one),
+        domains=len(ends),
     )
+
+
+def parts_of(domain: DomainPlan, table: CostTable, even_ns: float, step_ns: int) -> list[float]:
+    """Nanoseconds of a domain's step beyond an even one: work, bubble, exchange, messages, queue."""
+    compute_ns, message_ns = plan_costs(domain, table)
+    least_ns = without_exchanges(domain, table)
+
+    def unreduced(rank: int, op: Op) -> int:
+        return compute_ns(rank, op) if op.kind in COMPUTE else 0
+
+    upto = [
+        even_ns,
+        max(work_of(domain, table)),
+        run(domain, least_ns, lambda op: 0).makespan_ns,
+        run(domain, unreduced, lambda op: 0).makespan_ns,
+        run(domain, unreduced, message_ns).makespan_ns,
+        step_ns,
+    ]
+    return [upto[at + 1] - upto[at] for at in range(5)]
 
 
 def missed(table: dict[str, Figures], default: str) -> Iterator[str]:
@@ -164,12 +199,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--balance", type=_names, default=registered(BalancePolicy.group))
     parser.add_argument("--schedule", type=_names, default=list(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=512)
-    parser.add_argument("--domain", type=int, default=8, help="replicas of a domain")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
+    parser.add_argument("--domain", type=int, default=1, help="replicas of a domain")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
-    parser.add_argument("--quick", action="store_true", help="64 ranks in domains of 2, none and the default")
+    parser.add_argument("--quick", action="store_true", help="64 ranks, joint, none and the default")
     asked = parser.parse_args()
     if asked.quick:
-        asked.ranks, asked.domain, asked.schedule = 64, 2, ["joint"]
+        asked.ranks, asked.schedule = 64, ["joint"]
         asked.balance = ["none", *({_default()} - {"none"})]
     return asked
 
@@ -181,23 +217,27 @@ def _default() -> str:
 def main() -> int:
     """Plan, simulate, print, judge."""
     asked, table = arguments(), dict[str, Figures]()
+    parts = ("work", "bubble", "exchange", "messages", "queue")
     print(
-        f"{'layout':8} {'trace':9} {'balance':15} {'schedule':21} {'slowest':>8} {'queues':>7} {'mean':>6} "
-        f"{'step ms':>8} {'reduce ms':>10} {'domains':>8}"
+        f"{'layout':8} {'trace':9} {'balance':15} {'schedule':21} {'slowest':>8} {'mean':>6} "
+        f"{' '.join(f'{name:>8}' for name in parts)} {'step ms':>8} {'reduce ms':>10} {'domains':>8}"
     )
     for layout in asked.layout:
         for trace in asked.trace:
             for schedule in asked.schedule:
-                spec = prepare(layout, asked.ranks, asked.domain, asked.balance[0], schedule, trace)
+                spec = prepare(
+                    layout, asked.ranks, asked.samples, asked.domain, asked.balance[0], schedule, trace
+                )
                 for name in asked.balance:
                     policies = replace(
                         spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy")
                     )
                     own = replace(spec, planner=replace(spec.planner, policies=policies))
                     found = table[f"{layout}, {trace}, {name}, {schedule}"] = measure(own, asked.domains)
+                    columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in parts)
                     print(
                         f"{layout:8} {trace:9} {name:15} {schedule:21} {found.slowest:8.3f} "
-                        f"{found.queues:7.3f} {found.mean:6.3f} {found.step_ms:8.1f} {found.reduce_ms:10.1f} "
+                        f"{found.mean:6.3f} {columns} {found.step_ms:8.1f} {found.reduce_ms:10.1f} "
                         f"{found.domains:5} of {spec.arrangement.num_domains}",
                         flush=True,
                     )

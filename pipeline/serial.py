@@ -8,18 +8,23 @@ The cure is one order of transfers for all ranks. A simulation of the original l
 starts, and that time is its number; reductions come after everything else, which they would keep waiting for
 ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
-well, and they wait for it where it stands.
+well, and they wait for it where it stands. There a message can go only between two ops of both its ends, and
+`pipeline/rendezvous.py` orders the transfers instead.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
 """
 
 from collections import deque
+from dataclasses import replace
 
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import ISSUED, Kind, Op
+from pipeline.ops import COMPUTE, ISSUED, Kind, Op
+from pipeline.rendezvous import meet
 from pipeline.simulator import ComputeCost, MessageCost, run
+
+PATIENCE = (1, 2)
 
 
 def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> list[list[Op]]:
@@ -30,10 +35,26 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
     """
     # Nothing is free: what comes after an op must have a higher number than the op.
     timeline = run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
+    if any(
+        op.kind in COMPUTE and transfer is not None
+        for ops, transfers in zip(domain.ops, timeline.transfers, strict=True)
+        for op, transfer in zip(ops, transfers, strict=True)
+    ):
+        # No rule of when to wait is best for all lists; there are few to try.
+        tried = [meet(timeline, patience) for patience in PATIENCE]
+        return min(tried, key=lambda lists: _single_queue_ns(domain, lists, compute_ns, message_ns))
     return [
         _in_order(team, ops, transfers)
         for team, (ops, transfers) in enumerate(zip(domain.ops, timeline.transfers, strict=True))
     ]
+
+
+def _single_queue_ns(
+    domain: DomainPlan, lists: list[list[Op]], compute_ns: ComputeCost, message_ns: MessageCost
+) -> int:
+    """The simulated time of lists with one queue a rank."""
+    domain = replace(domain, ops=tuple(map(tuple, lists)))
+    return run(domain, compute_ns, message_ns, single_fifo=True).makespan_ns
 
 
 def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[Op]:

@@ -191,7 +191,7 @@ class DomainPlanner:
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)
         costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)
-        order = policy(domain, Facts(costs, kept, self._slots, frozen))
+        order = policy(domain, Facts(costs, kept, self._slots, frozen, self.single_queue and self.party > 1))
         if policy.quanta:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))

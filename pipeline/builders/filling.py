@@ -11,9 +11,14 @@ Time runs from event to event. A unit that is free does the first of these that 
    pass once no pass is left. What is put off so runs after the passes, where shares leave room for it.
 
 Barriers, chunks that several units encode together, are encoded as early as the bound allows, and go back
-once their units have no passes left, or when nothing else can go on. A crew that has begun to gather for a
-pass runs it first; other units that a barrier waits for start nothing else. One barrier gathers at a time,
-so no two wait for each other.
+once their units have no passes left, or when nothing else can go on.
+
+Where passes stand in one queue with messages, ranks must meet between two ops for each message, and quanta
+between passes would keep others waiting: there units encode `apart`, all quanta before their passes, as far
+as bounds allow, and go back after them. Late stages, which wait for their first pass, still encode longer.
+
+A crew that has begun to gather for a pass runs it first; other units that a barrier waits for start nothing
+else. One barrier gathers at a time, so no two wait for each other.
 
 Times are integer nanoseconds of one common clock. The result is an order, not a promise: ranks wait for each
 other's results, never for the clock.
@@ -39,15 +44,17 @@ def fill(
     late: int = 0,
     room: int | None = None,
     lookahead: int | None = None,
+    apart: bool = False,
 ) -> list[list[Op]]:
     """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
     encoding keeps the given order.
 
     Passes may begin `late` after their latest moments, and as late as others had to, for the sake of quanta.
     Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more; no quantum is
-    encoded more than `lookahead` microbatches ahead of the first part.
+    encoded more than `lookahead` microbatches ahead of the first part. If they are to stay `apart`, quanta
+    come between passes only where these bounds leave no other place.
     """
-    return _Machine(crews, passes, quanta, barriers, boundary, late, room, lookahead).run()
+    return _Machine(crews, passes, quanta, barriers, boundary, late, room, lookahead, apart).run()
 
 
 class _Machine:
@@ -61,9 +68,10 @@ class _Machine:
         late: int,
         room: int | None,
         lookahead: int | None,
+        apart: bool,
     ) -> None:
         units, microbatches = len(crews.units), len(boundary.ship_ns)
-        self.crews, self.boundary = crews, boundary
+        self.crews, self.boundary, self.apart = crews, boundary, apart
         self.room = _NO_LIMIT if room is None else room
         self.lookahead = _NO_LIMIT if lookahead is None else lookahead
         self.out: list[list[Op]] = [[] for _ in range(units)]
@@ -145,9 +153,10 @@ class _Machine:
             first = ahead[0].microbatches[0]
             fits = self.fits(unit, ahead[0])
             urgent = first <= self.enters and (ready is None or not ready.goes_back)
+            may_encode = ready is None or self.apart
             if urgent and not fits and (may_go_back or self.later[unit]):
                 self.go_back(unit, now)
-            elif fits and (urgent or (ready is None and first <= self.enters + self.lookahead)):
+            elif fits and (urgent or (may_encode and first <= self.enters + self.lookahead)):
                 self.encode(unit, now)
             elif ready is not None:
                 self.begin(crew, ready, unit, now)
@@ -189,7 +198,9 @@ class _Machine:
         """
         crew = self.crews.crew_of[unit]
         passes = self.passes[crew]
-        if not self.left[crew] or now + quantum.back_ns <= passes[0].latest + self.late:
+        if not self.left[crew]:
+            return True
+        if not self.apart and now + quantum.back_ns <= passes[0].latest + self.late:
             return True
         barrier = self.barriers[0] if self.barriers else None
         return barrier is not None and unit in barrier.units and not self.fits(unit, barrier)

@@ -46,7 +46,8 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     quanta, barriers = _by_unit(crews, free)
     bounds = dict(domain.bounds)
     room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
-    units = fill(crews, of_llm, quanta, barriers, boundary, _late(rooms, free, makespan), room, lookahead)
+    late = _late(rooms, free, makespan)
+    units = fill(crews, of_llm, quanta, barriers, boundary, late, room, lookahead, facts.one_queue)
     narrow = _narrow(domain, crews, free, slots)
     return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 

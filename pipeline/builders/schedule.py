@@ -28,13 +28,15 @@ MANY_QUANTA = 64
 @dataclass(frozen=True)
 class Facts:
     """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where a
-    chunk of an encoder may run (`slots`), and the components that do not learn in this step (`frozen`).
+    chunk of an encoder may run (`slots`), the components that do not learn in this step (`frozen`), and
+    whether passes stand in `one_queue` with messages, which then wait until both ends are between two ops.
     """
 
     costs: Costs
     kept: Kept
     slots: Mapping[str, Sequence[Slot]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    one_queue: bool = False
 
 
 Builder = Callable[[DomainPlan, Facts], Order]
