@@ -172,8 +172,10 @@ def _domain(
     )
 
 
-def build(case: Case, policy: SchedulePolicy, room: int | None = None) -> DomainPlan:
-    """Plan the lists of a case by a policy, with activations of `room` on a rank at most."""
+def build(case: Case, policy: SchedulePolicy, room: int | None = None, one_queue: bool = False) -> DomainPlan:
+    """Plan the lists of a case by a policy, with activations of `room` on a rank at most; with `one_queue`
+    such in which compute and messages stand together.
+    """
     domain, stages, tp = case.domain, len(case.domain.holds), case.domain.team
     slots = [tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(stages)]
     if not policy.quanta:
@@ -186,7 +188,9 @@ def build(case: Case, policy: SchedulePolicy, room: int | None = None) -> Domain
         domain = replace(domain, chunks=tuple(chunks))
     if room is not None:
         domain = replace(domain, bounds=(("image", room),))
-    order = policy(domain, Facts(case.costs, lambda rank, op: case.kept, {"image": slots}))
+    order = policy(
+        domain, Facts(case.costs, lambda rank, op: case.kept, {"image": slots}, one_queue=one_queue)
+    )
     domain = as_ordered(domain, order)
     domain = replace(domain, routes=plan_routes(domain))
     return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
@@ -227,7 +231,7 @@ def evaluate(ratio: float, seed: int) -> dict[str, dict[str, float]]:
             "shared": over_bound(sharing, together),
             "shared, one": over_bound(sharing, together, one_queue=True),
             "messages, one": over_bound(talking, build(talking, policy), one_queue=True),
-            "compute in the queue": over_bound(wide, build(wide, policy), one_queue=True),
+            "compute in the queue": over_bound(wide, build(wide, policy, one_queue=True), one_queue=True),
         }
     found["encode_first"] = {"free": over_bound(case, build(case, ENCODE_FIRST))}
     found["stage0"] = {"free": over_bound(case, build(case, ONE_F_ONE_B))}

@@ -16,7 +16,7 @@ from random import Random
 
 from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
-from pipeline.builders import SchedulePolicy
+from pipeline.builders import Facts, SchedulePolicy
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample
 from pipeline.expand import expand
 from pipeline.ops import Op
@@ -25,7 +25,8 @@ from pipeline.serial import serialise
 from pipeline.simulator import StuckError, run
 
 LENGTH = 100  # LLM tokens of a microbatch
-SCHEDULES = [find(SchedulePolicy, name, "schedule") for name in registered(SchedulePolicy.group)]
+EVERY = [find(SchedulePolicy, name, "schedule") for name in registered(SchedulePolicy.group)]
+SCHEDULES = [policy for policy in EVERY if not (policy.candidates or policy.quanta)]
 
 
 def random_domain(random: Random, tp: int) -> DomainPlan:
@@ -58,7 +59,7 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
         feeds=(),
     )
     domain = replace(domain, routes=plan_routes(domain))
-    order = random.choice(SCHEDULES)(domain, (lambda rank, op: 1, lambda op: 1))
+    order = random.choice(SCHEDULES)(domain, Facts((lambda rank, op: 1, lambda op: 1), lambda rank, op: 1))
     return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
 
 
