@@ -255,9 +255,10 @@ import os, sys, time
 from pathlib import Path
 from infra.lineage import end_with_parent
 
-end_with_parent()
-Path(sys.argv[1]).with_name("rank").touch()
-time.sleep(300)
+if __name__ == "__main__":
+    end_with_parent()
+    Path(sys.argv[1]).with_name("rank").touch()
+    time.sleep(300)
 """
 
 
@@ -282,7 +283,7 @@ def test_all_processes_end_with_a_sweeps_launcher(tmp_path):
         wait_until((folder / "rank").exists, 60)
         holder, alive = holder_of(RunFolder(folder))
         below = psutil.Process(launcher.pid).children(recursive=True)
-        assert (alive, holder.pid, len(below)) == (True, below[0].pid, 3), "the job, its agent and its rank"
+        assert (alive, holder.pid, len(below)) == (True, below[0].pid, 4), "job, agent, fork server, rank"
         launcher.kill()
         wait_until(lambda: not any(map(runs, below)), 10)
     finally:
