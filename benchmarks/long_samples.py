@@ -85,10 +85,10 @@ def prepare(folder: Path) -> RunSpec:
     """The run on 64 GPUs: the trace `longtail`, and every 16th sample a text of the most tokens."""
     config = compose_config([*GPUS, f"run.dir={folder / 'run'}"])
     use_trace(config, "longtail", folder / "trace")
-    write_texts(folder / "texts", [LONGEST] * 4)
+    write_texts(folder / "longest", [LONGEST] * 4)
     config.data.sources["trace"] = config.data.sources.pop("longtail")
     config.data.sources["trace"].weight = 15
-    config.data.sources["texts"] = SourceConfig(path=str(folder / "texts"))
+    config.data.sources["texts"] = SourceConfig(path=str(folder / "longest"))
     return for_gpus(prepare_run(config, planned_ranks(config)))
 
 

@@ -19,17 +19,18 @@ TOGETHER = Shape(STAGES, tp=2, party=2, team=2)
 
 
 def uneven(seed: int, encode_ns: int = 900) -> Costs:
-    """Microbatches of which each takes all stages alike, up to 30 % more or less than others; chunks that
-    take up to twice as long as each other; messages of a tenth of a pass.
+    """Passes that take up to 30 % more or less than others, on each stage anew; chunks that take up to twice
+    as long as each other; messages of a hundredth of a pass.
     """
     random = Random(seed)
-    of_microbatch = [random.randint(700, 1300) for _ in range(MICROBATCHES)]
+    of_stage = [[random.randint(700, 1300) for _ in range(MICROBATCHES)] for _ in range(STAGES)]
     of_chunk = [random.randint(encode_ns // 2, encode_ns) for _ in range(4 * MICROBATCHES)]
 
     def compute_ns(rank: int, op: Op) -> int:
         if op.kind is Kind.REDUCE:
             return 0
-        ns = of_chunk[op.index] if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else of_microbatch[op.index]
+        encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
+        ns = of_chunk[op.index] if encodes else of_stage[op.part][op.index]
         return 2 * ns if op.kind in BACKWARDS else ns
 
     return compute_ns, lambda op: 10
@@ -47,17 +48,18 @@ def over_free(domain: DomainPlan, costs: Costs) -> float:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_uneven_passes_lose_little_to_one_queue(seed: int) -> None:
-    """In the order in which transfers start with free queues, these take 1.3 to 1.5 times as long."""
     domain = make_plan(TOGETHER, MICROBATCHES, [], "one_f_one_b").domain
-    assert over_free(domain, uneven(seed)) <= 1.15
+    assert over_free(domain, uneven(seed)) <= 1.02
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_of_many_microbatches_pass_at_one_meeting(seed: int) -> None:
-    """Shipping each microbatch as soon as it is encoded would have all teams meet between uneven chunks."""
+    """Shipping each microbatch as soon as it is encoded would have all teams meet between uneven chunks: in
+    the order in which transfers start with free queues these take 1.08 to 1.15 times as long.
+    """
     plan = make_plan(TOGETHER, MICROBATCHES, chunk_on_each_stage(), "encode_first")
     costs = uneven(seed, 8000)
-    assert over_free(plan.domain, costs) <= 1.1
+    assert over_free(plan.domain, costs) <= 1.03
 
 
 @pytest.mark.parametrize("seed", range(60))
