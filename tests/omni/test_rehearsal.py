@@ -75,11 +75,12 @@ def known_collectives(rank: int) -> tuple[Traffic, dict[str, int], int]:
         assert dist.group.WORLD is not None
         labels = {dist.group.WORLD.group_name: "all"}
         meter.start(labels | ({first.group_name: "pair"} if rank < 2 else {}))
-        x = torch.zeros(12, 5)
+        # Named, so that they stay: a thread of gloo may let go of an output only after its collective.
+        x, gathered, reduced, spread = (torch.zeros(rows, 5) for rows in (12, 36, 4, 3 * (rank + 1)))
         dist.all_reduce(x)
-        dist.all_gather_into_tensor(torch.empty(36, 5), x)
-        dist.reduce_scatter_tensor(torch.empty(4, 5), x)
-        dist.all_to_all_single(torch.empty(3 * (rank + 1), 5), x[:6], [rank + 1] * 3, [1, 2, 3])
+        dist.all_gather_into_tensor(gathered, x)
+        dist.reduce_scatter_tensor(reduced, x)
+        dist.all_to_all_single(spread, x[:6], [rank + 1] * 3, [1, 2, 3])
         if rank < 2:
             other = dist.isend(x, 1, group=first) if rank == 0 else dist.irecv(x, 0, group=first)
             assert other is not None
