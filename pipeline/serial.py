@@ -8,8 +8,9 @@ The cure is one order of transfers for all ranks. A simulation of the original l
 starts, and that time is its number; reductions come after everything else, which they would keep waiting for
 ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
-well, and they wait for it where it stands. There a message can go only between two ops of both its ends, and
-`pipeline/rendezvous.py` orders the transfers instead.
+well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
+where much of the compute is of that kind, `pipeline/rendezvous.py` finds a better order. Of both the one that
+is simulated to take less is returned.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -35,18 +36,20 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
     """
     # Nothing is free: what comes after an op must have a higher number than the op.
     timeline = run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
-    if any(
+    numbered = [
+        _in_order(team, ops, transfers)
+        for team, (ops, transfers) in enumerate(zip(domain.ops, timeline.transfers, strict=True))
+    ]
+    if not any(
         op.kind in COMPUTE and transfer is not None
         for ops, transfers in zip(domain.ops, timeline.transfers, strict=True)
         for op, transfer in zip(ops, transfers, strict=True)
     ):
-        # No rule of when to wait is best for all lists; there are few to try.
-        tried = [meet(timeline, patience) for patience in PATIENCE]
-        return min(tried, key=lambda lists: _single_queue_ns(domain, lists, compute_ns, message_ns))
-    return [
-        _in_order(team, ops, transfers)
-        for team, (ops, transfers) in enumerate(zip(domain.ops, timeline.transfers, strict=True))
-    ]
+        return numbered
+    # No rule of when to wait is best for all lists: a few shared sequences go by their numbers, passes that
+    # all stand in the queue by meetings. There are few to try.
+    tried = [numbered, *(meet(timeline, patience) for patience in PATIENCE)]
+    return min(tried, key=lambda lists: _single_queue_ns(domain, lists, compute_ns, message_ns))
 
 
 def _single_queue_ns(
