@@ -1,4 +1,4 @@
-"""torchrun's agent with three differences: see infra/agent.py, which says why and runs it."""
+"""torchrun's agent, changed as infra/agent.py says, which runs it once torch is imported."""
 
 import os
 import signal

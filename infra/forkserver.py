@@ -60,16 +60,21 @@ class ForkServer:
         theirs.close()
 
     def start(self, environment: Mapping[str, str]) -> "Forked | None":
-        """Fork a process with this environment, in a session of its own; None if the server has ended."""
+        """Fork a process with this environment, in a session of its own; None if the server has ended, which
+        is told once.
+        """
+        if self._channel.closed:
+            return None
         try:
             self._channel.send(dict(environment))
-            if not self._channel.poll(START_S):
-                print(f"agent: the fork server has not answered in {START_S:g} s", file=sys.stderr)
-                self.close()
-                return None
-            return Forked(self._channel.recv())
+            if self._channel.poll(START_S):
+                return Forked(self._channel.recv())
+            problem = f"has not answered in {START_S:g} s"
         except (EOFError, OSError):
-            return None
+            problem = "has ended"
+        print(f"agent: the fork server {problem}: ranks import each for itself", file=sys.stderr, flush=True)
+        self.close()
+        return None
 
     def reap(self) -> None:
         """Let go of what ended among the orphans that came to this process: what ranks left. Call it while no

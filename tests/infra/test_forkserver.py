@@ -79,7 +79,9 @@ def test_a_rank_outlives_its_server_and_tells_of_a_signal(serving):
 def test_a_server_that_cannot_fork_says_why_and_leaves_ranks_to_torchrun(serving, capfd, program, reason):
     assert serving(program).start({**os.environ, "RANK": "0"}) is None
     time.sleep(0.1)
-    assert reason in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert reason in err
+    assert "agent: the fork server has ended: ranks import each for itself" in err
 
 
 def test_orphans_of_ranks_are_reaped_and_processes_have_names(serving):
