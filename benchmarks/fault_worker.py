@@ -65,14 +65,18 @@ def out_of_memory(step: int) -> None:
     before_steps(range(step, step + 1), limit)
 
 
+def _listens(own: socket.socket) -> bool:
+    return bool(own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
 def cut_sockets(step: int) -> None:
-    """At some moment of a step all connections of the process are cut."""
+    """At some moment of a step all connections of the process are cut; what listens for more stays open."""
 
     def cut() -> None:
         time.sleep(random.Random(step).uniform(0, 0.1))
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as peer:
-                if peer.family in (socket.AF_INET, socket.AF_INET6):
+                if peer.family in (socket.AF_INET, socket.AF_INET6) and not _listens(peer):
                     peer.shutdown(socket.SHUT_RDWR)
 
     before_steps(range(step, step + 1), lambda _: threading.Thread(target=cut, daemon=True).start())
