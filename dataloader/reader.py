@@ -16,15 +16,18 @@ _OPEN_SHARDS = 16  # a dataset may have more shards than a process may have file
 class Reader:
     """Random access to the samples of one dataset; safe to share between threads.
 
-    Text and item columns are read separately, a row group at a time, and kept in one least-recently-used
-    cache of `cache_bytes`. `bytes_read` counts the bytes of the column chunks read from disk so far.
+    Text and item columns are read separately, a row group at a time, and the least recently used are
+    forgotten: of each the cache holds as many groups as a stream shuffles together (`window_groups`) and a
+    quarter more, since those of a window that is left are not read again in an epoch, and at most
+    `cache_bytes` in all. `bytes_read` counts the bytes of the column chunks read from disk so far.
     """
 
-    def __init__(self, path: str | Path, cache_bytes: int = 256 << 20) -> None:
+    def __init__(self, path: str | Path, window_groups: int = 64, cache_bytes: int = 256 << 20) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.bytes_read = 0
         self._cache_bytes = cache_bytes
+        self._cache_tables = 2 * (window_groups + -(-window_groups // 4))  # texts and items
         self._cached = 0
         self._cache: OrderedDict[tuple[int, tuple[str, ...]], pa.Table] = OrderedDict()
         self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
@@ -93,7 +96,9 @@ class Reader:
             raise self._damaged(group, error) from error
         self._cache[key] = table
         self._cached += table.nbytes
-        while self._cached > self._cache_bytes and len(self._cache) > 1:
+        while len(self._cache) > 1 and (
+            self._cached > self._cache_bytes or len(self._cache) > self._cache_tables
+        ):
             _, evicted = self._cache.popitem(last=False)
             self._cached -= evicted.nbytes
         return table

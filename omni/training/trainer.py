@@ -97,8 +97,9 @@ class Trainer:
         self.consensus = Consensus(
             self.rank.groups.control, (1, planner.num_groups, spec.arrangement.num_domains)
         )
-        self.readers = {name: Reader(index.path) for name, index in spec.indexes.items()}
-        heldout = {name: Reader(index.path) for name, index in spec.heldout.items()}
+        window = self.config.data.window_groups
+        self.readers = {name: Reader(index.path, window) for name, index in spec.indexes.items()}
+        heldout = {name: Reader(index.path, window) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table, self.rank.groups.control)
         self.evaluator = Evaluator(spec, self.rank, heldout)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder)

@@ -199,6 +199,19 @@ def test_the_cache_is_bounded_and_saves_reads(tmp_path):
         small.read(50, text=True, items=False)
 
 
+def test_the_cache_holds_a_window_of_groups(tmp_path):
+    path = write_dataset(tmp_path / "set")  # 13 groups of 4 samples
+    reader = Reader(path, window_groups=4)
+    for window in range(3):
+        for i in [*range(16 * window, 16 * window + 16), *range(16 * window, 16 * window + 16)]:
+            reader.read(i, text=True, items=True)
+    whole = Reader(path)
+    for i in range(48):
+        whole.read(i, text=True, items=True)
+    assert reader.bytes_read == whole.bytes_read  # nothing that a window needs was forgotten within it
+    assert len(reader._cache) == 2 * 5 < len(whole._cache) == 2 * 12
+
+
 def test_a_reader_is_shared_between_threads(tmp_path):
     reader = Reader(write_dataset(tmp_path / "set"), cache_bytes=4000)
     wrong = []
