@@ -12,6 +12,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
 from omni.training.idle import OfAllRanks
+from omni.training.progression import Progression
 from ops.device import device_type
 from parallel.costs import CostTable
 from parallel.learning import Sample
@@ -22,16 +23,6 @@ from pipeline.laps import DATA
 from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import Timeline
 from pipeline.stopwatch import Timing
-
-
-@dataclass
-class Progression:
-    """Counters that run through the whole training and are saved with it."""
-
-    tokens: int = 0
-    skipped_steps: int = 0
-    dropped: int = 0
-    tombstones: int = 0
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
 from omni.training.alerts import Alert, Alerts
 from omni.training.evaluate import Transcription
-from omni.training.figures import Progression, StepRun, metrics_of
+from omni.training.figures import StepRun, metrics_of
 from omni.training.idle import OfAllRanks
 from omni.training.opening import opening
+from omni.training.progression import Progression
 from omni.training.slowness import Slowest
 from omni.training.transcriptions import lines_of, summed_up
 from pipeline.plan import StepPlan

@@ -7,12 +7,11 @@ in the plan; everything a rank does is in its op list. What lies between taking 
 """
 
 import contextlib
-import math
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +37,12 @@ from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
 from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
-from omni.training.figures import Progression, StepRun
+from omni.training.figures import StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint
 from omni.training.health import Health
 from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
+from omni.training.progression import BadDataError, Progression
 from omni.training.reporter import Reporter
 from omni.training.storage import storage_of
 from omni.training.timeline import meet, record
@@ -54,14 +54,6 @@ from pipeline.plan import StepPlan, diff
 from pipeline.stopwatch import Stopwatch
 
 SAVING_S = 60.0  # how long a run that has failed waits for a checkpoint that is being written
-
-
-class BadDataError(RuntimeError):
-    """More bad data than the configuration allows; the message names the items."""
-
-
-class NoUpdateError(RuntimeError):
-    """Too many steps in a row, or the last ones, updated nothing; the message says why, and where to look."""
 
 
 class Trainer:
@@ -107,11 +99,12 @@ class Trainer:
         self.checkpoints = Checkpoints(storage_of(self.config, folder), self.rank, keep)
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = False
-        self.step = 0
-        self.cursor = 0
-        self.progression = Progression()
-        self.skipped_in_a_row = 0
-        self.sound = True
+        self.progression = Progression(folder.metrics)
+
+    @property
+    def step(self) -> int:
+        """The last step that is done."""
+        return self.progression.step
 
     def run(self) -> bool:
         """Train. Returns True when all steps are done, False after saving if a signal asked to stop."""
@@ -149,7 +142,7 @@ class Trainer:
                 report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, slowest, recorded)
                 self.check_updates(done.totals)
                 self.save_is_due |= done.totals.stop or self.is_due(step, self.config.train.checkpoint_every)
-                if self.save_is_due and self.sound:
+                if self.save_is_due and self.progression.sound:
                     self.health.compare_now(step)
                     report.settle()
                     self.finish_saving(report)
@@ -160,7 +153,7 @@ class Trainer:
                         f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
                     )
                     return False
-            self.check_end()
+            self.progression.check_end()
             transcriptions = self.transcribe()
             self.finish_saving(report)
             report.finish(transcriptions)
@@ -181,7 +174,7 @@ class Trainer:
             domain=self.rank.domain,
             first=first,
             last=last,
-            cursor=self.cursor,
+            cursor=self.progression.cursor,
             timeout_s=self.config.train.timeout_s,
             table_at=self.tables.at,
         )
@@ -254,7 +247,9 @@ class Trainer:
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""
         plan, totals = done.prepared.plan, done.totals
-        self.advance(plan, totals, update(self.rank, plan, totals))
+        updated = update(self.rank, plan, totals)
+        self.progression.advance(plan, totals, updated, self.config.data.max_error_share)
+        self.watchdog.beat()
 
     def learn_costs(self, done: StepRun) -> None:
         """Let measured op times correct the cost table of later steps, if `costs.learn` asks for it."""
@@ -264,48 +259,11 @@ class Trainer:
                 self.tables.settle(step)
             self.tables.offer(done.passes)
 
-    def advance(self, plan: StepPlan, totals: StepTotals, updated: bool) -> None:
-        """Count what the step did and move on in the stream."""
-        self.step, self.cursor = plan.step, plan.taken.next_cursor
-        self.progression.tokens += plan.taken.tokens
-        self.progression.skipped_steps += not updated
-        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
-        if totals.num_targets:  # a step without changes nothing
-            self.sound = updated and math.isfinite(totals.loss)
-        self.progression.dropped += len(plan.taken.skipped)
-        self.progression.tombstones += totals.tombstones
-        seen = self.cursor
-        if self.progression.tombstones > self.config.data.max_error_share * max(seen, 100):
-            raise BadDataError(
-                f"{self.progression.tombstones} of {seen} samples had bad items, more than "
-                f"data.max_error_share={self.config.data.max_error_share}: mend the data (omni data verify) "
-                f"or raise the share"
-            )
-        self.watchdog.beat()
-
     def check_updates(self, totals: StepTotals) -> None:
         """Stop a run that no longer learns: all ranks at the same step, since all have the same totals."""
-        if self.skipped_in_a_row < self.config.optim.max_skipped:
-            return
-        norms = self.rank.optimizer.norms(totals)
-        bad = ", ".join(f"{name} {norm}" for name, norm in norms.items() if not math.isfinite(norm))
-        cause = f"the gradient norm is not finite ({bad})" if totals.num_targets else "it has no target token"
-        raise NoUpdateError(
-            f"step {self.step} updates nothing, because {cause}, and neither did any of the last "
-            f"optim.max_skipped={self.config.optim.max_skipped} steps. Look at loss/train and "
-            f"optim/grad_norm/<component> in {self.folder.metrics}, and at the data of the first skipped "
-            f"step. Then train in a new run folder, with mended data, a lower optim.lr or a longer warm-up."
+        self.progression.check_updates(
+            totals, self.rank.optimizer.norms(totals), self.config.optim.max_skipped
         )
-
-    def check_end(self) -> None:
-        """Refuse to call a run done whose last step to learn from was not finite."""
-        if not self.sound:
-            raise NoUpdateError(
-                f"after the last step, {self.step}, the loss or the gradient norm is not finite, and no "
-                f"checkpoint of it was saved. Look at loss/train and optim/grad_norm/<component> in "
-                f"{self.folder.metrics}, and at the data of the first such step. Then train in a new run "
-                f"folder, with mended data, a lower optim.lr or a longer warm-up."
-            )
 
     def check_failures(self, prepared: Prepared) -> None:
         """Apply `data.on_error` to items of this rank that could not be decoded."""
@@ -366,8 +324,7 @@ class Trainer:
         start = time.perf_counter()
         self.where = f"step {self.step}: copying what is saved"
         describe = {
-            "cursor": self.cursor,
-            "progression": asdict(self.progression),
+            **self.progression.state(),
             "layout": self.spec.arrangement.describe(),
             "cost_tables": self.tables.state(self.step),
             "fingerprint": self.fingerprint,
@@ -402,10 +359,9 @@ class Trainer:
         manifest = self.checkpoints.restore(self.check_saved)
         if manifest is None:
             begin(self.spec, self.rank)
-            self.cursor = self.config.start.cursor or 0
+            self.progression.cursor = self.config.start.cursor or 0
             return None
-        self.step, self.cursor = manifest["step"], manifest["cursor"]
-        self.progression = Progression(**manifest["progression"])
+        self.progression.restore(manifest)
         costs = manifest["cost_tables"]
         if not self.tables.restore(costs) and self.rank.is_first:
             print("note: costs are as stated again: those learnt are of another layout, model or cluster")

@@ -33,8 +33,9 @@ from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apa
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.training.alike import check_alike
+from omni.training.progression import BadDataError, NoUpdateError
 from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
-from omni.training.trainer import BadDataError, NoUpdateError, Trainer
+from omni.training.trainer import Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
 from parallel.copies import CorruptionError

@@ -19,7 +19,8 @@ from infra.storage import Storage
 from omni.__main__ import main
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
-from omni.training.trainer import NoUpdateError, Trainer
+from omni.training.progression import NoUpdateError
+from omni.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from omni.planning.prepare import prepare_run
 from omni.rank.tombstones import Tombstones
 from omni.training import evaluate
 from omni.training.evaluate import Transcription
-from omni.training.trainer import NoUpdateError, Trainer
+from omni.training.progression import NoUpdateError
+from omni.training.trainer import Trainer
 from parallel.consensus import DivergenceError
 from parallel.waiting import StallError
 
@@ -77,7 +78,7 @@ def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
     planner = trainer.spec.planner
     if rank == other:
         if what == "cursor":
-            trainer.cursor = 1
+            trainer.progression.cursor = 1
         changed = {
             "cursor": planner,
             "frozen": replace(planner, frozen=lambda step: ("image",)),
@@ -271,9 +272,9 @@ def _skips(rank: int, line: list[str], updated: list[bool]) -> list[int]:
     with trainer.ahead() as ahead:
         done = trainer.run_step(ahead.take(1))
         for each in updated:
-            trainer.advance(done.prepared.plan, done.totals, each)
+            trainer.progression.advance(done.prepared.plan, done.totals, each, 1.0)
             trainer.check_updates(done.totals)
-            out.append(trainer.skipped_in_a_row)
+            out.append(trainer.progression.skipped_in_a_row)
     return out
 
 

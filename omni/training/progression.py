@@ -1,0 +1,108 @@
+"""How far a run is, what ran through all of its steps, and when it must not go on.
+
+All ranks count from the same plans and totals, so all hold the same, and stop at the same step.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni.rank.totals import StepTotals
+from pipeline.plan import StepPlan
+
+
+class BadDataError(RuntimeError):
+    """More bad data than the configuration allows; the message names the items."""
+
+
+class NoUpdateError(RuntimeError):
+    """Too many steps in a row, or the last ones, updated nothing; the message says why, and where to look."""
+
+
+COUNTERS = ("tokens", "skipped_steps", "dropped", "tombstones")
+"""What runs through the whole training and is saved with it."""
+
+
+@dataclass
+class Progression:
+    """The last step that is done, where the stream goes on, and counters of the whole training.
+
+    `sound`: neither the loss nor the gradient of the last step to learn from was other than finite.
+    `metrics` is where messages send the reader.
+    """
+
+    metrics: Path
+    step: int = 0
+    cursor: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    dropped: int = 0
+    tombstones: int = 0
+    skipped_in_a_row: int = 0
+    sound: bool = True
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it beside the step."""
+        return {"cursor": self.cursor, "progression": {name: getattr(self, name) for name in COUNTERS}}
+
+    def restore(self, manifest: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.step, self.cursor = manifest["step"], manifest["cursor"]
+        for name in COUNTERS:
+            setattr(self, name, manifest["progression"][name])
+
+    def advance(self, plan: StepPlan, totals: StepTotals, updated: bool, max_error_share: float) -> None:
+        """Count what a step did and move on in the stream.
+
+        Raises:
+            BadDataError: if more than this share of the samples so far had bad items.
+        """
+        self.step, self.cursor = plan.step, plan.taken.next_cursor
+        self.tokens += plan.taken.tokens
+        self.skipped_steps += not updated
+        self.dropped += len(plan.taken.skipped)
+        self.tombstones += totals.tombstones
+        self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
+        if totals.num_targets:  # a step without changes nothing
+            self.sound = updated and math.isfinite(totals.loss)
+        if self.tombstones > max_error_share * max(self.cursor, 100):
+            raise BadDataError(
+                f"{self.tombstones} of {self.cursor} samples had bad items, more than "
+                f"data.max_error_share={max_error_share}: mend the data (omni data verify) or raise the share"
+            )
+
+    def check_updates(self, totals: StepTotals, norms: Mapping[str, float], most: int) -> None:
+        """Stop a run of which the last `most` steps updated nothing; `norms` are those of its gradients.
+
+        Raises:
+            NoUpdateError: naming the cause.
+        """
+        if self.skipped_in_a_row < most:
+            return
+        bad = ", ".join(f"{name} {norm}" for name, norm in norms.items() if not math.isfinite(norm))
+        cause = f"the gradient norm is not finite ({bad})" if totals.num_targets else "it has no target token"
+        raise NoUpdateError(
+            f"step {self.step} updates nothing, because {cause}, and neither did any of the last "
+            f"optim.max_skipped={most} steps. {self._remedy('skipped')}"
+        )
+
+    def check_end(self) -> None:
+        """Refuse to call a run done whose last step to learn from was not finite.
+
+        Raises:
+            NoUpdateError: saying what to look at.
+        """
+        if not self.sound:
+            raise NoUpdateError(
+                f"after the last step, {self.step}, the loss or the gradient norm is not finite, and no "
+                f"checkpoint of it was saved. {self._remedy('such')}"
+            )
+
+    def _remedy(self, which: str) -> str:
+        return (
+            f"Look at loss/train and optim/grad_norm/<component> in {self.metrics}, and at the data of the "
+            f"first {which} step. Then train in a new run folder, with mended data, a lower optim.lr or a "
+            f"longer warm-up."
+        )
