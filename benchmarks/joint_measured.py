@@ -12,9 +12,10 @@ each turn's ratio to encode-first, with the order statistics between which it li
 What is predicted is the simulated time of the same lists. Equal ops do not take equal times: on a virtual
 machine a whole rank takes 4 to 8 % more or less from step to step, whatever the other does, and single ops
 as much again. Whoever waits for two waits for the later, so a tight schedule loses by that what a loose one
-has to spare. The simulator is therefore given for each op what the table says, times a factor by which an op
-of its kind on its rank differed from that in a turn before, the same drawn turn for all ops of a step, of
-mean 1 over turns; a prediction is the mean of several draws. `steady` is what the table alone says.
+has to spare. The simulator is therefore given for each op what the table says, times the factor by which the
+same op differed from that in a turn before, the same drawn turn for all ops of a step, of mean 1 over turns
+for each kind of op on a rank; a prediction is the mean of several draws. `steady` is what the table alone
+says.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
@@ -68,7 +69,8 @@ MICROBATCHES = (4, 16)
 TOKENS, WARMUP = 256, 12
 DRAWS, LATELY = 16, 60  # draws of a prediction, from so many turns
 
-Factors = dict[tuple[int, Kind, Grad], list[float]]
+Factors = dict[tuple[int, Op], float]
+_Kind = tuple[int, Kind, Grad]
 
 
 def make_trainer(
@@ -109,41 +111,53 @@ class Measured(NamedTuple):
 
 
 class Spread:
-    """By which factors ops of a kind on a rank differed lately from what the table says, turn by turn."""
+    """By which factors ops of ranks differed lately from what the table says, turn by turn."""
 
     def __init__(self, seed: int) -> None:
         self.turns: deque[Factors] = deque(maxlen=LATELY)
         self.random = random.Random(seed)
 
-    def note(self, factors: "Factors") -> None:
+    def note(self, factors: Factors) -> None:
         """Take note of a turn."""
         self.turns.append(factors)
 
     def drawing(self) -> Callable[[], Callable[[int, Op], float]]:
-        """Return what draws a turn, and for that what draws a factor for an op.
+        """Return what draws a turn, and for that what gives the factor of an op.
 
-        Factors are of mean 1 over all turns for each kind, and 1 for a kind that was not seen. As where costs
-        are learnt, ops that took more than twice as long as the median are left out.
+        Factors are of mean 1 over all turns for each kind on a rank. As where costs are learnt, ops that took
+        more than twice as long as the median are left out. An op that the turn does not have is given that of
+        another of its kind, or 1.
         """
-        every: Factors = defaultdict(list)
+        every: dict[_Kind, list[float]] = defaultdict(list)
         for turn in self.turns:
-            for key, factors in turn.items():
-                every[key] += factors
-        most = {key: 2 * statistics.median(factors) for key, factors in every.items()}
+            for (rank, op), factor in turn.items():
+                every[_kind(rank, op)].append(factor)
+        most = {kind: 2 * statistics.median(factors) for kind, factors in every.items()}
         mean = {
-            key: statistics.mean(factor for factor in factors if factor <= most[key])
-            for key, factors in every.items()
+            kind: statistics.mean(factor for factor in factors if factor <= most[kind])
+            for kind, factors in every.items()
         }
-        turns = [
-            {key: [of / mean[key] for of in factors if of <= most[key]] for key, factors in turn.items()}
-            for turn in self.turns
-        ] or [{}]
 
         def draw_turn() -> Callable[[int, Op], float]:
-            turn = self.random.choice(turns)
-            return lambda rank, op: self.random.choice(turn.get((rank, op.kind, op.grad)) or [1.0])
+            found, others = dict[tuple[int, Op], float](), defaultdict[_Kind, list[float]](list)
+            for (rank, op), factor in (self.random.choice(self.turns) if self.turns else {}).items():
+                kind = _kind(rank, op)
+                if factor <= most[kind]:
+                    found[rank, op] = factor / mean[kind]
+                    others[kind].append(factor / mean[kind])
+
+            def factor_of(rank: int, op: Op) -> float:
+                if (rank, op) in found:
+                    return found[rank, op]
+                return self.random.choice(others[_kind(rank, op)] or [1.0])
+
+            return factor_of
 
         return draw_turn
+
+
+def _kind(rank: int, op: Op) -> _Kind:
+    return rank, op.kind, op.grad
 
 
 def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
@@ -184,10 +198,7 @@ def compare(taken: float, domain: DomainPlan, done: StepRun, spread: Spread) -> 
 
     draw_turn = spread.drawing()
     drawn = [drawn_s(draw_turn()) for _ in range(DRAWS)]
-    factors: Factors = defaultdict(list)
-    for (rank, op), ns in cpu.items():
-        factors[rank, op.kind, op.grad].append(ns / table_ns(rank, op))
-    spread.note(factors)
+    spread.note({(rank, op): ns / table_ns(rank, op) for (rank, op), ns in cpu.items()})
     encoder = spent[Kind.ENCODE] + spent[Kind.ENCODE_BACKWARD]
     return Measured(
         step=taken,
