@@ -266,7 +266,8 @@ class OptimConfig:
 @dataclass
 class ClusterConfig:
     """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds. `link` is between nodes of
-    `ranks_per_node` neighbouring ranks, `node_link` inside one. `memory_bytes: null` is not checked. `env`
+    `ranks_per_node` neighbouring ranks, `node_link` inside one. `issue_ns` is what a rank that computes
+    itself spends on each communication that it issues or takes in. `memory_bytes: null` is not checked. `env`
     are variables that ranks find in their environment there, such as NCCL's.
     """
 
@@ -281,6 +282,7 @@ class ClusterConfig:
     node_link_latency_ns: int = MISSING
     op_overhead_ns: int = MISSING
     memory_bytes: int | None = None
+    issue_ns: int = 0
     env: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -50,8 +50,9 @@ class Cluster:
     `flops` is the peak of one rank in FLOP/s at the training precision and `efficiency` the share of it that
     layers reach; `memory_bytes_per_s` is what it reads and writes its own memory at; `link_bytes_per_s` and
     `link_latency_ns` describe one message between two nodes, the `node_link` ones one inside a node of
-    `ranks_per_node` neighbouring ranks; `op_overhead_ns` is what starting any op costs. A rank's device holds
-    `memory_bytes`, None if that is not to be checked.
+    `ranks_per_node` neighbouring ranks; `op_overhead_ns` is what starting any op costs, and `issue_ns` what a
+    rank that computes itself spends on issuing a communication, and again on taking in what came (0 where a
+    host does that meanwhile). A rank's device holds `memory_bytes`, None if that is not to be checked.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Cluster:
     node_link_latency_ns: int
     op_overhead_ns: int
     memory_bytes: int | None = None
+    issue_ns: int = 0
 
     @property
     def links(self) -> Links:
@@ -184,7 +186,8 @@ class CostTable:
     """Numbered costs of every part: the parts of the LLM as "llm/0", "llm/1", encoders by name.
 
     The number is part of every plan made with it. `components` are in the order of a plan's, and `between` is
-    the link from one part of the LLM to the next: that across nodes, unless given.
+    the link from one part of the LLM to the next: that across nodes, unless given. `issue_ns` is what an op
+    that issues a communication, or waits for one, costs its rank beside the wait.
     """
 
     number: int
@@ -193,6 +196,7 @@ class CostTable:
     row_bytes: int
     components: tuple[str, ...] = ()
     between: Link | None = None
+    issue_ns: int = 0
 
     def llm_part(self, component: int, part: int) -> str:
         """Return the name of a part of the LLM, which is component number `component`."""
@@ -251,7 +255,7 @@ def table_from_work(
     `axes` are the groups of each part.
     """
     costs = {name: work_cost(part, cluster, (axes or {}).get(name, {})) for name, part in parts.items()}
-    return CostTable(number, costs, cluster.links, row_bytes, components, between)
+    return CostTable(number, costs, cluster.links, row_bytes, components, between, cluster.issue_ns)
 
 
 def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:

@@ -102,7 +102,7 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 class Spent:
     """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
     standing by while gradients are reduced, while rows travel (`boundary_ns`) and while messages between
-    parts do, and of idling until other ranks come.
+    parts do, of issuing and taking in all that, and of idling until other ranks come.
     """
 
     compute_ns: int
@@ -110,6 +110,7 @@ class Spent:
     reducing_ns: int
     boundary_ns: int
     messages_ns: int
+    issuing_ns: int
     idle_ns: int
 
 
@@ -132,10 +133,11 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
             reducing += moving * (op.on is Kind.REDUCE)
             boundary += moving * (op.on in COLLECTIVE)
             messages += moving * (op.on in POINT_TO_POINT)
-    idle = timeline.makespan_ns - computed - reducing - boundary - messages
-    return Spent(computed - layers, layers, reducing, boundary, messages, idle)
+    issuing = table.issue_ns * sum(op.kind not in COMPUTE for op in timeline.domain.ops[team])
+    idle = timeline.makespan_ns - computed - reducing - boundary - messages - issuing
+    return Spent(computed - layers, layers, reducing, boundary, messages, issuing, idle)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
     """Time a planned domain with a cost table. The result is simulated, not measured."""
-    return run(domain, *plan_costs(domain, table), single_fifo=single_fifo)
+    return run(domain, *plan_costs(domain, table), single_fifo=single_fifo, issue_ns=table.issue_ns)

@@ -1,13 +1,14 @@
 """An abstract machine that runs op lists: at once the simulator of a step's time and rule R7 of the verifier.
 
-Each team runs its list in order. Compute takes time; issuing communication takes none; a WAIT blocks until
-the communication it names is done. Communication completes in the order of issue on its channel: one channel
-for each direction of each pair that sends, one for SHIP and one for RETURN. Ranks whose layers communicate
-(tensor, sequence, expert parallelism) run an op together: it begins when all of them have come to it and
-takes the time of the slowest, a transfer on a channel of their own. A REDUCE is issued by all that hold the
-part; those of a rank run one after the other, and all complete in the plan's order: other domains take part,
-and if each domain can run to the end with the reductions in one order, all of them can together. With
-`single_fifo` a rank has one channel for everything, the strictest thing a GPU may do.
+Each team runs its list in order. Compute takes time; issuing communication takes none, unless the rank does
+it itself (`issue_ns`); a WAIT blocks until the communication it names is done. Communication completes in the
+order of issue on its channel: one for each direction of each pair that sends, one for SHIP and one for
+RETURN. Ranks whose layers communicate (tensor, sequence, expert parallelism) run an op together: it begins
+when all of them have come to it and takes the time of the slowest, a transfer on a channel of their own. A
+REDUCE is issued by all that hold the part; those of a rank run one after the other, and all complete in the
+plan's order: other domains take part, and if each domain can run to the end with the reductions in one order,
+all of them can together. With `single_fifo` a rank has one channel for everything, the strictest thing a GPU
+may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it. Lists that run with one channel for everything run with
@@ -76,25 +77,34 @@ _Step = tuple[int, int, Transfer | None, Queue | None]
 
 
 def run(
-    domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, single_fifo: bool = False
+    domain: DomainPlan,
+    compute_ns: ComputeCost,
+    message_ns: MessageCost,
+    single_fifo: bool = False,
+    issue_ns: int = 0,
 ) -> Timeline:
     """Run the lists of all teams of a domain to the end.
 
     `compute_ns` gives the time of a compute op or a REDUCE at a position, `message_ns` that of what else an
-    op issues.
+    op issues, of which a rank itself spends `issue_ns` on issuing it, and as much on taking in what came.
 
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
     """
-    return _Machine(domain, compute_ns, message_ns, single_fifo).run()
+    return _Machine(domain, compute_ns, message_ns, single_fifo, issue_ns).run()
 
 
 class _Machine:
     def __init__(
-        self, domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, single_fifo: bool
+        self,
+        domain: DomainPlan,
+        compute_ns: ComputeCost,
+        message_ns: MessageCost,
+        single_fifo: bool,
+        issue_ns: int,
     ) -> None:
         self.domain = domain
-        self.single_fifo = single_fifo
+        self.single_fifo, self.issue_ns = single_fifo, issue_ns
         self.compute_ns, self.message_ns = compute_ns, message_ns
         self.local = [route is not None and route.is_local for route in domain.routes]
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
@@ -115,14 +125,14 @@ class _Machine:
         for op in self.domain.ops[team]:
             kind = op.kind
             if kind is Kind.WAIT:
-                yield _WAIT, 0, issued.get((op.on, op.index, op.part)), None
+                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.part)), None
             elif kind in COLLECTIVE and self.local[op.index]:
                 issued[kind, op.index, op.part] = self.nothing
-                yield _ALONE, 0, None, None
+                yield _ALONE, self.issue_ns, None, None
             elif kind in ISSUED:
                 transfer, queue = self._issuing(op, team)
                 issued[kind, op.index, op.part] = transfer
-                yield _ISSUE, 0, transfer, queue
+                yield _ISSUE, self.issue_ns, transfer, queue
             else:
                 yield self._computing(op, team)
 
@@ -137,7 +147,8 @@ class _Machine:
             key = (op.index, part)
         transfer = channel.transfers.get(key)
         if transfer is None:
-            transfer = Transfer((*channel.name, *key), channel.teams, self.message_ns(op))
+            ns = max(0, self.message_ns(op) - 2 * self.issue_ns)
+            transfer = Transfer((*channel.name, *key), channel.teams, ns)
             channel.transfers[key] = transfer
         return transfer, channel.queues[team]
 
@@ -196,9 +207,10 @@ class _Machine:
             elif transfer is None:
                 raise StuckError(self._never_issued(team, at))
             elif how == _ISSUE:
+                now += ns
                 self._issue(transfer, queue, now)
             elif transfer.done >= 0:
-                now = max(now, transfer.done)
+                now = max(now, transfer.done) + (ns if how == _WAIT else 0)
             else:
                 if how == _TOGETHER:
                     self._issue(transfer, queue, now)

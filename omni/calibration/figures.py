@@ -15,9 +15,10 @@ class Measured:
     """What one rank measured.
 
     FLOP/s of matrix products by their size, of attention by tokens, and of a layer; bytes that memory reads
-    and writes in a second; nanoseconds of a pass over one token. `inside` and `across` are, by kind of
-    collective, pairs of the bytes that a rank sends and the nanoseconds that this takes, inside its node and
-    between nodes; empty where there is nobody to talk to.
+    and writes in a second; nanoseconds of a pass over one token, and those that issuing a message, or taking
+    one in, keeps a rank from computing. `inside` and `across` are, by kind of collective, pairs of the bytes
+    that a rank sends and the nanoseconds that this takes, inside its node and between nodes; empty where
+    there is nobody to talk to.
     """
 
     products: Mapping[int, int]
@@ -26,6 +27,7 @@ class Measured:
     memory_bytes_per_s: int
     memory_bytes: int | None
     op_overhead_ns: int
+    issue_ns: int
     inside: Mapping[str, Sequence[tuple[int, int]]]
     across: Mapping[str, Sequence[tuple[int, int]]]
 
@@ -95,6 +97,7 @@ def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what
         "node_link_bytes_per_s": inside.bytes_per_s,
         "node_link_latency_ns": inside.latency_ns,
         "op_overhead_ns": overhead,
+        "issue_ns": max(one.issue_ns for one in ranks),
         "memory_bytes": min(sizes) if sizes else "null",
     }
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in values.items()), ""])

@@ -4,6 +4,8 @@ Bytes are those that one rank sends to others, counted as statements of work cou
 all-gather and a reduce-scatter send n - 1 shards, an all-reduce twice that, a message all of it.
 """
 
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -31,6 +33,21 @@ def link_times(group: dist.ProcessGroup, device: torch.device) -> dict[str, list
         for kind, (sent, call) in _collectives(size // group.size() * group.size(), group, device).items():
             found.setdefault(kind, []).append((sent * _ELEMENT, timed_together(call, group, device)))
     return found
+
+
+def issuing_ns(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Median nanoseconds that this rank itself spends on issuing a message, or on taking one in; none on a
+    GPU, whose host does it meanwhile, and for a rank that is alone.
+    """
+    if group.size() == 1 or device.type == "cuda":
+        return 0
+    outgoing, incoming = torch.zeros(SIZES[1]), torch.empty(SIZES[1])
+    times = []
+    for _ in range(10 * _REPETITIONS):
+        start = time.thread_time_ns()
+        _round(outgoing, incoming, group)
+        times.append(time.thread_time_ns() - start)
+    return statistics.median_low(times) // 4  # a round sends and receives, and waits for both
 
 
 def timed_together(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> int:

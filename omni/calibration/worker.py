@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from infra.run_folder import write_text
 from omni.calibration.figures import Measured, cluster_file
-from omni.calibration.links import link_times
+from omni.calibration.links import issuing_ns, link_times
 from omni.calibration.machine import (
     attention_rates,
     layer_rate,
@@ -53,6 +53,7 @@ def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Me
             memory_bytes_per_s=memory_rate(device),
             memory_bytes=memory_bytes(device),
             op_overhead_ns=overhead_ns(device, dtype),
+            issue_ns=issuing_ns(nodes[rank // ranks_per_node], device),
             inside=link_times(nodes[rank // ranks_per_node], device),
             across={} if rank % ranks_per_node else link_times(between, device),
         )

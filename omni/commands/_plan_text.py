@@ -21,6 +21,7 @@ _SPENT = {
     "boundary": "boundary_ns",
     "messages between parts": "messages_ns",
     "reduction of gradients": "reducing_ns",
+    "issuing communication": "issuing_ns",
     "idle": "idle_ns",
 }
 

@@ -223,7 +223,15 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     require("tracking", config.tracking, "prometheus_port", least=0)
     require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
     require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
-    require("cluster", config.cluster, "link_latency_ns", "node_link_latency_ns", "op_overhead_ns", least=0)
+    require(
+        "cluster",
+        config.cluster,
+        "link_latency_ns",
+        "node_link_latency_ns",
+        "op_overhead_ns",
+        "issue_ns",
+        least=0,
+    )
     require("cluster", config.cluster, "efficiency", least=1e-6)
     require("pipeline", config.pipeline, "encoder_bytes")
     check_optim(config.optim, components, config.train.steps)

@@ -28,11 +28,12 @@ FAST = Measured(
     10**10,
     None,
     10**6,
+    20_000,
     {"all_gather": times(NEAR), "message": times(NEAR)},
     {},
 )
 SLOW = Measured(
-    {128: 4 * 10**9, 1024: 5 * 10**10}, {256: 10**9}, 3 * 10**10, 9 * 10**9, None, 2 * 10**6, {}, {}
+    {128: 4 * 10**9, 1024: 5 * 10**10}, {256: 10**9}, 3 * 10**10, 9 * 10**9, None, 2 * 10**6, 0, {}, {}
 )
 
 
@@ -59,7 +60,7 @@ def test_a_file_has_the_figures_of_the_slowest_rank(tmp_path: Path) -> None:
         9 * 10**9,
         2 * 10**6,
     )
-    assert cluster.efficiency == pytest.approx(0.6)
+    assert (cluster.issue_ns, cluster.efficiency) == (20_000, pytest.approx(0.6))
     assert cluster.links.inside.latency_ns == pytest.approx(NEAR.latency_ns, rel=0.05)
     assert cluster.links.inside == cluster.links.across, "nobody is on another node"
 
@@ -99,6 +100,7 @@ def test_two_ranks_measure_what_a_plan_is_made_with(
     config = compose_config(["cluster=mine"], str(tmp_path))
     assert config.cluster.ranks_per_node == per_node
     assert 10**8 < config.cluster.flops < 10**14
+    assert 10**3 < config.cluster.issue_ns < 10**7 if per_node == 2 else config.cluster.issue_ns == 0
     assert 0 < config.cluster.efficiency <= 1
     assert 10**7 < config.cluster.link_bytes_per_s < 10**13
     write_mixed(tmp_path / "mixed")

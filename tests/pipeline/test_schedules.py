@@ -362,25 +362,29 @@ def test_ranks_beside_the_llm_encode_all_then_go_back(plan):
         assert not {op.kind for op in domain.ops[rank]} & POINT_TO_POINT
 
 
-def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting():
+@pytest.mark.parametrize("issue_ns", [0, 3])
+def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(issue_ns):
     work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
     domain = make_plan(Shape(stages=2, tp=2, party=2), 3, work, "encode_first").domain
     talk = Talk(fixed_ns=7)
     cost = WorkCost(0, 0, 100, forward_talk=talk, input_talk=talk, weight_talk=Talk(fixed_ns=2), reduce_ns=50)
     parts = dict.fromkeys(("llm/0", "llm/1", "image", "audio"), cost)
-    table_ = CostTable(0, parts, Links(FREE, Link(10, 1)), 0, COMPONENTS)
+    table_ = CostTable(0, parts, Links(FREE, Link(10, 1)), 0, COMPONENTS, None, issue_ns)
     timeline = simulate(domain, table_)
     for rank in range(4):
         spent = spent_on(timeline, table_, rank)
+        assert spent.issuing_ns == issue_ns * sum(op.kind not in COMPUTE for op in domain.ops_of(rank))
         passes = 3 + (3 if rank < 2 else 0)  # microbatches, and chunks of the first two ranks
         assert spent.compute_ns == passes * (100 + 200)
         assert spent.layers_ns == passes * (7 + 7 + 2)
-        assert spent.reducing_ns == 50 * sum(op.kind is Kind.REDUCE for op in domain.ops[rank])
-        # A message takes 10 ns, and rows no time. No wait is shorter for it than it is long.
+        reducing = 50 * sum(op.kind is Kind.REDUCE for op in domain.ops[rank])
+        # Less, if reductions go on while the rank issues others and takes them in.
+        assert reducing - 6 * issue_ns <= spent.reducing_ns <= reducing
+        # A message takes 10 ns, its ends too, and rows no time. No wait is shorter for it than it is long.
         waits = {op.on: 0 for op in domain.ops_of(rank) if op.kind is Kind.WAIT}
         for event in timeline.events[rank // domain.team]:
             if event.op.kind is Kind.WAIT:
-                waits[event.op.on] += min(10, event.end_ns - event.start_ns)
+                waits[event.op.on] += min(10 - 2 * issue_ns, event.end_ns - event.start_ns - issue_ns)
         assert spent.messages_ns == sum(ns for on, ns in waits.items() if on in POINT_TO_POINT)
         assert spent.messages_ns > 0
         assert spent.boundary_ns == 0
