@@ -14,14 +14,15 @@ machine a whole rank takes 4 to 8 % more or less from step to step, whatever the
 as much again. Whoever waits for two waits for the later, so a tight schedule loses by that what a loose one
 has to spare. The simulator is therefore given for each op what the table says, times the factor by which the
 same op differed from that in a turn before, the same drawn turn for all ops of a step, of mean 1 over turns
-for each kind of op on a rank; a prediction is the mean of several draws. `steady` is what the table alone
-says.
+for each kind of op on a rank; a prediction is the mean of several draws. What issuing a message or a shipment
+and taking one in costs the ranks themselves is charged as it was in turns before. `steady` is what that and
+the table say, without factors.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
 from its first op to its last, each compute op charged the time that it took, since no table knows for how
 long a busy machine, or the host of a virtual one, lets an op stand still; what remains is who waits for whom,
-messages and the host. `wall`: the simulated time with the table's costs, over the whole step. `still` says
+and messages. `wall`: the simulated time with the table's costs, over the whole step. `still` says
 for which share of their time compute ops stood still.
 
 Leaves with 1 where the whole interval of a joint schedule is above 1, where it gains less than 80 % of the
@@ -35,13 +36,13 @@ import contextlib
 import gc
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from joint_runs import LENGTH, SCHEDULES, cores_awake, far_off, gains_ms, misses, over_first, write_data
+from joint_spread import Spread
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -57,7 +59,6 @@ from omni.planning.prepare import prepare_run
 from omni.training.ahead import PLANS_AHEAD, Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
-from parallel.work import Grad
 from pipeline.costs import plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
@@ -67,10 +68,7 @@ from pipeline.stopwatch import Timing
 ENCODERS = {"0.15": (1, 96), "0.5": (2, 160), "1": (3, 192)}  # layers and width
 MICROBATCHES = (4, 16)
 TOKENS, WARMUP = 256, 12
-DRAWS, LATELY = 16, 60  # draws of a prediction, from so many turns
-
-Factors = dict[tuple[int, Op], float]
-_Kind = tuple[int, Kind, Grad]
+DRAWS = 16  # of a prediction
 
 
 def make_trainer(
@@ -110,56 +108,6 @@ class Measured(NamedTuple):
     still: float
 
 
-class Spread:
-    """By which factors ops of ranks differed lately from what the table says, turn by turn."""
-
-    def __init__(self, seed: int) -> None:
-        self.turns: deque[Factors] = deque(maxlen=LATELY)
-        self.random = random.Random(seed)
-
-    def note(self, factors: Factors) -> None:
-        """Take note of a turn."""
-        self.turns.append(factors)
-
-    def drawing(self) -> Callable[[], Callable[[int, Op], float]]:
-        """Return what draws a turn, and for that what gives the factor of an op.
-
-        Factors are of mean 1 over all turns for each kind on a rank. As where costs are learnt, ops that took
-        more than twice as long as the median are left out. An op that the turn does not have is given that of
-        another of its kind, or 1.
-        """
-        every: dict[_Kind, list[float]] = defaultdict(list)
-        for turn in self.turns:
-            for (rank, op), factor in turn.items():
-                every[_kind(rank, op)].append(factor)
-        most = {kind: 2 * statistics.median(factors) for kind, factors in every.items()}
-        mean = {
-            kind: statistics.mean(factor for factor in factors if factor <= most[kind])
-            for kind, factors in every.items()
-        }
-
-        def draw_turn() -> Callable[[int, Op], float]:
-            found, others = dict[tuple[int, Op], float](), defaultdict[_Kind, list[float]](list)
-            for (rank, op), factor in (self.random.choice(self.turns) if self.turns else {}).items():
-                kind = _kind(rank, op)
-                if factor <= most[kind]:
-                    found[rank, op] = factor / mean[kind]
-                    others[kind].append(factor / mean[kind])
-
-            def factor_of(rank: int, op: Op) -> float:
-                if (rank, op) in found:
-                    return found[rank, op]
-                return self.random.choice(others[_kind(rank, op)] or [1.0])
-
-            return factor_of
-
-        return draw_turn
-
-
-def _kind(rank: int, op: Op) -> _Kind:
-    return rank, op.kind, op.grad
-
-
 def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
     """Run a step on both ranks and measure it, beside what is predicted of it."""
     prepared = ahead.take(step)
@@ -179,32 +127,38 @@ def compare(taken: float, domain: DomainPlan, done: StepRun, spread: Spread) -> 
     """Hold what both ranks measured of a step against its cost table and the simulator."""
     found: list[tuple[int, list[Timing]]] = [(0, [])] * dist.get_world_size()
     dist.all_gather_object(found, (done.result.watch.made_ns, done.result.timings))
-    table_ns, message_ns = plan_costs(domain, done.table)
+    table = replace(done.table, issue_ns=spread.issue_ns)
+    table_ns, message_ns = plan_costs(domain, table)
     wall, cpu, spent = Counter[tuple[int, Op]](), Counter[tuple[int, Op]](), Counter[Kind]()
+    issues: list[int] = []
     for rank, (_, timings) in enumerate(found):
         for op, begun, ended, busy_ns in timings:
             if op.kind in COMPUTE:
                 wall[rank, op], cpu[rank, op] = round((ended - begun) * 1e9), max(1, busy_ns)
                 spent[op.kind] += table_ns(rank, op)
+            elif Kind.REDUCE not in (op.kind, op.on):
+                issues.append(busy_ns)
 
     def simulated_s(compute_ns: Callable[[int, Op], int]) -> float:
         def cost(rank: int, op: Op) -> int:
             return compute_ns(rank, op) if op.kind in COMPUTE else table_ns(rank, op)
 
-        return run(domain, cost, message_ns).makespan_ns / 1e9
+        return run(domain, cost, message_ns, issue_ns=table.issue_ns).makespan_ns / 1e9
 
     def drawn_s(draw: Callable[[int, Op], float]) -> float:
         return simulated_s(lambda rank, op: round(table_ns(rank, op) * draw(rank, op)))
 
     draw_turn = spread.drawing()
     drawn = [drawn_s(draw_turn()) for _ in range(DRAWS)]
-    spread.note({(rank, op): ns / table_ns(rank, op) for (rank, op), ns in cpu.items()})
+    spread.note(
+        {(rank, op): ns / table_ns(rank, op) for (rank, op), ns in cpu.items()}, statistics.mean(issues)
+    )
     encoder = spent[Kind.ENCODE] + spent[Kind.ENCODE_BACKWARD]
     return Measured(
         step=taken,
         lists=max(made / 1e9 + of[-1].end_s for made, of in found)
         - min(made / 1e9 + of[0].start_s for made, of in found),
-        by_table=simulate(domain, done.table).makespan_ns / 1e9,
+        by_table=simulate(domain, table).makespan_ns / 1e9,
         by_draws=statistics.mean(drawn),
         by_wall=simulated_s(lambda rank, op: wall[rank, op]),
         costs=spent.total() / cpu.total(),
