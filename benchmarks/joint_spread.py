@@ -15,8 +15,8 @@ _Kind = tuple[int, Kind, Grad]
 
 
 class Spread:
-    """By which factors ops of ranks differed lately from what the table says, turn by turn, and for how long an
-    op that issues communication or waits for it kept its rank.
+    """By which factors ops of ranks differed lately from what the table says, turn by turn, and how long one
+    kept its rank that issues communication or waits for it.
     """
 
     def __init__(self, seed: int) -> None:
