@@ -14,9 +14,9 @@ machine a whole rank takes 4 to 8 % more or less from step to step, whatever the
 as much again. Whoever waits for two waits for the later, so a tight schedule loses by that what a loose one
 has to spare. The simulator is therefore given for each op what the table says, times the factor by which the
 same op differed from that in a turn before, the same drawn turn for all ops of a step, of mean 1 over turns
-for each kind of op on a rank; a prediction is the mean of several draws. What issuing a message or a shipment
-and taking one in costs the ranks themselves is charged as it was in turns before. `steady` is what that and
-the table say, without factors.
+for each kind of op on a rank; a prediction is the median of several draws in every turn. What issuing a
+message or a shipment and taking one in costs the ranks themselves is charged as it was in turns before.
+`steady` is what that and the table say, without factors.
 
 How far the simulator is off is told in three ways. `costs`: what the table says that the compute ops of a
 step take, over the CPU time that they took. `lists`: the simulated time of the step's lists over the time
@@ -101,7 +101,7 @@ class Measured(NamedTuple):
     step: float
     lists: float
     by_table: float
-    by_draws: float
+    by_draws: tuple[float, ...]
     by_wall: float
     costs: float
     encoder: float
@@ -159,7 +159,7 @@ def compare(taken: float, domain: DomainPlan, done: StepRun, spread: Spread) -> 
         lists=max(made / 1e9 + of[-1].end_s for made, of in found)
         - min(made / 1e9 + of[0].start_s for made, of in found),
         by_table=simulate(domain, table).makespan_ns / 1e9,
-        by_draws=statistics.mean(drawn),
+        by_draws=tuple(drawn),
         by_wall=simulated_s(lambda rank, op: wall[rank, op]),
         costs=spent.total() / cpu.total(),
         encoder=encoder / max(1, spent[Kind.FORWARD] + spent[Kind.BACKWARD]),
@@ -192,9 +192,8 @@ def work(rank: int, folder: Path, encoder: tuple[int, int], m: int, steps: int) 
 
 def summarise(found: Sequence[Sequence[Measured]]) -> dict[str, dict[str, float]]:
     """By schedule: measured and predicted over encode-first, and how far the simulator is off."""
-    steps, steady, predicted = (
-        [[getattr(one, key) for one in of] for of in found] for key in ("step", "by_table", "by_draws")
-    )
+    steps, steady = ([[getattr(one, key) for one in of] for of in found] for key in ("step", "by_table"))
+    predicted = [[drawn for one in of for drawn in one.by_draws] for of in found]
     ratios, gains, promised = over_first(steps), gains_ms(steps), gains_ms(predicted)
     rows: dict[str, dict[str, float]] = {}
     for number, (name, of) in enumerate(zip(SCHEDULES, found, strict=True)):

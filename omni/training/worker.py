@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 import traceback
@@ -85,7 +86,10 @@ def main(config_path: Path) -> int:
         stand_by(seat)
         return 0
     with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
-        done = Trainer(spec, folder, rank, device, plan_step).run()
+        trainer = Trainer(spec, folder, rank, device, plan_step)
+        gc.collect()
+        gc.freeze()  # what is built stays: collections look through what steps leave, and find it sooner
+        done = trainer.run()
         if done and rank == 0:
             end_standing_by(seat)
     return 0 if done else TRY_AGAIN
