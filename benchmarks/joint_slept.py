@@ -7,7 +7,8 @@ gloo ranks, pp=4 and pp=8, through trainer, plan, verifier and engine; before ea
 time that the cost table gives it, about 50 ms for a forward of the LLM and encoders in the named ratio to it.
 What remains real are op lists, messages, shipments and whoever waits for whom. The same ranks train the same
 samples with encode-first, joint, and joint over ZB-H1 in turn. The time of a step is that from a barrier to
-the totals of all ranks, a ratio the median of those of the turns.
+the totals of all ranks. Steps differ, and sleep does not vary: figures are those of all steps together, `low`
+and `high` the least and the most of a step.
 
 Leaves with 1 where a joint schedule takes longer than `encode_first` in all turns, where one gains less than
 80 % of the milliseconds that the simulator predicts, if these are 2 % or more, or where the simulator is off
@@ -31,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from joint_runs import SCHEDULES, cores_awake, far_off, gains_ms, misses, over_first, write_data
+from joint_runs import SCHEDULES, cores_awake, far_off, misses, over_first, write_data
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -155,18 +156,20 @@ def work(rank: int, folder: Path, ratio: str, ranks: int, microbatches: int, ste
 def summarise(found: list[list[list[float]]]) -> dict[str, dict[str, float]]:
     """By schedule: slept and simulated over encode-first, and how far the simulator is off."""
     slept, simulated = ([[one[n] for one in of] for of in found] for n in (0, 1))
-    ratios, predicted = over_first(slept), over_first(simulated)
-    gains, promised = gains_ms(slept), gains_ms(simulated)
+    (first, said), ratios = (slept[0], simulated[0]), over_first(slept)
     rows = {}
-    for number, (name, of) in enumerate(zip(SCHEDULES, found, strict=True)):
+    for name, took, predicted, (_, low, high) in zip(SCHEDULES, slept, simulated, ratios, strict=True):
+        gain_ms = (sum(first) - sum(took)) / len(took) * 1e3
         row = {
-            "ms": statistics.median(taken for taken, _ in of) * 1e3,
-            **dict(zip(("measured", "low", "high"), ratios[number], strict=True)),
-            "predicted": predicted[number][0],
-            "gain_ms": gains[number][0],
-            "gain_high_ms": gains[number][0],  # what is slept does not vary
-            "predicted_gain_ms": promised[number][0],
-            "off": statistics.median(seconds / taken for taken, seconds in of) - 1,
+            "ms": sum(took) / len(took) * 1e3,
+            "measured": sum(took) / sum(first),
+            "low": low,
+            "high": high,
+            "predicted": sum(predicted) / sum(said),
+            "gain_ms": gain_ms,
+            "gain_high_ms": gain_ms,  # what is slept does not vary
+            "predicted_gain_ms": (sum(said) - sum(predicted)) / len(took) * 1e3,
+            "off": sum(predicted) / sum(took) - 1,
         }
         rows[name] = {key: round(value, 4) for key, value in row.items()}
     return rows
