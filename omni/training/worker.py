@@ -87,12 +87,20 @@ def main(config_path: Path) -> int:
         return 0
     with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
         trainer = Trainer(spec, folder, rank, device, plan_step)
-        gc.collect()
-        gc.freeze()  # what is built stays: collections look through what steps leave, and find it sooner
+        freeze()
         done = trainer.run()
         if done and rank == 0:
             end_standing_by(seat)
     return 0 if done else TRY_AGAIN
+
+
+def freeze() -> None:
+    """Leave what there is out of garbage collections, so that what steps leave is looked through, and soon."""
+    gc.collect()
+    gc.freeze()
+    # Python looks through everything once a quarter more has come to stay than the last such collection left.
+    # That one saw a million objects, and this one none.
+    gc.collect()
 
 
 def exit_with(function: Callable[[Path], int | None], config_path: Path) -> NoReturn:
