@@ -95,7 +95,7 @@ def main(config_path: Path) -> int:
 
 
 def freeze() -> None:
-    """Leave what there is out of garbage collections, so that what steps leave is looked through, and soon."""
+    """Leave what there is out of garbage collections, so that what steps leave is looked through soon."""
     gc.collect()
     gc.freeze()
     # Python looks through everything once a quarter more has come to stay than the last such collection left.
