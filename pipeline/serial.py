@@ -25,7 +25,7 @@ from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.rendezvous import meet
 from pipeline.simulator import ComputeCost, MessageCost, run
 
-PATIENCE = (1, 2)
+PATIENCE = (0, 1)
 
 
 def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> list[list[Op]]:

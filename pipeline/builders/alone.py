@@ -89,8 +89,13 @@ def _steps(
     return steps
 
 
-def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list[Room], int]:
+def rooms_of(
+    passes: Sequence[Sequence[Pass]], boundary: Boundary, apart: bool = False
+) -> tuple[list[Room], int]:
     """Time the passes without encoders. Returns what each crew does and idles, and the end of the last pass.
+
+    If quanta are to stay `apart` from passes, a crew has nothing but passes from its first to its last one:
+    it idles before and after, late stages the longest.
 
     Passes are left with the latest moments at which they may begin, by themselves.
     """
@@ -106,6 +111,9 @@ def rooms_of(passes: Sequence[Sequence[Pass]], boundary: Boundary) -> tuple[list
     first = min((end for m, end in gone_back.items() if boundary.ship_ns[m] >= 0), default=makespan)
     rooms = []
     for of, own in zip(passes, ends, strict=True):
+        if apart and of:
+            rooms.append(Room(own[-1] - own[0] + of[0].ns, makespan - own[-1]))
+            continue
         busy = sum(min(one.ns, max(0, end - first)) for one, end in zip(of, own, strict=True))
         rooms.append(Room(sum(one.ns for one in of), makespan - first - busy))
     _note_latest(passes, ends, makespan)

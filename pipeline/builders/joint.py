@@ -39,7 +39,7 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     crews = crews_of(domain, facts.slots)
     boundary = _boundary(domain, facts, crews)
     of_llm = timed_passes(passes, domain, facts, crews, boundary.shipped)
-    of_crews, makespan = rooms_of(of_llm, boundary)
+    of_crews, makespan = rooms_of(of_llm, boundary, facts.one_queue)
     free = _quanta(domain, facts, max((one.ns for of in of_llm for one in of), default=0))
     rooms = [of_crews[crew] for crew in crews.crew_of]
     slots = _deal(domain, facts, crews, free, rooms, makespan)

@@ -3,18 +3,24 @@
 Encoder backwards become possible once gradients have come back through the whole pipeline, so most of them
 run at the end of a step. A crew's share is therefore limited twice: by what it idles after the first
 gradients are back, and by its work in all. The least time T of a step in which all the work fits gives the
-shares (water-filling), and quanta go to slots in proportion to them, each microbatch's evenly.
+shares (water-filling), and quanta go to slots in proportion to them, each microbatch's evenly. Where quanta
+stay apart from passes, a crew's gaps between its passes count as work (`alone.py`).
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+_ROUNDS = 4
+_Quantum = tuple[int, int]
+"""What a quantum costs, and its number."""
+
 
 @dataclass(frozen=True)
 class Room:
-    """What a unit does without the quanta to be shared: `work_ns` in all, and `idle_ns` after the first
-    gradients of rows are back.
+    """What a unit does without the quanta to be shared: `work_ns` in all, and `idle_ns` that it has after the
+    first gradients of rows are back.
     """
 
     work_ns: int
@@ -49,7 +55,7 @@ def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
     others goes to the slot that would be least ahead of its share with one more (weighted fair queueing,
     Demers, Keshav and Shenker, 1989), so a slot with long quanta takes others late. Slots without a share
     take none, unless none has any. Ties go to the slot of the highest number: late stages wait longest for
-    their first pass.
+    their first pass. In the end slots exchange quanta (`even_out`).
     """
     everyone = dict.fromkeys(range(len(shares)), 1)
     wanted = {slot: share for slot, share in enumerate(shares) if share > 0} or everyone
@@ -71,4 +77,54 @@ def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
             dealt[number] = slot = -queue[0][1]
             taken[slot] += cost
             heapreplace(queue, (taken[slot] * scale // wanted[slot], -slot))
+    return even_out(costs, shares, dealt)
+
+
+def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) -> list[int]:
+    """Let slots exchange quanta, where few of very different costs leave some far above their shares.
+
+    In each round the slot that is furthest above its share gives one to the slot that is furthest below, or
+    changes it for a smaller one: what leaves the higher of both lowest. It ends where nothing does, or after
+    as many rounds as there are quanta, four for each slot at most. Slots without a share take no part.
+    O(rounds · n / slots · log n).
+    """
+    dealt = list(dealt)
+    wanted = {slot: share for slot, share in enumerate(shares) if share > 0}
+    scale, total = sum(wanted.values()), sum(costs)
+    beyond = {slot: -(total * share // scale) for slot, share in wanted.items()}
+    mine: dict[int, list[_Quantum]] = {slot: [] for slot in beyond}
+    for number, slot in enumerate(dealt):
+        if slot in beyond:
+            beyond[slot] += costs[number]
+            mine[slot].append((costs[number], number))
+    for _ in range(min(len(costs), _ROUNDS * len(beyond))):
+        high, low = max(beyond, key=beyond.__getitem__), min(beyond, key=beyond.__getitem__)
+        given, taken = _best_exchange(mine[high], sorted(mine[low]), beyond[high] - beyond[low])
+        if given is None:
+            break
+        for number, before, after in ((given, high, low), (taken, low, high)):
+            if number is not None:
+                quantum = costs[number], number
+                mine[before].remove(quantum)
+                mine[after].append(quantum)
+                beyond[before] -= costs[number]
+                beyond[after] += costs[number]
+                dealt[number] = after
     return dealt
+
+
+def _best_exchange(
+    high: Sequence[_Quantum], low: Sequence[_Quantum], gap: int
+) -> tuple[int | None, int | None]:
+    """The quantum to give and the one to take for it, if any, that leave least of a `gap` between two slots;
+    quanta of the `low` one ascend.
+    """
+    best, least = (None, None), gap
+    for cost, given in high:
+        # What is best to take leaves the difference at half of the gap.
+        at = bisect(low, (cost - gap // 2, 0))
+        for other, taken in ((0, None), *low[max(0, at - 1) : at + 1]):
+            left = abs(gap - 2 * (cost - other))
+            if left < least:
+                best, least = (given, taken), left
+    return best

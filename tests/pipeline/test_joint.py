@@ -190,6 +190,14 @@ def test_long_quanta_are_dealt_first_and_count():
     assert deal_out([5, 5], [0, 0]) in ([1, 0], [0, 1])  # without shares evenly
 
 
+def test_slots_exchange_quanta_where_few_are_dealt():
+    """In order they come to 8 + 5 + 4 and 7 + 6; 8 and 6 change places."""
+    dealt = deal_out([8, 7, 6, 5, 4], [15, 15])
+    assert [
+        sum(cost for cost, of in zip([8, 7, 6, 5, 4], dealt, strict=True) if of == slot) for slot in (0, 1)
+    ] == [15, 15]
+
+
 def test_every_joint_schedule_is_registered():
     assert {name for name in BUILDERS if name.startswith("joint")} == {
         "joint",

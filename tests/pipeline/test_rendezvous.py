@@ -1,6 +1,7 @@
 """Lists for one queue where compute stands in it: who waits for whom between two ops."""
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from pipeline.builders import JOINT, Facts
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
+from pipeline.rendezvous import meet
 from pipeline.serial import serialise
 from pipeline.simulator import run
 from pipeline.verifier import violations
@@ -79,6 +81,42 @@ def test_only_issues_change_their_places(seed: int) -> None:
     for before, after in zip(plan.domain.ops, lists, strict=True):
         assert sorted(map(str, before)) == sorted(map(str, after))
         assert [op for op in before if op.kind not in ISSUED] == [op for op in after if op.kind not in ISSUED]
+
+
+def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
+    """The first stage is through its second forward at 21, the next one through its first at 23. If the first
+    began its third forward, of 100, meanwhile, the other would get nothing to do until 121.
+    """
+    domain = make_plan(Shape(3, tp=2, party=2, team=2), 4, [], "one_f_one_b").domain
+    takes = {(0, 2): 100, (1, 0): 12}
+
+    def compute_ns(rank: int, op: Op) -> int:
+        return takes.get((op.part, op.index), 10) if op.kind is Kind.FORWARD else 20
+
+    lists = meet(run(domain, compute_ns, lambda op: 1))
+    timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
+    begins = {event.op: event.start_ns for event in timeline.events[1] if event.op.kind is Kind.FORWARD}
+    assert begins[Op(Kind.FORWARD, 1, part=1)] == 24
+    (long,) = (event for event in timeline.events[0] if event.op == Op(Kind.FORWARD, 2))
+    assert long.end_ns == 124
+
+
+def test_late_stages_encode_more_where_quanta_stay_apart_from_passes() -> None:
+    """The last of four stages idles for three forwards before its first pass and three backwards after its
+    last one, the first stage for none: it does so between its passes, where no quantum goes.
+    """
+
+    def compute_ns(rank: int, op: Op) -> int:
+        ns = 100 if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else 1000
+        return 0 if op.kind is Kind.REDUCE else ns * (2 if op.kind in BACKWARDS else 1)
+
+    costs = compute_ns, lambda op: 0
+    slots = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
+    work = [Work("image", m, (0, 1), (1,)) for m in range(MICROBATCHES) for _ in range(8)]
+    domain = make_plan(TOGETHER, MICROBATCHES, work, "encode_first").domain
+    order = JOINT(domain, Facts(costs, one, slots, one_queue=True))
+    each = [sum(op.kind is Kind.ENCODE for op in ops) for ops in order]
+    assert [later - stage for stage, later in pairwise(each)] == [10, 10, 10]  # 3 x 1000 / (3 x 100)
 
 
 def test_with_one_queue_a_joint_schedule_keeps_quanta_apart_from_passes() -> None:
