@@ -1,4 +1,4 @@
-"""Policies of pairing that go through the packs of each replica in one order."""
+"""Policies of pairing that take the next pack of each replica, in one order or another."""
 
 from collections.abc import Sequence
 
@@ -16,9 +16,21 @@ def pair_in_order(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs
 def pair_alike(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
     """The costliest packs of all replicas together, then the next ones. Where a replica waits for the slowest
     at each microbatch and all find room, none takes less time in all.
+
+    The microbatch with the least work of the LLM comes first, the next one last, and so on inwards. Under
+    1F1B a stage runs the forward of one microbatch between the backwards of others, at most as many before it
+    as there are stages, and has no time to spare: it waits for the slowest of them, least where neighbours
+    take about the same. And the pipeline fills and empties soonest with small ones. Where packing has items
+    encoded with earlier packs (`entrain`), packs had better pass `in_order`.
     """
     orders = [sorted(range(len(own)), key=lambda at: -own.total_ns[at]) for own in packs]
-    return fill_in_order(orders, packs, room)
+    together = fill_in_order(orders, packs, room)
+    work = [
+        sum(int(own.ns[at, 0]) for own, at in zip(packs, chosen, strict=True) if at is not None)
+        for chosen in together
+    ]
+    rising = sorted(range(len(together)), key=lambda m: work[m])
+    return tuple(together[m] for m in (*rising[::2], *reversed(rising[1::2])))
 
 
 def fill_in_order(orders: Sequence[Sequence[int]], packs: Sequence[SampleCosts], room: int) -> Pairs:
