@@ -7,7 +7,9 @@ who: it runs the lists from event to event, and whenever a team stands between t
 1. makes every transfer whose teams all stand between ops, those first that come first with free queues;
 2. or starts its next op, if all that take part in it are there and all that they wait for has come;
 3. but holds that op back for a transfer that another team needs before the op would end, if that delays
-   the other by longer than this team would wait.
+   the other by longer than this team would wait;
+4. and for a transfer that a team is held back for: no team begins what ends after all of them could meet, for
+   as long as that team stands idle. Where many take part, they would hardly ever meet by chance.
 
 So a transfer that nobody needs yet waits until its teams meet by themselves, and those of many microbatches
 pass at one meeting. When others come and what they need then is taken from their compute alone, as if they
@@ -70,19 +72,23 @@ class _Team:
 
 @dataclass(eq=False, slots=True)
 class _Meeting:
-    """A transfer to be made: the `missing` of its teams have yet to come to it; `done` is -1 before."""
+    """A transfer to be made: the `missing` of its teams have yet to come to it; `done` is -1 before. It is
+    `called` while a team is held back for it.
+    """
 
     transfer: Transfer
     missing: int
     done: int = -1
     ops: dict[int, Op] = field(default_factory=dict)
+    called: bool = False
 
 
 def meet(timeline: Timeline, patience: int = 1) -> list[list[Op]]:
     """Return the lists of a `timeline`, which ran with a queue for each communicator, with the issues of
     every team where it meets the others.
 
-    An op is held back where `patience` times the wait is less than the delay.
+    An op is held back where `patience` times the wait is less than the delay: with 0 wherever it delays
+    anyone, and then no team is held back because another one is.
     """
     return _Machine(timeline, patience).run()
 
@@ -185,6 +191,9 @@ class _Machine:
             if self.is_held(team, ns, [number] if transfer is None else transfer.teams):
                 continue
             for each in teams:
+                if each.held >= 0:
+                    for meeting in each.open:
+                        meeting.called = False
                 each.out.append(each.ops[each.at])
                 each.at += 1
                 each.until, each.held = self.now + ns, -1
@@ -216,8 +225,11 @@ class _Machine:
                     other = self.teams[each]
                     made = max(made, other.comes_to(other.issues[transfer], self.now))
                     used = min(used, other.comes_to(other.uses[transfer], self.now))
+            if meeting.called and made < end:
+                return True
             if team.at > team.last_pass:
                 used = made  # rows that go back are not worth a meeting later on, between long ops
             if self.patience * (made - self.now) < end - max(made, used):
+                meeting.called = self.patience > 0
                 return True
         return False

@@ -101,6 +101,32 @@ def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
     assert long.end_ns == 124
 
 
+def test_teams_gather_where_one_is_held_back() -> None:
+    """The first stage has nothing to do until the rows of microbatch 0 are shipped, which the second one has
+    encoded at 10; all four must meet. The third is held back at 20, before a chunk of 1000. The others encode
+    chunks of 10, one of them 5 later than the other: they would not meet before they have run out of these.
+    """
+    takes = {1: [10] * 10, 2: [20, 1000], 3: [5, *[10] * 10]}
+    work = [
+        Work("image", int(stage > 1 or at > 0), (2 * stage, 2 * stage + 1), (1,))
+        for stage, of in takes.items()
+        for at in range(len(of))
+    ]
+    domain = make_plan(TOGETHER, 2, work, "encode_first").domain
+    chunk_ns: dict[int, int] = {}
+    for stage, of in takes.items():
+        mine = [number for number, chunk in enumerate(domain.chunks) if chunk.ranks[0] == 2 * stage]
+        chunk_ns |= dict(zip(mine, of, strict=True))
+
+    def compute_ns(rank: int, op: Op) -> int:
+        return chunk_ns[op.index] if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else 10
+
+    lists = meet(run(domain, compute_ns, lambda op: 1))
+    timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
+    (first,) = (event for event in timeline.events[0] if event.op == Op(Kind.FORWARD, 0))
+    assert first.start_ns == 31
+
+
 def test_late_stages_encode_more_where_quanta_stay_apart_from_passes() -> None:
     """The last of four stages idles for three forwards before its first pass and three backwards after its
     last one, the first stage for none: it does so between its passes, where no quantum goes.
