@@ -1,7 +1,7 @@
 """The whole of a step: policies → plans of all domains → lists for one queue → simulator. Simulated.
 
     python benchmarks/whole_step.py [--layout tp8_pp4,tp2_pp4] [--trace longtail,shift] [--balance lpt,…]
-        [--schedule joint,…] [--ranks 512] [--samples 16] [--domain 1] [--domains N] [--quick]
+        [--schedule joint,…] [--ranks 512] [--samples 16] [--domain 1] [--domains N] [--jobs 1] [--quick]
 
 Two layouts on `cluster=h100_8x8`, 16 samples a rank, sequences shared by `dynamic`: Llama 3 70B with a ViT
 of 2.4 B, both tp 8, pp 4; and a model of 1 B with a ViT of 0.4 B, both tp 2, pp 4. The ViT takes images,
@@ -30,7 +30,9 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import islice, product
+from multiprocessing import get_context
 
 from dataloader.balance import BalancePolicy
 from dataloader.tokens import SampleMeta
@@ -202,6 +204,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
     parser.add_argument("--domain", type=int, default=1, help="replicas of a domain")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each a layout, trace and schedule")
     parser.add_argument("--quick", action="store_true", help="64 ranks, joint, none and the default")
     asked = parser.parse_args()
     if asked.quick:
@@ -214,6 +217,18 @@ def _default() -> str:
     return str(compose_config([]).balance.policy)
 
 
+def by_policy(asked: argparse.Namespace, setting: tuple[str, str, str]) -> dict[str, tuple[Figures, int]]:
+    """Measure a layout, trace and schedule under each policy of balance; also the number of all domains."""
+    layout, trace, schedule = setting
+    spec = prepare(layout, asked.ranks, asked.samples, asked.domain, asked.balance[0], schedule, trace)
+    found = {}
+    for name in asked.balance:
+        policies = replace(spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy"))
+        own = replace(spec, planner=replace(spec.planner, policies=policies))
+        found[name] = measure(own, asked.domains), spec.arrangement.num_domains
+    return found
+
+
 def main() -> int:
     """Plan, simulate, print, judge."""
     asked, table = arguments(), dict[str, Figures]()
@@ -222,25 +237,19 @@ def main() -> int:
         f"{'layout':8} {'trace':9} {'balance':15} {'schedule':21} {'slowest':>8} {'mean':>6} "
         f"{' '.join(f'{name:>8}' for name in parts)} {'step ms':>8} {'reduce ms':>10} {'domains':>8}"
     )
-    for layout in asked.layout:
-        for trace in asked.trace:
-            for schedule in asked.schedule:
-                spec = prepare(
-                    layout, asked.ranks, asked.samples, asked.domain, asked.balance[0], schedule, trace
+    settings = list(product(asked.layout, asked.trace, asked.schedule))
+    with get_context("spawn").Pool(asked.jobs) as pool:
+        for setting, measured in zip(settings, pool.imap(partial(by_policy, asked), settings), strict=True):
+            layout, trace, schedule = setting
+            for name, (found, domains) in measured.items():
+                table[f"{layout}, {trace}, {name}, {schedule}"] = found
+                columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in parts)
+                print(
+                    f"{layout:8} {trace:9} {name:15} {schedule:21} {found.slowest:8.3f} "
+                    f"{found.mean:6.3f} {columns} {found.step_ms:8.1f} {found.reduce_ms:10.1f} "
+                    f"{found.domains:5} of {domains}",
+                    flush=True,
                 )
-                for name in asked.balance:
-                    policies = replace(
-                        spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy")
-                    )
-                    own = replace(spec, planner=replace(spec.planner, policies=policies))
-                    found = table[f"{layout}, {trace}, {name}, {schedule}"] = measure(own, asked.domains)
-                    columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in parts)
-                    print(
-                        f"{layout:8} {trace:9} {name:15} {schedule:21} {found.slowest:8.3f} "
-                        f"{found.mean:6.3f} {columns} {found.step_ms:8.1f} {found.reduce_ms:10.1f} "
-                        f"{found.domains:5} of {spec.arrangement.num_domains}",
-                        flush=True,
-                    )
     problems = list(missed(table, _default()))
     for problem in problems:
         print(f"missed: {problem}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dataloader.balance import SampleCosts
 from dataloader.global_batch import Lengths, take_global_batch
 from dataloader.stream import Ints, Order
 from dataloader.tokens import SampleMeta, fit, length
@@ -39,6 +40,19 @@ def _anything(plan: StepPlan) -> None:
 def _always(plan: StepPlan) -> bool:
     """Say that a plan fits."""
     return True
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The level of a group: its domains; the numbers of its samples in the step, their metadata and costs;
+    and by domain, for each replica, the places of its samples among these.
+    """
+
+    domains: range
+    numbers: tuple[int, ...]
+    metas: tuple[SampleMeta, ...]
+    costs: SampleCosts
+    replicas: list[list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +86,17 @@ class Planner(DomainPlanner):
         The plan says where the next step begins.
         """
         taken = self.take(cursor)
-        return self._plan_taken(step, taken, self.groups_of(taken), number)
+        group = self._group(taken, self.groups_of(taken), number // self.group_size)
+        return self._compose(step, taken, group, number, self.frozen(step), train=True)
 
     def all_domains(self, step: int, cursor: int) -> Iterator[StepPlan]:
-        """Plan step `step` of training for every domain in turn; the world's level is composed once."""
+        """Plan step `step` of training for every domain in turn; what domains share is composed once."""
         taken = self.take(cursor)
         groups = self.groups_of(taken)
-        for number in range(self.arrangement.num_domains):
-            yield self._plan_taken(step, taken, groups, number)
+        for place in range(self.num_groups):
+            group = self._group(taken, groups, place)
+            for number in group.domains:
+                yield self._compose(step, taken, group, number, self.frozen(step), train=True)
 
     def cursor_of(self, step: int) -> int:
         """Return the stream position at which a step of training begins: it depends on those before it."""
@@ -106,11 +123,15 @@ class Planner(DomainPlanner):
                 items.append((modality, of[place], tokens))
         return self.costing.phases(taken.lengths, items)
 
-    def _plan_taken(self, step: int, taken: Taken, groups: Sequence[int], number: int) -> StepPlan:
-        first, stop = self._group_of(number)
-        mine = [n for n, group in enumerate(groups) if group == first // self.group_size]
-        metas = {n: self.meta_of(taken, n) for n in mine}
-        return self._compose(step, taken, metas, range(first, stop), number, self.frozen(step), train=True)
+    def _group(self, taken: Taken, groups: Sequence[int], place: int) -> _Group:
+        """Compose the level of a group: `groups` are those that the samples of the step go to."""
+        metas = {n: self.meta_of(taken, n) for n, group in enumerate(groups) if group == place}
+        return self._divided(metas, range(*self._group_of(place * self.group_size)))
+
+    def _divided(self, metas: Mapping[int, SampleMeta], domains: range) -> _Group:
+        """Divide samples, by number in the step, over domains and their replicas."""
+        costs = self.costing.costs(list(metas.values()))
+        return _Group(domains, tuple(metas), tuple(metas.values()), costs, self.divide(costs, len(domains)))
 
     def evaluation(
         self, step: int, samples: Sequence[SampleMeta], num_domains: int, number: int = 0
@@ -127,8 +148,8 @@ class Planner(DomainPlanner):
             ids=tuple(meta.id for meta in samples),
             lengths=tuple(map(length, samples)),
         )
-        metas = dict(enumerate(samples))
-        return self._compose(step, taken, metas, range(num_domains), number, (), train=False)
+        group = self._divided(dict(enumerate(samples)), range(num_domains))
+        return self._compose(step, taken, group, number, (), train=False)
 
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much.
@@ -185,31 +206,26 @@ class Planner(DomainPlanner):
         self,
         step: int,
         taken: Taken,
-        metas: Mapping[int, SampleMeta],
-        domains: range,
+        group: _Group,
         number: int,
         frozen: tuple[str, ...],
         train: bool,
     ) -> StepPlan:
-        """Plan domain `number` of the `domains` of its group, among which `metas`, by number in the step, are
-        divided.
-        """
-        numbers = list(metas)
-        costs = self.costing.costs(list(metas.values()))
-        replicas = self.divide(costs, len(domains))
-        group = GroupPlan(
+        """Plan domain `number` of a group."""
+        numbers, costs = group.numbers, group.costs
+        planned = GroupPlan(
             number=number // self.group_size if train else 0,
-            first=domains[0],
-            replicas=tuple(tuple(tuple(numbers[i] for i in of) for of in own) for own in replicas),
+            first=group.domains[0],
+            replicas=tuple(tuple(tuple(numbers[i] for i in of) for of in own) for own in group.replicas),
         )
-        own = replicas[number - domains[0]]
+        own = group.replicas[number - group.domains[0]]
         mine = sorted(i for replica in own for i in replica)
         local = {i: place for place, i in enumerate(mine)}
         candidates = self.plan_domain(
             number,
             [[local[i] for i in replica] for replica in own],
             taken,
-            [metas[numbers[i]] for i in mine],
+            [group.metas[i] for i in mine],
             costs.take(mine),
             frozen,
             train,
@@ -224,7 +240,7 @@ class Planner(DomainPlanner):
                 components=self.components,
                 frozen=frozen,
                 taken=taken,
-                group=group,
+                group=planned,
                 number=number,
                 domain=replace(domain, samples=samples, costliest=costliest),
                 learnt=self.table.learnt,
