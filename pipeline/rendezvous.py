@@ -73,7 +73,8 @@ class _Team:
 @dataclass(eq=False, slots=True)
 class _Meeting:
     """A transfer to be made: the `missing` of its teams have yet to come to it; `done` is -1 before. It is
-    `called` while a team is held back for it.
+    `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
+    can at the earliest.
     """
 
     transfer: Transfer
@@ -81,6 +82,7 @@ class _Meeting:
     done: int = -1
     ops: dict[int, Op] = field(default_factory=dict)
     called: bool = False
+    soonest: int = 0
 
 
 def meet(timeline: Timeline, patience: int = 1) -> list[list[Op]]:
@@ -217,19 +219,44 @@ class _Machine:
     def holds(self, number: int, ns: int) -> bool:
         """Whether a team had better make a transfer before an op of so many nanoseconds."""
         team, end = self.teams[number], self.now + ns
+        come: dict[int, int] = {}  # by those who take part in what all of them have come to, as below
         for meeting in team.open:
-            transfer = meeting.transfer
-            made, used = self.now, end
-            for each in transfer.teams:
-                if each != number and made < end:
-                    other = self.teams[each]
-                    made = max(made, other.comes_to(other.issues[transfer], self.now))
-                    used = min(used, other.comes_to(other.uses[transfer], self.now))
-            if meeting.called and made < end:
+            if meeting.soonest >= end:
+                continue
+            made = -1 if meeting.missing else come.get(id(meeting.transfer.teams), -1)
+            if made < 0:
+                made = self.soonest(meeting, number, end)
+                if not meeting.missing:
+                    come[id(meeting.transfer.teams)] = made
+            if made >= end:
+                continue
+            if meeting.called:
                 return True
-            if team.at > team.last_pass:
-                used = made  # rows that go back are not worth a meeting later on, between long ops
-            if self.patience * (made - self.now) < end - max(made, used):
+            before = end - self.patience * (made - self.now)  # who needs it later gains less than this waits
+            # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
+            late = team.at > team.last_pass
+            if made < before and (late or self.is_used(meeting.transfer, number, before)):
                 meeting.called = self.patience > 0
                 return True
         return False
+
+    def is_used(self, transfer: Transfer, number: int, before: int) -> bool:
+        """Whether any other team can come to what needs a transfer before a moment."""
+        for each in transfer.teams:
+            if each != number:
+                other = self.teams[each]
+                if other.comes_to(other.uses[transfer], self.now) < before:
+                    return True
+        return False
+
+    def soonest(self, meeting: _Meeting, number: int, end: int) -> int:
+        """When a team can meet the others at the earliest, or a moment after `end` before which it cannot."""
+        transfer, made = meeting.transfer, self.now
+        for each in transfer.teams:
+            if each != number:
+                other = self.teams[each]
+                made = max(made, other.comes_to(other.issues[transfer], self.now))
+                if made >= end:
+                    break
+        meeting.soonest = made
+        return made
