@@ -4,6 +4,7 @@ from bisect import bisect
 from collections.abc import Sequence
 
 from dataloader.balance.costs import Bins, SampleCosts
+from dataloader.balance.easing import ease, steady
 from dataloader.balance.policy import BalancePolicy
 from parallel.least_loaded import longest_first
 
@@ -14,15 +15,16 @@ def assign_fitted_lpt(samples: SampleCosts, bins: Bins) -> list[int]:
     """Longest processing time first over a t² + b t + c, fitted to the samples' costs by their tokens t, then
     at most 20 moves or swaps between the fullest bin and the emptiest: as LoongForge balances encoders.
 
-    It knows lengths only; what of a sample is image and what is text is lost on it. Of what it predicts, the
-    largest sum is at most 4/3 - 1/(3 count) of the best possible. O(n log n).
+    It knows lengths only; what of a sample is image and what is text is lost on it. Only a few changes at the
+    end, which LoongForge has not, look at both, where a phase is worse than in turn (`ease`). Of what it
+    predicts, the largest sum is at most 4/3 - 1/(3 count) of the best possible. O(n log n).
     """
     predicted = fitted(samples.tokens.tolist(), samples.total_ns)
     chosen, loads = longest_first(predicted, bins.count)
     for _ in range(_SWAPS):
         if not _level(predicted, chosen, loads):
             break
-    return chosen
+    return ease(samples, bins, chosen, steady(predicted, chosen, bins))
 
 
 def fitted(tokens: Sequence[int], costs: Sequence[int]) -> list[int]:

@@ -1,13 +1,19 @@
 """Policies of balance as published systems have them, each with what it departs in.
 
-Their other halves are policies of packing and pairing. Those systems cut no long sequence between replicas.
+Their other halves are policies of packing and pairing. Those systems cut no long sequence between replicas,
+and none of them has the last step of those here that even out one sum: a few changes where a phase is worse
+than in turn (`ease`).
 """
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dataloader.balance.costs import Bins, SampleCosts
+from dataloader.balance.easing import ease, steady
 from dataloader.balance.phases import phases_ns
 from dataloader.balance.policy import BalancePolicy
+from dataloader.balance.search import Limits
 from parallel.least_loaded import longest_first, place
 
 
@@ -21,7 +27,9 @@ def assign_disttrain(samples: SampleCosts, bins: Bins) -> list[int]:
     most = -(-len(samples) // bins.count)
     chosen = _capped(samples.total_ns, [1] * len(samples), most, bins.count)
     assert chosen is not None, "bins have room for all"
-    return chosen
+    own = steady(samples.total_ns, chosen, bins)
+    amounts = np.stack([own.amounts[:, 0], np.ones(len(samples), np.int64)], 1)
+    return ease(samples, bins, chosen, Limits(amounts, np.array([own.most[0], most], np.int64)))
 
 
 def assign_orchmllm(samples: SampleCosts, bins: Bins) -> list[int]:
@@ -33,21 +41,25 @@ def assign_orchmllm(samples: SampleCosts, bins: Bins) -> list[int]:
     domains take the encoder work as it comes. The LLM's largest sum is at most 4/3 - 1/(3 count) of the best
     possible. O(n log count).
     """
-    chosen, _ = longest_first(samples.ns[:, 0].tolist(), bins.count)
-    return chosen
+    llm_ns = samples.ns[:, 0].tolist()
+    chosen, _ = longest_first(llm_ns, bins.count)
+    return ease(samples, bins, chosen, steady(llm_ns, chosen, bins))
 
 
 def assign_wlb(samples: SampleCosts, bins: Bins) -> list[int]:
     """Workload-balanced division (WLB-LLM, Wang et al., 2025): by the LLM's predicted time, the longest
     first, each to the bin with the least so far that has room for its tokens: an eighth more than the mean,
-    or the longest sample. Where tokens find no room so, without that bound.
+    or the longest sample. Where tokens find no room so, without that bound, as `orchmllm`.
 
     There bins are microbatches and outliers wait for a later step. A step's samples are given here, so all go
     now; how they share microbatches is a policy of packing. O(n log count).
     """
     tokens, llm_ns = samples.tokens.tolist(), samples.ns[:, 0].tolist()
     room = max([*tokens, sum(tokens) * 9 // (8 * bins.count)])
-    return _capped(llm_ns, tokens, room, bins.count) or longest_first(llm_ns, bins.count)[0]
+    chosen = _capped(llm_ns, tokens, room, bins.count)
+    if chosen is None:
+        return assign_orchmllm(samples, bins)
+    return ease(samples, bins, chosen, Limits(samples.tokens[:, None], np.array([room], np.int64)))
 
 
 def assign_entrain(samples: SampleCosts, bins: Bins) -> list[int]:

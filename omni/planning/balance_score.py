@@ -172,6 +172,9 @@ class DomainPlaces:
 
 def place_domain(planner: Planner, replicas: Groups, metas: Sequence[SampleMeta]) -> DomainPlaces:
     """Share the samples of a domain's replicas, and their items, as the sharing policies decide."""
+    if not planner.sharing[planner.llm].policy.within_replica:
+        # All of a domain share what all have: which replica a sample belongs to decides nothing more.
+        replicas = [sorted(n for own in replicas for n in own)]
     packs = [[length(metas[n]) for n in own] for own in replicas]
     samples = tuple(n for own in replicas for n in own)
     items: dict[str, list[tuple[int, int]]] = {name: [] for name in planner.arrangement.encoder_tp}
