@@ -3,9 +3,9 @@
 A cost is an integer number of nanoseconds of one forward pass through all layers of a component.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -36,6 +36,9 @@ class SequenceCost:
     heads, in femtoseconds for all layers. `layers` of them exchange, once in and once out; a head row has
     `head_bytes`. Layers whose attention never leaves a rank, such as those of windows that no cut divides,
     belong to `token_fs`.
+
+    Members that share a sequence exchange over `link`; those that are all on one of the `nodes`, of which
+    each member's is given by number, over `inside`. Without nodes there is one link.
     """
 
     shape: AttentionShape
@@ -44,6 +47,24 @@ class SequenceCost:
     pair_fs: int
     head_bytes: int
     link: Link
+    inside: Link | None = None
+    nodes: tuple[int, ...] = ()
+
+    @cached_property
+    def far(self) -> "SequenceCost":
+        """The cost of sequences whose members are on several nodes."""
+        return replace(self, inside=None, nodes=())
+
+    @cached_property
+    def near(self) -> "SequenceCost":
+        """The cost of sequences whose members are on one node."""
+        return replace(self.far, link=self.inside or self.link)
+
+    def over(self, members: Collection[int]) -> "SequenceCost":
+        """The cost of a sequence that so many members share."""
+        if not self.nodes:
+            return self
+        return self.near if len({self.nodes[member] for member in members}) == 1 else self.far
 
     def linear_ns(self, tokens: int) -> int:
         """Work on tokens outside attention."""
@@ -64,16 +85,22 @@ class SequenceCost:
 
 
 def sequence_cost(
-    table: CostTable, part: str, shape: AttentionShape, head_bytes: int, link: Link
+    table: CostTable,
+    part: str,
+    shape: AttentionShape,
+    head_bytes: int,
+    link: Link,
+    inside: Link | None = None,
+    nodes: tuple[int, ...] = (),
 ) -> SequenceCost:
     """Take the costs of `part` from a table; `head_bytes` is H times the bytes of a number, and sequences are
-    exchanged over `link`.
+    exchanged over `link`, or `inside` those `nodes` whose members share one alone.
     """
     work = table.parts[part]
     forward = work.laws.forward
     # The table times a causal sequence by its square, of which it has half the pairs.
     pair_fs = forward.square_fs * (2 if shape.causal else 1)
-    return SequenceCost(shape, work.exchanges, forward.token_fs, pair_fs, head_bytes, link)
+    return SequenceCost(shape, work.exchanges, forward.token_fs, pair_fs, head_bytes, link, inside, nodes)
 
 
 def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tuple[str, tuple[Tile, ...]]]:
@@ -105,19 +132,42 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
     """Time that each rank's exchanges take in the forward pass of one layer, with the tiles that
     `choose_tiles` gives; empty if nothing is shared.
     """
-    volumes = np.zeros((layout.num_members, 4), np.int64)
+    exchanges = Exchanges(cost, layout.num_members)
     for shards in layout.shards:
         if found := choose_tiling(shards, cost):
-            ranks, tiling = found
-            volumes[ranks] += tiling.volumes
-    rows = busier(volumes)
-    if not rows.any():
-        return ()
-    latency = (2 * cost.link.latency_ns * (volumes.sum(1) > 0)).tolist()
-    return tuple(
-        cost.link.bytes_ns(count * cost.head_bytes) + ns
-        for count, ns in zip(rows.tolist(), latency, strict=True)
-    )
+            exchanges.add(*found)
+    spent = exchanges.ns(1)
+    return tuple(spent) if any(spent) else ()
+
+
+class Exchanges:
+    """What `num_members` ranks exchange of the sequences that they share, by the link that these go over.
+
+    The links inside a node and between nodes work at the same time, so a rank waits for the slower one. All
+    that a sequence on several nodes exchanges is charged to the link between them.
+    """
+
+    def __init__(self, cost: SequenceCost, num_members: int) -> None:
+        self.cost, self.num_members = cost, num_members
+        self.volumes: dict[Link, Table] = {}
+
+    def add(self, ranks: list[int], tiling: "Tiling") -> None:
+        """Add a sequence that is tiled over `ranks`."""
+        link = self.cost.over(ranks).link
+        own = self.volumes.setdefault(link, np.zeros((self.num_members, 4), np.int64))
+        own[ranks] += tiling.volumes
+
+    def ns(self, layers: int) -> list[int]:
+        """Time of each rank's exchanges in the forward pass of so many layers: in each of them one goes in
+        and one out, each of a latency and the bytes of the busier direction of the rank's link.
+        """
+        longest = [0] * self.num_members
+        for link, volumes in self.volumes.items():
+            rows, shares = busier(volumes).tolist(), (volumes.sum(1) > 0).tolist()
+            for rank, (count, takes_part) in enumerate(zip(rows, shares, strict=True)):
+                spent = link.bytes_ns(layers * count * self.cost.head_bytes)
+                longest[rank] = max(longest[rank], spent + 2 * layers * link.latency_ns * takes_part)
+        return longest
 
 
 def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...]:
@@ -149,7 +199,7 @@ def choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int
     held = [s for s in shards if s.length]
     numbers: dict[int, int] = {}
     pieces = tuple((numbers.setdefault(s.member, len(numbers)), s.length) for s in held)
-    return (list(numbers), _tiling_of(pieces, cost)) if len(numbers) > 1 else None
+    return (list(numbers), _tiling_of(pieces, cost.over(numbers))) if len(numbers) > 1 else None
 
 
 # Policies, tiles and times ask for the same sequences, and other ranks may share one that is cut alike.
@@ -174,10 +224,7 @@ def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost) -> Tilin
 @dataclass(frozen=True)
 class RankTime:
     """Where the time of a rank goes: work on its tokens, attention of sequences that live on it alone,
-    attention of its tiles, exchanges.
-
-    In each layer one exchange goes in and one out, each of a latency and the bytes of the busier direction of
-    the rank's link.
+    attention of its tiles, exchanges (`Exchanges.ns`).
     """
 
     linear_ns: int
@@ -203,7 +250,7 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
     """
     local = [0] * layout.num_members
     tiled = np.zeros(layout.num_members, np.int64)
-    volumes = np.zeros((layout.num_members, 4), np.int64)
+    exchanges = Exchanges(cost, layout.num_members)
     for shards in layout.shards:
         found = choose_tiling(shards, cost)
         if found is None:
@@ -213,16 +260,14 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
             continue
         ranks, tiling = found
         tiled[ranks] += tiling.work
-        volumes[ranks] += tiling.volumes
-    shares = (volumes.sum(1) > 0).tolist()
+        exchanges.add(ranks, tiling)
+    exchanged = exchanges.ns(cost.layers)
     return [
         RankTime(
             cost.linear_ns(layout.local_tokens(rank)),
             cost.attention_ns(alone),
             cost.attention_ns(work),
-            cost.transfer_ns(rows) + cost.sharing_ns * shares[rank],
+            exchanged[rank],
         )
-        for rank, (alone, work, rows) in enumerate(
-            zip(local, tiled.tolist(), busier(volumes).tolist(), strict=True)
-        )
+        for rank, (alone, work) in enumerate(zip(local, tiled.tolist(), strict=True))
     ]

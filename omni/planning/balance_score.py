@@ -24,10 +24,9 @@ from dataloader.balance import SampleCosts
 from dataloader.tokens import SampleMeta, length
 from omni.planning.planner import Planner
 from omni.planning.sharing import Sharing
-from parallel.schemes import SequenceCost, choose_tiling
+from parallel.schemes import Exchanges, SequenceCost, choose_tiling
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import pairs_before
-from parallel.tilings import busier
 from parallel.transports import node_map
 from pipeline.plan import Taken
 from pipeline.policies import spread
@@ -126,7 +125,7 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
     """
     size = layout.num_members
     tokens, alone, work = (np.zeros(size, np.int64) for _ in range(3))
-    volumes, across = np.zeros((size, 4), np.int64), 0.0
+    exchanges, across = Exchanges(cost, size), 0.0
     whole: list[tuple[int, int, int]] = []
     for number, shards in enumerate(layout.shards):
         factor = int(factors[number])
@@ -137,7 +136,7 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
             continue
         ranks, tiling = found
         work[ranks] += tiling.work * factor
-        volumes[ranks] += tiling.volumes
+        exchanges.add(ranks, tiling)
         across += _to_other_nodes(tiling.volumes, [nodes[rank] for rank in ranks])
         for shard in shards:
             tokens[shard.member] += shard.length * factor
@@ -145,15 +144,11 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
         member, lengths, scale = np.array(whole, np.int64).T
         np.add.at(tokens, member, lengths * scale)
         np.add.at(alone, member, pairs_of(lengths, cost) * scale)
-    exchange = [
-        cost.transfer_ns(rows) + cost.sharing_ns * shares
-        for rows, shares in zip(busier(volumes).tolist(), (volumes.sum(1) > 0).tolist(), strict=True)
-    ]
     return Phase(
         linear=_each(cost.linear_ns, tokens),
         alone=_each(cost.attention_ns, alone),
         tiles=_each(cost.attention_ns, work),
-        exchange=np.array(exchange, np.int64),
+        exchange=np.array(exchanges.ns(cost.layers), np.int64),
         across_bytes=int(across * cost.layers * cost.head_bytes),
     )
 

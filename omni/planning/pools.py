@@ -7,7 +7,7 @@ from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen
 from omni.planning.sharing import Sharing
-from parallel.costs import Cluster, CostTable, Link
+from parallel.costs import Cluster, CostTable
 from parallel.layout import Arrangement
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import SequenceCost, sequence_cost
@@ -32,25 +32,31 @@ def sharing_of(
             be shared by.
     """
 
-    def cost(name: str, part: str, attention: Attention, tp: int, positions: Sequence[int]) -> SequenceCost:
+    def cost(
+        name: str, part: str, attention: Attention, tp: int, members: Sequence[Sequence[int]]
+    ) -> SequenceCost:
         for kind in ("heads", "kv_heads"):
             if getattr(attention, kind) % tp:
                 raise ConfigError(
                     f"tp={tp} of {name} does not divide {kind}={getattr(attention, kind)}: choose a divisor"
                 )
         shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
-        link = _link(arrangement, positions, cluster)
-        return sequence_cost(table, part, shape, attention.head_dim * element, link)
+        links, nodes = cluster.links, _nodes(arrangement, members, cluster)
+        if len(set(nodes)) == 1:
+            return sequence_cost(table, part, shape, attention.head_dim * element, links.inside)
+        head_bytes = attention.head_dim * element
+        return sequence_cost(table, part, shape, head_bytes, links.across, links.inside, nodes)
 
     llm = config.model.llm
     attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
     # The first stage speaks for all: stages take about equally long.
-    of_llm = cost(LLM, part_name(LLM, 0), attention, arrangement.llm.tp, range(arrangement.stage_size))
+    tp = arrangement.llm.tp
+    members = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
+    of_llm = cost(LLM, part_name(LLM, 0), attention, tp, members)
     out = {LLM: _llm_sharing(policies.llm_sp, arrangement, config.data.microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)
-        everyone = [position for slot in slots for position in slot]
-        own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], everyone)
+        own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], slots)
         out[name] = _encoder_sharing(policies.encoder_sp, encoder, len(slots), own)
     return out
 
@@ -97,13 +103,17 @@ def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
     return notes
 
 
-def _link(arrangement: Arrangement, positions: Sequence[int], cluster: Cluster) -> Link:
-    """What ranks at `positions` of a domain exchange over: if they are on several nodes, the link between."""
+def _nodes(arrangement: Arrangement, members: Sequence[Sequence[int]], cluster: Cluster) -> tuple[int, ...]:
+    """The node of each member, of which `members` give the positions in a domain: these exchange with those
+    of others at the same places. Members are on one node if they are in every domain.
+    """
+    places: list[list[int]] = [[] for _ in members]
     for domain in range(arrangement.num_domains):
-        ranks = arrangement.domain_ranks(domain)
-        if len(set(node_map([ranks[at] for at in positions], cluster.ranks_per_node))) > 1:
-            return cluster.links.across
-    return cluster.links.inside
+        nodes = node_map(arrangement.domain_ranks(domain), cluster.ranks_per_node)
+        for place, positions in zip(places, members, strict=True):
+            place += [nodes[at] for at in positions]
+    numbers: dict[tuple[int, ...], int] = {}
+    return tuple(numbers.setdefault(tuple(place), len(numbers)) for place in places)
 
 
 def _llm_sharing(policy: SharingPolicy, arrangement: Arrangement, budget: int, cost: SequenceCost) -> Sharing:

@@ -51,7 +51,8 @@ def best_build(
 def makespan_bounds(candidates: Degrees, times: Times, pool: Pool) -> Times:
     """What the makespan of each candidate [C, S] cannot be below; NEVER if it cannot be."""
     own = times[np.arange(len(times)), candidates - 1]
-    shared, sharing_ns = candidates > 1, pool.cost.sharing_ns
+    # Less than that nobody pays: what is on several nodes, pays more.
+    shared, sharing_ns = candidates > 1, (pool.cost.near if pool.node_size > 1 else pool.cost).sharing_ns
     slowest = (own + sharing_ns * shared).max(1)
     work = (own * candidates).sum(1) + sharing_ns * (candidates * shared).max(1)
     bounds: Times = np.where(slowest < NEVER, np.maximum(slowest, work // pool.num_members), NEVER)

@@ -5,10 +5,11 @@ Searches bounded by counts, of which the smallest predicted makespan wins:
 1. Candidate degrees for all sequences: for each of a row of target times the least that keep to it, powers
    of two, and those of DHP (`parallel.policies.dhp`) for a target below the best found so far. DHP's groups
    stand side by side; here ranks may belong to several.
-2. Even cuts of each candidate: shared sequences over the least loaded ranks, the slowest first; then whole
-   ones fill what is idle.
+2. Even cuts of each candidate: shared sequences over the least loaded ranks, the slowest first, and of one
+   node unless several let the makespan be less; then whole ones fill what is idle.
 3. Pouring: whole sequences first, then the costliest fill the ranks up to one level, cut where a rank is
-   full, so that no rank idles because a sequence needs a fraction of one.
+   full, so that no rank idles because a sequence needs a fraction of one. Each stays on a node that has room
+   for it, if one has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,8 @@ _MORE_POURED = 1  # sequences beyond the longest that are tried as poured ones
 @dataclass(frozen=True)
 class Case:
     """Sequences to place: `rows[s][k - 1]` times sequence s over k ranks, and `times` is the same with NEVER
-    where k ranks do not hold its tokens; `order` has the costliest first.
+    where k ranks do not hold its tokens; `order` has the costliest first. `apart` is as `rows`, of ranks on
+    several nodes, None where there is one link.
     """
 
     lengths: Sequence[int]
@@ -48,6 +50,7 @@ class Case:
     rows: Sequence[Sequence[int]]
     times: Times
     order: Sequence[int]
+    apart: Sequence[Sequence[int]] | None = None
 
 
 def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = False) -> SequenceLayout:
@@ -60,7 +63,8 @@ def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = Fals
         times[:, degrees & (degrees - 1) > 0] = NEVER
     rows = times.tolist()
     times = within_memory(lengths, times, pool)
-    case = Case(lengths, pool, rows, times, costliest_first(rows))
+    apart = degree_times(lengths, pool, apart=True).tolist() if len(pool.nodes) > 1 else None
+    case = Case(lengths, pool, rows, times, costliest_first(rows), apart)
     found = [_best_even(case)]
     if not powers_of_two:
         found.append(_best_poured(case, found[0].makespan if found[0] else NEVER))
@@ -96,14 +100,34 @@ def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:
     """Shared sequences, the slowest first, over the least loaded ranks; then the whole ones. None if tokens
     find no room, or if the makespan reaches `limit` before the whole ones are placed.
     """
-    build = Build(case.lengths, case.rows, case.pool)
+    build = Build(case.lengths, case.rows, case.pool, case.apart)
     degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
+    work = sum(row[degree - 1] * degree for row, degree in zip(case.rows, degrees.tolist(), strict=True))
     for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
-        emptiest = sorted(range(case.pool.num_members), key=build.ns.__getitem__)
-        build.share(number, sorted(emptiest[: degree_of[number]]))
+        ranks = _ranks_for(build, number, degree_of[number], work // case.pool.num_members)
+        build.share(number, sorted(ranks))
     if build.makespan >= limit or not build.fits:
         return None
     return build if build.place(s for s in case.order if s not in degree_of) else None
+
+
+def _ranks_for(build: Build, number: int, degree: int, mean: int) -> list[int]:
+    """The ranks that share a sequence: the least loaded of a node if that leaves the makespan as it is, or
+    below the mean that ranks reach anyhow, or no later than the least loaded of all; else these.
+    """
+    emptiest = sorted(range(build.pool.num_members), key=build.ns.__getitem__)
+    anywhere = emptiest[:degree]
+    if build.pool.on_one_node(anywhere):
+        return anywhere
+
+    def reached(ranks: Sequence[int]) -> int:
+        return build.ns[ranks[-1]] + build.shared_ns(number, ranks)
+
+    of_nodes = ([rank for rank in emptiest if rank in node] for node in map(set, build.pool.nodes))
+    inside = min((ranks[:degree] for ranks in of_nodes if len(ranks) >= degree), key=reached, default=None)
+    if inside is None or reached(inside) > max(reached(anywhere), build.makespan, mean):
+        return anywhere
+    return inside
 
 
 def _best_poured(case: Case, limit: int) -> Build | None:
@@ -130,7 +154,7 @@ def _best_poured(case: Case, limit: int) -> Build | None:
     if best is None:
         return None
     rooms = [least - pool.cost.sharing_ns - ns for ns in best.ns]
-    build = _timed(best, fill(amounts, rooms))
+    build = _timed(best, fill(amounts, rooms, pool.nodes))
     return build if build.fits else None
 
 
@@ -140,7 +164,9 @@ def _filled(case: Case) -> Build:
     assert pool.tokens_per_rank is not None, "without a limit, all sequences find room"
     units = {number: -(-length // pool.unit) for number, length in enumerate(case.lengths)}
     build = Build(case.lengths, case.rows, pool)
-    for number, parts in fill(units, [pool.tokens_per_rank // pool.unit] * pool.num_members).items():
+    for number, parts in fill(
+        units, [pool.tokens_per_rank // pool.unit] * pool.num_members, pool.nodes
+    ).items():
         build.pour(number, parts)
     if not build.fits:
         raise no_room(case.lengths, pool)
@@ -167,22 +193,37 @@ def level(loads: Sequence[int], amount: int, sharing_ns: int) -> int:
     return reached
 
 
-def fill(amounts: Mapping[int, int], rooms: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def fill(
+    amounts: Mapping[int, int], rooms: Sequence[int], nodes: Sequence[Sequence[int]] = ()
+) -> dict[int, list[tuple[int, int]]]:
     """Pour amounts into the ranks' rooms, the largest room first, going on in the next where one is full: the
     wrap-around rule (McNaughton, 1959). Returns (rank, amount) of each; a surplus goes to the last rank.
+
+    Of several `nodes`, each its ranks, an amount goes to the one with the least room that has enough, else to
+    one after the other from the one with the most. Ranks are filled as full, whichever the nodes.
     """
-    ranks = sorted(range(len(rooms)), key=lambda rank: -rooms[rank])
-    at, room = 0, rooms[ranks[0]]
+    free = list(rooms)
+    orders = [sorted(node, key=lambda rank: -rooms[rank]) for node in nodes or [range(len(rooms))]]
     parts: dict[int, list[tuple[int, int]]] = {}
-    for number, left in amounts.items():
-        parts[number] = [] if left else [(ranks[at], 1)]
-        while left:
-            while room <= 0 and at + 1 < len(ranks):
-                at += 1
-                room = rooms[ranks[at]]
-            take = min(left, room) if at + 1 < len(ranks) else left
-            parts[number].append((ranks[at], take))
-            left, room = left - take, room - take
+    for number, amount in amounts.items():
+        left = amount
+        room_of = [sum(max(0, free[rank]) for rank in order) for order in orders]
+        by_room = sorted(range(len(orders)), key=lambda node: (room_of[node] < left, room_of[node]))
+        if room_of[by_room[0]] < left:
+            by_room.reverse()
+        ranks = [rank for node in by_room for rank in orders[node]]
+        own: dict[int, int] = {}
+        for rank in ranks:
+            take = min(left, free[rank])
+            if take > 0:
+                own[rank] = take
+                left -= take
+        if left:
+            last = min(range(len(rooms)), key=lambda rank: (rooms[rank], -rank))
+            own[last] = own.get(last, 0) + left
+        for rank, take in own.items():
+            free[rank] -= take
+        parts[number] = list(own.items()) or [(ranks[0], 1)]
     return parts
 
 

@@ -18,6 +18,7 @@ from parallel.tilings import busier, compare
 
 Times = npt.NDArray[np.int64]
 Degrees = npt.NDArray[np.int64]
+Shares = tuple[tuple[tuple[int, int], ...], ...]
 NEVER = 2**46  # nanoseconds, 19 hours: what cannot be; sums of 2**16 of them stay in int64
 _SCALE = 1 << 14
 _REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding to rows is negligible there
@@ -44,16 +45,46 @@ class Pool:
         if self.tokens_per_rank is None or even <= self.tokens_per_rank:
             return self
         wider = replace(self, tokens_per_rank=even)
-        vars(wider)["shares"] = self.shares  # made once for a cost table
+        # Made once for a cost table.
+        vars(wider).update(shares=self.shares, shares_apart=self.shares_apart)
         return wider
 
     @cached_property
-    def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For even cuts over k ranks, `shares[k - 1]` lists each scheme that no other beats in both: the
-        slowest rank's part of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the
-        sequence.
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The members of each node, in the order of their first ones; one of all where there is one link."""
+        of_node: dict[int, list[int]] = {}
+        for member in range(self.num_members):
+            of_node.setdefault(self.cost.nodes[member] if self.cost.nodes else 0, []).append(member)
+        return tuple(map(tuple, of_node.values()))
+
+    def on_one_node(self, ranks: Sequence[int]) -> bool:
+        """Whether members are on one node, or there is one link."""
+        return len(self.nodes) == 1 or len({self.cost.nodes[rank] for rank in ranks}) == 1
+
+    @cached_property
+    def node_size(self) -> int:
+        """Members of the node that has the most: so many may share a sequence and leave no node."""
+        return max(map(len, self.nodes))
+
+    @cached_property
+    def shares(self) -> Shares:
+        """For even cuts over k ranks, of one node if one has so many, `shares[k - 1]` lists each scheme that
+        no other beats in both: the slowest rank's part of the attention in 1 / 2**14, and its exchange in
+        femtoseconds for a token of the sequence.
         """
-        return tuple(_scheme_shares(self.cost, degree) for degree in range(1, self.num_members + 1))
+        size = self.node_size
+        return tuple(
+            _scheme_shares(self.cost.near if degree <= size else self.cost.far, degree)
+            for degree in range(1, self.num_members + 1)
+        )
+
+    @cached_property
+    def shares_apart(self) -> Shares:
+        """The same where the ranks are on several nodes, if there are."""
+        if len(self.nodes) == 1:
+            return self.shares
+        few = tuple(_scheme_shares(self.cost.far, degree) for degree in range(1, self.node_size + 1))
+        return few + self.shares[self.node_size :]
 
 
 def make_pool(
@@ -85,14 +116,15 @@ def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ..
     return tuple(s for i, s in enumerate(ordered) if all(s[1] < other[1] for other in ordered[:i]))
 
 
-def degree_times(lengths: Sequence[int], pool: Pool) -> Times:
-    """Predicted nanoseconds [S, P] of the slowest rank when sequence s is cut evenly over 1 … P ranks.
+def degree_times(lengths: Sequence[int], pool: Pool, apart: bool = False) -> Times:
+    """Predicted nanoseconds [S, P] of the slowest rank when sequence s is cut evenly over 1 … P ranks, of one
+    node as far as one has so many; all are on several nodes if `apart`.
 
     Latency is apart, since a rank pays it once. NEVER where a sequence has fewer units than ranks.
     """
-    cost = pool.cost
-    most = max(map(len, pool.shares))
-    table = np.array([[*s, *[s[-1]] * (most - len(s))] for s in pool.shares], np.int64)  # [P, schemes, 2]
+    cost, shares = pool.cost, pool.shares_apart if apart else pool.shares
+    most = max(map(len, shares))
+    table = np.array([[*s, *[s[-1]] * (most - len(s))] for s in shares], np.int64)  # [P, schemes, 2]
     tokens = np.array(lengths, np.int64)[:, None]
     degrees = np.arange(1, pool.num_members + 1)
     pairs = tokens * (tokens + 1) // 2 if cost.shape.causal else tokens * tokens
@@ -145,25 +177,37 @@ def costliest_first(rows: Sequence[Sequence[int]]) -> list[int]:
 
 class Build:
     """A layout in the making, with predicted nanoseconds of each rank. `rows[s][k - 1]` times sequence s over
-    k ranks.
+    k ranks, of one node if one has so many, and `apart[s][k - 1]` over k ranks of several nodes.
     """
 
-    def __init__(self, lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        pool: Pool,
+        apart: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.lengths, self.rows, self.pool = lengths, rows, pool
+        self.apart = rows if apart is None else apart
         self.ns = [0] * pool.num_members
         self.tokens = [0] * pool.num_members
         self.placed: dict[int, int] = {}
         self.parts: dict[int, Sequence[tuple[int, int]]] = {}
-        self.sharing: set[int] = set()
+        self.latency: dict[int, int] = {}
 
     def share(self, number: int, ranks: Sequence[int]) -> None:
         """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
         self.pour(number, [(rank, 1) for rank in ranks])
+        spent, latency = self.shared_ns(number, ranks), self.pool.cost.over(ranks).sharing_ns
         for rank in ranks:
-            self.ns[rank] += self.rows[number][len(ranks) - 1]
-            if rank not in self.sharing:
-                self.ns[rank] += self.pool.cost.sharing_ns
-        self.sharing.update(ranks)
+            paid = self.latency.get(rank, 0)
+            self.ns[rank] += spent + max(0, latency - paid)
+            self.latency[rank] = max(paid, latency)
+
+    def shared_ns(self, number: int, ranks: Sequence[int]) -> int:
+        """What a sequence takes each of `ranks` that it is cut over evenly, latency apart."""
+        table = self.rows if self.pool.on_one_node(ranks) else self.apart
+        return table[number][len(ranks) - 1]
 
     def pour(self, number: int, parts: Sequence[tuple[int, int]]) -> None:
         """Cut a sequence in proportion to the weights of (rank, weight). Its time is not counted."""

@@ -61,7 +61,7 @@ def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     Every length is tried as the threshold of what is long, from the longest down. The search ends where the
     mean load of the ranks alone takes as long as the best layout found.
     """
-    rows = degree_times(lengths, pool).tolist()
+    rows = degree_times(lengths, pool, apart=True).tolist()  # over all nodes that there are
     order = costliest_first(rows)
     best: Build | None = None
     base, rest = 0, sum(row[0] for row in rows)
@@ -96,21 +96,26 @@ def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | N
     if not lengths:
         return SequenceLayout(pool.num_members, ())
     times = degree_times(lengths, pool)
-    rows = times.tolist()
+    rows, apart = times.tolist(), degree_times(lengths, pool, apart=True).tolist()
     candidates = power_degrees(lengths, pool, tokens_a_rank)
-    best = best_build(candidates, times, pool, partial(_aligned_blocks, lengths, rows, pool))
+    best = best_build(candidates, times, pool, partial(_aligned_blocks, lengths, rows, apart, pool))
     if best is None:
         raise no_room(lengths, pool)
     return best.layout()
 
 
 def _aligned_blocks(
-    lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool, degrees: Degrees, limit: int
+    lengths: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    apart: Sequence[Sequence[int]],
+    pool: Pool,
+    degrees: Degrees,
+    limit: int,
 ) -> Build | None:
     """Shared sequences, then the whole ones, of which none costs more. None if tokens find no room, or if the
     makespan reaches `limit` before the whole ones are placed.
     """
-    build = Build(lengths, rows, pool)
+    build = Build(lengths, rows, pool, apart)
     order, degree_of = costliest_first(rows), degrees.tolist()
     for number in order:
         degree = degree_of[number]

@@ -62,13 +62,25 @@ def test_a_layout_takes_each_rank_what_its_shards_say():
 
 
 def test_two_ranks_on_two_nodes_send_each_other_all_that_they_exchange():
-    cost = planner(16, 16, "dynamic").sharing["llm"].cost
+    cost = planner(16, 16, "dynamic").sharing["llm"].cost.far
     layout = SequenceLayout(2, ((Shard(0, 0, 600), Shard(1, 600, 600)), (Shard(1, 0, 50),)))
     apart = time_layout(layout, cost, [0, 1], np.full(2, EVEN))
     # A transfer is timed by the busier direction of a rank, which here sends as much as the other receives.
     assert apart.across_bytes > 0
     moved = cost.link.bytes_per_s * (apart.exchange - cost.sharing_ns).sum() / 1e9
     assert moved / 2 <= apart.across_bytes <= moved
+
+
+def test_ranks_share_over_the_links_of_the_nodes_that_they_are_on():
+    for domain, nodes in ((8, ()), (16, (0,) * 8 + (1,) * 8), (12, (0,) * 4 + (1,) * 4 + (2,) * 4)):
+        own = planner(2 * domain, domain, "dynamic")
+        links = own.transport.links
+        for name in ("llm", "image"):
+            cost = own.sharing[name].cost
+            # Of domains of 12, the second begins in the middle of a node: four and four stay together in all.
+            assert cost.nodes == nodes
+            assert cost.link == (links.across if nodes else links.inside)
+            assert cost.inside == (links.inside if nodes else None)
 
 
 def test_costs_that_all_double_change_no_ratio_but_that_of_exchanges():

@@ -33,7 +33,7 @@ from parallel.tiles import AttentionShape, Volume, attention_work, exchange_volu
 POLICIES = own(SharingPolicy)
 
 # so400m and llama3_1b by `cluster=h100_8x8`, in bf16.
-LINK = Link(15_000, 50 * 10**9)
+LINK, INSIDE = Link(15_000, 50 * 10**9), Link(8_000, 450 * 10**9)
 VIT = SequenceCost(AttentionShape(16, 16), 27, 1_874_199_555, 279_555, 144, LINK)
 LLM = SequenceCost(AttentionShape(32, 8, causal=True), 16, 5_553_294_308, 294_510, 128, LINK)
 COSTS = {"vit": VIT, "llm": LLM}
@@ -58,8 +58,10 @@ lengths_of = st.lists(st.integers(0, 60) | st.integers(0, 100_000), max_size=12)
 
 @st.composite
 def pools(draw) -> Pool:
-    cost = draw(st.sampled_from([VIT, LLM]))
-    return make_pool(cost, draw(st.integers(1, 9)), draw(st.sampled_from([1, 4, 64])))
+    cost, members = draw(st.sampled_from([VIT, LLM])), draw(st.integers(1, 9))
+    if size := draw(st.sampled_from([0, 1, 2, 4])):
+        cost = replace(cost, inside=INSIDE, nodes=tuple(member // size for member in range(members)))
+    return make_pool(cost, members, draw(st.sampled_from([1, 4, 64])))
 
 
 # What every policy promises.
@@ -107,11 +109,13 @@ def test_dynamic_finds_room_in_pools_that_are_nearly_full(seed):
         shard_none(lengths, make_pool(VIT, 64, 4, max(lengths) - 1))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([1, 4]))
 def test_dynamic_fails_only_where_units_outnumber_room(lengths, num_ranks, unit):
     units = sum(-(-length // unit) for length in lengths)
-    layout = shard_dynamic(lengths, make_pool(VIT, num_ranks, unit, -(-units // num_ranks) * unit))
-    assert layout.lengths == tuple(lengths)
+    for cost in (VIT, replace(VIT, inside=INSIDE, nodes=(0, 0, 1, 1, 1)[:num_ranks])):
+        layout = shard_dynamic(lengths, make_pool(cost, num_ranks, unit, -(-units // num_ranks) * unit))
+        assert layout.lengths == tuple(lengths)
     if units > num_ranks:
         with pytest.raises(ValueError, match="tokens_per_rank"):
             shard_dynamic([unit] * units, make_pool(VIT, num_ranks, unit, (units - 1) // num_ranks * unit))
