@@ -102,14 +102,14 @@ def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) 
         given, taken = _best_exchange(mine[high], sorted(mine[low]), beyond[high] - beyond[low])
         if given is None:
             break
-        for number, before, after in ((given, high, low), (taken, low, high)):
-            if number is not None:
-                quantum = costs[number], number
-                mine[before].remove(quantum)
-                mine[after].append(quantum)
-                beyond[before] -= costs[number]
-                beyond[after] += costs[number]
-                dealt[number] = after
+        for moved, before, after in ((given, high, low), (taken, low, high)):
+            if moved is None:
+                continue
+            mine[before].remove((costs[moved], moved))
+            mine[after].append((costs[moved], moved))
+            beyond[before] -= costs[moved]
+            beyond[after] += costs[moved]
+            dealt[moved] = after
     return dealt
 
 
@@ -119,11 +119,13 @@ def _best_exchange(
     """The quantum to give and the one to take for it, if any, that leave least of a `gap` between two slots;
     quanta of the `low` one ascend.
     """
-    best, least = (None, None), gap
+    best: tuple[int | None, int | None] = (None, None)
+    least = gap
     for cost, given in high:
         # What is best to take leaves the difference at half of the gap.
         at = bisect(low, (cost - gap // 2, 0))
-        for other, taken in ((0, None), *low[max(0, at - 1) : at + 1]):
+        taking: list[tuple[int, int | None]] = [(0, None), *low[max(0, at - 1) : at + 1]]
+        for other, taken in taking:
             left = abs(gap - 2 * (cost - other))
             if left < least:
                 best, least = (given, taken), left
