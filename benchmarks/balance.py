@@ -2,7 +2,7 @@
 
     python benchmarks/balance.py [--quick] [--trace longtail,mine.parquet] [--ranks 8,64,512,4096]
         [--policy none,lpt] [--sharing none,dynamic] [--domains 1,8,64] [--groups 1,256] [--samples 16]
-        [--deal by_cost] [--seeds 20]
+        [--deal by_cost] [--seeds 20] [--jobs 2]
 
 A model of 1 B with a ViT of 0.4 B (llama3_1b_so400m, tp=pp=1) on `cluster=h100_8x8`, 16 samples a rank, full
 attention over whole images, videos and recordings, which the ViT takes all alike. Every registered policy of
@@ -35,8 +35,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +50,7 @@ from dataloader.trace import generate, read_trace
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.balance_score import Step, divide_group, groups_of, place_domain, without_bounds
-from omni.planning.balance_table import TITLES, Row, choices, row_of, text_of
+from omni.planning.balance_table import TITLES, Row, choices, scored, text_of
 from omni.planning.planner import Planner
 from parallel.policies import SharingPolicy
 from parallel.policy import registered
@@ -101,11 +104,39 @@ def plan_ms(planner: Planner, step: Step) -> float:
 
 
 def line(title: str, ranks: int, row: Row, planning: float) -> dict[str, Any]:
-    """A line of the table, printed and returned."""
-    print(f"{title:14} {ranks:5} {text_of(row)} {planning:8.1f}", flush=True)
+    """A line of the table: as text, and its figures."""
     figures = {key: round(value, 4) for key, value in asdict(row.planned).items()}
     off = round(row.off.overlapped, 4)
-    return {"trace": title, "ranks": ranks, **asdict(row.choice), **figures, "off": off, "plan_ms": planning}
+    return {
+        "text": f"{title:14} {ranks:5} {text_of(row)} {planning:8.1f}",
+        "trace": title, "ranks": ranks, **asdict(row.choice), **figures, "off": off, "plan_ms": planning,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process scores of the table: a size of domains on a trace, by all else that was asked for."""
+
+    ranks: int
+    trace: str
+    domain: int
+    asked: argparse.Namespace
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Score every choice, those that leave the same step once."""
+        asked, count, found = self.asked, self.asked.samples * self.ranks, []
+        config = configure(count, asked.deal)
+        for title, metas in steps_of(self.trace, count):
+            sizes = [self.domain], asked.groups
+            every = choices(config, self.ranks, metas, asked.policy, asked.sharing, *sizes)
+            for row, planner, step in scored(every):
+                found.append(line(title, self.ranks, row, plan_ms(planner, step)))
+        return found
+
+
+def lines_of(part: Part) -> list[dict[str, Any]]:
+    """Score a part of the table, in a process of its own."""
+    return part.lines()
 
 
 def domains_for(ranks: int, asked: Sequence[int] | None) -> list[int]:
@@ -129,20 +160,33 @@ def gain_of_groups(lines: Sequence[dict[str, Any]], policy: str) -> Iterator[tup
             yield f"{trace}, {ranks} ranks", round(gain, 3)
 
 
-def worse_than_none(policies: Sequence[str], seeds: int, ranks: int, deal: str) -> Iterator[str]:
-    """Say where a policy is above `none` in the mean of all seeds."""
+Where = tuple[str, str, int, str, str]
+"""A trace, who shares, a size of domains, a column, a policy."""
+
+
+def columns_of(seed: int, policies: Sequence[str], ranks: int, deal: str) -> dict[Where, float]:
+    """The columns that policies are compared with `none` in, for a seed."""
+    found = {}
     config = configure(16 * ranks, deal)
-    sums: dict[tuple[str, str, int, str, str], float] = {}
-    for seed in range(seeds):
-        for name in TRACES[1:]:
-            for title, metas in steps_of(name, 16 * ranks, seed):
-                for each in choices(config, ranks, metas, policies, SEED_SHARING, SEED_DOMAINS, [16]):
-                    row = row_of(*each)
-                    of, choice = row.planned, row.choice
-                    found = {column: getattr(of, column) for column in COLUMNS} | {"off": row.off.overlapped}
-                    for column, value in found.items():
-                        key = (title, choice.sharing, choice.domain, column, choice.policy)
-                        sums[key] = sums.get(key, 0.0) + value / seeds
+    for name in TRACES[1:]:
+        for title, metas in steps_of(name, 16 * ranks, seed):
+            every = choices(config, ranks, metas, policies, SEED_SHARING, SEED_DOMAINS, [16])
+            for row, _, _ in scored(every):
+                of, choice = row.planned, row.choice
+                values = {column: getattr(of, column) for column in COLUMNS} | {"off": row.off.overlapped}
+                for column, value in values.items():
+                    found[title, choice.sharing, choice.domain, column, choice.policy] = value
+    return found
+
+
+def worse_than_none(
+    policies: Sequence[str], seeds: int, ranks: int, deal: str, many: Callable[..., Any]
+) -> Iterator[str]:
+    """Say where a policy is above `none` in the mean of all seeds; `many` maps as `map` does."""
+    sums: dict[Where, float] = {}
+    for found in many(partial(columns_of, policies=policies, ranks=ranks, deal=deal), range(seeds)):
+        for key, value in found.items():
+            sums[key] = sums.get(key, 0.0) + value / seeds
     for (*where, policy), value in sums.items():
         if value > TIE * sums[(*where, "none")]:
             title, sharing, domain, column = where
@@ -196,6 +240,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deal", default="by_length", choices=registered(DealPolicy.group))
     parser.add_argument("--samples", type=int, default=16, help="of a rank")
     parser.add_argument("--seeds", type=int, default=20, help="of the comparison with none; 0: leave it out")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that score; planning times them apart")
     parser.add_argument("--quick", action="store_true", help="8 and 64 ranks, domains of 1 and 8, 4 seeds")
     found = parser.parse_args()
     if found.quick:
@@ -206,22 +251,27 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Score, print, judge."""
     asked = arguments()
-    lines: list[dict[str, Any]] = []
     default = configure(1).balance.policy
+    parts = [
+        Part(ranks, name, domain, asked)
+        for ranks in asked.ranks
+        for name in asked.trace
+        for domain in domains_for(ranks, asked.domains)
+    ]
+    lines: list[dict[str, Any]] = []
+    problems: list[str] = []
     print(f"{'trace':14} {'ranks':>5} {TITLES} {'plan ms':>8}")
-    for ranks in asked.ranks:
-        config = configure(asked.samples * ranks, asked.deal)
-        for name in asked.trace:
-            for title, metas in steps_of(name, asked.samples * ranks):
-                sizes = domains_for(ranks, asked.domains), asked.groups
-                for each in choices(config, ranks, metas, asked.policy, asked.sharing, *sizes):
-                    _, planner, step = each
-                    lines.append(line(title, ranks, row_of(*each), plan_ms(planner, step)))
-    gains = dict(gain_of_groups(lines, default))
-    problems = list(missed(lines, gains, default))
-    if asked.seeds and "none" in asked.policy:
-        for ranks in SEED_RANKS:
-            problems += worse_than_none(asked.policy, asked.seeds, ranks, asked.deal)
+    with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as workers:
+        many = map if asked.jobs == 1 else workers.map
+        for found in many(lines_of, parts):
+            for of in found:
+                print(of.pop("text"), flush=True)
+            lines += found
+        gains = dict(gain_of_groups(lines, default))
+        problems += missed(lines, gains, default)
+        if asked.seeds and "none" in asked.policy:
+            for ranks in SEED_RANKS:
+                problems += worse_than_none(asked.policy, asked.seeds, ranks, asked.deal, many)
     for problem in problems:
         print(f"missed: {problem}")
     result = {"rows": lines, "gain_of_groups": gains, "default": default}

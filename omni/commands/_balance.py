@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from dataloader.balance import BalancePolicy
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.planning.balance_table import TITLES, best, choices, row_of, text_of
+    from omni.planning.balance_table import TITLES, best, choices, scored, text_of
     from omni.planning.layouts import planned_ranks, resolve_layout
     from parallel.policy import registered
 
@@ -71,10 +71,12 @@ def run(args: argparse.Namespace) -> int:
     step: Step | None = None
     print(TITLES)
     with signs_of_life(lambda: f"{len(rows)} rows"):
-        for choice, planner, step in choices(config, ranks, trace, policies, sharings, domains, _GROUPS):
-            if choice.domain > 1 or choice.sharing == "none":
-                rows.append(row_of(choice, planner, step))
-                print(text_of(rows[-1]), flush=True)
+        every = choices(config, ranks, trace, policies, sharings, domains, _GROUPS)
+        tried = (each for each in every if each[0].domain > 1 or each[0].sharing == "none")
+        for row, _, taken in scored(tried):
+            rows.append(row)
+            step = taken
+            print(text_of(row), flush=True)
     assert step is not None
     for text in suggestion(best(rows)):
         print(text)

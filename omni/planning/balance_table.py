@@ -1,6 +1,6 @@
 """Many choices of policies and sizes scored on the same samples: the table, and which of them to suggest."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
@@ -91,6 +91,20 @@ def row_of(choice: Choice, planner: Planner, step: Step) -> Row:
     """Score a choice."""
     planned, off = score_step(planner, step, [as_planned(step.metas), perturbed(step.metas, OFF, SEED)])
     return Row(choice, planned, off)
+
+
+def scored(found: Iterable[tuple[Choice, Planner, Step]]) -> Iterator[tuple[Row, Planner, Step]]:
+    """Score every choice, those that cannot but leave the same step once."""
+    known: dict[tuple[bool | str, ...], Row] = {}
+    for choice, planner, step in found:
+        shares = any(of.num_members > 1 for of in planner.sharing.values())
+        within = planner.sharing[planner.llm].policy.within_replica
+        # In a group of one domain only which replica takes a sample is open, if that matters.
+        decides = choice.group > 1 or (planner.arrangement.replicas > 1 and within)
+        key = (str(choice.domain), str(choice.group), decides and choice.policy, shares and choice.sharing)
+        row = known.get(key) or row_of(choice, planner, step)
+        known[key] = row
+        yield replace(row, choice=choice), planner, step
 
 
 def best(rows: Sequence[Row]) -> Row:

@@ -20,7 +20,7 @@ from omni.planning.balance_score import (
     step_of,
     time_layout,
 )
-from omni.planning.balance_table import Choice, Row, best, choices, planner_of
+from omni.planning.balance_table import Choice, Row, best, choices, planner_of, row_of, scored
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from parallel.schemes import rank_times
@@ -143,6 +143,18 @@ def test_no_step_is_below_its_bound_and_exchanges_in_turn_take_no_less():
         assert min(found.encoder, found.llm) >= 1
         rows += 1
     assert rows == 12, "in domains of 16 there is one group"
+
+
+def test_choices_scored_once_leave_the_same_step():
+    config, trace = configure(8), generate("longtail", 64, 5)
+    every = list(choices(config, 8, trace, ["none", "lpt"], ["none", "dynamic"], [1, 4], [1, 8]))
+    rows = [row for row, _, _ in scored(iter(every))]
+    assert [row.choice for row in rows] == [choice for choice, _, _ in every]
+    assert [(row.planned, row.off) for row in rows] == [
+        (row.planned, row.off) for row in (row_of(*each) for each in every)
+    ]
+    # Alone, one rank has nobody to share with, and four that share all leave no policy anything to decide.
+    assert len({id(row.planned) for row in rows}) == 10 < len(rows) == 16
 
 
 def test_the_smallest_domain_near_the_best_is_chosen():
