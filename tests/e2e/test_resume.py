@@ -121,7 +121,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     ]
     reached = steps_of(run)[-1]
     good = max(int(name.removeprefix("step_")) for name in checkpoints(run))
-    assert 20 <= good < STEPS
+    assert 10 <= good < STEPS  # that of step 20 may not be written yet
     # What a save that was cut short leaves: it must not shadow the good one.
     stray = run / "checkpoints" / "step_00000059"
     stray.mkdir()

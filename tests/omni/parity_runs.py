@@ -31,6 +31,8 @@ LINE = (
     # The narrowest choice of an expert is 1e-4 wide: rounding cannot change it.
     "train.seed=15",
     f"train.steps={STEPS}",
+    # Alike packs would leave no microbatch without items.
+    "pairing=in_order",
     # With links that cost nothing it pays to share even sequences as short as these.
     "cluster.link_latency_ns=0",
     "cluster.node_link_latency_ns=0",

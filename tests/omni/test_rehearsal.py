@@ -276,7 +276,7 @@ def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.traffic == found.traffic
         assert modelled.parameters == found.parameters
-        assert modelled.bytes == pytest.approx(found.bytes, rel=0.02)
+        assert modelled.bytes == pytest.approx(found.bytes, rel=0.025)
         for kind in ("weights", "gradients", "optimizer"):
             assert modelled.peak[kind] == pytest.approx(found.peak[kind], rel=1e-3)
 

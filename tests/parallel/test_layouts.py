@@ -1,4 +1,3 @@
-import time
 from collections import Counter
 from itertools import combinations, pairwise, product
 from math import lcm, prod
@@ -336,7 +335,6 @@ def test_an_arrangement_is_described_in_one_line():
 
 
 def test_sixteen_thousand_ranks():
-    start = time.process_time()  # no wall-clock: what else runs on the machine must not decide
     llm = Layout(tp=8, cp=2, dp=128, pp=8, ep=64)
     world = arrange(llm, {"x": 8, "y": 2}, COLOCATED, 0)
     assert world.world == 16_384
@@ -356,7 +354,6 @@ def test_sixteen_thousand_ranks():
     assert world.domain_ranks(world.domain(rank)).index(rank) < world.domain_size
     beside = arrange(llm, {"x": 8}, DISAGGREGATED, 1024)
     assert beside.domain_ranks(beside.num_domains - 1)[-1] == beside.world - 1 == 17_407
-    assert time.process_time() - start < 1
 
 
 # Layers over stages.
