@@ -2,7 +2,7 @@
 
     python benchmarks/balance.py [--quick] [--trace longtail,mine.parquet] [--ranks 8,64,512,4096]
         [--policy none,lpt] [--sharing none,dynamic] [--domains 1,8,64] [--groups 1,256] [--samples 16]
-        [--deal by_cost] [--seeds 20] [--jobs 2]
+        [--deal by_length] [--seeds 20] [--jobs 2]
 
 A model of 1 B with a ViT of 0.4 B (llama3_1b_so400m, tp=pp=1) on `cluster=h100_8x8`, 16 samples a rank, full
 attention over whole images, videos and recordings, which the ViT takes all alike. Every registered policy of
@@ -67,13 +67,15 @@ MOST, NEAR_BEST, OF_GLOBAL, TIE = 1.08, 1.02, 0.95, 1.001
 SEED_RANKS, SEED_SHARING, SEED_DOMAINS = (8, 64), ("none", "dynamic"), (1, 8)
 
 
-def configure(samples: int, deal: str = "by_length") -> Config:
-    """The model and the cluster that samples are scored with; a sample of 131,072 tokens is not too long."""
+def configure(samples: int, deal: str | None = None) -> Config:
+    """The model and the cluster that samples are scored with, dealt to groups as told or by the default; a
+    sample of 131,072 tokens is not too long.
+    """
     return compose_config(
         [
             "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "data.microbatch_tokens=131072",
             "train.steps=1", "train.precision=bf16", "data.step_tokens=null", f"data.step_samples={samples}",
-            "+data.sources.trace.path=none", f"deal={deal}",
+            "+data.sources.trace.path=none", *([f"deal={deal}"] if deal else []),
         ]
     )  # fmt: skip
 
@@ -164,7 +166,7 @@ Where = tuple[str, str, int, str, str]
 """A trace, who shares, a size of domains, a column, a policy."""
 
 
-def columns_of(seed: int, policies: Sequence[str], ranks: int, deal: str) -> dict[Where, float]:
+def columns_of(seed: int, policies: Sequence[str], ranks: int, deal: str | None) -> dict[Where, float]:
     """The columns that policies are compared with `none` in, for a seed."""
     found = {}
     config = configure(16 * ranks, deal)
@@ -180,7 +182,7 @@ def columns_of(seed: int, policies: Sequence[str], ranks: int, deal: str) -> dic
 
 
 def worse_than_none(
-    policies: Sequence[str], seeds: int, ranks: int, deal: str, many: Callable[..., Any]
+    policies: Sequence[str], seeds: int, ranks: int, deal: str | None, many: Callable[..., Any]
 ) -> Iterator[str]:
     """Say where a policy is above `none` in the mean of all seeds; `many` maps as `map` does."""
     sums: dict[Where, float] = {}
@@ -237,7 +239,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sharing", type=_names, default=sharing)
     parser.add_argument("--domains", type=_numbers)
     parser.add_argument("--groups", type=_numbers, default=list(GROUPS), help="in ranks")
-    parser.add_argument("--deal", default="by_length", choices=registered(DealPolicy.group))
+    parser.add_argument(
+        "--deal", choices=registered(DealPolicy.group), help="as the default system, if not given"
+    )
     parser.add_argument("--samples", type=int, default=16, help="of a rank")
     parser.add_argument("--seeds", type=int, default=20, help="of the comparison with none; 0: leave it out")
     parser.add_argument("--jobs", type=int, default=1, help="processes that score; planning times them apart")

@@ -1,7 +1,7 @@
 """Compose the plan of a step, level by level: pure, from metadata to op lists.
 
     stream      which samples, up to the step's budget                          (the world's level)
-    deal        samples → groups of domains, by length or cost
+    deal        samples → groups of domains, if there are several, by length or cost
     balance     samples of a group → its domains, and those of each → its replicas, by cost      (a group's)
     domain      everything that the ranks of a domain do together: `domain_planner.py`         (a domain's)
 
@@ -107,6 +107,8 @@ class Planner(DomainPlanner):
 
     def groups_of(self, taken: Taken) -> list[int]:
         """Return the number of the group that each sample of a step goes to."""
+        if self.num_groups == 1:
+            return [0] * len(taken)  # without looking up what samples cost
         num_domains = self.arrangement.num_domains
         sizes = [len(range(*self._group_of(first))) for first in range(0, num_domains, self.group_size)]
         deal = self.policies.deal

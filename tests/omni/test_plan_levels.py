@@ -134,6 +134,14 @@ def test_dealing_by_cost_is_given_what_samples_cost():
     assert encoders.any()
 
 
+def test_nobody_is_asked_who_gets_what_where_there_is_one_group():
+    planning = planner(4, 2, budget=LONG_STEP)
+    refuse = DealPolicy("refuse", lambda work, sizes: [], by_cost=True)
+    policies = replace(planning.policies, deal=refuse)
+    plan = replace(planning, policies=policies, group_size=4).next_step(1, 0, 0)
+    assert len(plan.taken) == sum(len(of) for own in plan.group.replicas for of in own)
+
+
 def test_in_groups_of_one_domain_no_sample_moves_beyond_dealing():
     for balance in (NONE, LPT):
         changes = {"budget": LONG_STEP, "policies": policies_of(balance, ENCODE_FIRST), "group_size": 1}
