@@ -6,10 +6,10 @@
 
 A model of 1 B with a ViT of 0.4 B (llama3_1b_so400m, tp=pp=1) on `cluster=h100_8x8`, 16 samples a rank, full
 attention over whole images, videos and recordings, which the ViT takes all alike. Every registered policy of
-balance, sequences shared by `dynamic` and by `dhp`, if that is registered, and by none; domains of 1 to 64
-ranks (of 1, 8 and 64 from 4,096 ranks on); samples reordered in groups of one domain (not at all), of 256
-ranks (the default) and of all. Without sharing (`none`) items spread whole over the domain's ranks, and
-sequences stay on their rank. The columns, sizes of domains in ranks, of groups in domains:
+balance, sequences shared by `dynamic`, by `dhp` and by none; domains of 1 to 64 ranks (of 1, 8 and 64 from
+4,096 ranks on); samples reordered in groups of one domain (not at all), of 256 ranks (the default) and of
+all. Without sharing (`none`) items spread whole over the domain's ranks, and sequences stay on their rank.
+The columns, sizes of domains in ranks, of groups in domains:
 
     encoder, llm    the slowest rank's phase, its exchanges overlapped, over the mean of the phase's work
     step            both slowest phases together over the mean work of both, exchanges overlapped
@@ -52,7 +52,6 @@ from omni.config import Config
 from omni.planning.balance_score import Step, divide_group, groups_of, place_domain, without_bounds
 from omni.planning.balance_table import TITLES, Row, choices, scored, text_of
 from omni.planning.planner import Planner
-from parallel.policies import SharingPolicy
 from parallel.policy import registered
 
 TRACES = ("balanced", "longtail", "shift")
@@ -232,11 +231,10 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     known = registered(BalancePolicy.group)
-    sharing = [name for name in SHARING if name in registered(SharingPolicy.group)]
     parser.add_argument("--trace", type=_names, default=list(TRACES), help="names of traces, or files")
     parser.add_argument("--ranks", type=_numbers, default=list(SIZES), help="of the table; empty: none")
     parser.add_argument("--policy", type=_names, default=known, help=f"of {', '.join(known)}")
-    parser.add_argument("--sharing", type=_names, default=sharing)
+    parser.add_argument("--sharing", type=_names, default=list(SHARING))
     parser.add_argument("--domains", type=_numbers)
     parser.add_argument("--groups", type=_numbers, default=list(GROUPS), help="in ranks")
     parser.add_argument(

@@ -1,5 +1,9 @@
-"""DHP's degrees (Niu et al., 2026, arXiv 2602.21788, its two stages): sequences are packed into atomic groups
-for a target time, and a dynamic program over groups × ranks gives the groups their degrees.
+"""DHP (Niu et al., 2026, arXiv 2602.21788), its two stages: sequences are packed into atomic groups that keep
+to the memory and to a target time, and a dynamic program over groups × ranks gives the groups their degrees,
+any integers. As a policy, groups stand side by side on ranks of their own; `dynamic` takes the degrees alone.
+
+A departure: ranks here may have no bound on tokens, and all sequences would then be one group, so the packing
+keeps to a target time as well, which is searched for.
 """
 
 from bisect import bisect_left, insort
@@ -9,7 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel.policies.degrees import makespan_floor
-from parallel.policies.pool import NEVER, Degrees, Pool, Times
+from parallel.policies.filled import filled
+from parallel.policies.pool import (
+    NEVER,
+    Build,
+    Degrees,
+    Pool,
+    Times,
+    costliest_first,
+    degree_times,
+    within_memory,
+)
+from parallel.sequence import SequenceLayout
 
 _HALVINGS = 4  # of the range in which the target time is searched
 
@@ -22,9 +37,64 @@ class Group:
     degree: int
 
 
+def shard_dhp(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """DHP's groups side by side: each has ranks of its own, and all its sequences evenly over these.
+
+    A group is on one node if one has ranks left for it. Where the search finds no target time, or where cuts
+    at units leave a rank more tokens than it may hold, sequences stay whole, the costliest first on the least
+    loaded rank with room; where they find none, ranks are filled with tokens one after the other. No
+    guarantee on the time: ranks idle where groups are uneven, as in the original. O(S log S + G · P²) of S
+    sequences in G groups over P ranks, the former up to four times.
+    """
+    if not lengths:
+        return SequenceLayout(pool.num_members, ())
+    times = degree_times(lengths, pool)
+    rows = times.tolist()
+    groups = dhp_groups(lengths, within_memory(lengths, times, pool), pool)
+    if groups is not None:
+        build = Build(lengths, rows, pool)
+        for group, ranks in zip(groups, side_by_side([of.degree for of in groups], pool.nodes), strict=True):
+            for number in group.members:
+                build.pour(number, [(rank, 1) for rank in ranks])
+        if build.fits:
+            return build.layout()
+    whole = Build(lengths, rows, pool)
+    return (whole if whole.place(costliest_first(rows)) else filled(lengths, rows, pool)).layout()
+
+
+def side_by_side(degrees: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Ranks of their own for groups of so many, ascending; there are enough of them on the `nodes`.
+
+    The largest groups choose first: the node with the fewest ranks left that are enough, else all of the node
+    with the most, and so on with the rest.
+    """
+    left = [list(node) for node in nodes]
+    chosen: list[list[int]] = [[] for _ in degrees]
+    for number in sorted(range(len(degrees)), key=lambda g: -degrees[g]):
+        own = chosen[number]
+        while missing := degrees[number] - len(own):
+            roomy = [node for node in left if len(node) >= missing]
+            node = min(roomy, key=len) if roomy else max(left, key=len)
+            own += node[:missing]
+            del node[:missing]
+        own.sort()
+    return chosen
+
+
 def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = NEVER) -> Degrees | None:
-    """Degrees of groups packed for the least target time below `limit` that lets them stand side by side on
-    the ranks, found by halving, then spread by the dynamic program. None if the search finds no such time.
+    """The degree of each sequence's group, or None: `dhp_groups`."""
+    groups = dhp_groups(lengths, times, pool, limit)
+    if groups is None:
+        return None
+    degrees = np.ones(len(lengths), np.int64)
+    for group in groups:
+        degrees[list(group.members)] = group.degree
+    return degrees
+
+
+def dhp_groups(lengths: Sequence[int], times: Times, pool: Pool, limit: int = NEVER) -> list[Group] | None:
+    """Groups packed for the least target time below `limit` that lets them stand side by side on the ranks,
+    found by halving, then spread by the dynamic program. None if the search finds no such time.
 
     `times[s, k - 1]` is the time of sequence s over k ranks, NEVER where they do not hold its tokens.
     """
@@ -45,13 +115,11 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = N
         return None
     of_group = np.stack([times[list(group.members)].sum(0) for group in groups])
     of_group[:, 1:] += pool.cost.sharing_ns
-    # On fewer ranks than it was packed for, a group misses its target or a member its memory (NEVER).
-    chosen = allocate_ranks(np.minimum(of_group, NEVER))
+    tokens = [sum(lengths[number] for number in group.members) for group in groups]
+    # Of fewer ranks than a group was packed for, one alone may be quicker, since nobody is waited for there.
+    chosen = allocate_ranks(within_memory(tokens, np.minimum(of_group, NEVER), pool))
     assert chosen is not None, "the degrees of the groups fit side by side"
-    degrees = np.ones(len(lengths), np.int64)
-    for group, degree in zip(groups, chosen, strict=True):
-        degrees[list(group.members)] = degree
-    return degrees
+    return [Group(group.members, degree) for group, degree in zip(groups, chosen, strict=True)]
 
 
 def pack_groups(

@@ -20,6 +20,7 @@ import numpy as np
 
 from parallel.policies.degrees import best_build, makespan_floor, power_degrees
 from parallel.policies.dhp import dhp_degrees
+from parallel.policies.filled import fill, filled
 from parallel.policies.pool import (
     NEVER,
     Build,
@@ -28,7 +29,6 @@ from parallel.policies.pool import (
     Times,
     costliest_first,
     degree_times,
-    no_room,
     within_memory,
 )
 from parallel.schemes import rank_times
@@ -69,7 +69,7 @@ def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = Fals
     if not powers_of_two:
         found.append(_best_poured(case, found[0].makespan if found[0] else NEVER))
     builds = [build for build in found if build is not None]
-    best = min(builds, key=lambda build: build.makespan) if builds else _filled(case)
+    best = min(builds, key=lambda build: build.makespan) if builds else filled(lengths, rows, pool)
     return best.layout()
 
 
@@ -158,21 +158,6 @@ def _best_poured(case: Case, limit: int) -> Build | None:
     return build if build.fits else None
 
 
-def _filled(case: Case) -> Build:
-    """Ranks filled with tokens one after the other: where memory leaves no choice, it is this or nothing."""
-    pool = case.pool
-    assert pool.tokens_per_rank is not None, "without a limit, all sequences find room"
-    units = {number: -(-length // pool.unit) for number, length in enumerate(case.lengths)}
-    build = Build(case.lengths, case.rows, pool)
-    for number, parts in fill(
-        units, [pool.tokens_per_rank // pool.unit] * pool.num_members, pool.nodes
-    ).items():
-        build.pour(number, parts)
-    if not build.fits:
-        raise no_room(case.lengths, pool)
-    return build
-
-
 def _amount(row: Sequence[int], mean: int) -> int:
     """Nanoseconds over all ranks of a sequence that is cut over about as many as its time needs."""
     degree = max(1, min(len(row), max(2, -(-row[0] // max(1, mean)))))
@@ -191,40 +176,6 @@ def level(loads: Sequence[int], amount: int, sharing_ns: int) -> int:
         if count < len(ordered) and reached <= ordered[count] + sharing_ns:
             break
     return reached
-
-
-def fill(
-    amounts: Mapping[int, int], rooms: Sequence[int], nodes: Sequence[Sequence[int]] = ()
-) -> dict[int, list[tuple[int, int]]]:
-    """Pour amounts into the ranks' rooms, the largest room first, going on in the next where one is full: the
-    wrap-around rule (McNaughton, 1959). Returns (rank, amount) of each; a surplus goes to the last rank.
-
-    Of several `nodes`, each its ranks, an amount goes to the one with the least room that has enough, else to
-    one after the other from the one with the most. Ranks are filled as full, whichever the nodes.
-    """
-    free = list(rooms)
-    orders = [sorted(node, key=lambda rank: -rooms[rank]) for node in nodes or [range(len(rooms))]]
-    parts: dict[int, list[tuple[int, int]]] = {}
-    for number, amount in amounts.items():
-        left = amount
-        room_of = [sum(max(0, free[rank]) for rank in order) for order in orders]
-        by_room = sorted(range(len(orders)), key=lambda node: (room_of[node] < left, room_of[node]))
-        if room_of[by_room[0]] < left:
-            by_room.reverse()
-        ranks = [rank for node in by_room for rank in orders[node]]
-        own: dict[int, int] = {}
-        for rank in ranks:
-            take = min(left, free[rank])
-            if take > 0:
-                own[rank] = take
-                left -= take
-        if left:
-            last = min(range(len(rooms)), key=lambda rank: (rooms[rank], -rank))
-            own[last] = own.get(last, 0) + left
-        for rank, take in own.items():
-            free[rank] -= take
-        parts[number] = list(own.items()) or [(ranks[0], 1)]
-    return parts
 
 
 def _timed(whole: Build, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Build:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+from parallel.policies.dhp import shard_dhp
 from parallel.policies.dynamic import shard_dynamic
 from parallel.policies.pool import Pool
 from parallel.policies.simple import (
@@ -67,5 +68,6 @@ NONE = SharingPolicy("none", shard_none, cuts=False)
 ALL = SharingPolicy("all", shard_all, forced=True)
 LONG_SHORT = SharingPolicy("long_short", shard_long_short)
 HYBRID_POW2 = SharingPolicy("hybrid_pow2", shard_hybrid_pow2)
+DHP = SharingPolicy("dhp", shard_dhp, finds_room=True)
 DYNAMIC = SharingPolicy("dynamic", shard_dynamic, finds_room=True)
 DYNAMIC_POW2 = SharingPolicy("dynamic_pow2", partial(shard_dynamic, powers_of_two=True), finds_room=True)

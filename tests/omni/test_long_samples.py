@@ -40,7 +40,11 @@ def steps(world: Arrangement, llm_sp: str, **changes: object) -> list[StepPlan]:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.sampled_from([1, 2, 3]), st.sampled_from([2, 3, 4]), st.sampled_from(["dynamic", "dynamic_pow2"]))
+@given(
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([2, 3, 4]),
+    st.sampled_from(["dynamic", "dynamic_pow2", "dhp"]),
+)
 def test_a_member_holds_a_microbatch_or_its_even_share_of_one_long_sample(cp, dp, llm_sp):
     world = world_of(cp, dp)
     (plan,) = steps(world, llm_sp)

@@ -49,6 +49,7 @@ CASES = {
     "cp3 pp2": (6, ["layout.llm.cp=3", "layout.llm.pp=2"]),
     "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),
     "dp2 llm long_short": (2, ["llm_sp=long_short", "layout.domain=2", *CHEAP_LINKS]),
+    "dp3 dhp": (3, ["llm_sp=dhp", "encoder_sp=dhp", "layout.domain=3", *CHEAP_LINKS]),
     # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
     "dp4 samples of eight microbatches": (
         4,

@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 from parallel.costs import Link
 from parallel.policies import make_pool
 from parallel.policies.degrees import makespan_floor
-from parallel.policies.dhp import allocate_ranks, dhp_degrees, pack_groups
-from parallel.policies.pool import NEVER, degree_times, within_memory
-from parallel.schemes import SequenceCost
+from parallel.policies.dhp import allocate_ranks, dhp_degrees, pack_groups, shard_dhp, side_by_side
+from parallel.policies.pool import NEVER, Pool, degree_times, within_memory
+from parallel.schemes import SequenceCost, rank_times
+from parallel.sequence import SequenceLayout
 from parallel.tiles import AttentionShape
 
 # so400m by `cluster=h100_8x8`, in bf16.
@@ -119,3 +122,88 @@ def test_only_targets_below_the_limit_are_tried():
     loose = dhp_degrees(lengths, times, pool, 2 * makespan_floor(times) + 1)
     assert loose is not None
     assert loose.tolist() == free.tolist()
+
+
+# As a policy.
+
+
+def cases() -> Iterator[tuple[list[int], Pool]]:
+    """1,000 of them: short and long sequences, empty ones too, with and without room to spare, on nodes."""
+    for seed in range(1000):
+        random = Random(seed)
+        members, unit = random.randint(1, 12), random.choice([1, 1, 4, 64])
+        median = random.choice([40, 3000])
+        lengths = [
+            min(131_072, int(median * random.lognormvariate(0, 1.4))) for _ in range(random.randint(1, 40))
+        ]
+        units = sum(-(-length // unit) for length in lengths)
+        room = random.choice([None, None, units * 2, units * 5 // 4, units])
+        tokens = None if room is None else max(1, -(-room // members)) * unit + random.randrange(unit)
+        cost = VIT
+        if size := random.choice([0, 2, 3]):
+            nodes = tuple(member // size for member in range(members))
+            cost = replace(VIT, inside=Link(8_000, 450 * 10**9), nodes=nodes)
+        yield lengths, make_pool(cost, members, unit, tokens)
+
+
+def groups_in(layout: SequenceLayout) -> set[tuple[int, ...]]:
+    """The ranks that each sequence is on."""
+    return {tuple(sorted(shard.member for shard in shards)) for shards in layout.shards}
+
+
+def test_every_layout_of_dhp_keeps_what_a_sharing_policy_promises():
+    apart = 0
+    for lengths, pool in cases():
+        layout = shard_dhp(lengths, pool)
+        assert layout.num_members == pool.num_members
+        assert layout.lengths == tuple(lengths)
+        assert all(shard.start % pool.unit == 0 for shards in layout.shards for shard in shards)
+        if pool.tokens_per_rank is not None:
+            assert max(map(layout.local_tokens, range(pool.num_members))) <= pool.tokens_per_rank
+        shared = [set(ranks) for ranks in groups_in(layout)]
+        side_by_side = all(one == other or not one & other for one, other in product(shared, shared))
+        assert side_by_side or pool.tokens_per_rank is not None, (lengths, pool)
+        apart += side_by_side
+        # What is shared at the least cost, all ranks busy: nothing can be below that, but for cuts at units.
+        if pool.unit == 1 and side_by_side:
+            floor = makespan_floor(degree_times(lengths, pool))
+            assert max(time.total_ns for time in rank_times(layout, pool.cost)) >= 0.98 * floor
+    assert apart > 700
+
+
+def test_groups_of_dhp_share_evenly_and_leave_no_sequence_the_whole_time():
+    """Two long sequences and many short ones: the long ones on ranks of their own, cut alike."""
+    lengths = [100_000, 100_000, *[1000] * 40]
+    pool = make_pool(VIT, 8)
+    layout = shard_dhp(lengths, pool)
+    long, other = (sorted(shard.member for shard in layout.shards[s]) for s in (0, 1))
+    assert not set(long) & set(other)
+    assert len(long) > 1 < len(other)
+    for shards in layout.shards:
+        assert max(s.length for s in shards) - min(s.length for s in shards) <= 1
+    assert all(len(shards) == 1 for shards in layout.shards[2:])
+    slowest = max(time.total_ns for time in rank_times(layout, VIT))
+    assert slowest < 0.4 * int(degree_times([100_000], pool)[0, 0])
+
+
+def test_groups_stand_on_one_node_where_one_has_room():
+    nodes = [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert side_by_side([1, 3, 4], nodes) == [[7], [4, 5, 6], [0, 1, 2, 3]]
+    assert side_by_side([6, 2], nodes) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert side_by_side([3, 3, 2], nodes) == [[0, 1, 2], [4, 5, 6], [3, 7]]
+    assert side_by_side([], nodes) == []
+
+
+def test_ranks_that_hold_no_whole_number_of_units_are_not_overfilled():
+    """Two ranks hold 200 tokens, but two units of 64 each are more than 100."""
+    layout = shard_dhp([200], make_pool(VIT, 4, 64, 100))
+    assert [layout.local_tokens(rank) for rank in range(4)] == [64, 64, 64, 8]
+
+
+def test_full_ranks_are_filled_where_groups_find_no_room():
+    """Nine sequences of which no rank holds two fit on eight ranks only if one is cut."""
+    layout = shard_dhp([800] * 9, make_pool(VIT, 8, 1, 900))
+    assert layout.lengths == (800,) * 9
+    assert max(map(layout.local_tokens, range(8))) <= 900
+    with pytest.raises(ValueError, match="tokens_per_rank=799"):
+        shard_dhp([800] * 9, make_pool(VIT, 8, 1, 799))

@@ -14,7 +14,8 @@ from own_policies import own
 from parallel.costs import Link
 from parallel.policies import SharingPolicy, make_pool
 from parallel.policies.degrees import best_build, power_degrees
-from parallel.policies.dynamic import Case, evenly, fill, level, shard_dynamic, target_degrees
+from parallel.policies.dynamic import Case, evenly, level, shard_dynamic, target_degrees
+from parallel.policies.filled import fill
 from parallel.policies.pool import (
     NEVER,
     Pool,
@@ -111,14 +112,15 @@ def test_dynamic_finds_room_in_pools_that_are_nearly_full(seed):
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5), st.sampled_from([1, 4]))
-def test_dynamic_fails_only_where_units_outnumber_room(lengths, num_ranks, unit):
+def test_who_finds_room_fails_only_where_units_outnumber_it(lengths, num_ranks, unit):
     units = sum(-(-length // unit) for length in lengths)
-    for cost in (VIT, replace(VIT, inside=INSIDE, nodes=(0, 0, 1, 1, 1)[:num_ranks])):
-        layout = shard_dynamic(lengths, make_pool(cost, num_ranks, unit, -(-units // num_ranks) * unit))
-        assert layout.lengths == tuple(lengths)
-    if units > num_ranks:
-        with pytest.raises(ValueError, match="tokens_per_rank"):
-            shard_dynamic([unit] * units, make_pool(VIT, num_ranks, unit, (units - 1) // num_ranks * unit))
+    for decide in (policy.decide for policy in POLICIES.values() if policy.finds_room):
+        for cost in (VIT, replace(VIT, inside=INSIDE, nodes=(0, 0, 1, 1, 1)[:num_ranks])):
+            layout = decide(lengths, make_pool(cost, num_ranks, unit, -(-units // num_ranks) * unit))
+            assert layout.lengths == tuple(lengths)
+        if units > num_ranks:
+            with pytest.raises(ValueError, match="tokens_per_rank"):
+                decide([unit] * units, make_pool(VIT, num_ranks, unit, (units - 1) // num_ranks * unit))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from test_sequence_policies import INSIDE, LINK, VIT, heavy_tailed, makespan
 
 from parallel.policies import make_pool
-from parallel.policies.dynamic import fill, shard_dynamic
+from parallel.policies.dynamic import shard_dynamic
+from parallel.policies.filled import fill
 from parallel.policies.pool import Pool, degree_times
 from parallel.policies.simple import shard_hybrid_pow2
 from parallel.schemes import SequenceCost, layer_exchange_ns, rank_times
