@@ -26,7 +26,7 @@ from parallel.policies.pool import (
 )
 from parallel.sequence import SequenceLayout
 
-_HALVINGS = 4  # of the range in which the target time is searched
+_TARGETS, _TARGETS_OF_CANDIDATE = 8, 4  # tried: by the policy, and for the degrees that `dynamic` takes
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ def shard_dhp(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     at units leave a rank more tokens than it may hold, sequences stay whole, the costliest first on the least
     loaded rank with room; where they find none, ranks are filled with tokens one after the other. No
     guarantee on the time: ranks idle where groups are uneven, as in the original. O(S log S + G · P²) of S
-    sequences in G groups over P ranks, the former up to four times.
+    sequences in G groups over P ranks, the former up to eight times.
     """
     if not lengths:
         return SequenceLayout(pool.num_members, ())
     times = degree_times(lengths, pool)
     rows = times.tolist()
-    groups = dhp_groups(lengths, within_memory(lengths, times, pool), pool)
+    groups = dhp_groups(lengths, within_memory(lengths, times, pool), pool, NEVER, _TARGETS)
     if groups is not None:
         build = Build(lengths, rows, pool)
         for group, ranks in zip(groups, side_by_side([of.degree for of in groups], pool.nodes), strict=True):
@@ -83,7 +83,7 @@ def side_by_side(degrees: Sequence[int], nodes: Sequence[Sequence[int]]) -> list
 
 def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = NEVER) -> Degrees | None:
     """The degree of each sequence's group, or None: `dhp_groups`."""
-    groups = dhp_groups(lengths, times, pool, limit)
+    groups = dhp_groups(lengths, times, pool, limit, _TARGETS_OF_CANDIDATE)
     if groups is None:
         return None
     degrees = np.ones(len(lengths), np.int64)
@@ -92,15 +92,17 @@ def dhp_degrees(lengths: Sequence[int], times: Times, pool: Pool, limit: int = N
     return degrees
 
 
-def dhp_groups(lengths: Sequence[int], times: Times, pool: Pool, limit: int = NEVER) -> list[Group] | None:
+def dhp_groups(
+    lengths: Sequence[int], times: Times, pool: Pool, limit: int, num_targets: int
+) -> list[Group] | None:
     """Groups packed for the least target time below `limit` that lets them stand side by side on the ranks,
-    found by halving, then spread by the dynamic program. None if the search finds no such time.
+    then spread by the dynamic program: so many targets are tried, by halving. None if none of them lets them.
 
     `times[s, k - 1]` is the time of sequence s over k ranks, NEVER where they do not hold its tokens.
     """
     low, groups = makespan_floor(times) - 1, None
     high = min(2 * low + 2, limit - 1)
-    for _ in range(_HALVINGS):
+    for _ in range(num_targets):
         target = (low + high) // 2 if groups else high
         packed = pack_groups(lengths, times, target, pool.tokens_per_rank)
         if packed is not None:
