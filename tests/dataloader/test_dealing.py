@@ -143,6 +143,12 @@ def test_dealing_by_cost_evens_out_what_lengths_do_not_tell():
     assert BY_LENGTH(costs[:, :1], [1, 1]) == deal([4] * 8, 2, 1)
 
 
+def test_dealing_by_cost_compares_work_of_hours_as_it_does_nanoseconds():
+    """Products of the work of a sample and of all would need 98 bits."""
+    costs = np.random.default_rng(0).integers(0, 1000, (200, 2))
+    assert BY_COST(costs << 35, [1] * 7) == BY_COST(costs, [1] * 7)
+
+
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_dealing_by_cost_gives_a_smaller_group_its_share(group_size):
     rng = np.random.default_rng(0)
