@@ -19,10 +19,14 @@ class PairingPolicy(Policy):
     microbatches in the order in which they pass the `stages` of the pipeline. Every pack is in exactly one,
     and a microbatch of several packs has at most `room` tokens. Packs that are no single long sample find
     room together, one a replica.
+
+    in_order   the packs of a replica pass in their order, as packing wants it that has items encoded with
+               earlier packs than their sample's
     """
 
     group: ClassVar[str] = "omni.pairing"
     decide: Callable[[Sequence[SampleCosts], int, int], Sequence[Sequence[int | None]]]
+    in_order: bool = False
 
     def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
         """Return the pack of each replica in each microbatch."""
@@ -32,10 +36,11 @@ class PairingPolicy(Policy):
             f"a microbatch has a pack or None for each of {len(packs)} replicas, and not None alone",
         )
         for replica, own in enumerate(packs):
-            passed = sorted(at for chosen in together if (at := chosen[replica]) is not None)
+            passed = [at for chosen in together if (at := chosen[replica]) is not None]
             self.require(
-                passed == list(range(len(own))),
-                f"each of the {len(own)} packs of replica {replica} passes once",
+                (passed if self.in_order else sorted(passed)) == list(range(len(own))),
+                f"each of the {len(own)} packs of replica {replica} passes once"
+                + ", in their order" * self.in_order,
             )
         for chosen in together:
             sizes = [int(own.tokens[at]) for own, at in zip(packs, chosen, strict=True) if at is not None]

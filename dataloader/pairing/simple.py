@@ -20,8 +20,7 @@ def pair_alike(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
     The microbatch with the least work of the LLM comes first, the next one last, and so on inwards. Under
     1F1B a stage runs the forward of one microbatch between the backwards of others, at most as many before it
     as there are stages, and has no time to spare: it waits for the slowest of them, least where neighbours
-    take about the same. And the pipeline fills and empties soonest with small ones. Where packing has items
-    encoded with earlier packs (`entrain`), packs had better pass `in_order`.
+    take about the same. And the pipeline fills and empties soonest with small ones.
     """
     orders = [sorted(range(len(own)), key=lambda at: -own.total_ns[at]) for own in packs]
     together = fill_in_order(orders, packs, room)
@@ -53,5 +52,5 @@ def fill_in_order(orders: Sequence[Sequence[int]], packs: Sequence[SampleCosts],
     return tuple(together)
 
 
-IN_ORDER = PairingPolicy("in_order", pair_in_order)
+IN_ORDER = PairingPolicy("in_order", pair_in_order, in_order=True)
 ALIKE = PairingPolicy("alike", pair_alike)

@@ -6,7 +6,7 @@ from dataloader.balance import BalancePolicy
 from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
-from omni.config import Config
+from omni.config import Config, ConfigError
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy
 from parallel.policy import find
@@ -38,8 +38,9 @@ def chosen_policies(config: Config) -> Chosen:
 
     Raises:
         PolicyError: for the first that is not registered, or is none of its kind.
+        ConfigError: if packing and pairing do not go together.
     """
-    return Chosen(
+    chosen = Chosen(
         placement=chosen_placement(config),
         encoder_sp=find(SharingPolicy, config.encoder_sp.policy, "encoder_sp.policy"),
         llm_sp=find(SharingPolicy, config.llm_sp.policy, "llm_sp.policy"),
@@ -50,6 +51,14 @@ def chosen_policies(config: Config) -> Chosen:
         pairing=find(PairingPolicy, config.pairing.policy, "pairing.policy"),
         pipeline=find(SchedulePolicy, config.pipeline.schedule, "pipeline.schedule"),
     )
+    if chosen.packing.encode is not None and not chosen.pairing.in_order:
+        # Items would be encoded with whichever pack comes first, and encoders' work be as uneven as ever.
+        raise ConfigError(
+            f"packing.policy={chosen.packing.name} has items encoded with earlier packs than their sample's, "
+            f"and pairing.policy={chosen.pairing.name} lets packs change their order: choose a pairing that "
+            "keeps it, such as pairing=in_order, or another packing"
+        )
+    return chosen
 
 
 def chosen_placement(config: Config) -> PlacementPolicy:

@@ -116,6 +116,10 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["balance=foo"], ["balance/foo", "lpt", "none", "entry point omni.balance"]),
         (["balance.policy=foo"], ["balance.policy=foo", "lpt, none", "entry point omni.balance"]),
         (["packing.policy=foo"], ["packing.policy=foo", "first_fit_decreasing", "omni.packing"]),
+        (
+            ["packing=entrain", "pairing=alike"],
+            ["packing.policy=entrain", "pairing.policy=alike", "in_order"],
+        ),
         (["pairing.policy=foo"], ["pairing.policy=foo", "in_order", "omni.pairing"]),
         (["encoder_sp.policy=foo"], ["encoder_sp.policy=foo", "dynamic", "omni.sharing"]),
         (["llm_sp.policy=foo"], ["llm_sp.policy=foo", "uniform", "omni.sharing"]),

@@ -108,6 +108,7 @@ POOL = make_pool(SequenceCost(AttentionShape(4, 4), 2, 1000, 10, 16, LINK), 2, u
         (PackingPolicy("p", lambda samples, budget: ((0,), ())), (samples_of([3]), 4)),
         (PairingPolicy("p", lambda *given: ((0, None),)), ([samples_of([3]), samples_of([3])], 6, 1)),
         (PairingPolicy("p", lambda *given: ((0, 0), (None, None))), ([samples_of([3])] * 2, 6, 1)),
+        (PairingPolicy("p", lambda *given: ((1,), (0,)), in_order=True), ([samples_of([3, 3])], 6, 1)),
         (PairingPolicy("p", lambda *given: ((0,),)), ([samples_of([3])] * 2, 6, 1)),
         (PairingPolicy("p", lambda *given: ((0, 0),)), ([samples_of([300]), samples_of([300])], 6, 1)),
         (PlacementPolicy("p", lambda sizes: (0, 9)), (DomainSizes(2, 2, 0),)),
