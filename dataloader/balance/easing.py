@@ -13,7 +13,7 @@ from dataloader.balance.phases import floors_ns, phases_ns
 from dataloader.balance.search import Limits, improve, sum_by_bin
 
 _ROUNDS = 32
-_SLACK = 16  # the part of the mean by which the largest sum may be above it
+_SLACK = 6  # the part of the least possible largest sum by which that may be above it
 
 
 def ease(samples: SampleCosts, bins: Bins, chosen: Sequence[int], limits: Limits) -> list[int]:
@@ -35,9 +35,11 @@ def ease(samples: SampleCosts, bins: Bins, chosen: Sequence[int], limits: Limits
 
 
 def steady(evened: Sequence[int], chosen: Sequence[int], bins: Bins) -> Limits:
-    """Keep the largest sum of what a policy evened out, [n], or let it rise to a sixteenth above the mean: no
-    division has less than the mean, so bounds by more than 17/16 of the best possible hold as they did.
+    """Keep the largest sum of what a policy evened out, [n], or let it rise to a sixth above the mean, or
+    above the largest sample if that is more: no division has less, so bounds by 7/6 of the best possible or
+    more hold as they did. That is what longest processing time first has with two bins, its least.
     """
     amounts = np.array(evened, np.int64)[:, None]
     sums = sum_by_bin(amounts, np.array(chosen, np.int64), bins.count)
-    return Limits(amounts, np.maximum(sums.max(0), sums.sum(0) * (_SLACK + 1) // (_SLACK * bins.count)))
+    least = np.maximum(sums.sum(0) // bins.count, amounts.max(0, initial=0))
+    return Limits(amounts, np.maximum(sums.max(0), least + least // _SLACK))

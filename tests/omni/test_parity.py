@@ -42,7 +42,10 @@ CASES = {
     "tp2 loss in chunks": (2, ["layout.llm.tp=2", "model.llm.loss_chunk=16"]),
     "tp2 pp2 larger vocabulary": (4, [*TP2_PP2, "model.llm.vocab=301"]),
     "dp3 in turn": (3, ["balance=none"]),
-    "pp2 entrain": (2, ["layout.llm.pp=2", "packing=entrain", "pipeline=one_f_one_b"]),
+    "pp2 entrain": (
+        2,
+        ["layout.llm.pp=2", "packing=entrain", "pairing=in_order", "pipeline=one_f_one_b"],
+    ),
     "pp2 disttrain": (2, ["layout.llm.pp=2", "pairing=disttrain"]),
     "cp3 pp2": (6, ["layout.llm.cp=3", "layout.llm.pp=2"]),
     "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),

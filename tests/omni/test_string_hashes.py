@@ -65,6 +65,8 @@ def cases(config: Config) -> Iterator[tuple[int, Config]]:
     }
     for number in range(max(map(len, choices.values()))):
         chosen = {key: names[number % len(names)] for key, names in choices.items()}
+        if chosen["packing.policy"] == "entrain":
+            chosen["pairing.policy"] = "in_order"  # it is refused with any other
         beside = 4 if chosen["placement.policy"] == "disaggregated" else None
         values = {**chosen, **LAYOUTS[number % len(LAYOUTS)], "placement.ranks": beside}
         yield 8 + (beside or 0), with_values(config, values)
