@@ -12,9 +12,12 @@ from dataloader.balance.costs import Ints
 from dataloader.tokens import SampleMeta, length
 from omni.planning.sharing import Sharing
 from parallel.costs import CostTable
+from parallel.laws import FS_PER_NS
 from parallel.layout import Arrangement
 from parallel.policies.pool import most_ranks
 from parallel.work import part_name
+
+_SAFE_NS = 2**62 // FS_PER_NS  # an hour: what is counted in femtoseconds on the way stays in int64
 
 
 @dataclass(frozen=True)
@@ -80,16 +83,14 @@ class Costing:
         leaves out count as well.
         """
         out = np.zeros((len(lengths), 2), np.int64)
-        tokens, place = np.unique(np.array(lengths, np.int64), return_inverse=True)
-        whole = tokens.astype(object)  # Python's integers do not overflow
-        stages = [sum(self._ns(part, whole) for part in parts) for parts in self._stages]
-        out[:, 0] = (np.maximum.reduce(stages) // self.arrangement.llm.cp).astype(np.int64)[place]
+        tokens = np.array(lengths, np.int64)
+        stages = [sum(self._each_ns(part, tokens) for part in parts) for parts in self._stages]
+        out[:, 0] = np.maximum.reduce(stages) // self.arrangement.llm.cp
+        replicas = self.arrangement.replicas
         for modality, sample, item_tokens in items:
             name = self.encoders[modality]
-            tokens, place = np.unique(item_tokens, return_inverse=True)
-            spent = self._ns(name, tokens.astype(object)) * self.arrangement.replicas
-            shared = spent // len(self.arrangement.slots(name))
-            np.add.at(out[:, 1], sample, shared.astype(np.int64)[place])
+            shared = self._each_ns(name, item_tokens) * replicas // len(self.arrangement.slots(name))
+            np.add.at(out[:, 1], sample, shared)
         return out
 
     @property
@@ -106,6 +107,14 @@ class Costing:
     def _ns(self, part: str, tokens: Any) -> Any:
         """Nanoseconds of a sequence of so many tokens, or of each of an array of them."""
         return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
+
+    def _each_ns(self, part: str, tokens: Ints) -> Ints:
+        """Nanoseconds of sequences of so many tokens, int64 [n] both."""
+        most = self._ns(part, int(tokens.max(initial=0)))
+        if most < _SAFE_NS:
+            spent: Ints = self._ns(part, tokens)
+            return spent
+        return np.array([self._ns(part, n) for n in tokens.tolist()], np.int64)
 
     def _kept(self, part: str, tokens: int) -> int:
         return self.table.parts[part].kept_bytes(tokens)
