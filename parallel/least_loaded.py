@@ -6,6 +6,7 @@ From the costliest on, this is longest processing time first (Graham, 1969): the
 
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
 
 
 def longest_first(costs: Sequence[int], n: int) -> tuple[list[int], list[int]]:
@@ -30,10 +31,15 @@ def place(
     heapify(heap)
     full: list[tuple[int, int]] = []
     chosen = []
+    # The least size from each cost on: a bin without room for that is full for good.
+    least = list(accumulate(reversed(sizes), min))[::-1] if rooms is not None else []
     for at, cost in enumerate(costs):
         if rooms is not None:
             while heap and rooms[heap[0][1]] < sizes[at]:
-                full.append(heappop(heap))
+                load, number = heappop(heap)
+                loads[number] = load
+                if rooms[number] >= least[at]:
+                    full.append((load, number))
             if not heap:
                 return None
             rooms[heap[0][1]] -= sizes[at]
