@@ -30,8 +30,8 @@ domains of 8, groups of 256 ranks gain less than 95 % of what reordering over th
 on 8 or 64 ranks, whichever the table has (`--ranks ""`: none), a policy is above `none` in the mean of all
 seeds, in any column of the first five. The last line is JSON.
 
-All of it takes more than an hour of CPU, most of it at 4,096 ranks: with --jobs 2 some 40 minutes on two cores
-of a cloud VM. Rows are the same with fewer --ranks, --trace or --domains.
+All of it takes more than an hour of CPU, most of it at 4,096 ranks: with --jobs 2 some 40 minutes on two
+cores of a cloud VM. Rows are the same with fewer --ranks, --trace or --domains.
 """
 
 import argparse

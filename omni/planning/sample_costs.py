@@ -84,7 +84,8 @@ class Costing:
         """
         out = np.zeros((len(lengths), 2), np.int64)
         tokens = np.array(lengths, np.int64)
-        stages = [sum(self._each_ns(part, tokens) for part in parts) for parts in self._stages]
+        none = np.zeros_like(tokens)
+        stages = [sum((self._each_ns(part, tokens) for part in parts), none) for parts in self._stages]
         out[:, 0] = np.maximum.reduce(stages) // self.arrangement.llm.cp
         replicas = self.arrangement.replicas
         for modality, sample, item_tokens in items:
