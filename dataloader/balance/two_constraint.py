@@ -6,7 +6,7 @@ from dataloader.balance.costs import Bins, Ints, SampleCosts
 from dataloader.balance.phases import floors_ns, phases_ns
 from dataloader.balance.policy import BalancePolicy
 from dataloader.balance.search import improve, sum_by_bin
-from dataloader.balance.simple import assign_none
+from dataloader.balance.simple import assign_lpt, assign_none
 from parallel.least_loaded import longest_first
 
 _BITS = 30  # of a bin's load, so that sums of products stay in int64
@@ -23,7 +23,7 @@ def assign_two_constraint(samples: SampleCosts, bins: Bins) -> list[int]:
     Two divisions are made: longest processing time first over the sum of both phases, and each sample, from
     the costliest, to the bin with the least Σ load · cost over the phases, the bins' loads in the direction
     of the sample (the dot-product rule of vector packing; Panigrahy et al., 2011). The better one goes on
-    through at most 32 moves and swaps (`search.improve`).
+    through at most 32 moves and swaps (`search.improve`); where `lpt` is ahead of that, `lpt` does instead.
 
     The two largest sums together, floors counted, are never more than with `lpt` or `none`. O(n count).
     """
@@ -39,8 +39,12 @@ def assign_two_constraint(samples: SampleCosts, bins: Bins) -> list[int]:
         np.array(longest_first(samples.total_ns, bins.count)[0], np.int64),
         np.array(assign_none(samples, bins), np.int64),
     )
-    best = min(divisions, key=value)
-    chosen: list[int] = improve(work, best, bins.count, floors, _ROUNDS).tolist()
+    best = improve(work, min(divisions, key=value), bins.count, floors, _ROUNDS)
+    # `lpt` ends with changes of its own, which may lead further in rare cases.
+    eased = np.array(assign_lpt(samples, bins), np.int64)
+    if value(eased) < value(best):
+        best = improve(work, eased, bins.count, floors, _ROUNDS)
+    chosen: list[int] = best.tolist()
     return chosen
 
 

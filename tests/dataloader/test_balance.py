@@ -5,7 +5,7 @@ from itertools import cycle, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from own_policies import own
 from samples import bins_of, samples_of
@@ -90,6 +90,7 @@ def step_ns(samples: SampleCosts, bins: Bins, chosen: Sequence[int]) -> int:
 
 @settings(deadline=None, max_examples=25)
 @given(two_phases, st.integers(2, 3))
+@example([(12, 0), (11, 0), (0, 0), (9, 4), (21, 9), (22, 0)], 3)
 def test_two_constraint_is_never_behind_the_plain_ones_and_near_the_optimum(rows, n):
     samples, bins = samples_of(rows), bins_of(n, 1, 2)
     found = step_ns(samples, bins, POLICIES["two_constraint"](samples, bins))
