@@ -2,13 +2,12 @@
 
     python benchmarks/soak.py [--steps 1000] [--every 25]
 
-Trains the quickstart (make data) on two ranks with a checkpoint every 25 steps. Every two seconds it looks
+Trains the quickstart (make data) on two ranks with a checkpoint every 25 steps. Four times a second it looks
 at each rank from outside: RSS (all memory that the rank has mapped and used, also what it shares with the
-process it was forked from), PSS (of what is shared only this rank's part), file descriptors and threads.
-After seven tenths of the steps memory must be flat: the median of RSS may be 2 % above that of the four
-tenths before, and those of descriptors and threads not at all. Medians, because what a rank holds rises and
-falls by some percent between two saves, each of which has malloc give back what is free. PSS is told and not
-judged: it rises where any other process ends that has the same libraries loaded.
+process it was forked from), file descriptors and threads. After seven tenths of the steps memory must be
+flat: the median of RSS may be 2 % above that of the four tenths before, and those of descriptors and threads
+not at all. Medians, because what a rank holds rises and falls by some percent between two saves, each of
+which has malloc give back what is free.
 
 Prints a line for each tenth of the steps, and at last a line of JSON. Leaves with 1 where something grows.
 """
@@ -29,7 +28,7 @@ from typing import NamedTuple
 import psutil
 
 MOST = 1.02  # times what was held before
-EVERY_S = 2.0
+EVERY_S = 0.25
 LIMIT_S = 3600.0
 RANK = "omni-rank-"
 KEYS = ("experiment=quickstart", "launch.ranks=2", "tracking=jsonl")
@@ -41,7 +40,6 @@ class Look(NamedTuple):
 
     step: int
     rss_mb: float
-    pss_mb: float
     files: int
     threads: int
 
@@ -58,8 +56,7 @@ def ranks_of(launcher: "subprocess.Popen[bytes]") -> dict[str, psutil.Process]:
 
 
 def look_at(process: psutil.Process, step: int) -> Look:
-    memory = process.memory_full_info()
-    return Look(step, memory.rss / 1e6, memory.pss / 1e6, process.num_fds(), process.num_threads())
+    return Look(step, process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
 
 
 def steps_done(metrics: Path) -> int:
@@ -102,7 +99,7 @@ def growth(looks: list[Look], steps: int) -> dict[str, float]:
     """By how many times each figure is larger after seven tenths than in the four tenths before."""
     before, after = between(looks, steps, 3, 7), between(looks, steps, 7, 10)
     found = {}
-    for key in ("rss_mb", "pss_mb", "files", "threads"):
+    for key in ("rss_mb", "files", "threads"):
         old, new = [getattr(of, key) for of in before], [getattr(of, key) for of in after]
         found[key] = round(median(new) / median(old), 4)
     return found
@@ -115,9 +112,7 @@ def tell(looks: dict[str, list[Look]], steps: int) -> None:
             if some := between(of, steps, tenth, tenth + 1):
                 most = [max(getattr(look, key) for look in some) for key in Look._fields[1:]]
                 print(
-                    "{}: to step {}: RSS {:.0f} MB, PSS {:.0f} MB, {} files, {} threads".format(
-                        name, some[-1].step, *most
-                    )
+                    "{}: to step {}: RSS {:.0f} MB, {} files, {} threads".format(name, some[-1].step, *most)
                 )
 
 
