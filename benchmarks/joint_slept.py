@@ -4,11 +4,12 @@
 
 With more ranks than cores a rank computes while another idles, so bubbles vanish. Here a tiny model trains on
 gloo ranks, pp=4 and pp=8, through trainer, plan, verifier and engine; before each pass a rank sleeps for the
-time that the cost table gives it, about 50 ms for a forward of the LLM and encoders in the named ratio to it.
-What remains real are op lists, messages, shipments and whoever waits for whom. The same ranks train the same
-samples with encode-first, joint, and joint over ZB-H1 in turn. The time of a step is that from a barrier to
-the totals of all ranks. Steps differ, and sleep does not vary: figures are those of all steps together, `low`
-and `high` the least and the most of a step.
+time that the cost table gives it: about 50 ms on 4 ranks and 100 ms on 8 for a forward of the LLM, and
+encoders in the named ratio to it. (Ranks that share cores hold each other up, the more of them the longer;
+passes are longer by as much.) What remains real are op lists, messages, shipments and whoever waits for whom.
+The same ranks train the same samples with encode-first, joint, and joint over ZB-H1 in turn. The time of a
+step is that from a barrier to the totals of all ranks. Steps differ, and sleep does not vary: figures are
+those of all steps together, `low` and `high` the least and the most of a step.
 
 Leaves with 1 where a joint schedule takes longer than `encode_first` in all turns, where one gains less than
 80 % of the milliseconds that the simulator predicts, if these are 2 % or more, or where the simulator is off
@@ -48,7 +49,7 @@ from pipeline.ops import COMPUTE, Kind, Op
 
 RATIOS = ("0.15", "0.5", "1")
 RANKS, MICROBATCHES = (4, 8), (4, 16)
-FORWARD_NS = 50_000_000
+FORWARD_NS_PER_RANK = 12_500_000
 WARMUP = 2
 
 
@@ -77,7 +78,7 @@ def slept_run(folder: Path, schedule: str, ratio: str, ranks: int, microbatches:
                 name, _ = part_of(domain, bare.table, rank, op)
                 spent[name] += cost(rank, op)
     # Stages alike: a backward counts as two forwards, and each has one of both for every microbatch.
-    whole = Fraction(3 * microbatches * FORWARD_NS)
+    whole = Fraction(3 * microbatches * FORWARD_NS_PER_RANK * ranks)
     wanted = {
         name: whole if name.startswith(f"{LLM}/") else whole * ranks * Fraction(ratio) for name in spent
     }
