@@ -4,9 +4,9 @@
 
 With more ranks than cores a rank computes while another idles, so bubbles vanish. Here a tiny model trains on
 gloo ranks, pp=4 and pp=8, through trainer, plan, verifier and engine; before each pass a rank sleeps for the
-time that the cost table gives it: about 50 ms on 4 ranks and 100 ms on 8 for a forward of the LLM, and
-encoders in the named ratio to it. (Ranks that share cores hold each other up, the more of them the longer;
-passes are longer by as much.) What remains real are op lists, messages, shipments and whoever waits for whom.
+time that the cost table gives it: 12.5 ms times the number of ranks for a forward of the LLM, and encoders in
+the named ratio to it. Ranks that share cores hold each other up, and the more they are the longer; longer
+passes keep that small. What remains real are op lists, messages, shipments and whoever waits for whom.
 The same ranks train the same samples with encode-first, joint, and joint over ZB-H1 in turn. The time of a
 step is that from a barrier to the totals of all ranks. Steps differ, and sleep does not vary: figures are
 those of all steps together, `low` and `high` the least and the most of a step.
