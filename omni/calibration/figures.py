@@ -9,6 +9,8 @@ from statistics import median_low
 
 from parallel.costs import Link
 
+_UNSURE = " (unsure: bytes not told from latency; measure again with nothing beside it)"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -33,12 +35,26 @@ class Measured:
 
 
 def link_of(times: Sequence[tuple[int, int]]) -> Link:
-    """Return the link that takes so long for so many bytes: its latency is the time of the fewest, its
-    bandwidth that at which the most take what they take beyond it.
+    """Return the link that takes so long for so many bytes: its latency is the shortest time, its bandwidth
+    that at which the most bytes take what they take beyond it.
+
+    That is taken as half of their time or more: where a busy machine hides what bytes cost, the bandwidth is
+    unsure (`told_apart`) and at most twice the rate that was seen.
     """
-    ordered = sorted(times)
-    (_, latency), (most, longest) = ordered[0], ordered[-1]
-    return Link(max(1, latency), max(1, most * 10**9 // max(1, longest - latency)))
+    most, longest, latency = _ends(times)
+    return Link(latency, max(1, most * 10**9 // max(1, longest - latency, longest // 2)))
+
+
+def told_apart(times: Sequence[tuple[int, int]]) -> bool:
+    """Whether the most bytes took twice the latency or more, so that their own cost is what was measured."""
+    _, longest, latency = _ends(times)
+    return longest >= 2 * latency
+
+
+def _ends(times: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """The most bytes, the nanoseconds that they take, and the least that any number takes."""
+    most, longest = max(times)
+    return most, longest, max(1, min(taken for _, taken in times))
 
 
 def links_of(ranks: Sequence[Mapping[str, Sequence[tuple[int, int]]]]) -> dict[str, Link]:
@@ -67,24 +83,20 @@ def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what
     flops = min(max(one.products.values()) for one in ranks)
     memory = min(one.memory_bytes_per_s for one in ranks)
     overhead = max(one.op_overhead_ns for one in ranks)
-    by_kind = {
-        "inside a node": links_of([one.inside for one in ranks]),
-        "between nodes": links_of([one.across for one in ranks]),
-    }
-    inside = typical(by_kind["inside a node"]) or Link(overhead, memory)
-    across = typical(by_kind["between nodes"]) or inside
+    by_kind = {"inside a node": [one.inside for one in ranks], "between nodes": [one.across for one in ranks]}
+    near, far = (typical(links_of(times)) for times in by_kind.values())
+    inside = near or Link(overhead, memory)
+    across = far or inside
     sizes = [one.memory_bytes for one in ranks if one.memory_bytes is not None]
     lines = [f"# {what} Figures of the slowest rank; written by omni calibrate."]
     lines += [f"# products of {n} x {n}: {_least(ranks, n) / 1e9:.1f} GFLOP/s" for n in ranks[0].products]
     for tokens in ranks[0].attention:
         rate = min(one.attention[tokens] for one in ranks)
         lines.append(f"# attention of {tokens} tokens: {rate / 1e9:.1f} GFLOP/s")
-    for where, links in by_kind.items():
-        for kind, link in links.items():
-            gigabytes = link.bytes_per_s / 1e9
-            lines.append(f"# {kind} {where}: {gigabytes:.2f} GB/s, latency {link.latency_ns / 1e3:.0f} us")
-        if not links:
-            stands = "that inside one" if by_kind["inside a node"] else "a rank's own memory"
+    for where, times in by_kind.items():
+        lines += _links_said(where, times)
+        if not any(times):
+            stands = "that inside one" if near else "a rank's own memory"
             lines.append(f"# links {where}: not measured, nobody to talk to; {stands} stands for them")
     values = {
         "name": name,
@@ -101,6 +113,16 @@ def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what
         "memory_bytes": min(sizes) if sizes else "null",
     }
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in values.items()), ""])
+
+
+def _links_said(where: str, ranks: Sequence[Mapping[str, Sequence[tuple[int, int]]]]) -> list[str]:
+    """Return a comment for each kind of collective, saying so where its bandwidth is unsure."""
+    said = []
+    for kind, link in links_of(ranks).items():
+        unsure = "" if all(told_apart(of[kind]) for of in ranks if kind in of) else _UNSURE
+        gigabytes = link.bytes_per_s / 1e9
+        said.append(f"# {kind} {where}: {gigabytes:.2f} GB/s, latency {link.latency_ns / 1e3:.0f} us{unsure}")
+    return said
 
 
 def _least(ranks: Sequence[Measured], size: int) -> int:

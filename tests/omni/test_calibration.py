@@ -52,6 +52,22 @@ def test_a_link_is_found_from_the_times_of_messages(link: Link) -> None:
     assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.01)
 
 
+def test_what_disturbs_a_small_message_makes_no_link_fast(tmp_path: Path) -> None:
+    """On a busy machine a small message may take longer than a large one: no bandwidth is made of that."""
+    disturbed = ((2**10, 1_645_000), (2**14, 300_000), (2**20, 500_000))
+    assert link_of(disturbed) == Link(300_000, 2**20 * 10**9 // 250_000)
+    assert link_of(disturbed[::2]).bytes_per_s == 2**20 * 10**9 // 250_000
+    assert link_of(disturbed).message_ns(2**20) >= 500_000, "never less than what was seen"
+    busy = Measured(**{**vars(FAST), "inside": {"message": disturbed, "all_gather": times(NEAR)}})
+    text = cluster_file("cpu", [busy, FAST], 2, "Two ranks.")
+    message, gather = (
+        next(line for line in text.splitlines() if kind in line) for kind in ("message", "all_g")
+    )
+    assert "unsure: bytes not told from latency; measure again" in message
+    assert "unsure" not in gather
+    read(tmp_path, text)
+
+
 def test_a_file_has_the_figures_of_the_slowest_rank(tmp_path: Path) -> None:
     cluster = read(tmp_path, cluster_file("cpu", [FAST, SLOW], 2, "Two ranks."))
     assert (cluster.name, cluster.ranks_per_node, cluster.memory_bytes) == ("cpu", 2, None)
