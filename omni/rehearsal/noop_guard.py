@@ -1,8 +1,9 @@
 """Build and load the device guard that lets fake tensors live on device "cuda" where there is no GPU.
 
 `noop_cuda.cpp` is compiled against the headers of the installed torch, in seconds, when it is first needed,
-and kept in the user's cache under a name that tells source and torch apart. torch asks once in a process
-whether there is a CUDA device, at its import, so the guard is loaded before: this module imports no torch.
+and kept in the user's cache under a name that tells sources and installed torches apart: a guard loads the
+libraries of the torch that it was built with. torch asks once in a process whether there is a CUDA device, at
+its import, so the guard is loaded before: this module imports no torch.
 """
 
 import ctypes
@@ -50,13 +51,19 @@ def built() -> Path:
             "an environment with torch's build for CPUs (https://download.pytorch.org/whl/cpu), or without "
             "--device cuda"
         )
-    key = hashlib.sha256(_SOURCE.read_bytes() + importlib.metadata.version("torch").encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
-    library = cache / f"noop_cuda-{key.hexdigest()[:16]}.so"
+    library = kept(torch)
     if not library.exists():
-        cache.mkdir(parents=True, exist_ok=True)
+        library.parent.mkdir(parents=True, exist_ok=True)
         _compile(torch, library)
     return library
+
+
+def kept(torch: Path) -> Path:
+    """Return where the guard is kept that was built with the installed version of torch, in this folder."""
+    which = f"{importlib.metadata.version('torch')} in {torch}"
+    key = hashlib.sha256(_SOURCE.read_bytes() + which.encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni"
+    return cache / f"noop_cuda-{key.hexdigest()[:16]}.so"
 
 
 def _compile(torch: Path, library: Path) -> None:

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from fake_gpu import FakeGPU
 from small import overrides, write_mixed
 
 from omni.__main__ import main
+from omni.rehearsal import noop_guard
 
 COMMAND = ("rehearse", "--dry", "--device", "cuda", "--json", "--rank", "1")
 STRICT = """\
@@ -65,6 +67,13 @@ def test_without_a_compiler_the_command_says_what_to_install(line: list[str], tm
     assert done.returncode == 2
     assert "no C++ compiler 'no-such-compiler'" in done.stderr
     assert "install g++" in done.stderr
+
+
+def test_each_environment_has_a_guard_with_its_own_torch(gpu: FakeGPU) -> None:
+    """A guard of an environment that is gone finds no torch; one of another loads a second torch."""
+    own = Path(torch.__file__).parent
+    assert bytes(own / "lib") in noop_guard.built().read_bytes(), "where it looks for libraries"
+    assert noop_guard.kept(own) == noop_guard.built() != noop_guard.kept(own.parent / "other" / "torch")
 
 
 def test_a_process_that_has_torch_is_refused(
