@@ -27,6 +27,9 @@ from infra.lineage import STARTED_BY, end_with_parent
 def run(arguments: list[str]) -> int:
     """Run torchrun and return the exit code. What it runs is the module after `-m`."""
     os.environ[STARTED_BY] = str(os.getpid())
+    # Asked how many GPUs there are, torch asks the driver's library beside CUDA: CUDA itself, once touched by
+    # the server, could not be used by the ranks that it forks.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # one kept for all starts is never wanted
     with ExitStack() as held:
         server = None

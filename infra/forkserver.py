@@ -11,8 +11,9 @@ under its `__main__` guard.
 A forked rank is a child of the agent, as any other: the server forks a process that forks the rank and ends,
 and the kernel gives orphans to the agent, which has asked for them (Linux; elsewhere, and where there is no
 server for whatever reason, ranks are started as torchrun starts them). The server has no threads of Python's
-and has touched no device, or it says why not and ends. All have the command line above; `top` and `pgrep`
-show them as omni-forkserver and omni-rank-0, omni-rank-1, ...
+and has touched no device, or it says why not and ends. A library may touch one and not tell: a forked rank
+that CUDA refuses for it becomes a new program, with the same process id. All have the command line above;
+`top` and `pgrep` show them as omni-forkserver and omni-rank-0, omni-rank-1, ...
 """
 
 import ctypes
@@ -29,6 +30,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import psutil
 
@@ -153,6 +155,23 @@ def refusal() -> str:
     return " and ".join(found)
 
 
+def is_poisoned() -> bool:
+    """Whether CUDA cannot be used in this process, because the one that it was forked from had touched it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda._is_in_bad_fork()
+
+
+def _start_anew(module: str, arguments: Sequence[str]) -> NoReturn:
+    """Become the module's program with nothing imported."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"agent: importing {module} touched a GPU, which no forked rank can use: each imports for itself",
+            file=sys.stderr,
+            flush=True,
+        )
+    os.execv(sys.executable, [sys.executable, "-u", "-m", module, *arguments])
+
+
 def _name(name: str) -> None:
     """Give this process a name, of which the kernel keeps 15 letters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
@@ -170,6 +189,8 @@ def main(number: int, module: str, arguments: Sequence[str]) -> None:
     environment = serve(channel)
     os.environ.clear()
     os.environ.update(environment)
+    if is_poisoned():
+        _start_anew(module, arguments)
     _name(f"omni-rank-{environment.get('RANK', '')}")
     sys.argv = [sys.argv[0], *arguments]
     # That it is imported already is why this process is here.

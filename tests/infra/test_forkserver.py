@@ -47,7 +47,8 @@ def test_ranks_are_children_of_the_agent_with_imports_of_another(serving, capfd)
     forked = [server.start(environment), server.start(environment)]
     assert [process.wait(timeout=30) for process in forked] == [7, 7]
     rows = [line.split() for line in capfd.readouterr().out.splitlines()]
-    assert [int(row[0]) for row in rows] == [process.pid for process in forked]
+    # Side by side: either may print first.
+    assert {int(row[0]) for row in rows} == {process.pid for process in forked}
     assert {int(row[1]) for row in rows} == {os.getpid()}
     assert [row[2] for row in rows] == [row[0] for row in rows], "each leads a session"
     assert len({row[3] for row in rows}) == 1, "imported once"
@@ -82,6 +83,44 @@ def test_a_server_that_cannot_fork_says_why_and_leaves_ranks_to_torchrun(serving
     err = capfd.readouterr().err
     assert reason in err
     assert "agent: the fork server has ended: ranks import each for itself" in err
+
+
+# Stands in for torch on a machine with GPUs, whose import has touched CUDA without telling.
+POISONED = """
+import os, sys, types
+importer = os.getpid()
+torch = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(
+    is_initialized=lambda: False, _is_in_bad_fork=lambda: os.getpid() != importer
+)
+sys.modules["torch"] = torch
+if __name__ == "__main__":
+    print(os.getpid(), os.getppid(), os.getsid(0), torch.cuda._is_in_bad_fork(), sys.argv[1], flush=True)
+    sys.exit(7)
+"""
+
+
+def test_ranks_of_a_server_that_touched_a_gpu_start_anew(serving, capfd):
+    server = serving(POISONED)
+    environments = [{**os.environ, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    forked = [server.start(environment) for environment in environments]
+    assert [process.wait(timeout=30) for process in forked] == [7, 7]
+    out, err = capfd.readouterr()
+    rows = sorted(line.split() for line in out.splitlines())
+    agent = str(os.getpid())
+    expected = [[str(p.pid), agent, str(p.pid), "False", "argument"] for p in forked]
+    assert rows == sorted(expected), "the agent's own children, each in a session, able to use CUDA"
+    assert err.count("touched a GPU") == 1
+
+
+def test_the_agent_has_torch_count_gpus_without_cuda():
+    code = (
+        "import os, sys; sys.modules['infra.elastic_agent'] = e = type(sys)('elastic'); "
+        "e.run_torchrun = lambda *args: print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK']); "
+        "from infra.agent import run; run([]); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "False"]
 
 
 def test_orphans_of_ranks_are_reaped_and_processes_have_names(serving):
