@@ -255,6 +255,10 @@ class _Step:
         received = None
         if part == 0:
             hidden = stage.embed(inputs)
+            if m in self.returned and not hidden.requires_grad:
+                # The embedding is frozen. The plan says that gradients come back to this pass, so every rank
+                # that shares its layers or sequences goes back, also one whose own tokens took in no row.
+                hidden.requires_grad_()
         else:
             received = self.inbox.pop((Kind.RECV_FORWARD, m, part)).requires_grad_(self.plan.train)
             hidden = received

@@ -65,6 +65,7 @@ class Case:
     recompute: str = _axis("none", "full")
     boundary: str = _axis("auto", "two_level", "reduce_scatter")
     data: str = _axis("mixed", "one")
+    frozen: str = _axis("none", "image", "llm", "in_turn")
 
     @property
     def parts(self) -> int:
@@ -94,7 +95,7 @@ class Case:
     @property
     def reference(self) -> "Case":
         """The same model and data on one rank."""
-        return Case(model=self.model, data=self.data)
+        return Case(model=self.model, data=self.data, frozen=self.frozen)
 
     @cached_property
     def name(self) -> str:
@@ -114,32 +115,49 @@ class Case:
             "recompute": "recompute",
             "boundary": self.boundary,
             "data": "one_item",
+            "frozen": f"frozen_{self.frozen}",
         }
         changed = [word for axis, word in words.items() if getattr(self, axis) != AXES[axis][0]]
         return " ".join([*axes, *changed]) or "one_rank"
 
     def settings(self) -> dict[str, Any]:
         """Return what to set in the configuration, key by key."""
-        return {
-            "layout.llm.tp": self.tp,
-            "layout.llm.cp": self.cp,
-            "layout.llm.dp": self.dp,
-            "layout.llm.pp": self.pp,
-            "layout.llm.ep": self.ep,
-            "layout.llm.parts": self.parts,
-            "layout.domain": self.replicas,
-            "layout.encoders.image.tp": self.encoder_tp,
-            "placement.policy": self.placement,
-            "placement.ranks": self.beside,
-            "encoder_sp.policy": self.encoder_sp,
-            "llm_sp.policy": self.llm_sp,
-            "pipeline.schedule": self.schedule,
-            "boundary.transport": self.boundary,
-            "model.llm.recompute": self.recompute,
-            "model.encoders.image.recompute": self.recompute,
-        } | (
-            {f"model.llm.moe.{key}": size for key, size in EXPERTS.items()} if self.model == "experts" else {}
+        return (
+            {
+                "layout.llm.tp": self.tp,
+                "layout.llm.cp": self.cp,
+                "layout.llm.dp": self.dp,
+                "layout.llm.pp": self.pp,
+                "layout.llm.ep": self.ep,
+                "layout.llm.parts": self.parts,
+                "layout.domain": self.replicas,
+                "layout.encoders.image.tp": self.encoder_tp,
+                "placement.policy": self.placement,
+                "placement.ranks": self.beside,
+                "encoder_sp.policy": self.encoder_sp,
+                "llm_sp.policy": self.llm_sp,
+                "pipeline.schedule": self.schedule,
+                "boundary.transport": self.boundary,
+                "model.llm.recompute": self.recompute,
+                "model.encoders.image.recompute": self.recompute,
+            }
+            | (
+                {f"model.llm.moe.{key}": size for key, size in EXPERTS.items()}
+                if self.model == "experts"
+                else {}
+            )
+            | {f"optim.components.{name}.frozen": steps for name, steps in self.frozen_steps.items()}
         )
+
+    @property
+    def frozen_steps(self) -> dict[str, list[list[int]]]:
+        """The spans of steps in which components are frozen."""
+        return {
+            "none": {},
+            "image": {"image": [[1, 9]]},
+            "llm": {"llm": [[1, 9]]},
+            "in_turn": {"image": [[1, 2]], "llm": [[2, 9]]},
+        }[self.frozen]
 
 
 AXES: Mapping[str, tuple[Any, ...]] = {f.name: f.metadata["values"] for f in fields(Case)}
@@ -194,6 +212,7 @@ def _blocks(layout: Case) -> Iterator[tuple[tuple[Any, ...], ...]]:
             AXES["recompute"],
             AXES["boundary"] if found.domain_size > 1 else ("auto",),
             AXES["data"] if slots * found.num_domains > 1 else ("mixed",),
+            AXES["frozen"],
         )
 
 
@@ -207,12 +226,14 @@ def _schedules(case: Case, schedule: str) -> bool:
 @dataclass(frozen=True)
 class Space:
     """All cases, layout by layout: those of layout i are [starts[i], starts[i + 1]). `places` [cases, axes]
-    says which value of each axis a case has, `pairs` [cases, pairs] numbers the pairs of values.
+    says which value of each axis a case has, `pairs` [cases, pairs] numbers the pairs of values, of which
+    there are `num_pairs`, one pair of axes after the other in memory.
     """
 
     places: np.ndarray
     starts: tuple[int, ...]
     pairs: np.ndarray
+    num_pairs: int
 
     def case(self, number: int) -> Case:
         """Return a case by its number."""
@@ -242,11 +263,12 @@ def space() -> Space:
         starts.append(sum(map(len, parts)))
     columns = np.concatenate(parts)
     sizes = [len(values) for values in AXES.values()]
-    pairs, first = [], 0
-    for a, b in combinations(range(len(axes)), 2):
-        pairs.append(first + columns[:, a] * sizes[b] + columns[:, b])
+    couples = list(combinations(range(len(axes)), 2))
+    pairs, first = np.empty((len(couples), len(columns)), np.int16), 0
+    for row, (a, b) in zip(pairs, couples, strict=True):
+        row[:] = first + columns[:, a] * sizes[b] + columns[:, b]
         first += sizes[a] * sizes[b]
-    return Space(columns, tuple(starts), np.stack(pairs).T)  # one pair of axes after the other in memory
+    return Space(columns, tuple(starts), pairs.T, first)
 
 
 @cache
@@ -258,12 +280,14 @@ def covering_array() -> tuple[Case, ...]:
     out in the end.
     """
     all_cases = space()
-    occurring = np.bincount(all_cases.pairs.ravel("K"))
+    columns = all_cases.pairs.T
+    occurring = sum(np.bincount(column, minlength=all_cases.num_pairs) for column in columns)
     weights = np.where(occurring > 0, len(all_cases.places) // np.maximum(occurring, 1), 0)
     missing = weights > 0
     chosen = [all_cases.number(case) for case in REQUIRED]
     missing[all_cases.pairs[chosen]] = False
-    gains = np.where(missing, weights, 0)[all_cases.pairs].sum(1)
+    open_weights = np.where(missing, weights, 0)
+    gains = sum(open_weights[column] for column in columns)
     while missing.any():
         best = int(gains.argmax())
         chosen.append(best)
@@ -271,7 +295,7 @@ def covering_array() -> tuple[Case, ...]:
             if missing[pair]:
                 missing[pair] = False
                 gains[all_cases.pairs[:, column] == pair] -= weights[pair]
-    had = np.bincount(all_cases.pairs[chosen].ravel(), minlength=len(occurring))
+    had = np.bincount(all_cases.pairs[chosen].ravel(), minlength=all_cases.num_pairs)
     for case in chosen[len(REQUIRED) :]:
         if (had[all_cases.pairs[case]] > 1).all():
             chosen.remove(case)
@@ -285,7 +309,7 @@ def full_list() -> tuple[Case, ...]:
     pairs occurred least in the list so far.
     """
     all_cases = space()
-    had = np.zeros(int(all_cases.pairs.max()) + 1, np.int64)
+    had = np.zeros(all_cases.num_pairs, np.int64)
     chosen = []
     for start, stop in zip(all_cases.starts, all_cases.starts[1:], strict=False):
         best = start + int(had[all_cases.pairs[start:stop]].sum(1).argmin())

@@ -14,7 +14,7 @@ from small import overrides, with_values, write_one_item, write_uneven
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import Config, EncoderLayoutConfig
+from omni.config import ComponentOptimConfig, Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
 from omni.planning.prepare import prepare_run
 from omni.training import parity
@@ -52,6 +52,7 @@ def write_data(folder: Path) -> None:
 def configure(case: Case, folder: Path) -> Config:
     """Return the configuration of a case; data and run are in `folder`."""
     config = with_values(_composed(folder, case.data), {"layout.encoders.image": EncoderLayoutConfig()})
+    config.optim.components = {name: ComponentOptimConfig() for name in case.frozen_steps}
     return with_values(config, case.settings())
 
 

@@ -250,7 +250,8 @@ def test_what_is_left_out_changes_nothing(folder: Path, layout: Case) -> None:
 def test_settings_are_what_the_command_line_sets(folder: Path, case: Case) -> None:
     line = command_line(folder, case.data)
     for key, value in case.settings().items():
-        line.append(f"{'+' if key.startswith('layout.encoders') else ''}{key}={value}")
+        added = key.startswith(("layout.encoders", "optim.components"))
+        line.append(f"{'+' if added else ''}{key}={value}")
     assert compose_config(line) == configure(case, folder)
 
 
