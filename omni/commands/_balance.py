@@ -1,6 +1,7 @@
 """`omni data balance`: how even policies would leave steps of a user's own data, and what to choose."""
 
 import argparse
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from dataloader.balance import BalancePolicy
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.planning.balance_table import TITLES, best, choices, scored, text_of
+    from omni.planning.balance_table import TITLES, best, choices, scored, text_of, usable
     from omni.planning.layouts import planned_ranks, resolve_layout
     from parallel.policy import registered
 
@@ -66,18 +67,22 @@ def run(args: argparse.Namespace) -> int:
     config.data.step_tokens, config.data.step_samples = None, args.samples * replicas
     trace = samples_of(config, args.data, args.samples * replicas)
     domains = [size for size in _doubling(_MOST_DOMAIN) if replicas % size == 0]
-    policies, sharings = registered(BalancePolicy.group), ["none", "dynamic"]
+    policies, broken = usable(registered(BalancePolicy.group))
+    sharings = ["none", "dynamic"]
     rows: list[Row] = []
     step: Step | None = None
     print(TITLES)
     with signs_of_life(lambda: f"{len(rows)} rows"):
         every = choices(config, ranks, trace, policies, sharings, domains, _GROUPS)
         tried = (each for each in every if each[0].domain > 1 or each[0].sharing == "none")
-        for row, _, taken in scored(tried):
+        for row, _, taken in scored(tried, broken):
             rows.append(row)
             step = taken
             print(text_of(row), flush=True)
-    assert step is not None
+    for name, said in broken.items():
+        print(f"left out: balance={name}: {said}", file=sys.stderr)
+    if step is None:
+        raise ConfigError("no policy of balance could be scored: each failed, as said above")
     for text in suggestion(best(rows)):
         print(text)
     print(f"slowest samples of the step (planned, forward): {', '.join(slowest(step))}")

@@ -11,7 +11,7 @@ from omni.config import Config
 from omni.planning.balance_score import Score, Step, as_planned, perturbed, score_step, step_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
-from parallel.policy import find
+from parallel.policy import PolicyError, find
 
 NO_SHARING = "none"
 OFF = 0.2  # share by which costs are off where they are perturbed
@@ -87,14 +87,31 @@ def choices(
                 yield choice, replace(planner, policies=own, group_size=size), step
 
 
+def usable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Divide policies of balance into those that can be imported, and the others with what is wrong."""
+    broken = {}
+    for name in names:
+        try:
+            find(BalancePolicy, name, "balance.policy")
+        except PolicyError as error:
+            broken[name] = str(error)
+    return [name for name in names if name not in broken], broken
+
+
 def row_of(choice: Choice, planner: Planner, step: Step) -> Row:
     """Score a choice."""
     planned, off = score_step(planner, step, [as_planned(step.metas), perturbed(step.metas, OFF, SEED)])
     return Row(choice, planned, off)
 
 
-def scored(found: Iterable[tuple[Choice, Planner, Step]]) -> Iterator[tuple[Row, Planner, Step]]:
-    """Score every choice, those that cannot but leave the same step once."""
+def scored(
+    found: Iterable[tuple[Choice, Planner, Step]], broken: dict[str, str] | None = None
+) -> Iterator[tuple[Row, Planner, Step]]:
+    """Score every choice, those that cannot but leave the same step once.
+
+    With `broken`, a policy that raises is entered there by name, with what it said, and its choices are left
+    out from then on.
+    """
     known: dict[tuple[bool | str, ...], Row] = {}
     for choice, planner, step in found:
         shares = any(of.num_members > 1 for of in planner.sharing.values())
@@ -102,7 +119,15 @@ def scored(found: Iterable[tuple[Choice, Planner, Step]]) -> Iterator[tuple[Row,
         # In a group of one domain only which replica takes a sample is open, if that matters.
         decides = choice.group > 1 or (planner.arrangement.replicas > 1 and within)
         key = (str(choice.domain), str(choice.group), decides and choice.policy, shares and choice.sharing)
-        row = known.get(key) or row_of(choice, planner, step)
+        if broken is not None and choice.policy in broken:
+            continue
+        try:
+            row = known.get(key) or row_of(choice, planner, step)
+        except Exception as error:  # of a foreign policy any kind
+            if broken is None:
+                raise
+            broken[choice.policy] = f"{type(error).__name__}: {error}"
+            continue
         known[key] = row
         yield replace(row, choice=choice), planner, step
 

@@ -120,6 +120,8 @@ def _open(
     """
     if trace:
         return {}, {}, in_order(trace)
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
     indexes = _open_all("data.sources", config.data.sources, tokenizer, by_modality)
     heldout = _open_all("data.heldout", config.data.heldout, tokenizer, by_modality)
     return indexes, heldout, _indexed(config, encoders, indexes)
@@ -240,8 +242,6 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     for name, heldout in config.data.heldout.items():
         require(f"data.heldout.{name}", heldout, "samples")
         require(f"data.heldout.{name}", heldout, "generate", least=0)
-    if not config.data.sources:
-        raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
 
 
 def check_seed(config: Config) -> None:

@@ -4,12 +4,21 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from packages import install
 
 from dataloader.trace import generate, write_trace
 from omni.__main__ import main
 
 MODEL = ("~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "train.precision=bf16")
-LIMITS = ("data.microbatch_tokens=131072", "+data.sources.none.path=none", "launch.ranks=4")
+LIMITS = ("data.microbatch_tokens=131072", "launch.ranks=4")
+BROKEN = """
+from omni.policies import BalancePolicy
+
+def fail(samples, bins):
+    raise IndexError("no such bin")
+
+RAISES = BalancePolicy("raises", fail)
+"""
 
 
 def run(capsys: pytest.CaptureFixture[str], *line: str) -> tuple[int, str, str]:
@@ -54,3 +63,23 @@ def test_mistakes_are_named(line: tuple[str, ...], message: str, capsys: pytest.
     code, _, err = run(capsys, *line, *MODEL, *LIMITS)
     assert code == 1
     assert message in err
+
+
+def test_foreign_policies_that_fail_are_named_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    # Names that come first, since the first policy that can be found resolves the run for all.
+    points = {"omni.balance": "absent = broken_balance:ABSENT\nraises = broken_balance:RAISES"}
+    install(tmp_path, monkeypatch, "broken_balance", BROKEN, points)
+    code, out, err = run(capsys, "longtail", "--samples", "2", *MODEL, *LIMITS)
+    assert code == 0
+    assert "suggested: balance=" in out
+    tried = {line.split()[3] for line in out.splitlines() if line.startswith(("none", "dynamic"))}
+    assert "lpt" in tried
+    assert not {"absent", "raises"} & tried
+    named = [line for line in err.splitlines() if line.startswith("left out: balance=")]
+    assert len(named) == 2
+    assert "balance=absent" in named[0]
+    assert "cannot be imported" in named[0]
+    assert named[1].startswith("left out: balance=raises: ")
+    assert "no such bin" in named[1]
