@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from omni.planning.fullest import GIB, place
+from omni.planning.fullest import place
+from omni.planning.memory_advice import GIB, whose
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
@@ -68,7 +69,7 @@ def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:
     yield f"\nGiB held by the fullest rank, {peak.rank} ({place(spec, peak.rank)}), at {peak.at}"
     yield f"  {'all':32} {peak.bytes / GIB:10.1f}{of}"
     for kind, size in peak.held.items():
-        yield f"    {kind:30} {size / GIB:10.1f}"
+        yield f"    {kind:30} {size / GIB:10.1f}{whose(peak.parts, kind)}"
 
 
 def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator[str]:

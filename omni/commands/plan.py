@@ -89,16 +89,16 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
     cursor = spec.planner.cursor_of(arguments.step)
     plans = _counted(spec.planner.all_domains(arguments.step, cursor), domains)
     found = estimate(spec, plans)
-    check_memory(spec, found.fullest)
     plan, timeline = found.plan, found.timeline
     if shown is not None:
         plan = spec.planner.next_step(arguments.step, cursor, shown)
         timeline = simulate(plan.domain, spec.table, spec.planner.single_queue)
-    for text in without_effect(spec.planner.sharing):
-        print(f"note: {text}", file=sys.stderr)
     names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
+    check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
+    for text in without_effect(spec.planner.sharing):
+        print(f"note: {text}", file=sys.stderr)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:
         print(json.dumps(figures(spec, found, plan, sent), indent=2))
@@ -149,6 +149,7 @@ def figures(
 ) -> dict[str, object]:
     """What a step amounts to, and what the shown domain's plan is and its ranks send, as plain values."""
     from omni.commands._plan_text import shared
+    from omni.planning.memory_advice import by_component
 
     domain, taken = plan.domain, plan.taken
     return {
@@ -171,6 +172,7 @@ def figures(
         "simulated_mfu": found.mfu(spec),
         "fullest_rank": found.fullest.rank,
         "held_bytes": {"all": found.fullest.bytes, **found.fullest.held},
+        "activations_bytes": by_component(found.fullest.parts, "activations"),
         "held_at": found.fullest.at,
         "memory_bytes": spec.cluster.memory_bytes,
         "shown_domain": plan.number,

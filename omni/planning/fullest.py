@@ -9,31 +9,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from omni.config import ConfigError
-from omni.planning.memory import model_peak
+from omni.planning.memory import by_kind, model_peak
+from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from pipeline.plan import StepPlan
 
-GIB = 1 << 30
-_STATE = ("weights", "gradients", "optimizer")
-
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes of each kind that a rank of the world holds when it holds most: `position` of the domain of
-    `plan`, while it runs the op `at`. Kinds are those of `memory.py`.
+    """The bytes that a rank of the world holds when it holds most, by kind and component: `position` of the
+    domain of `plan`, while it runs the op `at`. Kinds are those of `memory.py`.
     """
 
     plan: StepPlan
     position: int
     rank: int
-    held: Mapping[str, int]
+    parts: Mapping[tuple[str, str], int]
     at: str
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The bytes of each kind."""
+        return by_kind(self.parts)
 
     @property
     def bytes(self) -> int:
         """All that it holds."""
-        return sum(self.held.values())
+        return sum(self.parts.values())
 
 
 def fullest_rank(spec: RunSpec, plans: Iterable[StepPlan]) -> Peak:
@@ -110,25 +113,11 @@ def check_memory(spec: RunSpec, fullest: Peak) -> None:
     most = spec.cluster.memory_bytes
     if most is None or fullest.bytes <= most:
         return
-    by_size = sorted(fullest.held.items(), key=lambda item: -item[1])
-    made_of = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in by_size)
     raise ConfigError(
         f"rank {fullest.rank} ({place(spec, fullest.rank)}) would hold {fullest.bytes / GIB:.1f} GiB at "
         f"{fullest.at} of step {fullest.plan.step}, more than the {most / GIB:.1f} GiB of "
         f"cluster.memory_bytes={most} "
-        f"({spec.cluster.name}): {made_of}. {_remedy(spec, fullest)}"
-    )
-
-
-def _remedy(spec: RunSpec, fullest: Peak) -> str:
-    """What to change: what is kept for each token, or what is kept for each parameter, if that is more."""
-    sizes = spec.config.layout.llm
-    if 2 * sum(fullest.held[kind] for kind in _STATE) > fullest.bytes:
-        return f"Raise layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={spec.arrangement.world}"
-    recompute = "" if spec.config.model.llm.recompute == "full" else "set model.llm.recompute=full, "
-    return (
-        f"Lower data.microbatch_tokens={spec.config.data.microbatch_tokens}, {recompute}"
-        f"or raise layout.llm.cp={sizes.cp} or tp={sizes.tp}"
+        f"({spec.cluster.name}): {made_of(fullest.parts)}. {remedy(spec, fullest.parts, most)}"
     )
 
 

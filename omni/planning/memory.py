@@ -11,7 +11,7 @@ Kinds of memory are `weights`, `gradients` (fp32 sums), `optimizer` (fp32 weight
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
 from omni.planning.rank_work import RankWork
@@ -23,49 +23,58 @@ from pipeline.ops import BACKWARDS, Kind, Op
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffers")
 
-Held = dict[tuple[str, int, int], tuple[str, int]]
-"""What is alive, by what it is, its number and its part: kind and bytes."""
+Parts = Counter[tuple[str, str]]
+"""Bytes by kind and component; rows on their way between components are of none, ""."""
+BETWEEN = ""
+
+Held = dict[tuple[str, int, int], tuple[tuple[str, str], int]]
+"""What is alive, by what it is, its number and its part: kind and component, and bytes."""
 
 
-def model_peak(spec: RunSpec, work: RankWork) -> tuple[dict[str, int], str]:
-    """Model the bytes of each kind that a rank holds when it holds most, and the op that then runs."""
-    constant = _constant(spec, work)
-    peak, at = max(_walk(work), key=lambda state: sum(state[0].values()))
-    return {kind: constant[kind] + peak[kind] for kind in KINDS}, at
+def model_peak(spec: RunSpec, work: RankWork) -> tuple[Parts, str]:
+    """Model the bytes that a rank holds when it holds most, and the op that then runs."""
+    peak, at = max(_walk(work), key=lambda state: state[0].total())
+    return _constant(spec, work) + peak, at
 
 
-def _constant(spec: RunSpec, work: RankWork) -> Counter[str]:
+def by_kind(parts: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Add up bytes over components: those of each of `KINDS`."""
+    return {kind: sum(size for (of, _), size in parts.items() if of == kind) for kind in KINDS}
+
+
+def _constant(spec: RunSpec, work: RankWork) -> Parts:
     """Bytes that are held throughout: state, inputs of the step, and megatron's scratch memory."""
-    held = Counter(buffers=INDEX * (sum(work.rows_in) + sum(work.rows_out)))
+    held: Parts = Counter({("buffers", BETWEEN): INDEX * (sum(work.rows_in) + sum(work.rows_out))})
     for name, parts in work.components.items():
         for part in parts.values():
             held += _state(spec, work, name, part)
     for (_, number), load in work.passes.items():
-        held["buffers"] += work.llm[number].input_bytes(load)
+        held["buffers", LLM] += work.llm[number].input_bytes(load)
     for number, part in work.llm.items():
         loads = (load for (_, p), load in work.passes.items() if p == number)
-        held["buffers"] += max((part.scratch_bytes(load) for load in loads), default=0)
+        held["buffers", LLM] += max((part.scratch_bytes(load) for load in loads), default=0)
     for c, load in work.encodings.items():
-        held["buffers"] += work.encoders[work.domain.chunks[c].component].input_bytes(load)
+        name = work.domain.chunks[c].component
+        held["buffers", name] += work.encoders[name].input_bytes(load)
     return held
 
 
-def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Counter[str]:
+def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Parts:
     """Weights, gradients and optimizer state of a part."""
-    held: Counter[str] = Counter()
+    held: Parts = Counter()
     # Main weights for those of half precision, and two moments of what learns.
     copies = (work.element < FP32) + 2 * (name in work.trained)
     for axis, own in by_replicas(part.weights()).items():
         ranks = group_of(spec.arrangement, None if name == LLM else name, axis, work.rank)
         laid = buckets(own, len(ranks))
-        held["weights"] += laid.total * work.element
-        held["gradients"] += laid.total * FP32
-        held["optimizer"] += laid.owned(ranks.index(work.rank), len(ranks)) * copies * FP32
+        held["weights", name] += laid.total * work.element
+        held["gradients", name] += laid.total * FP32
+        held["optimizer", name] += laid.owned(ranks.index(work.rank), len(ranks)) * copies * FP32
     return held
 
 
-def _walk(work: RankWork) -> Iterator[tuple[Counter[str], str]]:
-    """Yield bytes by kind, beside what is constant, at the moments that may be the fullest, with their op."""
+def _walk(work: RankWork) -> Iterator[tuple[Parts, str]]:
+    """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held: Held = {}
     yield Counter(), "start"
     for op in work.domain.ops_of(work.position):
@@ -75,28 +84,32 @@ def _walk(work: RankWork) -> Iterator[tuple[Counter[str], str]]:
         yield _sum(held), str(op)
 
 
-def _sum(held: Held) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for kind, size in held.values():
-        total[kind] += size
+def _sum(held: Held) -> Parts:
+    total: Parts = Counter()
+    for what, size in held.values():
+        total[what] += size
     return total
 
 
-def _during(work: RankWork, op: Op, held: Held) -> Iterator[Counter[str]]:
+def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
     """Yield what is held at the fullest moments of a compute op."""
     if op.kind in (Kind.FORWARD, Kind.ENCODE):
         component, part, load = work.of(op)
         forward = part.forward(load)
         if component in work.trained:
-            yield _sum(held) + Counter(activations=forward.kept + forward.workspace)
+            yield _sum(held) + _one("activations", component, forward.kept + forward.workspace)
     elif op.kind in BACKWARDS:
-        _, part, load = work.of(op)
+        component, part, load = work.of(op)
         grad = work.domain.made_by(op)
         assert grad is not None
         backward = part.backward(load, grad)
-        yield _sum(held) + Counter(workspace=backward.workspace)
+        yield _sum(held) + _one("workspace", component, backward.workspace)
         done = {key: value for key, value in held.items() if key != _kept(op)}
-        yield _sum(done) + Counter(workspace=backward.last)
+        yield _sum(done) + _one("workspace", component, backward.last)
+
+
+def _one(kind: str, component: str, size: int) -> Parts:
+    return Counter({(kind, component): size})
 
 
 def _kept(op: Op) -> tuple[str, int, int]:
@@ -111,20 +124,21 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
     if kind in (Kind.FORWARD, Kind.ENCODE):
         component, part, load = work.of(op)
         trained = component in work.trained or kind is Kind.FORWARD
-        held[_kept(op)] = "activations", part.forward(load).kept if trained else load.rows * row
+        kept = part.forward(load).kept if trained else load.rows * row
+        held[_kept(op)] = ("activations", component), kept
     elif kind in BACKWARDS:
         _backward(work, op, held)
     elif kind in (Kind.SHIP, Kind.RETURN):
         rows_in, rows_out = work.rows_in[m], work.rows_out[m]
         arriving, leaving = (rows_in, rows_out) if kind is Kind.SHIP else (rows_out, rows_in)
-        held[f"{kind} out", m, 0] = "buffers", leaving * row
-        held[f"{kind} in", m, 0] = "buffers", arriving * row
+        held[f"{kind} out", m, 0] = ("buffers", BETWEEN), leaving * row
+        held[f"{kind} in", m, 0] = ("buffers", BETWEEN), arriving * row
         if kind is Kind.RETURN:  # the gradients leave as they are
             held.pop(("row gradients", m, 0), None)
         else:
             _let_go_of_frozen(work, m, held)
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
-        held[str(kind), m, op.part] = "buffers", _message(work, op)
+        held[str(kind), m, op.part] = ("buffers", LLM), _message(work, op)
     elif kind is Kind.WAIT:
         _waited(op, held)
 
@@ -146,8 +160,8 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
     m, p = op.index, op.part
     held.pop(_kept(op), None)
     if op.grad is Grad.INPUT and (op.kind is Kind.ENCODE_BACKWARD or work.domain.llm_learns):
-        _, part, load = work.of(op)
-        held[_kept(op)] = "workspace", part.backward(load, op.grad).kept
+        component, part, load = work.of(op)
+        held[_kept(op)] = ("workspace", component), part.backward(load, op.grad).kept
     if op.grad is Grad.WEIGHT:
         return
     if op.kind is Kind.ENCODE_BACKWARD:
@@ -156,11 +170,11 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
     for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
         held.pop((what, m, p), None)
     if p:
-        held["gradient", m, p] = "workspace", _message(work, op)
+        held["gradient", m, p] = ("workspace", LLM), _message(work, op)
     if p == min(work.llm):
         held.pop((f"{Kind.SHIP} in", m, 0), None)
         if Op(Kind.RETURN, m) in work.domain.ops_of(work.position):
-            held["row gradients", m, 0] = "workspace", work.rows_in[m] * work.row_bytes
+            held["row gradients", m, 0] = ("workspace", BETWEEN), work.rows_in[m] * work.row_bytes
 
 
 def _let_go_of_returned(work: RankWork, held: Held) -> None:
