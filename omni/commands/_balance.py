@@ -21,7 +21,7 @@ runs: times are those of the cost table for forward passes, encoders first, then
 `omni train`; launch.ranks is two unless given.
 
   omni data balance longtail experiment=llama3_70b launch.ranks=1024
-  omni data balance data/mine experiment=mine launch.ranks=512 --draw mine.svg
+  omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 --draw mine.svg
 
 encoder, llm: the slowest rank over the mean of its phase. step: both over the mean of both; in turn: with
 exchanges after the work, elsewhere they overlap with it. off 20 %: where costs are up to that far from those

@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(config: "Config", arguments: argparse.Namespace) -> None:
+    from omni.commands._plan_advice import advice
     from omni.commands._plan_text import lines
     from omni.config import ConfigError
     from omni.planning.fullest import check_memory
@@ -105,6 +106,9 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
         return
     for line in lines(spec, found, plan, timeline, sent):
         print(line)
+    with signs_of_life(lambda: "simulating what would help"):
+        for line in advice(spec, found, cursor):
+            print(line, flush=True)
     if arguments.ops:
         for name, ops in zip(names, plan.domain.ops, strict=True):
             print(f"\n{name}: {' '.join(map(str, ops))}")

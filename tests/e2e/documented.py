@@ -1,0 +1,131 @@
+"""The commands that README.md and docs/*.md print: which run as they stand, which with less to do, which not.
+
+A command of a page is found where a line of a fenced block begins with `omni`, `python` or `srun`. What plans
+and shows runs as printed, without an entry here, on small data by the same names, and so does a sweep, as
+jobs that are written and not submitted. What starts ranks or needs a run has an entry in RANKS, and what
+cannot run here in NOT_RUN.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"^(?:\$ )?((?:omni|python|srun) .*)$", re.MULTILINE)
+_ALONE = ("plan", "layout", "data", "rehearse")  # commands of omni that start no ranks and need no run
+
+ELSEWHERE = {"docs/extending.md": "tests/examples/test_extending.py runs the page's commands in order"}
+
+# Printed commands that no test runs as they stand, by how they begin, and why.
+NOT_RUN = {
+    "omni calibrate": "measures for a minute: tests/e2e/test_calibrate.py does, with one rank",
+    "omni doctor": "its answer is of the machine at hand: tests/e2e/test_doctor.py has sound and faulty ones",
+    "srun": "needs Slurm",
+    "python benchmarks/": "measures for minutes",
+    "python -m infra.agent": "needs several nodes: tests/e2e/test_by_hand.py",
+    "omni train -m hydra/launcher=slurm": "needs Slurm: tests/e2e/test_slurm.py",
+    "omni train -m hydra/launcher=ray": "needs Ray: tests/e2e/test_ray.py",
+    "omni train '+model.encoders.radar": "an encoder of the reader's own: tests/examples",
+    "omni train 'train.checkpoint_dir=s3://": "needs an object store: tests/infra/test_checkpoints.py",
+    "omni rehearse --dry --rank 0,37,127": "elided: the reader's own model and data",
+    "omni sweep show": "of a sweep with its time: tests/e2e/test_sweeps.py",
+    "omni rehearse --dry --trace": "minutes of a 70B: tests/omni/test_rehearsal.py rehearses a rank of it",
+    "omni rehearse --dry --rank 37": "minutes of a 70B: tests/omni/test_rehearsal.py rehearses a rank of it",
+    "omni rehearse --dry --device cuda": "compiles a device: tests/cuda/test_cuda_command.py",
+}
+
+# What ends with another code than 0, as its page says, and what it then names.
+REFUSED = {
+    "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024 data.microbatch_tokens=262144 "
+    "data.step_tokens=4194304": (2, "would hold 156.6 GiB"),
+}
+
+_TINY = (
+    "tracking=jsonl train.eval_every=0 data.heldout.strips.samples=2 data.heldout.strips.generate=0 "
+    "data.heldout.docs.samples=2 data.step_tokens=256 train.timeout_s=60"
+)
+_TWO = f"{_TINY} train.steps=2"
+_ONE = "launch.ranks=1"
+
+# Appended to those that run by themselves and would take a minute.
+LESS = {
+    "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
+    "--draw mine.svg": "launch.ranks=8"
+}
+
+# Commands that start ranks, or need a run, in the order in which a test runs them in one folder, each with
+# what is appended so that it takes seconds.
+RANKS = {
+    "omni train layout=pp2 train.steps=100": _TWO,
+    "omni train run.dir=runs/mine": f"{_TWO} {_ONE} train.timeline_every=1 train.checkpoint_every=1",
+    "omni resume runs/mine train.steps=4000": "train.steps=3",
+    "omni resume runs/mine": "train.steps=4",
+    "omni resume runs/mine train.steps=4000 layout=pp2": "train.steps=5 launch.ranks=2",
+    "omni status runs/mine": "",
+    "omni timeline runs/mine": "",
+    "omni sync runs/mine": "",
+    "omni parity --steps 3 launch.ranks=1 -- launch.ranks=2 layout=pp2": "",
+    "omni train +data.sources.mine.path=data/mine model.encoders.image.patch=4": f"{_TWO} {_ONE}",
+    "omni train train.steps=100 launch.ranks=2 layout.domain=2 llm_sp=dynamic encoder_sp=dynamic": _TWO,
+    "omni train train.steps=100 launch.ranks=3 placement=disaggregated placement.ranks=1": _TWO,
+    "omni train '+optim.components.image={lr_scale: 0.1, frozen: [[1, 201]]}'": f"{_TWO} {_ONE}",
+    "omni train run.dir=runs/align '+optim.components={llm: {frozen: [[1, 100000]]}}' train.steps=200 "
+    "train.checkpoint_every=100": f"{_TWO} train.checkpoint_every=2",
+    "omni resume runs/align --fork runs/all '~optim.components.llm' optim.lr=1e-4 train.steps=400": (
+        "train.steps=2 train.checkpoint_every=2"
+    ),
+    "omni resume runs/all --fork runs/longer --optimizer --step 300 train.steps=800": "--step 2 "
+    "train.steps=2",
+    "omni train train.steps=100 train.timeline_every=50 layout=pp2 run.dir=runs/pp2": f"{_TWO} "
+    "train.timeline_every=1",
+    "omni timeline runs/pp2": "",
+    "omni timeline runs/pp2 --step 50 --draw step50.svg": "--step 1",
+    "omni train train.checkpoint_every=100 train.keep_checkpoints=2 train.keep_every=1000": f"{_TWO} {_ONE}",
+    "omni train layout.llm.tp=2 layout.llm.pp=2 'launch.layouts=[{tp: 2}, {}]' launch.max_restarts=10 "
+    "launch.ranks=4": _TWO,
+}
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page in its order, without their comments, words apart by one space."""
+    found = []
+    for block in _BLOCK.findall(page):
+        for line in _COMMAND.findall(block.replace("\\\n", " ")):
+            found.append(" ".join(shlex.quote(word) if _quoted(word) else word for word in split(line)))
+    return found
+
+
+def split(command: str) -> list[str]:
+    """The words of a command."""
+    return shlex.split(command, comments=True)
+
+
+def _quoted(word: str) -> bool:
+    return not re.fullmatch(r"[\w@%+=:,./-]+", word)
+
+
+def pages() -> dict[str, list[str]]:
+    """The commands of every page whose commands are run here."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    named = {str(file.relative_to(ROOT)): commands(file.read_text()) for file in files}
+    return {name: found for name, found in named.items() if found and name not in ELSEWHERE}
+
+
+def why_not(command: str) -> str | None:
+    """Why a command is not run, None if it is."""
+    return next((why for begin, why in NOT_RUN.items() if command.startswith(begin)), None)
+
+
+def runs_by_itself(command: str) -> bool:
+    """Whether a command runs as printed, without ranks and without a run."""
+    words = split(command)
+    if words[0] != "omni" or why_not(command) or command in RANKS:
+        return False
+    alone = words[1] in _ALONE or "--help" in words or "--no-ranks" in words
+    return alone or words[1:3] == ["train", "-m"]
+
+
+def unaccounted(found: list[str]) -> list[str]:
+    """Those commands of a page that nothing runs and that say no reason."""
+    return [each for each in found if not (runs_by_itself(each) or each in RANKS or why_not(each))]

@@ -1,0 +1,86 @@
+"""Commands of README.md and docs/*.md run as they are printed, on small data by the same names."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from documented import (
+    LESS,
+    NOT_RUN,
+    RANKS,
+    REFUSED,
+    ROOT,
+    commands,
+    pages,
+    runs_by_itself,
+    split,
+    unaccounted,
+    why_not,
+)
+from runs import Finished, Running, document, omni, picture, strip, write
+
+PRINTED = list(dict.fromkeys(command for found in pages().values() for command in found))
+BUILD = "omni data build --from-jsonl mine.jsonl --out data/mine"
+ALONE = [command for command in PRINTED if runs_by_itself(command)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder: small datasets under the quickstart's names, and what pages call the reader's."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name, sample in (("strips", strip), ("docs", document)):
+        for use in ("train", "heldout"):
+            write(folder / "data/quickstart" / f"{name}_{use}", [sample(i) for i in range(64)])
+    (folder / "seven.png").write_bytes(picture([7]).data)
+    line = r'{"id": "seven-%d", "text": "\ufffcseven", "items": [{"modality": "image", "path": "seven.png"}]}'
+    (folder / "mine.jsonl").write_text("".join(f"{line % i}\n" for i in range(8)))
+    for group, ours in (("cluster/mine", "cluster/cpu"), ("experiment/mine", "experiment/quickstart")):
+        own = folder / "conf" / f"{group}.yaml"
+        own.parent.mkdir(parents=True)
+        shutil.copy(ROOT / "hydra_conf" / f"{ours}.yaml", own)
+    built = omni(split(BUILD)[1:], folder)
+    assert built.code == 0, built.err
+    return folder
+
+
+def test_commands_are_found_where_they_are_printed() -> None:
+    page = "```bash\nomni plan a=1 \\\n  'b={c: 1}'   # what it says\n$ python x.py\nls\n```\n\nomni none\n"
+    assert commands(page) == ["omni plan a=1 'b={c: 1}'", "python x.py"]
+    assert len(PRINTED) > 50
+
+
+def test_every_printed_command_is_run_or_says_why_not() -> None:
+    missing = [f"{page}: {command}" for page, found in pages().items() for command in unaccounted(found)]
+    assert missing == [], (
+        "no test runs these commands of a page. In tests/e2e/documented.py add each to RANKS, with what to "
+        "append so that it takes seconds, or to NOT_RUN, with the reason"
+    )
+
+
+def test_nothing_is_accounted_for_that_no_page_prints() -> None:
+    assert [command for command in (*RANKS, *LESS, *REFUSED) if command not in PRINTED] == []
+    everywhere = [command for command in PRINTED if why_not(command)]
+    assert [key for key in NOT_RUN if not any(command.startswith(key) for command in everywhere)] == []
+
+
+@pytest.mark.parametrize("command", ALONE)
+def test_a_command_that_starts_no_ranks_does_what_it_says(folder: Path, command: str) -> None:
+    words = [*split(command)[1:], *split(LESS.get(command, ""))]
+    if "-m" in words and words[0] == "train" and "--help" not in words:
+        words = [*words, "hydra/launcher=render", "launch.ranks=2"]
+    done = omni(words, folder)
+    code, said = REFUSED.get(command, (0, ""))
+    assert done.code == code, done.err
+    assert said in done.err
+    assert "Traceback" not in done.err
+    assert done.out or done.err
+
+
+@pytest.mark.slow
+def test_commands_that_start_ranks_follow_one_another(folder: Path) -> None:
+    """In the order of RANKS, each in what those before it left."""
+    for command, more in RANKS.items():
+        words = split(command)
+        done: Finished = Running(["-m", *words, *split(more)], folder).finish()
+        assert done.code == 0, f"{command}\n{done.out[-2000:]}\n{done.err[-4000:]}"
+        assert "Traceback" not in done.err, command

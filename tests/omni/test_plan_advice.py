@@ -1,0 +1,49 @@
+"""What `omni plan` advises where ranks idle: true to what the advised keys then give."""
+
+import json
+import re
+
+import pytest
+
+from omni.__main__ import main
+
+KEYS = ("--trace", "balanced", "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1")
+FEW = (*KEYS, "layout.llm.pp=4", "launch.ranks=4", "data.microbatch_tokens=4096", "data.step_tokens=8192")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *line: str) -> str:
+    assert main(["plan", *line]) == 0
+    return capsys.readouterr().out
+
+
+def test_advised_keys_bring_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, *FEW)
+    assert re.search(r"ranks idle for \d\d% of the step", out)
+    assert "few for 4 stages (layout.llm.pp)" in out
+    advised = re.findall(r"advice: (.*) would bring ([\d,]+) tokens/s", out)
+    assert advised
+    assert advised[0][0].startswith("data.step_tokens=")
+    for keys, tokens_per_s in advised:
+        given = {key.partition("=")[0] for key in keys.split()}
+        line = [key for key in FEW if key.partition("=")[0] not in given]
+        found = json.loads(plan(capsys, "--json", *line, *keys.split()))
+        assert found["simulated_tokens_per_s"] == pytest.approx(int(tokens_per_s.replace(",", "")), abs=1)
+
+
+def test_few_samples_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, *FEW[:-1], "data.step_tokens=1024")
+    assert re.search(r"\d samples are few for 4 ranks: \d\.0 for each of 1 replicas", out)
+
+
+def test_what_would_not_fit_is_not_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    held = json.loads(plan(capsys, "--json", *FEW))["held_bytes"]["all"]
+    out = plan(capsys, *FEW, f"cluster.memory_bytes={held}")
+    assert "ranks idle for" in out
+    assert "advice: data.step_tokens" not in out
+
+
+def test_ranks_that_work_get_no_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, *KEYS, "launch.ranks=1", "data.microbatch_tokens=4096", "data.step_tokens=8192")
+    assert "simulated timeline" in out
+    assert "ranks idle" not in out
+    assert "advice" not in out
