@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from omni.commands._shared import add_configuration, add_trace, check_drawing, signs_of_life, write_drawing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from omni.config import Config
     from omni.planning.run_spec import RunSpec
@@ -28,6 +28,10 @@ this machine's device, with any other cluster those of GPUs.
 
   omni plan --trace longtail experiment=llama3_70b launch.ranks=1024
   omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3 --draw step.svg
+  omni plan -m --trace longtail experiment=llama3_70b launch.ranks=1024 layout=tp8_pp4,tp8_cp2_pp4
+
+Where ranks idle for a fifth of the step or more, lines at the end say why, and what other keys would bring.
+With -m overrides may list values, as for `omni train -m`: each combination is planned and gets a row.
 """
 
 
@@ -40,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draw", type=Path, help="write the simulated timeline: as a picture (.svg) or for Perfetto (.json)"
     )
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="plan every combination of listed values, a row each"
+    )
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     add_trace(parser)
@@ -50,16 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses a plan, 2 for a user's mistake and for
     a step that does not fit the cluster.
     """
-    from omni.compose import compose_config
-    from omni.rehearsal.stand_in_data import use_trace
+    from omni.commands._plan_sweep import run_sweep
     from pipeline.verifier import PlanRefusedError
 
     try:
-        config = compose_config(arguments.overrides, arguments.config_dir)
+        if arguments.multirun:
+            return run_sweep(arguments)
         with tempfile.TemporaryDirectory() as folder:
-            if arguments.trace:
-                use_trace(config, arguments.trace, Path(folder) / "trace")
-            _plan(config, arguments)
+            _plan(arguments, Path(folder))
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
@@ -69,17 +74,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(config: "Config", arguments: argparse.Namespace) -> None:
-    from omni.commands._plan_advice import advice
-    from omni.commands._plan_text import lines
-    from omni.config import ConfigError
-    from omni.planning.fullest import check_memory
-    from omni.planning.pools import without_effect
-    from omni.rehearsal.estimate import estimate, sent_by_ranks
-    from pipeline.costs import simulate
-    from pipeline.drawing import team_names
+def estimated(
+    arguments: argparse.Namespace, overrides: "Sequence[str]", folder: Path
+) -> "tuple[RunSpec, Estimate, int]":
+    """Plan and time all domains of the step that was asked for, under `overrides`: the run, the estimate, and
+    where the step begins in the stream. A trace is written into the new `folder`.
 
-    check_drawing(arguments.draw)
+    Raises:
+        PlanRefusedError: for a plan that breaks a rule.
+        ValueError: for a user's mistake.
+    """
+    from omni.compose import compose_config
+    from omni.config import ConfigError
+    from omni.rehearsal.estimate import estimate
+    from omni.rehearsal.stand_in_data import use_trace
+
+    config = compose_config(overrides, arguments.config_dir)
+    if arguments.trace:
+        use_trace(config, arguments.trace, folder / "trace")
     spec = _resolve(config)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
@@ -89,7 +101,21 @@ def _plan(config: "Config", arguments: argparse.Namespace) -> None:
         )
     cursor = spec.planner.cursor_of(arguments.step)
     plans = _counted(spec.planner.all_domains(arguments.step, cursor), domains)
-    found = estimate(spec, plans)
+    return spec, estimate(spec, plans), cursor
+
+
+def _plan(arguments: argparse.Namespace, folder: Path) -> None:
+    from omni.commands._plan_advice import advice
+    from omni.commands._plan_text import lines
+    from omni.planning.fullest import check_memory
+    from omni.planning.pools import without_effect
+    from omni.rehearsal.estimate import sent_by_ranks
+    from pipeline.costs import simulate
+    from pipeline.drawing import team_names
+
+    check_drawing(arguments.draw)
+    spec, found, cursor = estimated(arguments, arguments.overrides, folder)
+    shown = arguments.domain
     plan, timeline = found.plan, found.timeline
     if shown is not None:
         plan = spec.planner.next_step(arguments.step, cursor, shown)

@@ -1,4 +1,4 @@
-"""What `omni plan` advises where ranks idle: true to what the advised keys then give."""
+"""`omni plan`: what it advises where ranks idle is what the keys then give; sweeps of plans in a table."""
 
 import json
 import re
@@ -47,3 +47,39 @@ def test_ranks_that_work_get_no_advice(capsys: pytest.CaptureFixture[str]) -> No
     assert "simulated timeline" in out
     assert "ranks idle" not in out
     assert "advice" not in out
+
+
+def test_a_sweep_is_a_row_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ("data.step_tokens=8192,16384", "pipeline=encode_first,gpipe")
+    rows = json.loads(plan(capsys, "-m", "--json", *FEW[:-1], *lists))
+    assert [row["sets"] for row in rows] == [
+        [f"data.step_tokens={tokens}", f"pipeline={schedule}"]
+        for tokens in (8192, 16384)
+        for schedule in ("encode_first", "gpipe")
+    ]
+    one = json.loads(plan(capsys, "--json", *FEW[:-1], *rows[3]["sets"]))
+    for key in ("simulated_step_ns", "simulated_mfu", "simulated_tokens_per_s", "schedule"):
+        assert rows[3][key] == one[key]
+    assert rows[3]["held_bytes"] == one["held_bytes"]["all"]
+    table = plan(capsys, "-m", *FEW[:-1], *lists).splitlines()
+    assert len(table) == 5
+    assert "MFU" in table[0]
+    assert [line.rpartition("data.step_tokens=")[2] for line in table[1:]] == [
+        "8192 pipeline=encode_first",
+        "8192 pipeline=gpipe",
+        "16384 pipeline=encode_first",
+        "16384 pipeline=gpipe",
+    ]
+
+
+def test_what_is_refused_has_its_reason_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "-m", *FEW, "layout.llm.tp=1,3")
+    assert "refused layout.llm.tp=3: " in out
+    assert len(out.splitlines()) == 3
+    for line, message in (
+        ((*FEW, "layout.llm.tp=3,5"), "each of these steps is refused"),
+        (FEW, "-m: no override lists values"),
+        ((*FEW, "layout.llm.tp=1,2", "--draw", "a.svg"), "--draw is of one step"),
+    ):
+        assert main(["plan", "-m", *line]) == 2
+        assert message in capsys.readouterr().err
