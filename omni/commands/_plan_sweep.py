@@ -25,7 +25,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: for what is shown of one step alone, and where no override lists several values.
     """
-    from omni.commands.plan import estimated
+    from omni.commands._plan_estimate import estimated
     from omni.config import ConfigError
     from omni.planning.fullest import check_memory
     from pipeline.verifier import PlanRefusedError

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from omni.commands._shared import add_configuration, add_trace, check_drawing, signs_of_life, write_drawing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from omni.config import Config
     from omni.planning.run_spec import RunSpec
     from omni.rehearsal.estimate import Estimate
     from omni.rehearsal.footprint import Sent
@@ -74,38 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def estimated(
-    arguments: argparse.Namespace, overrides: "Sequence[str]", folder: Path
-) -> "tuple[RunSpec, Estimate, int]":
-    """Plan and time all domains of the step that was asked for, under `overrides`: the run, the estimate, and
-    where the step begins in the stream. A trace is written into the new `folder`.
-
-    Raises:
-        PlanRefusedError: for a plan that breaks a rule.
-        ValueError: for a user's mistake.
-    """
-    from omni.compose import compose_config
-    from omni.config import ConfigError
-    from omni.rehearsal.estimate import estimate
-    from omni.rehearsal.stand_in_data import use_trace
-
-    config = compose_config(overrides, arguments.config_dir)
-    if arguments.trace:
-        use_trace(config, arguments.trace, folder / "trace")
-    spec = _resolve(config)
-    domains, shown = spec.arrangement.num_domains, arguments.domain
-    if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
-        raise ConfigError(
-            f"--step {arguments.step} --domain {shown}: steps begin at 1, and there are domains 0 to "
-            f"{domains - 1}"
-        )
-    cursor = spec.planner.cursor_of(arguments.step)
-    plans = _counted(spec.planner.all_domains(arguments.step, cursor), domains)
-    return spec, estimate(spec, plans), cursor
-
-
 def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.commands._plan_advice import advice
+    from omni.commands._plan_estimate import estimated
     from omni.commands._plan_text import lines
     from omni.planning.fullest import check_memory
     from omni.planning.pools import without_effect
@@ -145,28 +115,6 @@ def _draw(path: Path, timeline: "Timeline", title: str, names: "list[str]") -> N
     from pipeline.drawing import rows_of
 
     write_drawing(path, [(f"{title} (simulated)", rows_of(timeline, names))])
-
-
-def _resolve(config: "Config") -> "RunSpec":
-    """The run as it is planned where the cluster is."""
-    from omni.planning.layouts import planned_ranks
-    from omni.planning.prepare import prepare_run
-    from omni.planning.run_spec import for_gpus
-
-    on_gpus = config.cluster.name != "cpu"
-    if on_gpus and config.train.precision == "auto":
-        config.train.precision = "bf16"
-    spec = prepare_run(config, planned_ranks(config))
-    return for_gpus(spec) if on_gpus else spec
-
-
-def _counted(plans: "Iterable[StepPlan]", domains: int) -> "Iterator[StepPlan]":
-    """Pass plans on, with signs of life."""
-    count = 0
-    with signs_of_life(lambda: f"planned and timed {count} of {domains} domains"):
-        for plan in plans:
-            yield plan
-            count += 1
 
 
 def plan_of_step(spec: "RunSpec", step: int, domain: int = 0) -> "StepPlan":
