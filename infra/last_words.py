@@ -1,9 +1,11 @@
 """The last line of a run on the screen: how it ended, and where everything is."""
 
 import signal
+import time
 from datetime import timedelta
 
 from infra.run_folder import RunFolder, read_metrics
+from infra.watchdog import EXIT_CODE as TRY_AGAIN
 
 HELD_OUT = "loss/eval/"
 
@@ -21,9 +23,20 @@ def last_words(folder: RunFolder, code: int, steps: int, seconds: float) -> str:
         facts.append(f"held-out {heldout}")
     facts.append(str(timedelta(seconds=round(seconds))))
     if not succeeded:
-        facts.append(f"`omni resume {folder.path}` goes on" if done else "the reason is above")
+        facts.append(_how_to_go_on(folder, code, done))
+    if any(file.stat().st_mtime >= time.time() - seconds for file in folder.errors.glob("rank-*.txt")):
+        facts.append(f"tracebacks of ranks are in {folder.errors}")
     facts.append(f"everything is in {folder.path}")
     return f"{_verdict(code, succeeded)}: {'; '.join(facts)}"
+
+
+def _how_to_go_on(folder: RunFolder, code: int, done: int) -> str:
+    if not done:
+        return "the reason is above"
+    goes_on = f"`omni resume {folder.path}` goes on"
+    if code == TRY_AGAIN or not _verdict(code, succeeded=False).startswith("FAILED"):
+        return goes_on
+    return f"the reason is above: once it is mended, and unless it says otherwise, {goes_on}"
 
 
 def _heldout(record: dict[str, float]) -> str:

@@ -57,6 +57,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def errors(self) -> Path:
+        """The folder of tracebacks: `rank-N.txt` holds those of rank N, with their times."""
+        return self.path / "errors"
+
+    @property
     def timelines(self) -> Path:
         """The folder of recorded timelines, with a folder for each recorded step."""
         return self.path / "timelines"

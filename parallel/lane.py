@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from parallel.collectives import Handle
 
@@ -62,8 +63,6 @@ class _Turn:
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
         self._thread.join(timeout.total_seconds() or None)
         if self._thread.is_alive():
-            raise RuntimeError(f"not done after {timeout.total_seconds()} s")
+            raise dist.DistError(f"not done after {timeout.total_seconds()} s")
         if self._error is not None:
-            if isinstance(self._error, RuntimeError):
-                raise self._error  # of its own class: not all of them are a peer's fault
-            raise RuntimeError(f"a shipment failed: {self._error}") from self._error
+            raise self._error  # as it is: not all of them are a peer's fault

@@ -6,6 +6,16 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 
 SHOWN_RANKS = 8  # that are waited for, before the rest is only counted
+OF_GLOO = (
+    "/gloo/",  # the source file that gloo's own errors begin with
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "connection timed out",
+    "broken pipe",
+    "timed out",  # "Operation timed out!", "Timed out waiting 3000ms for recv operation to complete"
+    "timeout caused pair closure",
+)
 
 
 class StallError(RuntimeError):
@@ -24,14 +34,16 @@ def waiting(where: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def is_communication(error: RuntimeError) -> bool:
-    """Whether an error may be a failure to communicate: those of gloo are bare, those of NCCL DistErrors.
+    """Whether an error is a failure to communicate: those of NCCL are DistErrors, those of gloo are bare and
+    known by their words.
 
-    What has a class of its own is something else: out of memory on a GPU, an error of the device, an error of
-    ours. So is what the allocator of the CPU says, which is bare too.
+    Any other error keeps its class and its words, such as tensors whose shapes do not fit, or memory that ran
+    out: peers have nothing to do with it.
     """
     if isinstance(error, dist.DistError):
         return True
-    return type(error) is RuntimeError and "DefaultCPUAllocator" not in str(error)
+    text = str(error).lower()
+    return type(error) is RuntimeError and any(words in text for words in OF_GLOO)
 
 
 def stall(where: str, ranks: Sequence[int], me: int, error: RuntimeError) -> StallError:

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import gc
 import os
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -110,11 +112,22 @@ def exit_with(function: Callable[[Path], int | None], config_path: Path) -> NoRe
     try:
         code = function(config_path) or 0
     except BaseException as error:
+        _keep(error, config_path)
         code = _told(error, config_path)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: destructors of communicators would wait for peers that may be gone.
     os._exit(code)
+
+
+def _keep(error: BaseException, config_path: Path) -> None:
+    """Add a failure's traceback to the rank's file in the run folder, also if the screen does without."""
+    path = RunFolder(config_path.parent).errors / f"rank-{os.environ.get('RANK', '0')}.txt"
+    with contextlib.suppress(OSError):  # a full disk must not hide the failure itself
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}\n")
+            traceback.print_exception(error, file=file)
 
 
 def _told(error: BaseException, config_path: Path) -> int:

@@ -1,6 +1,7 @@
 """The last line of a run says how it ended, whatever ended it."""
 
 import json
+import os
 
 import pytest
 
@@ -40,6 +41,17 @@ def test_any_other_end_says_how_to_go_on(folder, code, verdict):
     words = last_words(folder, code, 8, 2.0)
     assert words.startswith(f"{verdict}5 of 8 steps; loss 0.2000; ")
     assert f"`omni resume {folder.path}` goes on" in words
+    assert ("once it is mended" in words) == verdict.startswith("FAILED"), "a signal needs no mending"
+
+
+def test_tracebacks_of_this_launch_are_pointed_to(folder):
+    trained(folder, 5)
+    folder.errors.mkdir()
+    traceback = folder.errors / "rank-3.txt"
+    traceback.write_text("Traceback")
+    assert f"tracebacks of ranks are in {folder.errors}" in last_words(folder, 1, 8, 60.0)
+    os.utime(traceback, (0, 0))
+    assert "tracebacks of" not in last_words(folder, 1, 8, 60.0), "of an earlier launch"
 
 
 def test_a_run_that_never_trained_points_to_the_reason(folder):

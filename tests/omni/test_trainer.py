@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankError, RankPool
 from small import overrides, write_mixed
 
 from dataloader.balance import BalancePolicy
@@ -24,6 +24,7 @@ from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
+from omni.training.worker import exit_with
 from parallel.consensus import DivergenceError
 from parallel.waiting import StallError
 
@@ -169,6 +170,44 @@ def test_a_rank_that_waits_too_long_says_for_whom(
     line = overrides(data, tmp_path, *more, "train.timeout_s=3")
     message = ranks.run(2, _stall, line, at)[0]
     assert re.match(f"rank 0 waited at {where} for rank 1: ", message), message
+
+
+def _misfit(rank: int, line: list[str]) -> str:
+    """Update with an optimizer in which shapes do not fit."""
+    trainer = make_trainer(rank, line, 2)
+    with trainer.ahead() as ahead:
+        done = trainer.run_step(ahead.take(1))
+    optimizer = next(iter(trainer.rank.components.values())).optimizers[0]
+    optimizer.optimizer.register_step_pre_hook(lambda *given: torch.ones(3) + torch.ones(4))
+    try:
+        trainer.update(done)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "updated"
+
+
+def test_an_error_inside_an_update_is_not_blamed_on_peers(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    for message in ranks.run(2, _misfit, overrides(data, tmp_path)):
+        assert message.startswith("RuntimeError: ")
+        assert "waited" not in message
+
+
+def _failing(config_path: Path) -> int:
+    raise StallError(f"rank 0 waited, as {config_path} says")
+
+
+def test_a_failure_told_without_a_traceback_keeps_it_in_the_run_folder(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        with pytest.raises(RankError) as caught:
+            ranks.apart(exit_with, _failing, tmp_path / "config.yaml")
+        assert "exit code 1" in str(caught.value)
+    kept = (tmp_path / "errors" / "rank-0.txt").read_text()
+    assert kept.count("Traceback (most recent call last)") == 2
+    assert "in _failing" in kept
 
 
 LAYOUTS = (
