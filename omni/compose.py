@@ -85,6 +85,8 @@ def load_config(path: Path) -> Config:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
     try:
+        if isinstance(loaded, DictConfig) and "deal" not in loaded:
+            loaded["deal"] = {"policy": "by_length"}  # saved before there was a choice
         return _typed(loaded)
     except ConfigError as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error

@@ -160,7 +160,7 @@ class BoundaryConfig:
 class DealConfig:
     """How the samples of a step go to groups of domains."""
 
-    policy: str = "by_length"  # configurations of runs saved before there was a choice have none
+    policy: str = MISSING
 
 
 @dataclass

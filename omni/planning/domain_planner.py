@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from math import gcd
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
-from dataloader.dealing import BY_LENGTH, DealPolicy
+from dataloader.dealing import DealPolicy
 from dataloader.global_batch import Budget
 from dataloader.packing import PackingPolicy
 from dataloader.packing.policy import costs_of, pack_of
@@ -52,7 +52,7 @@ class Policies:
     packing: PackingPolicy
     pairing: PairingPolicy
     schedule: SchedulePolicy
-    deal: DealPolicy = BY_LENGTH
+    deal: DealPolicy
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,14 @@ _TINY = (
 _TWO = f"{_TINY} train.steps=2"
 _ONE = "launch.ranks=1"
 
-# Appended to those that run by themselves and would take a minute.
+_LLAMA = "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024"
+
+# Appended to those that run by themselves and would take long.
 LESS = {
+    f"{_LLAMA} data.step_tokens=16777216 pipeline=joint": "data.step_tokens=1048576",
+    f"{_LLAMA} data.step_tokens=16777216 system=stage0": "data.step_tokens=1048576",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
-    "--draw mine.svg": "launch.ranks=8"
+    "--draw mine.svg": "launch.ranks=8",
 }
 
 # Commands that start ranks, or need a run, in the order in which a test runs them in one folder, each with

@@ -11,6 +11,7 @@ from own_policies import own
 
 from dataloader.balance import BalancePolicy
 from dataloader.balance.simple import LPT, NONE
+from dataloader.dealing import BY_LENGTH
 from dataloader.global_batch import Budget, Lengths
 from dataloader.packing import PackingPolicy
 from dataloader.packing.first_fit import FIRST_FIT_DECREASING
@@ -40,7 +41,7 @@ PAIRING = list(own(PairingPolicy).values())
 
 
 def policies_of(balance: BalancePolicy, schedule: SchedulePolicy) -> Policies:
-    return Policies(balance, FIRST_FIT_DECREASING, IN_ORDER, schedule)
+    return Policies(balance, FIRST_FIT_DECREASING, IN_ORDER, schedule, BY_LENGTH)
 
 
 POLICIES = [policies_of(balance, schedule) for balance in (NONE, LPT) for schedule in SCHEDULES]
