@@ -13,6 +13,7 @@ from rich.text import Text
 HEADER_EVERY = 50  # lines
 ETA_STEPS = 20  # the remaining time is estimated from the mean of the last so many steps
 BAR_WIDTH = 30
+QUARTERS = 4
 IMBALANCE = "balance/max_over_mean/"
 LEGEND = {
     "loss": "mean of the step's target tokens, in nats",
@@ -44,6 +45,7 @@ class Progress:
         self._lines = 0
         self._step_s: deque[float] = deque(maxlen=ETA_STEPS)
         self._live: Live | None = None
+        self._task = ("", 0)
         if self._out.isatty():
             self._live = Live(console=Console(file=self._out), refresh_per_second=4, transient=True)
             self._live.start()
@@ -68,6 +70,16 @@ class Progress:
     def note(self, text: str) -> None:
         """Write a line that is not a step's. Control characters in it become spaces."""
         self._write("".join(c if c.isprintable() or c == "\n" else " " for c in text))
+
+    def task(self, what: str, done: int, of: int) -> None:
+        """Show that `done` of `of` parts of something other than steps are done: below the lines in a
+        terminal; elsewhere a line when it begins and whenever another quarter is done.
+        """
+        if self._live is not None:
+            self._live.update(Text(f"{_bar(done, of)}  {what}: {done} of {of}"))
+        elif self._task != (now := (what, QUARTERS * done // max(1, of))):
+            self._task = now
+            self._write(f"{what}: {done} of {of} done")
 
     def close(self) -> None:
         """Remove the live bar; harmless when called twice."""
@@ -155,5 +167,6 @@ def _duration(seconds: float | None, width: int) -> str:
 
 
 def _bar(step: int, total: int) -> str:
+    total = max(1, total)
     filled = BAR_WIDTH * min(step, total) // total
     return f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {100 * step / total:5.1f} %"

@@ -206,11 +206,14 @@ class SourceConfig:
 
 @dataclass
 class HeldoutConfig:
-    """A held-out dataset: `samples` of it give the loss, `generate` are transcribed freely at the end."""
+    """A held-out dataset: `samples` of it give the loss, `generate` are transcribed freely at the end, each
+    with at most `generate_tokens` tokens.
+    """
 
     path: str = MISSING
     samples: int = 128
     generate: int = 0
+    generate_tokens: int = 128
 
 
 @dataclass
@@ -320,13 +323,15 @@ class TrainConfig:
     """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
     never. `precision: auto` is bf16 on a GPU and fp32 on the CPU. Checkpoints lie in `checkpoint_dir`, an
     absolute path or a URL of a file system that fsspec knows, null for the run folder; kept are the newest
-    `keep_checkpoints` and those of steps that `keep_every` divides (0: none).
+    `keep_checkpoints` and those of steps that `keep_every` divides (0: none). Free generation at the end
+    leaves off after `generate_s` seconds.
     """
 
     steps: int = MISSING
     seed: int = 0
     precision: str = "auto"
     eval_every: int = 0
+    generate_s: float = 300.0
     checkpoint_every: int = 0
     timeline_every: int = 0
     checkpoint_dir: str | None = None

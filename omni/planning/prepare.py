@@ -214,6 +214,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
             raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
     check_seed(config)
     require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
+    require("train", config.train, "generate_s", least=0)
     require("train", config.train, "eval_every", "checkpoint_every", "keep_every", "timeline_every", least=0)
     require("health", config.health, "compare_every", least=0)
     require("health", config.health, "report_hang_s")
@@ -241,6 +242,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
         require(f"data.sources.{name}", source, "weight", least=0)
     for name, heldout in config.data.heldout.items():
         require(f"data.heldout.{name}", heldout, "samples")
+        require(f"data.heldout.{name}", heldout, "generate_tokens")
         require(f"data.heldout.{name}", heldout, "generate", least=0)
 
 

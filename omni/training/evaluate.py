@@ -4,7 +4,7 @@ Both go the way training goes: planner → plan → verifier → engine, forward
 feeds back its own output, token by token, so it measures what a user of the model would see.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,11 +19,9 @@ from omni.models.llm_stage import MicrobatchInputs
 from omni.models.registry import ItemArrays, prepare_item
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
-from omni.rank.step import execute
+from omni.rank.step import execute, waiting_at
 from pipeline.domain_plan import Microbatch
 from pipeline.plan import StepPlan
-
-MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -67,45 +65,83 @@ class Evaluator:
         total, targets = sums.tolist()
         return total / targets if targets else float("nan")
 
-    def transcribe(self, step: int, source: str, num_samples: int) -> list[Transcription]:
-        """Generate the text after each sample's last item, greedily, and return all of them on rank 0.
+    def transcribe(
+        self,
+        step: int,
+        source: str,
+        num_samples: int,
+        most_tokens: int,
+        stop: Callable[[int, int], bool] = lambda done, of: False,
+    ) -> list[Transcription]:
+        """Generate the text after each sample's last item, greedily and of at most `most_tokens` tokens, and
+        return those that came to their end, on every rank.
 
-        Domains work on samples of their own; the ranks of one agree on every token.
+        Domains work on samples of their own; the ranks of one agree on every token. After each token all
+        ranks ask `stop`, told how many samples of how many are done: if one says so, all leave off together.
+
+        Raises:
+            StallError: if a peer does not answer in time.
         """
-        arrangement = self.spec.arrangement
+        arrangement, world = self.spec.arrangement, self.rank.groups.world
         domain, domains = self.rank.domain, arrangement.num_domains
-        metas = self._metas(source, num_samples)[domain::domains]
-        mine = []
-        for group in _grouped(metas, self._tokens_at_once() // domains):
-            mine += self._transcribe_group(step, source, group)
+        metas = self._metas(source, num_samples)
+        groups = _grouped(metas[domain::domains], self._tokens_at_once() // domains)
+        mine: list[Transcription] = []
+        rounds = self._generate(step, source, groups, most_tokens, mine)
+        counts = self.rank.engine.position == 0  # for its domain
+        done, going, stopped = 0, True, False
+        while going and not stopped:
+            asked = stop(done, len(metas))
+            busy = next(rounds, None) is not None
+            told = torch.tensor([len(mine) * counts, busy, asked], device=self.rank.device)
+            with waiting_at(self.rank, f"generating from {source}, {done} of {len(metas)} done", world):
+                dist.all_reduce(told, group=world)
+                done, going, stopped = told.tolist()
+        stop(done, len(metas))
         gathered: list[list[Transcription]] = [[] for _ in range(arrangement.world)]
         dist.all_gather_object(gathered, mine, group=self.rank.groups.control)
         firsts = [arrangement.domain_ranks(d)[0] for d in range(domains)]
         return [transcription for first in firsts for transcription in gathered[first]]
 
-    def _transcribe_group(self, step: int, source: str, metas: Sequence[SampleMeta]) -> list[Transcription]:
+    def _generate(
+        self,
+        step: int,
+        source: str,
+        groups: Sequence[Sequence[SampleMeta]],
+        most_tokens: int,
+        done: list[Transcription],
+    ) -> Iterator[int]:
+        """Generate for one group after the other; yield after each token of all its samples that still grow,
+        with their number, and add to `done` those that have come to their end.
+        """
         eos = self.spec.tokenizer.eos
-        samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
-        prompts = [replace(meta, text_tokens=meta.items[-1].at if meta.items else 0) for meta in metas]
-        ids = [
-            self._text(source, meta)[0][: length(prompt)] for meta, prompt in zip(metas, prompts, strict=True)
-        ]
-        new: list[list[int]] = [[] for _ in metas]
-        for _ in range(MAX_NEW_TOKENS):
-            growing = [i for i in range(len(metas)) if eos not in new[i] and self._fits(prompts[i], new[i])]
-            current = [_grown(prompts[i], new[i]) for i in growing]
-            texts = [np.concatenate([ids[i], np.array(new[i], dtype=np.int64)]) for i in growing]
-            for i, token in zip(growing, self._next_tokens(step, current, texts), strict=True):
-                new[i].append(token)
-        return [
-            Transcription(
-                sample=sample.id,
-                items=len(sample.items),
-                expected=sample.text.rpartition(PLACEHOLDER)[2],
-                generated=self.spec.tokenizer.decode(tokens),
-            )
-            for sample, tokens in zip(samples, new, strict=True)
-        ]
+        for metas in groups:
+            prompts = [replace(m, text_tokens=m.items[-1].at if m.items else 0) for m in metas]
+            ids = [self._text(source, m)[0][: length(p)] for m, p in zip(metas, prompts, strict=True)]
+            new: list[list[int]] = [[] for _ in metas]
+            growing = list(range(len(metas)))
+            while growing:
+                current = [_grown(prompts[i], new[i]) for i in growing]
+                texts = [np.concatenate([ids[i], np.array(new[i], dtype=np.int64)]) for i in growing]
+                for i, token in zip(growing, self._next_tokens(step, current, texts), strict=True):
+                    new[i].append(token)
+                ended = [
+                    i
+                    for i in growing
+                    if new[i][-1] == eos or len(new[i]) >= most_tokens or not self._fits(prompts[i], new[i])
+                ]
+                done += [self._transcription(source, metas[i], new[i]) for i in ended]
+                growing = [i for i in growing if i not in ended]
+                yield len(growing)
+
+    def _transcription(self, source: str, meta: SampleMeta, tokens: Sequence[int]) -> Transcription:
+        sample = self.readers[source].read(meta.id, text=True, items=False)
+        return Transcription(
+            sample=sample.id,
+            items=len(sample.items),
+            expected=sample.text.rpartition(PLACEHOLDER)[2],
+            generated=self.spec.tokenizer.decode(tokens),
+        )
 
     def _fits(self, prompt: SampleMeta, new: Sequence[int]) -> bool:
         return length(_grown(prompt, new)) <= self.spec.planner.budget.longest

@@ -143,6 +143,11 @@ class Reporter:
         if self.active:
             self.progress.note(text)
 
+    def generating(self, source: str, done: int, of: int) -> None:
+        """Show how many samples of a source have their text generated."""
+        if self.active:
+            self.progress.task(f"generating texts of held-out {source}", done, of)
+
     def finish(self, transcriptions: dict[str, list[Transcription]]) -> None:
         """Sum up a run that reached its last step, on the screen and in `summary.json`."""
         if not self.active:

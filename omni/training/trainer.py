@@ -154,9 +154,8 @@ class Trainer:
                     )
                     return False
             self.progression.check_end()
-            transcriptions = self.transcribe()
-            self.finish_saving(report)
-            report.finish(transcriptions)
+            self.finish_saving(report)  # first: whatever ends generation, the run is done
+            report.finish(self.transcribe(report))
         return True
 
     # One step.
@@ -298,23 +297,40 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out losses, where they are due: every `eval_every` steps, after 10 steps and at the end."""
-        if not (
-            self.is_due(step, self.config.train.eval_every) or (self.config.train.eval_every and step == 10)
-        ):
+        """Held-out losses, where they are due: every `eval_every` steps and at the end."""
+        if not self.is_due(step, self.config.train.eval_every):
             return {}
         return {
             f"loss/eval/{name}": self.evaluator.loss(step, name, heldout.samples)
             for name, heldout in self.config.data.heldout.items()
         }
 
-    def transcribe(self) -> dict[str, list[Transcription]]:
-        """Freely generated transcriptions of the held-out sources that ask for them."""
-        return {
-            name: self.evaluator.transcribe(self.step, name, heldout.generate)
-            for name, heldout in self.config.data.heldout.items()
-            if heldout.generate
-        }
+    def transcribe(self, report: Reporter) -> dict[str, list[Transcription]]:
+        """Freely generated transcriptions of the held-out sources that ask for them: as many as there are
+        after `train.generate_s` seconds, or when a signal asks to stop.
+        """
+        limit_s = self.config.train.generate_s
+        until, counts = time.monotonic() + limit_s, (0, 0)
+
+        def stop(name: str, done: int, of: int) -> bool:
+            nonlocal counts
+            counts = done, of
+            self.watchdog.beat()
+            report.generating(name, done, of)
+            return self.stop.requested or time.monotonic() > until
+
+        found = {}
+        for name, heldout in self.config.data.heldout.items():
+            if heldout.generate:
+                found[name] = self.evaluator.transcribe(
+                    self.step, name, heldout.generate, heldout.generate_tokens, partial(stop, name)
+                )
+                if counts[0] < counts[1]:
+                    why = (
+                        self.stop.signal_name or f"train.generate_s={limit_s:g}, or a signal to another rank"
+                    )
+                    report.note(f"generation left off at {counts[0]} of {counts[1]} of {name}: {why}")
+        return found
 
     def save(self) -> float:
         """Begin to write a checkpoint of the step just done; return how many seconds that held training up.

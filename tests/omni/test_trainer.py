@@ -1,7 +1,10 @@
 """The trainer on real ranks where things differ or go wrong between them."""
 
 import math
+import os
 import re
+import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +19,10 @@ from dataloader.format import Sample
 from dataloader.packing import PackingPolicy
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
-from infra.run_folder import RunFolder, read_metrics
+from infra.run_folder import RunFolder, read_metrics, read_summary
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.rank.tombstones import Tombstones
-from omni.training import evaluate
 from omni.training.evaluate import Transcription
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
@@ -222,9 +224,8 @@ LAYOUTS = (
 
 
 def _transcribe(rank: int, line: list[str], world: int) -> tuple[list[Transcription], float]:
-    evaluate.MAX_NEW_TOKENS = 8
     trainer = make_trainer(rank, line, world)
-    return trainer.evaluator.transcribe(0, "mixed", 3), trainer.evaluator.loss(0, "mixed", 8)
+    return trainer.evaluator.transcribe(0, "mixed", 3, 8), trainer.evaluator.loss(0, "mixed", 8)
 
 
 def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, tmp_path: Path) -> None:
@@ -238,11 +239,72 @@ def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, 
         assert other == pytest.approx(loss, rel=1e-6)
 
 
+def _leave_off(rank: int, line: list[str], world: int) -> list[list[Transcription]]:
+    """Generate for 8 samples until the last rank, and it alone, has had enough."""
+    trainer = make_trainer(rank, line, world)
+    asked = 0
+
+    def stop(done: int, of: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return rank == world - 1 and asked > 10
+
+    cut = trainer.evaluator.transcribe(0, "mixed", 8, 16, stop)
+    return [cut, trainer.evaluator.transcribe(0, "mixed", 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("world", "more"), [(3, []), (3, ["placement=disaggregated"]), (2, ["layout=pp2"])], ids=str
+)
+def test_ranks_leave_off_generating_together(
+    ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
+) -> None:
+    # A few samples at once, so that some are done by then.
+    small = [f"+data.heldout.mixed.path={data}", "data.microbatch_tokens=160", *more]
+    found = ranks.run(world, _leave_off, overrides(data, tmp_path, *small), world)
+    assert all(of_rank == found[0] for of_rank in found), "all ranks know the same"
+    cut, whole = found[0]
+    assert len(cut) < len(whole) == 8
+    assert all(transcription in whole for transcription in cut)
+
+
+def _signalled(rank: int, line: list[str]) -> bool:
+    """Train; once generation goes on, a signal comes to this rank, if it is the last."""
+    trainer = make_trainer(rank, line, 2)
+
+    def wait_and_signal() -> None:
+        while not trainer.where.startswith("generating"):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if rank == 1:
+        threading.Thread(target=wait_and_signal, daemon=True).start()
+    return trainer.run()
+
+
+@pytest.mark.parametrize("limit", ["signal", "time"])
+def test_generation_heeds_a_signal_and_its_time(
+    ranks: RankPool, data: Path, tmp_path: Path, limit: str
+) -> None:
+    line = overrides(data, tmp_path, f"+data.heldout.mixed.path={data}", "train.steps=1")
+    line += ["+data.heldout.mixed.generate=8", "train.checkpoint_every=1"]
+    if limit == "time":
+        assert ranks.run(2, _train_to_its_end, [*line, "train.generate_s=1e-9"]) == [True, True]
+    else:
+        assert ranks.run(2, _signalled, line) == [True, True], "all steps are done"
+    summary = read_summary(tmp_path / "summary.json")
+    assert summary["eval/generated/mixed"] < 8
+    assert (tmp_path / "checkpoints").exists()
+
+
+def _train_to_its_end(rank: int, line: list[str]) -> bool:
+    return make_trainer(rank, line, 2).run()
+
+
 def _overfit(rank: int, line: list[str]) -> list[Transcription]:
     trainer = make_trainer(rank, line, 2)
-    evaluate.MAX_NEW_TOKENS = 128
     trainer.run()
-    return trainer.evaluator.transcribe(trainer.step, "mixed", 8)
+    return trainer.evaluator.transcribe(trainer.step, "mixed", 8, 128)
 
 
 @pytest.mark.slow
@@ -260,7 +322,7 @@ def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Pa
     assert sum(t.exact for t in transcriptions) >= 5, transcriptions
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert metrics[-1]["loss/train"] < 0.2 < 4 < metrics[0]["loss/train"]
-    assert [m["progress/step"] for m in metrics if "loss/eval/mixed" in m] == [10, 75, 150]
+    assert [m["progress/step"] for m in metrics if "loss/eval/mixed" in m] == [75, 150]
     assert metrics[-1]["loss/eval/mixed"] == pytest.approx(metrics[-1]["loss/train"], rel=0.3)
 
 
