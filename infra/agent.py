@@ -15,17 +15,26 @@ Six things differ from torchrun's own agent:
   while this one imports torch.
 """
 
+import argparse
 import os
 import sys
 import tempfile
 from contextlib import ExitStack, closing
 
 from infra.forkserver import ForkServer
+from infra.launch import MISTAKE
 from infra.lineage import STARTED_BY, end_with_parent
+from parallel.handshake import SECRET, new_secret, secret_of_run
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun and return the exit code. What it runs is the module after `-m`."""
+    own = arguments[: arguments.index("-m")] if "-m" in arguments else arguments
+    try:
+        os.environ[SECRET] = secret_of_run().hex() if _meets_others(own) else new_secret()
+    except ValueError as error:
+        print(f"agent: error: {error}", file=sys.stderr)
+        return MISTAKE
     os.environ[STARTED_BY] = str(os.getpid())
     # Asked how many GPUs there are, torch asks the driver's library beside CUDA: CUDA itself, once touched by
     # the server, could not be used by the ranks that it forks.
@@ -40,6 +49,13 @@ def run(arguments: list[str]) -> int:
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
         return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts
+
+
+def _meets_others(arguments: list[str]) -> bool:
+    """Whether torchrun's arguments are those of one agent of several."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nnodes", default=os.environ.get("PET_NNODES", "1"))
+    return parser.parse_known_args(arguments)[0].nnodes not in ("1", "1:1")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import psutil
 
 from infra.lineage import STARTED_BY, outlives_parent
 from infra.machine import usable_cores
+from parallel.handshake import SECRET, new_secret
 
 WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its workers
 AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills everything
@@ -117,9 +118,11 @@ def new_launch() -> str:
     return uuid.uuid4().hex
 
 
-def environment_of(ranks: int, extra: Mapping[str, str], launch: str) -> dict[str, str]:
+def environment_of(
+    ranks: int, extra: Mapping[str, str], launch: str, secret: str | None = None
+) -> dict[str, str]:
     """Return the environment of an agent with `ranks` ranks: this process's, with `extra` and what a launch
-    sets.
+    sets. The `secret` of the run is a new one unless given: agents of several nodes share it.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
@@ -130,6 +133,7 @@ def environment_of(ranks: int, extra: Mapping[str, str], launch: str) -> dict[st
         # PYTHONPATH=$PYTHONPATH:/mine, is the working folder, too.
         "PYTHONSAFEPATH": "1",
         LAUNCH_ID: launch,
+        SECRET: secret or new_secret(),
         STARTED_BY: str(os.getpid()),
     }
     environment = {**defaults, **os.environ, **extra, **fixed}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.handshake import SECRET, new_secret
+
 TIMEOUT_S = 120
 MOST_THREADS = 48  # of a process before it lets go of what calls have left
 
@@ -43,6 +45,7 @@ class RankPool:
 
     def __init__(self) -> None:
         self.context = server()
+        self.secret = new_secret()
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -77,7 +80,7 @@ class RankPool:
 
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+        process = self.context.Process(target=_serve, args=(theirs, self.secret), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -110,7 +113,8 @@ def _alone(errors: str, function: Callable[..., None], args: tuple[Any, ...]) ->
     function(*args)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, secret: str) -> None:
+    os.environ[SECRET] = secret
     torch.set_num_threads(1)
     gc.freeze()  # what imports have made stays, and is not looked through
     while True:

@@ -13,6 +13,7 @@ from infra.agent import run
 from infra.launch import environment_of
 from infra.launchers.job import Job, agent_arguments
 from infra.lineage import end_with_parent
+from parallel.handshake import secret_of_run
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -23,7 +24,8 @@ def main(arguments: Sequence[str]) -> int:
     job = Job(0, folder.name, folder, given.nodes, given.ranks, given.max_restarts)
     node = int(os.environ["SLURM_NODEID"]) if given.node is None else given.node
     address = os.environ.get("OMNI_NODE_ADDRESS") or None
-    environment = environment_of(given.ranks, {}, given.launch)
+    secret = secret_of_run().hex() if given.nodes > 1 else None
+    environment = environment_of(given.ranks, {}, given.launch, secret)
     os.environ.clear()
     os.environ.update(environment)
     return run(agent_arguments(job, node, given.head, given.port, given.launch, address))

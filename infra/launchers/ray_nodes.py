@@ -18,6 +18,7 @@ from infra.launch import AGENT_MARGIN_S, WORKERS_GRACE_S
 from infra.launchers.job import Job
 from infra.launchers.script import LAST_TASKS_S, NODE
 from infra.lineage import STARTED_BY
+from parallel.handshake import SECRET, new_secret
 
 START_S = 300.0  # for all actors to have started their agents
 KILLED = 128 + signal.SIGKILL
@@ -148,7 +149,7 @@ class Nodes:
         return False, None
 
     def _start_agents(self, head: tuple[str, int]) -> None:
-        env = environment(self._job, os.environ, self._needs.cpus_per_rank)
+        env = environment(self._job, os.environ, self._needs.cpus_per_rank) | {SECRET: new_secret()}
         for node, actor in enumerate(self._actors):
             command = node_command(self._job, self._needs.python, node, head, self._launch)
             output = str(output_of(self._job, node))

@@ -52,6 +52,7 @@ def render(job: Job, batch: Batch, cwd: Path) -> str:
         "# Submitting this file again continues the run after its newest checkpoint.",
         "set -euo pipefail",
         "export PYTHONSAFEPATH=1 # modules are not imported from the working folder",
+        _SECRET,
         *exports,
         *batch.setup,
         f"rm -f {exit_code}",
@@ -67,6 +68,11 @@ def render(job: Job, batch: Batch, cwd: Path) -> str:
     ]
     return "\n".join(lines)
 
+
+# Made anew at each start, on the first node; srun hands it on with the environment, so no file holds it.
+_SECRET = """\
+OMNI_SECRET="$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')"
+export OMNI_SECRET"""
 
 _HEAD = """\
 # Nodes meet at the first one. OMNI_HEAD is its address where node names do not resolve.

@@ -6,6 +6,8 @@ from contextlib import ExitStack
 import pytest
 from runs import TINY, Running, data_keys, omni, read_lines, strip, write
 
+from parallel.handshake import SECRET, new_secret
+
 pytestmark = pytest.mark.slow
 
 TORCHRUN = [
@@ -15,7 +17,7 @@ TORCHRUN = [
     "--rdzv-id=17",
     "--local-addr=127.0.0.1",
 ]
-ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONSAFEPATH": "1"}
+ENV = {SECRET: new_secret(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONSAFEPATH": "1"}
 
 
 def test_torchrun_on_every_node_trains_a_rendered_job(tmp_path):

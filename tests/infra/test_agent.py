@@ -11,8 +11,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from infra import elastic_agent
+from infra import agent, elastic_agent
 from infra.elastic_agent import FreshStores
+from infra.launch import environment_of
+from parallel.handshake import SECRET
 
 
 class OneNode(RendezvousHandler):
@@ -69,3 +71,16 @@ def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys)
         "agent: error: the agents of this launch could not meet (the connection to the store"
     )
     assert "choose a free one" in err
+
+
+def test_an_agent_of_several_nodes_is_refused_without_the_secret_that_they_share(monkeypatch, capsys):
+    monkeypatch.delenv(SECRET, raising=False)
+    assert agent.run(["--nnodes=2", "--nproc-per-node=1", "-m", "no.module"]) == 2
+    assert "OMNI_SECRET" in capsys.readouterr().err
+
+
+def test_each_launch_of_one_machine_has_a_secret_of_its_own(monkeypatch):
+    monkeypatch.setenv(SECRET, "what stood in the shell")
+    one, other = (environment_of(1, {}, "name")[SECRET] for _ in range(2))
+    assert one != other
+    assert all(len(bytes.fromhex(text)) == 32 for text in (one, other))

@@ -39,6 +39,8 @@ CONTAINER = """\
 # Submitting this file again continues the run after its newest checkpoint.
 set -euo pipefail
 export PYTHONSAFEPATH=1 # modules are not imported from the working folder
+OMNI_SECRET="$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')"
+export OMNI_SECRET
 export NCCL_IB_HCA=mlx5_0,mlx5_1
 module load cuda
 rm -f '/fs/my runs/3/exit_code'
