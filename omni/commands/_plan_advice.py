@@ -1,4 +1,4 @@
-"""What `omni plan` advises where ranks idle: the reason, and keys to change with what they would bring.
+"""What `omni plan` advises where a step wastes time: why, and keys to change with what they would bring.
 
 What a change would bring is simulated on one domain, the slowest of the step as it is: with another budget or
 schedule the plan is made, verified and timed as any other. A change that gains less than a tenth, or that the
@@ -17,7 +17,9 @@ from pipeline.builders import SchedulePolicy
 from pipeline.costs import simulate
 from pipeline.verifier import PlanRefusedError
 
-IDLE = 0.2  # share of the step from which on there is advice
+WASTED = 0.2  # share of the step from which on there is advice
+UNEVEN = 0.1  # share of the step by which the busiest rank works longer than the mean one
+TRAINED = 3  # times its forward pass that a component takes
 FILLED = 8  # microbatches a stage at which the bubble of 1F1B is below an eighth
 GAIN = 1.1
 """Times as many tokens a second that a change must bring to be advised."""
@@ -25,23 +27,46 @@ GAIN = 1.1
 
 def advice(spec: RunSpec, found: Estimate, cursor: int) -> Iterator[str]:
     """Say in lines why ranks idle, and what to change, for a step that begins at `cursor` of the stream."""
-    whole = found.timeline.makespan_ns
-    idle = found.spent.idle_ns / whole if whole else 0.0
-    if idle < IDLE:
+    whole = max(1, found.timeline.makespan_ns)
+    idle, reducing, layers = (
+        getattr(found.spent, key) / whole for key in ("idle_ns", "reducing_ns", "layers_ns")
+    )
+    yield from _uneven(found)
+    if layers >= WASTED:
+        tp = spec.arrangement.llm.tp
+        yield f"\ncollectives inside layers take {layers:.0%} of the step: try a smaller layout.llm.tp={tp}"
+    if max(idle, reducing) < WASTED:
         return
-    yield f"\nranks idle for {idle:.0%} of the step"
+    if reducing >= WASTED:
+        yield f"\nreducing gradients takes {reducing:.0%} of the step, however many tokens it has"
+    if idle >= WASTED:
+        yield f"\nranks idle for {idle:.0%} of the step"
     yield from _few(spec, found)
-    best = found.tokens_per_s()
+    now = found.tokens_per_s()
     for keys, planner in _changes(spec, found):
         tokens_per_s = _tried(spec, found, planner, cursor)
-        if tokens_per_s is not None and tokens_per_s > GAIN * best:
-            best = tokens_per_s
+        if tokens_per_s is None:
+            continue
+        more = keys[0].startswith("data.")
+        if tokens_per_s > GAIN * now:
             yield (
-                f"  advice: {' '.join(keys)} would bring {best:,.0f} tokens/s, "
-                f"{best / found.tokens_per_s():.1f} times as many (simulated, domain {found.plan.number})"
+                f"  advice: {' '.join(keys)} would bring {tokens_per_s:,.0f} tokens/s, "
+                f"{tokens_per_s / now:.1f} times as many (simulated, domain {found.plan.number})"
             )
-            if any(key.startswith("data.") for key in keys):
+            if more:
                 yield "  a step of more tokens is a larger batch: choose optim.lr for it"
+        if more:
+            return
+
+
+def _uneven(found: Estimate) -> Iterator[str]:
+    """Say whose work is uneven between ranks, where that alone costs a share of the step."""
+    for name, (most, mean) in found.loads.items():
+        if mean and TRAINED * (most - mean) >= UNEVEN * found.timeline.makespan_ns:
+            yield (
+                f"\nwork of {name} is uneven: the busiest rank has {most / mean:.1f} times the mean; "
+                "omni data balance compares what evens it out"
+            )
 
 
 def _few(spec: RunSpec, found: Estimate) -> Iterator[str]:
@@ -62,22 +87,22 @@ def _few(spec: RunSpec, found: Estimate) -> Iterator[str]:
 
 
 def _changes(spec: RunSpec, found: Estimate) -> Iterator[tuple[list[str], Planner]]:
-    """Yield keys to change, and a planner that has them changed: more microbatches, then encoder work in the
-    gaps as well.
+    """Yield keys to change, and a planner that has them changed: encoder work in the gaps, or more tokens, as
+    many as fill the pipeline, then half of that and so on; of these the first that fits should be taken.
     """
-    planner, keys = spec.planner, list[str]()
-    wanted = FILLED * spec.arrangement.llm.pp
-    times = -(-wanted // max(1, len(found.plan.domain.microbatches)))
-    if times > 1:
-        budget = planner.budget
-        key = "step_tokens" if budget.step_tokens is not None else "step_samples"
-        value = times * getattr(budget, key)
-        keys = [f"data.{key}={value}"]
-        planner = replace(planner, budget=replace(budget, **{key: value}))
-        yield keys, planner
-    if spec.arrangement.llm.pp > 1 and found.plan.domain.chunks and "joint" not in found.plan.domain.schedule:
+    domain, layout, planner = found.plan.domain, spec.arrangement.llm, spec.planner
+    if layout.pp > 1 and domain.chunks and "joint" not in domain.schedule:
         joint = find(SchedulePolicy, "joint", "pipeline.schedule")
-        yield [*keys, "pipeline=joint"], replace(planner, policies=replace(planner.policies, schedule=joint))
+        yield ["pipeline=joint"], replace(planner, policies=replace(planner.policies, schedule=joint))
+    times = -(-FILLED * layout.pp // max(1, len(domain.microbatches)))
+    if found.spent.reducing_ns >= WASTED * found.timeline.makespan_ns:
+        times = max(2, times)
+    budget = planner.budget
+    key = "step_tokens" if budget.step_tokens is not None else "step_samples"
+    while times > 1:
+        value = times * getattr(budget, key)
+        yield [f"data.{key}={value}"], replace(planner, budget=replace(budget, **{key: value}))
+        times //= 2
 
 
 def _tried(spec: RunSpec, found: Estimate, planner: Planner, cursor: int) -> float | None:

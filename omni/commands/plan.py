@@ -29,7 +29,7 @@ this machine's device, with any other cluster those of GPUs.
   omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3 --draw step.svg
   omni plan -m --trace longtail experiment=llama3_70b launch.ranks=1024 layout=tp8_pp4,tp8_cp2_pp4
 
-Where ranks idle for a fifth of the step or more, lines at the end say why, and what other keys would bring.
+Where a step wastes time (ranks idle, reductions, uneven work), the end says what other keys bring.
 With -m overrides may list values, as for `omni train -m`: each combination is planned and gets a row.
 """
 

@@ -35,6 +35,15 @@ def test_few_samples_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\d samples are few for 4 ranks: \d\.0 for each of 1 replicas", out)
 
 
+def test_a_long_reduction_and_uneven_work_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("--trace", "longtail", *KEYS[2:], "launch.ranks=4", "data.microbatch_tokens=8192")
+    slow = ("cluster.link_bytes_per_s=1000000000", "cluster.node_link_bytes_per_s=1000000000")
+    out = plan(capsys, *keys, *slow, "data.step_tokens=16384", "data.on_long=truncate")
+    assert re.search(r"reducing gradients takes \d\d% of the step", out)
+    assert "advice: data.step_tokens=" in out
+    assert re.search(r"work of (llm|image) is uneven: the busiest rank has \d+\.\d times the mean", out)
+
+
 def test_what_would_not_fit_is_not_advised(capsys: pytest.CaptureFixture[str]) -> None:
     held = json.loads(plan(capsys, "--json", *FEW))["held_bytes"]["all"]
     out = plan(capsys, *FEW, f"cluster.memory_bytes={held}")
