@@ -25,8 +25,10 @@ from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
 from infra.lineage import STARTED_BY
+from infra.relay import Relay
 from infra.run_folder import RunFolder, read_metrics, write_text
 from omni.compose import compose_config
+from parallel.handshake import SECRET, new_secret
 
 LIMIT_S = 900
 CLOSE = 1e-4
@@ -91,16 +93,23 @@ class Agents:
         self.folder = folder
         self.nodes = f"{max(1, most // 2)}:{most}"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.secret = new_secret()
+        self.gate = Relay(bytes.fromhex(self.secret)).gate(0, default=self.store.port)
         self.running: list[subprocess.Popen[bytes]] = []
 
     def start(self, count: int) -> None:
         """Start further agents."""
         command = [sys.executable, "-m", "infra.agent", f"--nnodes={self.nodes}", "--nproc-per-node=1"]
-        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self.gate}"]
         conf = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
         command += [f"--rdzv-conf={conf}", "--rdzv-id=elastic", "--local-addr=127.0.0.1"]
         command += ["--max-restarts=20", "-m", "omni.training.worker", str(self.folder.config)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", STARTED_BY: str(os.getpid())}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            STARTED_BY: str(os.getpid()),
+            SECRET: self.secret,
+        }
         with (self.folder.path / "log.txt").open("ab") as out:
             for _ in range(count):
                 agent = subprocess.Popen(command, stdout=out, stderr=out, env=environment)

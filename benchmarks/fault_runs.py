@@ -19,9 +19,11 @@ from torch.distributed import TCPStore
 
 from infra.checkpoint import MANIFEST, complete, folder_of, verify
 from infra.lineage import STARTED_BY
+from infra.relay import Relay
 from infra.run_folder import RunFolder, read_metrics, write_text
 from infra.storage import Storage
 from omni.compose import compose_config
+from parallel.handshake import SECRET, new_secret
 
 STEPS = 80
 SAVE_EVERY = 5
@@ -61,6 +63,8 @@ class Trial:
     recovered_s: float | None = None
     starters: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     store: TCPStore | None = None
+    secret: str = field(default_factory=new_secret)
+    gate: int = 0  # the port at which agents find the store
     before: list[int] = field(default_factory=list)  # checkpoints that there were when the fault was done
 
     @property
@@ -102,15 +106,16 @@ class Trial:
         """Start agents of one rank each, of two that meet at a store that this process holds."""
         if self.store is None:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.gate = Relay(bytes.fromhex(self.secret)).gate(0, default=self.store.port)
         line = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=drill"]
-        line += [f"--rdzv-endpoint=127.0.0.1:{self.store.port}"]
+        line += [f"--rdzv-endpoint=127.0.0.1:{self.gate}"]
         line += ["--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"]
         for _ in range(count):
             self._agent(line, "omni.training.worker", extra or {})
 
     def _agent(self, line: Sequence[str], module: str, extra: Mapping[str, str]) -> None:
         line = ["-m", "infra.agent", *line, "--local-addr=127.0.0.1", f"--max-restarts={self.restarts}"]
-        own = {STARTED_BY: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+        own = {STARTED_BY: str(os.getpid()), "PYTHONSAFEPATH": "1", SECRET: self.secret}
         self._start([*line, "-m", module, str(self.run.config)], {**own, **extra})
 
     def _start(self, arguments: Sequence[str], extra: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
 """torchrun, made useful to a launch: `python -m infra.agent <torchrun's arguments>`.
 
-Six things differ from torchrun's own agent:
+Seven things differ from torchrun's own agent:
 
 - It ends with the process that started it, and its workers end with it (infra/lineage.py).
 - It answers the failure of a worker with the worker's exit code (128 + n for a signal) and leaves the screen
@@ -10,6 +10,8 @@ Six things differ from torchrun's own agent:
 - The store at which workers meet is the agent's, made anew for each start of them. torchrun either looks for
   a free port and lets go of it, for rank 0 to take seconds later if nobody else has, or keeps one store for
   all starts, in which restarted workers find the addresses of those before.
+- Nobody takes part who does not know the run's secret, and of one machine nobody from beyond it can connect
+  (infra/meeting.py).
 - The folder in which torchrun keeps what it knows of workers goes when it ends.
 - Workers are forked from a process that has imported what they import (infra/forkserver.py), which does so
   while this one imports torch.
@@ -20,6 +22,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
@@ -39,7 +42,6 @@ def run(arguments: list[str]) -> int:
     # Asked how many GPUs there are, torch asks the driver's library beside CUDA: CUDA itself, once touched by
     # the server, could not be used by the ranks that it forks.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # one kept for all starts is never wanted
     with ExitStack() as held:
         server = None
         if sys.platform == "linux" and "-m" in arguments:
@@ -48,7 +50,7 @@ def run(arguments: list[str]) -> int:
         logs = held.enter_context(tempfile.TemporaryDirectory(prefix="omni-agent-"))
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
-        return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts
+        return run_torchrun([f"--log-dir={logs}", *arguments], server, Path(logs))  # of two, the last counts
 
 
 def _meets_others(arguments: list[str]) -> bool:

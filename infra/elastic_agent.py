@@ -5,34 +5,28 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous import (
-    RendezvousError,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousError, rendezvous_handler_registry
 from torch.distributed.launcher import api
 from torch.distributed.run import main
 
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
+from infra.meeting import meet
 
-_PORT = "OMNI_STORE_PORT"
 
-
-def run_torchrun(arguments: list[str], server: ForkServer | None) -> int:
-    """Run torchrun, with ranks forked by `server`, and return the exit code."""
+def run_torchrun(arguments: list[str], server: ForkServer | None, folder: Path) -> int:
+    """Run torchrun, with ranks forked by `server`, and return the exit code. `folder` is this agent's own."""
+    rendezvous_handler_registry._registry["c10d"] = partial(meet, folder)
     api.LocalElasticAgent = partial(Agent, server)  # type: ignore[misc, assignment]  # torchrun has no argument for it
     multiprocessing.get_subprocess_handler = partial(Worker, server)  # nor for this
     try:
@@ -74,8 +68,6 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, server: ForkServer | None, spec: Any, *args: Any, **kwargs: Any) -> None:
         self._server = server
-        if isinstance(spec.rdzv_handler, DynamicRendezvousHandler):
-            spec.rdzv_handler = FreshStores(spec.rdzv_handler)
         super().__init__(spec, *args, **kwargs)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -97,51 +89,3 @@ class Agent(LocalElasticAgent):
             if any(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
-
-
-class FreshStores(RendezvousHandler):
-    """A rendezvous that gives the workers of each round a store of their own, held by the first agent."""
-
-    def __init__(self, inner: RendezvousHandler) -> None:
-        self._inner = inner
-        self._store: TCPStore | None = None
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Workers do not start a store."""
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other agents; the store of the round before is closed."""
-        info = self._inner.next_rendezvous()
-        assert info.bootstrap_store_info is not None
-        address = info.bootstrap_store_info.master_addr
-        if info.rank == 0:
-            self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            info.store.set(_PORT, str(self._store.port))
-        port = int(info.store.get(_PORT))
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
-
-    def get_backend(self) -> str:
-        """See RendezvousHandler, as for all that follow."""
-        return self._inner.get_backend()
-
-    def is_closed(self) -> bool:
-        """See RendezvousHandler."""
-        return self._inner.is_closed()
-
-    def set_closed(self) -> None:
-        """See RendezvousHandler."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See RendezvousHandler."""
-        return self._inner.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """See RendezvousHandler."""
-        return self._inner.get_run_id()
-
-    def shutdown(self) -> bool:
-        """See RendezvousHandler."""
-        return self._inner.shutdown()

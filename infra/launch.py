@@ -103,7 +103,6 @@ def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> 
         "infra.agent",
         f"--nproc-per-node={ranks}",
         "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
         # Without it workers connect to this machine's host name, which need not resolve.
         "--local-addr=127.0.0.1",
         f"--max-restarts={max_restarts}",

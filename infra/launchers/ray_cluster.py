@@ -15,6 +15,7 @@ from typing import Any
 
 from infra.host_checks import ray_problem
 from infra.launchers.job import Job
+from parallel.handshake import new_secret
 
 OBJECTS_BYTES = 10**8  # of a cluster of our own: nothing is put into it
 
@@ -41,8 +42,9 @@ def on_cluster(address: str | None) -> Iterator[Any]:
     """Give the module `ray`, connected inside the block to the cluster at `address`.
 
     That is HOST:PORT, or `auto` for the one that RAY_ADDRESS or else this machine names; this machine must be
-    one of its nodes. None starts a cluster of this machine alone, which ends with the block, or with this
-    process if that is killed. Ray takes SIGTERM for itself: handle signals inside. Ray reports nothing of us.
+    one of its nodes. None starts a cluster of this machine alone, which nobody else can use, and which ends
+    with the block, or with this process if that is killed. Ray takes SIGTERM for itself: handle signals
+    inside. Ray reports nothing of us.
 
     Raises:
         RayError: if Ray is not installed, or no cluster answers.
@@ -51,6 +53,9 @@ def on_cluster(address: str | None) -> Iterator[Any]:
     if address not in (None, "auto") and (problem := ray_problem(str(address))) is not None:
         raise _unanswered(address, problem)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address is None:
+        # Ray listens on every interface, and runs what it is sent: this cluster's own obey its token alone.
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=new_secret())
     ray: Any = importlib.import_module("ray")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     own = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECTS_BYTES}

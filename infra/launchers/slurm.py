@@ -23,7 +23,7 @@ class SlurmError(ValueError):
 def write_script(job: Job, batch: Batch) -> None:
     """Write the script of a job into its folder."""
     write_text(job.script, render(job, batch, Path.cwd()))
-    job.script.chmod(0o755)
+    job.script.chmod(0o700)
 
 
 def submit(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""Jobs of several nodes started by hand, as docs/launching.md says: a torchrun on every node."""
+"""Jobs of several nodes started by hand, as docs/launching.md says: an agent on every node."""
 
 import socket
 from contextlib import ExitStack
@@ -10,17 +10,17 @@ from parallel.handshake import SECRET, new_secret
 
 pytestmark = pytest.mark.slow
 
-TORCHRUN = [
+AGENT = [
     "--nnodes=2",
     "--nproc-per-node=1",
     "--rdzv-backend=c10d",
     "--rdzv-id=17",
     "--local-addr=127.0.0.1",
 ]
-ENV = {SECRET: new_secret(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONSAFEPATH": "1"}
+ENV = {"PYTHONSAFEPATH": "1", SECRET: new_secret()}
 
 
-def test_torchrun_on_every_node_trains_a_rendered_job(tmp_path):
+def test_agents_on_every_node_trains_a_rendered_job(tmp_path):
     data = data_keys(write(tmp_path / "strips", [strip(i) for i in range(32)]))
     launcher = ["hydra/launcher=render", "hydra.launcher.ranks_per_node=1", "launch.ranks=2", "run.dir=run"]
     rendered = omni(["train", *TINY, *data, *launcher, "train.steps=2"], tmp_path)
@@ -30,8 +30,8 @@ def test_torchrun_on_every_node_trains_a_rendered_job(tmp_path):
         endpoint = f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}"
     command = [
         "-m",
-        "torch.distributed.run",
-        *TORCHRUN,
+        "infra.agent",
+        *AGENT,
         endpoint,
         "-m",
         "omni.training.worker",

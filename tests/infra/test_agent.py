@@ -1,20 +1,25 @@
-"""The agent's store is taken before workers start, and is another for each start."""
+"""The agent's store is taken before workers start, is another for each start, and admits no stranger."""
 
+import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
 )
 
 from infra import agent, elastic_agent
-from infra.elastic_agent import FreshStores
 from infra.launch import environment_of
-from parallel.handshake import SECRET
+from infra.meeting import FreshStores, meet
+from infra.relay import LOOPBACK
+from parallel.handshake import SECRET, new_secret
 
 
 class OneNode(RendezvousHandler):
@@ -43,7 +48,7 @@ class OneNode(RendezvousHandler):
 
 
 def test_workers_of_each_start_meet_at_a_store_that_is_held_for_them():
-    rendezvous = FreshStores(OneNode())
+    rendezvous = FreshStores(OneNode(), None, 0, 30.0)
     assert rendezvous.use_agent_store
     first = rendezvous.next_rendezvous().bootstrap_store_info
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -55,7 +60,7 @@ def test_workers_of_each_start_meet_at_a_store_that_is_held_for_them():
     assert not restarted.check(["address of rank 0"])
 
 
-def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys):
+def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys, tmp_path):
     def in_vain(arguments):
         raise RendezvousConnectionError("the connection to the store has failed")
 
@@ -65,7 +70,7 @@ def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys)
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(elastic_agent, "main", in_vain)
-    assert elastic_agent.run_torchrun([], None) == 1
+    assert elastic_agent.run_torchrun([], None, tmp_path) == 1
     err = capsys.readouterr().err
     assert err.startswith(
         "agent: error: the agents of this launch could not meet (the connection to the store"
@@ -84,3 +89,46 @@ def test_each_launch_of_one_machine_has_a_secret_of_its_own(monkeypatch):
     one, other = (environment_of(1, {}, "name")[SECRET] for _ in range(2))
     assert one != other
     assert all(len(bytes.fromhex(text)) == 32 for text in (one, other))
+
+
+def parameters(endpoint, nodes, **more):
+    return RendezvousParameters("c10d", endpoint, "run", nodes, nodes, local_addr=LOOPBACK, **more)
+
+
+def listening():
+    """Addresses at which this process listens for connections."""
+    connections = psutil.Process().net_connections("tcp")
+    return {address.laddr.ip for address in connections if address.status == psutil.CONN_LISTEN}
+
+
+def test_the_agent_of_one_machine_listens_on_loopback_alone(tmp_path, monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    before = listening()
+    agent = meet(tmp_path, parameters("127.0.0.1:0", 1))
+    info = agent.next_rendezvous()
+    assert listening() - before <= {LOOPBACK}
+    TCPStore(LOOPBACK, info.bootstrap_store_info.master_port, is_master=False).set("a", "b")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_agents_of_two_nodes_meet_through_a_gate(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET, new_secret())
+    with socket.create_server((LOOPBACK, 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    conf = {"read_timeout": 30, "last_call_timeout": 1}
+    agents = [meet(tmp_path, parameters(endpoint, 2, is_host=int(node == 0), **conf)) for node in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        infos = list(pool.map(lambda agent: agent.next_rendezvous(), agents))
+    assert sorted(info.rank for info in infos) == [0, 1]
+    stores = [info.bootstrap_store_info for info in infos]
+    assert {store.master_addr for store in stores} == {LOOPBACK}
+    workers = [TCPStore(LOOPBACK, store.master_port, is_master=False) for store in stores]
+    workers[0].set("from one", "node")
+    assert workers[1].get("from one") == b"node"
+
+
+def test_agents_of_several_nodes_without_a_secret_do_not_meet(tmp_path, monkeypatch):
+    monkeypatch.delenv(SECRET, raising=False)
+    with pytest.raises(RendezvousConnectionError, match=SECRET):
+        meet(tmp_path, parameters("127.0.0.1:29999", 2, is_host=0))

@@ -1,0 +1,83 @@
+"""A gate hands on the bytes of those who know the secret, and takes nothing from others."""
+
+import socket
+import time
+from contextlib import closing, suppress
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from infra.relay import LOOPBACK, Relay
+from parallel.handshake import new_secret
+
+SECRET = bytes.fromhex(new_secret())
+
+
+@pytest.fixture
+def relays():
+    """A relay of the first node and one of another."""
+    with closing(Relay(SECRET)) as head, closing(Relay(SECRET)) as node:
+        yield head, node
+
+
+@pytest.fixture
+def inner():
+    """A server of the first node that notes what it is sent."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        server.settimeout(5)
+        yield server
+
+
+def test_a_store_on_loopback_is_reached_through_gate_and_tunnel(relays):
+    head, node = relays
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    port = node.tunnel(LOOPBACK, head.gate(0), store.port, 5)
+    clients = [TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=5)) for _ in range(3)]
+    clients[0].set("key", "x" * 500_000)
+    assert clients[1].get("key") == b"x" * 500_000
+    assert clients[2].add("count", 2) == 2
+    assert store.get("count") == b"2"
+
+
+def test_a_gate_that_opens_late_is_waited_for(relays, inner):
+    head, node = relays
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    with socket.create_connection(
+        (LOOPBACK, node.tunnel(LOOPBACK, port, inner.getsockname()[1], 20))
+    ) as early:
+        early.sendall(b"early")
+        time.sleep(0.3)
+        head.gate(port, default=inner.getsockname()[1])
+        with inner.accept()[0] as served:
+            assert served.recv(5, socket.MSG_WAITALL) == b"early"
+            served.sendall(b"answer")
+            served.shutdown(socket.SHUT_WR)
+            assert early.recv(6, socket.MSG_WAITALL) == b"answer"
+            assert early.recv(1) == b""
+            early.sendall(b"late")
+            assert served.recv(4, socket.MSG_WAITALL) == b"late"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(200)])
+def test_a_stranger_reaches_nothing(relays, inner, sent):
+    head, _ = relays
+    with socket.create_connection((LOOPBACK, head.gate(0)), 5) as stranger:
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):  # what it sent was not even read
+            while stranger.recv(4096):
+                pass
+    inner.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        inner.accept()
+
+
+def test_who_knows_another_secret_is_told_of(relays, inner, capfd):
+    head, _ = relays
+    with closing(Relay(bytes.fromhex(new_secret()))) as other:
+        port = other.tunnel(LOOPBACK, head.gate(0), inner.getsockname()[1], 5)
+        with socket.create_connection((LOOPBACK, port), 5) as connection:
+            assert connection.recv(1) == b""
+    assert "does not know the secret of this run" in capfd.readouterr().err
