@@ -1,13 +1,16 @@
 """The sample format on disk: what a sample is, the Parquet schema of a shard, the dataset's manifest."""
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+UNHASHED_VERSION = 1  # the same files; its dataset.json holds no hashes
 PLACEHOLDER = "\ufffc"  # Unicode OBJECT REPLACEMENT CHARACTER: marks where an item stands in the text
 MANIFEST = "dataset.json"
 
@@ -147,11 +150,15 @@ def _validate_item(name: str, item: Item) -> None:
 
 @dataclass(frozen=True)
 class DataFile:
-    """One Parquet file of a dataset: its name, size in bytes and number of samples."""
+    """One file of a dataset: its name, size in bytes, number of samples and `hash_of`; of format 1 the hash
+    is not known and empty.
+    """
 
     file: str
     bytes: int
     rows: int
+    # Not shown: the names that checkpoints hold of datasets' sizes are made of what is shown.
+    hash: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -177,10 +184,33 @@ class Manifest:
     modalities: tuple[str, ...]
     totals: DatasetTotals
 
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        """The dataset's files, the index last."""
+        return (*self.shards, self.index)
+
+    @property
+    def hash(self) -> str | None:
+        """A name of all that the files hold, 32 hexadecimal digits; None if it is not known."""
+        if self.format_version == UNHASHED_VERSION:
+            return None
+        return hashlib.blake2b("".join(f.hash for f in self.files).encode(), digest_size=16).hexdigest()
+
+
+def hash_of(file: Path) -> str:
+    """BLAKE2b of a file's bytes, 128 bits, as 32 hexadecimal digits. Raises OSError."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `dataset.json` into the folder `path`."""
-    (path / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
+    """Write `dataset.json` into the folder `path`, whole or not at all."""
+    new = path / f"{MANIFEST}.new"
+    with open(new, "w", encoding="utf-8") as handle:
+        handle.write(json.dumps(asdict(manifest), indent=2) + "\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(new, path / MANIFEST)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -195,10 +225,10 @@ def read_manifest(path: Path) -> Manifest:
     except ValueError as error:
         raise DataError(f"{file} is not valid JSON ({error}): rebuild with omni data build") from None
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version != FORMAT_VERSION:
+    if version not in (UNHASHED_VERSION, FORMAT_VERSION):
         raise DataError(
-            f"{file}: format_version is {version!r}, this version reads {FORMAT_VERSION}: "
-            "rebuild with omni data build"
+            f"{file}: format_version is {version!r}, this version reads {UNHASHED_VERSION} and "
+            f"{FORMAT_VERSION}: rebuild with omni data build"
         )
     try:
         manifest = Manifest(
@@ -212,11 +242,33 @@ def read_manifest(path: Path) -> Manifest:
         )
     except (KeyError, TypeError) as error:
         raise DataError(f"{file} lacks or misspells a key ({error}): rebuild with omni data build") from None
+    for listed in manifest.files:
+        _check_listed(file, listed, manifest.format_version)
     _check_manifest(file, manifest)
     return manifest
 
 
+def _check_listed(file: Path, listed: DataFile, version: int) -> None:
+    """Refuse a listed file that lies elsewhere, or with numbers that make no sense: strangers write these."""
+    name = listed.file
+    if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise DataError(f"{file}: {name!r} is no name of a file beside it, where a dataset's files lie")
+    for key, value in (("bytes", listed.bytes), ("rows", listed.rows)):
+        if type(value) is not int or value < 0:
+            raise DataError(f"{file}: {key} of {name} is {value!r}, not a number from 0 on: rebuild it")
+    digits = isinstance(listed.hash, str) and set(listed.hash) <= set("0123456789abcdef")
+    if not digits or len(listed.hash) != (32 if version == FORMAT_VERSION else 0):
+        raise DataError(
+            f"{file}: hash of {name} is {listed.hash!r}; format {version} has "
+            f"{'32 hexadecimal digits (BLAKE2b)' if version == FORMAT_VERSION else 'none'}: write "
+            f"format_version {UNHASHED_VERSION} without hashes, and then omni data hash"
+        )
+
+
 def _check_manifest(file: Path, manifest: Manifest) -> None:
+    for key in ("num_samples", "rows_per_group"):
+        if type(getattr(manifest, key)) is not int:
+            raise DataError(f"{file}: {key} is {getattr(manifest, key)!r}, not a number: rebuild it")
     rows = [shard.rows for shard in manifest.shards]
     if manifest.rows_per_group < 1 or manifest.num_samples < 1 or sum(rows) != manifest.num_samples:
         raise DataError(
@@ -233,7 +285,7 @@ def _check_manifest(file: Path, manifest: Manifest) -> None:
 
 def check_files(path: Path, manifest: Manifest) -> None:
     """Raise DataError if a file of the dataset is missing or does not have its recorded size."""
-    for shard in (*manifest.shards, manifest.index):
+    for shard in manifest.files:
         file = path / shard.file
         size = file.stat().st_size if file.is_file() else None
         if size != shard.bytes:

@@ -1,5 +1,6 @@
 """The sample index: memory-mapped metadata of a dataset, of one sample or of many at once."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataloader.format import INDEX_SCHEMA, DataError, Manifest, SampleError, check_files, read_manifest
+from dataloader.format import (
+    INDEX_SCHEMA,
+    MANIFEST,
+    DataError,
+    Manifest,
+    SampleError,
+    check_files,
+    hash_of,
+    read_manifest,
+)
 from dataloader.item_counts import REFUSED, ItemCounts, RememberedCounts
 from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 
@@ -18,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 # The index's columns, flattened: those of lists are offsets and values.
 _TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE = range(7)
 _ITEM_SIZES = (4, 8, 4, 2, 4, 4, 4)  # bytes of a number
+_HASHED = 64 << 20  # bytes of an index that are compared with their hash on opening: less than 0.1 s
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,7 @@ class Index:
         """Map `content`, the index's file. Raises pyarrow's errors, or ValueError, if it is no index."""
         self.path = path
         self.manifest = manifest
+        self._name = str(path / manifest.index.file)
         self._file = pa.ipc.open_file(content)
         if self._file.schema != INDEX_SCHEMA or self._file.num_record_batches == 0:
             raise ValueError("it lacks the index's columns")
@@ -62,8 +74,9 @@ class Index:
             raise ValueError("its numbers are compressed")
 
     @staticmethod
-    def open(path: str | Path, expect_tokenizer: str | None = None) -> "Index":
-        """Open a dataset's index and check that its files are there, whole, and of that tokenizer.
+    def open(path: str | Path, expect_tokenizer: str | None = None, checked: bool = True) -> "Index":
+        """Open a dataset's index and check that its files are there, whole, and of that tokenizer; and, if it
+        is `checked` and small, that it is the index whose hash the dataset has.
 
         Raises DataError naming the file, what was found and the remedy.
         """
@@ -76,6 +89,9 @@ class Index:
                 f"{expect_tokenizer!r}: rebuild it with omni data build, or change the tokenizer"
             )
         try:
+            cheap = manifest.index.hash and manifest.index.bytes <= _HASHED
+            if checked and cheap and hash_of(path / manifest.index.file) != manifest.index.hash:
+                raise ValueError(f"it was changed: its hash is not that of {MANIFEST}")
             return Index(path, manifest, pa.memory_map(str(path / manifest.index.file)).read_buffer())
         except (pa.ArrowException, OSError, ValueError) as error:
             raise DataError(f"{path / manifest.index.file}: {error}; rebuild with omni data build") from error
@@ -86,6 +102,7 @@ class Index:
     def meta(self, i: int, source: str, item_counts: ItemCounts) -> SampleMeta:
         """Metadata of sample `i`, under the name of the source it is mixed as."""
         self._check(i)
+        self._check_size()
         batch, row = divmod(i, self._batch_rows)
         start = self._start_of(batch)
         first, last = self._int32[start[_ITEMS] + row : start[_ITEMS] + row + 2].tolist()
@@ -139,6 +156,7 @@ class Index:
         if len(ids):
             self._check(int(ids.min()))
             self._check(int(ids.max()))
+        self._check_size()
         batch, row = np.divmod(ids, self._batch_rows)
         for number in np.unique(batch[self._starts[batch, 0] < 0]).tolist():
             self._start_of(number)
@@ -162,6 +180,18 @@ class Index:
                 counted[of] = count_of(name, sizes, len(of))
         return counted
 
+    def _check_size(self) -> None:
+        """Raise DataError if the file was cut under its map: to read there would kill the process."""
+        try:
+            size = os.stat(self._name).st_size
+        except OSError as error:
+            raise DataError(f"{self._name}: {error.strerror}: it was there when the run began") from error
+        if size != self.manifest.index.bytes:
+            raise DataError(
+                f"{self._name} is {size} bytes, and was {self.manifest.index.bytes} when it was opened: it "
+                "was changed while it is in use; restore it, and let nothing write to a dataset that is read"
+            )
+
     def _check(self, i: int) -> None:
         if not 0 <= i < len(self):
             raise IndexError(f"{self.path} has {len(self)} samples, there is no sample {i}")
@@ -178,3 +208,9 @@ class Index:
                 for buffer, size in zip(buffers, _ITEM_SIZES, strict=True)
             ]
         return self._starts[batch].tolist()
+
+
+def same_data(one: Index, other: Index) -> bool:
+    """Whether two indexes are of one dataset, or of copies of it as far as their hashes are known."""
+    known = one.manifest.hash is not None and one.manifest.hash == other.manifest.hash
+    return known or one.path.resolve() == other.path.resolve()

@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
-from dataloader.format import DataError, Item, SampleError, validate_sample
+from dataloader.format import MANIFEST, DataError, Item, SampleError, hash_of, validate_sample
 from dataloader.index import Index
 from dataloader.reader import Reader
 from dataloader.tokenizer import Tokenizer
@@ -18,13 +19,16 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found: problems by reason with a few examples, and what was not checked."""
+    """What a check found: problems by reason with a few examples, and what was not checked: items without a
+    decoder, and files if the dataset has no hashes.
+    """
 
     samples: int
     items: int
     problems: dict[str, int]
     examples: tuple[str, ...]
     not_decoded: dict[str, int]
+    hashed: bool
 
 
 def verify_dataset(
@@ -32,10 +36,11 @@ def verify_dataset(
 ) -> Report:
     """Read every row, decode every item that has a decoder, and compare with index and manifest.
 
-    Reasons are `unreadable`, `invalid`, `undecodable` and `miscounted`. Raises DataError if the dataset
-    cannot be opened at all (missing or resized files).
+    Every file is compared with its hash, if the dataset has hashes. Reasons are `changed` (a file),
+    `unreadable`, `invalid`, `undecodable`, `miscounted` and `repeated` (an id). Raises DataError if the
+    dataset cannot be opened at all (missing or resized files).
     """
-    index = Index.open(path, tokenizer.name)
+    index = Index.open(path, tokenizer.name, checked=False)
     reader = Reader(path)
     problems: Counter[str] = Counter()
     not_decoded: Counter[str] = Counter()
@@ -47,6 +52,11 @@ def verify_dataset(
         if problems[reason] <= _EXAMPLES:
             examples.append(f"{reason}: {what}")
 
+    hashed = index.manifest.hash is not None
+    for file in index.manifest.files if hashed else ():
+        if (now := hash_of(index.path / file.file)) != file.hash:
+            found("changed", f"{index.path / file.file}: its hash is {now}, {MANIFEST} says {file.hash}")
+    ids: set[bytes] = set()
     for i in range(len(index)):
         try:
             sample = reader.read(i, text=True, items=True)
@@ -58,6 +68,10 @@ def verify_dataset(
         except DataError as error:
             found("invalid", str(error))
             continue
+        name = blake2b(sample.id.encode(), digest_size=16).digest()
+        if name in ids:
+            found("repeated", f"sample {sample.id!r} ({i}): another one has this id")
+        ids.add(name)
         items += len(sample.items)
         text_tokens, ats = count_text(sample, tokenizer)
         meta = index.meta(i, "", lambda modality, size: (0, 0))
@@ -74,4 +88,4 @@ def verify_dataset(
             except SampleError as error:
                 found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {error}")
     reader.close()
-    return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded))
+    return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded), hashed)

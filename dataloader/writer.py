@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from dataloader.format import (
     Manifest,
     Sample,
     check_files,
+    hash_of,
     read_manifest,
     validate_sample,
     write_manifest,
@@ -147,7 +149,7 @@ class DatasetWriter:
         self._shard.close()
         self._shard = None
         name = f"shard-{len(self._shards):05d}.parquet"
-        self._shards.append(DataFile(name, _sync(self._partial / name), self._rows_in_shard))
+        self._shards.append(_written(self._partial / name, self._rows_in_shard))
         self._groups_in_shard = self._rows_in_shard = 0
 
     def _write_index(self) -> None:
@@ -162,7 +164,6 @@ class DatasetWriter:
         if self._index_rows:
             self._write_index()
         self._index.close()
-        index = DataFile(INDEX_FILE, _sync(self._partial / INDEX_FILE), self._num_samples)
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             recipe=self._recipe,
@@ -170,12 +171,11 @@ class DatasetWriter:
             num_samples=self._num_samples,
             rows_per_group=self._rows_per_group,
             shards=tuple(self._shards),
-            index=index,
+            index=_written(self._partial / INDEX_FILE, self._num_samples),
             modalities=tuple(self._modalities),
             totals=DatasetTotals(self._text_tokens, self._bytes, self._item_counts),
         )
         write_manifest(self._partial, manifest)
-        _sync(self._partial / MANIFEST)
 
     def _publish(self) -> None:
         # Two renames: no file system swaps folders portably. In between `<path>.old` is the good dataset,
@@ -214,6 +214,22 @@ def is_intact(path: str | Path, recipe: str, tokenizer: str) -> bool:
     return True
 
 
+def add_hashes(path: str | Path) -> bool:
+    """Bring the hashes of its files into the `dataset.json` of a dataset of format 1, which becomes format 2:
+    no other file is touched, and runs go on with it. Returns False if it has them already.
+
+    Raises DataError if it is none, or its files are not of their recorded sizes.
+    """
+    path = Path(path).resolve()
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    if manifest.hash is not None:
+        return False
+    *shards, index = [replace(of, hash=hash_of(path / of.file)) for of in manifest.files]
+    write_manifest(path, replace(manifest, format_version=FORMAT_VERSION, shards=tuple(shards), index=index))
+    return True
+
+
 def _is_present(path: Path) -> bool:
     """Whether a dataset is at `path`; DataError if it is anything else, which is never replaced."""
     if not path.exists() and _old(path).exists():
@@ -241,8 +257,8 @@ def _row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _sync(file: Path) -> int:
-    """Size in bytes of a finished file, once it is on disk: a rename must not publish one that is not."""
+def _written(file: Path, rows: int) -> DataFile:
+    """A finished file, once it is on disk: a rename must not publish one that is not."""
     with open(file, "rb") as handle:
         os.fsync(handle.fileno())
-        return os.fstat(handle.fileno()).st_size
+    return DataFile(file.name, file.stat().st_size, rows, hash_of(file))

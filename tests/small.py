@@ -1,6 +1,7 @@
 """A small model and small data for tests that train."""
 
 import io
+import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -39,6 +40,14 @@ def write_mixed(path: Path) -> None:
         writer.add(Sample("two", f"left {PLACEHOLDER} and right {PLACEHOLDER}.", two))
         writer.add(Sample("short", "no picture"))
         writer.add(Sample("long", ("text without pictures, " * 7)[:159]))
+
+
+def without_hashes(path: Path) -> None:
+    """Make a dataset one of format 1, as versions before this one wrote it."""
+    manifest = json.loads((path / "dataset.json").read_text())
+    for file in (*manifest["shards"], manifest["index"]):
+        del file["hash"]
+    (path / "dataset.json").write_text(json.dumps(manifest | {"format_version": 1}))
 
 
 def write_one_item(path: Path) -> None:

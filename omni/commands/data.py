@@ -1,4 +1,4 @@
-"""`omni data`: build, inspect, verify and balance datasets; generate and describe traces."""
+"""`omni data`: build, inspect, verify, hash and balance datasets; generate and describe traces."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from omni.commands import _balance
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data`."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="build|inspect|verify|balance|trace"
+        dest="action", required=True, metavar="build|inspect|verify|hash|balance|trace"
     )
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
     verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+
+    hashes = actions.add_parser("hash", help="write the hashes that a dataset of format 1 lacks")
+    hashes.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
 
     balance = actions.add_parser("balance", help="how even steps would be by which policies")
     _balance.add_arguments(balance)
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         "build": _build,
         "inspect": _inspect,
         "verify": _verify,
+        "hash": _hash,
         "balance": _balance.run,
         "trace": _trace,
     }
@@ -151,12 +155,23 @@ def _verify(args: argparse.Namespace) -> int:
             continue
         problems = ", ".join(f"{count} {reason}" for reason, count in sorted(report.problems.items()))
         print(f"{path}: {report.samples} samples, {report.items} items: {problems or 'all good'}")
+        if not report.hashed:
+            print(f"  files were not compared with hashes, it has none: omni data hash {path}")
         for modality, count in report.not_decoded.items():
             print(f"  {count} {modality} items were not decoded: no built-in decoder")
         for example in report.examples:
             print(f"  {example}")
         failed = failed or bool(report.problems)
     return int(failed)
+
+
+def _hash(args: argparse.Namespace) -> int:
+    from dataloader.writer import add_hashes
+
+    for path in _datasets(args.paths):
+        written = add_hashes(path)
+        print(f"{path}: {'hashes written' if written else 'has hashes; omni data verify compares them'}")
+    return 0
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """Whether all ranks run the same program with the same configuration: what differs would not always fail.
 
-A node with another version of a package, an older clone or a stale copy of the configuration trains along
-with the others, and rounds, or updates, in another way. So before anything is built each rank compares what
-it is with what the first rank is.
+A node with another version of a package, an older clone, a stale copy of the configuration or of the data
+trains along with the others, and rounds, or updates, in another way. So before anything is built each rank
+compares what it is with what the first rank is.
 """
 
 import hashlib
@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
+from dataloader.decoders import decoder_versions
+from dataloader.format import Manifest
 from infra.host_checks import OURS, ROOT
 from omni.config import Config, ConfigError
+from omni.planning.run_spec import RunSpec
 from omni.training.fingerprint import flattened
 from parallel.waiting import waiting
 
@@ -40,11 +43,13 @@ VARIABLES = (
 SHOWN = 5  # differences
 
 
-def description(config: Config) -> dict[str, str]:
-    """Return what must be the same on all ranks, by name."""
+def description(config: Config, datasets: Mapping[str, Manifest]) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name. `datasets` are those of the run, by key."""
     found = {"python": platform.python_version(), "omni-train's files": _digest_of_files()}
     found |= {name: version(name) for name in PACKAGES}
+    found |= decoder_versions()
     found |= {name: os.environ.get(name, "not set") for name in VARIABLES}
+    found |= {f"the data of {key}": _digest_of_data(manifest) for key, manifest in datasets.items()}
     plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     return found | {key: repr(value) for key, value in flattened(plain, "")}
 
@@ -55,7 +60,7 @@ def differences(own: Mapping[str, str], first: Mapping[str, str]) -> list[str]:
     return [f"{name} is {own.get(name)}, on rank 0 {first.get(name)}" for name in names]
 
 
-def check_alike(config: Config, device: torch.device) -> None:
+def check_alike(config: Config, device: torch.device, datasets: Mapping[str, Manifest]) -> None:
     """Compare all ranks of the world with the first one. All of them call it.
 
     Raises:
@@ -64,7 +69,7 @@ def check_alike(config: Config, device: torch.device) -> None:
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
-    own = description(config)
+    own = description(config, datasets)
     with waiting("comparing programs", world):
         told = [(socket.gethostname(), own) if rank == 0 else None]
         dist.broadcast_object_list(told, device=device)
@@ -77,10 +82,26 @@ def check_alike(config: Config, device: torch.device) -> None:
         raise ConfigError(
             f"rank {rank} on {socket.gethostname()} is not what rank 0 on {host} is: "
             f"{'; '.join(found[:SHOWN])}{more}. Install the same on all nodes, and start all with the same "
-            f"environment and configuration"
+            f"environment, configuration and data"
         )
     if odd.item() >= 0:
         raise ConfigError(f"rank {odd.item()} is not what rank 0 is: it says in what")
+
+
+def datasets_of(spec: RunSpec) -> dict[str, Manifest]:
+    """Return what a run's datasets say of themselves, by the key of each."""
+    sections = {"data.sources": spec.indexes, "data.heldout": spec.heldout}
+    return {
+        f"{section}.{name}": index.manifest
+        for section, indexes in sections.items()
+        for name, index in indexes.items()
+    }
+
+
+def _digest_of_data(manifest: Manifest) -> str:
+    """A name for a dataset's sizes and what its files hold, as far as it knows that."""
+    sizes = hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
+    return f"{sizes}, {manifest.hash or 'without hashes'}"
 
 
 def _digest_of_files() -> str:

@@ -3,10 +3,12 @@
 import hashlib
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
@@ -17,6 +19,8 @@ _FREE = re.compile(
     r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped"
     r"|data\.microbatch_tokens"
 )
+_DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")
+_HASH = re.compile(r"data\.sources\..+\.hash")  # what a checkpoint may not know: of a dataset without hashes
 
 
 def fingerprint(spec: RunSpec) -> dict[str, Any]:
@@ -37,6 +41,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
                 "num_samples": len(spec.indexes[name]),
                 "rows_per_group": spec.indexes[name].manifest.rows_per_group,
                 "content": _content(spec.indexes[name]),
+                "hash": spec.indexes[name].manifest.hash,
             }
             for name, source in data["sources"].items()
         },
@@ -55,8 +60,11 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
 
 
 def _content(index: Index) -> str:
-    """A name for what a dataset holds: its manifest lists every shard with its size, and all totals."""
-    return hashlib.blake2b(repr(index.manifest).encode(), digest_size=8).hexdigest()
+    """A name for the sizes of what a dataset holds: of every shard, and all totals. It is the same with and
+    without hashes, so a dataset may be given hashes while a run trains on it.
+    """
+    manifest = replace(index.manifest, format_version=UNHASHED_VERSION)
+    return hashlib.blake2b(repr(manifest).encode(), digest_size=8).hexdigest()
 
 
 def flattened(value: Any, prefix: str) -> list[tuple[str, Any]]:
@@ -75,14 +83,29 @@ def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], s
         CheckpointError: naming the first differences.
     """
     saved = manifest["fingerprint"]
-    differences = [
-        f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
+    different = [
+        key
         for key in sorted(set(saved) | set(current))
-        if saved.get(key) != current.get(key)
+        if saved.get(key) != current.get(key) and not (_HASH.fullmatch(key) and saved.get(key) is None)
     ]
-    if differences:
+    if different:
+        told = [f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})" for key in different[:5]]
+        what = "on other data" if all(map(_DATA.fullmatch, different)) else "under another configuration"
+        unknown = [key for key in different if _HASH.fullmatch(key) and current.get(key) is None]
         raise CheckpointError(
-            f"{storage}/{folder_of(manifest['step'])} was written under another configuration: "
-            f"{'; '.join(differences[:5])}. Restore these values to continue the run, or train in a new run "
-            f"folder."
+            f"{storage}/{folder_of(manifest['step'])} was written {what}: {'; '.join(told)}. "
+            + ("A dataset that says no hashes gets them by omni data hash. " if unknown else "")
+            + "Restore these values to continue the run, or train in a new run folder."
         )
+
+
+def other_decoders(manifest: Mapping[str, Any], current: Mapping[str, str]) -> list[str]:
+    """Return in words which decoders are not those that the run had when a checkpoint was written; none if it
+    is of a version that did not note them.
+    """
+    saved = manifest.get("decoders", current)
+    return [
+        f"{name} is {current.get(name)}, was {saved.get(name)}"
+        for name in sorted(set(saved) | set(current))
+        if saved.get(name) != current.get(name)
+    ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dataloader.index import same_data
 from infra.progress import LEGEND
 from infra.run_folder import RunFolder
 from omni.planning.pools import without_effect
@@ -28,7 +29,7 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
         f"; restart {restart} of {spec.config.launch.max_restarts}" if restart else ""
     )
     yield f"  every     {_cadence(spec)}"
-    for text in without_effect(spec.planner.sharing):
+    for text in (*without_effect(spec.planner.sharing), *_notes(spec)):
         yield f"note: {text}"
     yield "columns of a step:"
     for title, meaning in LEGEND.items():
@@ -53,6 +54,24 @@ def _data(spec: RunSpec) -> str:
     step = f"{data.step_tokens:,} tokens" if data.step_tokens else f"{data.step_samples} samples"
     heldout = f"; held out: {', '.join(spec.heldout)}" if spec.heldout else ""
     return f"{sources}; {step} a step{heldout}"
+
+
+def _notes(spec: RunSpec) -> Iterator[str]:
+    """What the user should know of the data."""
+    for name, index in {**spec.heldout, **spec.indexes}.items():
+        if index.manifest.hash is None:
+            yield (
+                f"{name}: {index.path} has no hashes (format {index.manifest.format_version}), so other "
+                f"labels of the same sizes pass unseen, on other nodes and when this run is resumed: omni "
+                f"data hash {index.path}"
+            )
+    for name, heldout in spec.heldout.items():
+        for source, index in spec.indexes.items():
+            if same_data(heldout, index):
+                yield (
+                    f"held-out {name} is the data of source {source}: its loss and transcriptions say "
+                    f"nothing of samples that were not trained on"
+                )
 
 
 def _start(spec: RunSpec) -> str:

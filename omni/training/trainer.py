@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dataloader.decoders import decoder_versions
 from dataloader.loader import Loader
 from dataloader.reader import Reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
@@ -38,7 +39,7 @@ from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun
-from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 from omni.training.health import Health
 from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
@@ -97,6 +98,7 @@ class Trainer:
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder)
         keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
         self.checkpoints = Checkpoints(storage_of(self.config, folder), self.rank, keep)
+        self.decoders = decoder_versions()
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = False
         self.progression = Progression(folder.metrics)
@@ -344,6 +346,7 @@ class Trainer:
             "layout": self.spec.arrangement.describe(),
             "cost_tables": self.tables.state(self.step),
             "fingerprint": self.fingerprint,
+            "decoders": self.decoders,
         }
         self.checkpoints.save(self.step, describe)
         self.save_is_due = False
@@ -387,6 +390,9 @@ class Trainer:
         """Refuse a checkpoint that another configuration wrote, before anything of it is read."""
         storage = self.checkpoints.storage
         check_fingerprint(manifest, self.fingerprint, storage)
+        others = other_decoders(manifest, self.decoders)
+        if others and self.first:
+            print(f"warning: items may decode to other values than before: {'; '.join(others)}", flush=True)
         self.say(f"reading {storage.locate(folder_of(manifest['step']))}")
 
     @contextlib.contextmanager

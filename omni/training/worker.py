@@ -35,7 +35,7 @@ from omni.planning.fullest import check_rank
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.training.alike import check_alike
+from omni.training.alike import check_alike, datasets_of
 from omni.training.progression import BadDataError, NoUpdateError
 from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
 from omni.training.trainer import Trainer
@@ -73,7 +73,7 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         timeout = timedelta(seconds=config.train.timeout_s)
         dist.init_process_group(backend_name(), timeout=timeout, rank=rank, world_size=world)
-        check_alike(config, device)
+        check_alike(config, device, datasets_of(spec))
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.barrier()
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -7,18 +8,21 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from dataset_samples import image_item, item_counts, make_sample, write_dataset
+from small import without_hashes
 
 from dataloader.decode import decode_image
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, validate_sample
 from dataloader.index import Index
+from dataloader.item_counts import RememberedCounts
 from dataloader.reader import Reader
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import count_text, length, tokenize
 from dataloader.verify import verify_dataset
-from dataloader.writer import DatasetWriter, is_intact
+from dataloader.writer import DatasetWriter, add_hashes, is_intact
 
 BYTES = ByteTokenizer()
 
@@ -143,7 +147,7 @@ def test_another_version_tokenizer_or_manifest_is_refused(tmp_path):
         Index.open(path, "bpe")
     manifest = json.loads((path / "dataset.json").read_text())
     for change, message in (
-        ({"format_version": 2}, "format_version is 2, this version reads 1"),
+        ({"format_version": 3}, "format_version is 3, this version reads 1 and 2"),
         ({"num_samples": 49}, "num_samples 49"),
         ({"surprise": 1}, "surprise"),
     ):
@@ -359,3 +363,76 @@ def test_reading_one_meta_is_cheap(tmp_path):
         return (time.process_time() - begin) / 300
 
     assert min(once() for _ in range(5)) < 20e-6
+
+
+def everything(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_a_dataset_without_hashes_is_read_and_given_them(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    before = everything(path)
+    without_hashes(path)
+    assert Index.open(path).manifest.hash is None
+    assert Reader(path).read(49, text=True, items=True) == make_sample(49)
+    report = verify_dataset(path, BYTES, {"image": decode_image})
+    assert (report.problems, report.hashed) == ({}, False)
+    assert add_hashes(path)
+    assert everything(path) == before  # what the writer had written, to the byte
+    assert not add_hashes(path)
+    assert verify_dataset(path, BYTES, {}).hashed
+
+
+def test_a_changed_file_is_found_by_its_hash(tmp_path):
+    path = tmp_path / "set"
+    with DatasetWriter(path, BYTES) as writer:
+        writer.add(Sample("a", "a label"))
+        writer.add(Sample("b", "text"))
+    index = path / "index.arrow"
+    whole = index.read_bytes()
+    at = whole.index((7).to_bytes(4, "little") + (4).to_bytes(4, "little"))
+    index.write_bytes(whole[:at] + (6).to_bytes(4, "little") + whole[at + 4 :])  # tokens of a label
+    with pytest.raises(DataError, match=r"index.arrow: it was changed"):
+        Index.open(path)
+    assert verify_dataset(path, BYTES, {}).problems == {"changed": 1, "miscounted": 1}
+    index.write_bytes(whole)
+    other = tmp_path / "other"
+    with DatasetWriter(other, BYTES) as writer:
+        writer.add(Sample("a", "a lapel"))
+        writer.add(Sample("b", "text"))
+    shutil.copy(other / "shard-00000.parquet", path)  # as large, and sound in itself
+    report = verify_dataset(path, BYTES, {})
+    assert report.problems == {"changed": 1}
+    assert "shard-00000.parquet: its hash is" in report.examples[0]
+
+
+def test_an_index_that_is_cut_under_its_map_is_an_error_not_a_signal(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    index = Index.open(path)
+    os.truncate(path / "index.arrow", 0)
+    with pytest.raises(DataError, match=r"index.arrow is 0 bytes, and was \d+ when it was opened"):
+        index.meta(3, "s", item_counts)
+    with pytest.raises(DataError, match=r"index.arrow is 0 bytes"):
+        index.lengths(np.array([1, 2]), RememberedCounts(item_counts), 100, "drop")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"file": "../secret.arrow"}, "no name of a file beside it"),
+        ({"file": "/dev/zero"}, "no name of a file beside it"),
+        ({"file": ".."}, "no name of a file beside it"),
+        ({"file": 3}, "3 is no name"),
+        ({"rows": "many"}, "rows of index.arrow is 'many'"),
+        ({"bytes": -1}, "bytes of index.arrow is -1"),
+        ({"hash": ""}, "hash of index.arrow is ''; format 2 has 32 hex"),
+        ({"hash": "g" * 32}, "hash of index.arrow is 'g"),
+    ],
+)
+def test_a_strangers_manifest_names_files_of_its_folder_alone(tmp_path, change, message):
+    path = write_dataset(tmp_path / "set", count=5)
+    manifest = json.loads((path / "dataset.json").read_text())
+    manifest["index"] |= change
+    (path / "dataset.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=message):
+        Index.open(path)

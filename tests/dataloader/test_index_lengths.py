@@ -168,7 +168,7 @@ def test_lengths_of_thousands_of_samples_are_known_in_milliseconds(tmp_path):
     """Of a set with many record batches, in each of which a few samples are asked for."""
     rng = np.random.default_rng(0)
     rows, batches, sizes = 1_024, 256, 3_000
-    with pa.ipc.new_file(str(tmp_path / "index.arrow"), INDEX_SCHEMA) as file:
+    with pa.ipc.new_file(str(tmp_path / "index.arrow"), INDEX_SCHEMA) as out:
         number = rng.integers(0, sizes, (2 * rows, 1), dtype=np.int32)
         size = np.concatenate([1 + number % 60, 1 + number // 60], axis=1)
         lists = pa.ListArray.from_arrays(np.arange(0, 4 * rows + 1, 2, dtype=np.int32), size.reshape(-1))
@@ -183,9 +183,10 @@ def test_lengths_of_thousands_of_samples_are_known_in_milliseconds(tmp_path):
             pa.ListArray.from_arrays(np.arange(0, 2 * rows + 1, 2, dtype=np.int32), items, type=kind),
         ]
         for _ in range(batches):
-            file.write_batch(pa.RecordBatch.from_arrays(batch, schema=INDEX_SCHEMA))
+            out.write_batch(pa.RecordBatch.from_arrays(batch, schema=INDEX_SCHEMA))
     total = rows * batches
-    manifest = Manifest(1, "", "", total, 32, (), DataFile("", 0, 0), ("image",), DatasetTotals(0, 0, {}))
+    file = DataFile("index.arrow", (tmp_path / "index.arrow").stat().st_size, total)
+    manifest = Manifest(1, "", "", total, 32, (), file, ("image",), DatasetTotals(0, 0, {}))
     index = Index(tmp_path, manifest, pa.memory_map(str(tmp_path / "index.arrow")).read_buffer())
     remembered = RememberedCounts(lambda modality, size: (4 * size[0], size[0]))
     ids = rng.integers(0, total, 8_192)

@@ -1,16 +1,22 @@
 """What a checkpoint may be continued with, and what it may not."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import overrides, write_mixed
+from small import overrides, without_hashes, write_mixed
 
+from dataloader.format import read_manifest
+from dataloader.reader import Reader
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter, add_hashes
 from infra.checkpoint import CheckpointError
 from infra.storage import Storage
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
-from omni.training.fingerprint import check_fingerprint, fingerprint
+from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +62,41 @@ def test_what_changes_neither_samples_nor_losses_may_change(data: Path, key: str
 def test_what_decides_samples_or_losses_must_not_change(data: Path, key: str) -> None:
     with pytest.raises(CheckpointError, match=key.partition("=")[0]):
         check_fingerprint({"step": 1, "fingerprint": of(data)}, of(data, key), Storage.at(data))
+
+
+def relabelled(data: Path, to: Path) -> Path:
+    """A copy of a dataset that differs in one label: its files are of the same sizes."""
+    with DatasetWriter(to, ByteTokenizer(), rows_per_group=4) as writer:
+        reader = Reader(data)
+        for i in range(reader.manifest.num_samples):
+            sample = reader.read(i, text=True, items=True)
+            writer.add(replace(sample, text=sample.text.replace("no picture", "no pictuRe")))
+    sizes = [[(file.file, file.bytes) for file in read_manifest(path).files] for path in (data, to)]
+    assert sizes[0] == sizes[1]
+    return to
+
+
+def test_other_labels_of_the_same_sizes_are_refused_by_name(data: Path, tmp_path: Path) -> None:
+    saved, other = of(data), of(relabelled(data, tmp_path / "mixed"))
+    with pytest.raises(CheckpointError, match=r"on other data: data\.sources\.mixed\.hash='"):
+        check_fingerprint({"step": 1, "fingerprint": saved}, other, Storage.at(data))
+
+
+def test_a_checkpoint_that_knew_no_hash_goes_on_and_one_that_did_needs_it(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "mixed")
+    without_hashes(copy)
+    before, now = of(copy), of(data)
+    assert before["data.sources.mixed.hash"] is None
+    check_fingerprint({"step": 1, "fingerprint": before}, now, Storage.at(data))
+    older = {key: value for key, value in now.items() if not key.endswith(".hash")}
+    check_fingerprint({"step": 1, "fingerprint": older}, now, Storage.at(data))
+    with pytest.raises(CheckpointError, match=r"hash=None \(checkpoint: '.*omni data hash"):
+        check_fingerprint({"step": 1, "fingerprint": now}, before, Storage.at(data))
+    assert add_hashes(copy)
+    check_fingerprint({"step": 1, "fingerprint": now}, of(copy), Storage.at(data))
+
+
+def test_other_decoders_are_told_and_unknown_ones_are_not() -> None:
+    now = {"Pillow": "13.0.0", "soxr": "1.1.0"}
+    assert other_decoders({}, now) == other_decoders({"decoders": now}, now) == []
+    assert other_decoders({"decoders": now | {"Pillow": "12.1.0"}}, now) == ["Pillow is 13.0.0, was 12.1.0"]
