@@ -26,6 +26,7 @@ runs: times are those of the cost table for forward passes, encoders first, then
 encoder, llm: the slowest rank over the mean of its phase. step: both over the mean of both; in turn: with
 exchanges after the work, elsewhere they overlap with it. off 20 %: where costs are up to that far from those
 planned with. bound: the least that there can be. MiB across: what a rank sends to other nodes on average.
+A policy that cannot be imported or that raises is left out and named on stderr at the end.
 """
 _MOST_DOMAIN = 64
 _GROUPS = (16, 256, 1 << 20)  # replicas
