@@ -29,7 +29,8 @@ class DealPolicy(Policy):
 
     def __call__(self, work: Ints, sizes: Sequence[int]) -> list[int]:
         """Return the group of each sample."""
-        groups = list(map(int, self.decide(work, sizes)))
+        with self.asked():
+            groups = list(map(int, self.decide(work, sizes)))
         self.require(
             len(groups) == len(work)
             and min(groups, default=0) >= 0

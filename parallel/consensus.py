@@ -98,8 +98,10 @@ def explain(
     divergence: Divergence,
     diff: Callable[[Any, Any, str], list[str]],
     group: dist.ProcessGroup,
+    behind: Callable[[str], Sequence[str]] = lambda difference: (),
 ) -> str:
     """Say which ranks of a level have the plan that the first of them has, and where another one differs.
+    `behind` tells the policies that decide what a difference is about.
 
     Every rank of `group` calls it. Two plans of that level travel, however many ranks and plans there are.
     """
@@ -117,12 +119,18 @@ def explain(
         contents.append(sent[0])
     differences = diff(contents[0], contents[1], f"plan.{name}")
     where = "the world" if name == "world" else f"{name} {divergence.number}"
+    check = "Check that all ranks read the same data, configuration and code"
+    if policies := behind(differences[0]) if differences else ():
+        check += (
+            f", and that no policy that decides this is random or asks which rank it is on: "
+            f"{', '.join(policies)}"
+        )
     lines = [
         f"ranks planned step {plan.step} differently; nothing of it has run.",
         f"  It is the plan of {where}: {digests.count(digests[0])} of {len(ranks)} ranks have that of rank "
         f"{first}, {digests.count(found[other][1])} that of rank {other}; there are {len(set(digests))} "
         "plans.",
         *(f"  rank {first} against rank {other}: {line}" for line in differences[:10]),
-        "Check that all ranks read the same data, configuration and code.",
+        f"{check}.",
     ]
     return "\n".join(lines)

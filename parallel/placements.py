@@ -47,7 +47,8 @@ class PlacementPolicy(Policy):
 
     def __call__(self, sizes: DomainSizes) -> tuple[int, int]:
         """Return the first position of encoders, and the one after the last."""
-        first, stop = self.decide(sizes)
+        with self.asked():
+            first, stop = self.decide(sizes)
         self.require(
             0 <= first < stop <= sizes.size,
             f"encoders have positions among {sizes.size}, not {first} to {stop}",

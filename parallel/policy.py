@@ -11,9 +11,11 @@ Nothing else in the platform knows the name of a policy: the planner asks for it
 from their metadata alone; only the one whose policy is chosen is imported.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, TypeVar
@@ -37,6 +39,28 @@ class Policy:
 
     name: str
     decide: Callable[..., Any]
+    key: str = field(default="", kw_only=True, compare=False)
+    """Where a configuration chose it, such as "balance.policy"; empty for one that nobody chose by name."""
+
+    def __str__(self) -> str:
+        return f"the policy {self.key}={self.name}" if self.key else f"the policy {self.name} ({self.group})"
+
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Have what its functions raise inside the block say whose they are.
+
+        Raises:
+            PolicyError: naming the policy, the error and the line that raised it.
+        """
+        try:
+            yield
+        except PolicyError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise PolicyError(
+                f"{self} raised {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+            ) from error
 
     def require(self, kept: bool, promise: str) -> None:
         """Refuse an answer that breaks a promise.
@@ -45,9 +69,7 @@ class Policy:
             PolicyError: naming the policy and what it should have promised.
         """
         if not kept:
-            raise PolicyError(
-                f"the policy {self.name} ({self.group}) broke its promise: {promise} (docs/policies.md)"
-            )
+            raise PolicyError(f"{self} broke its promise: {promise} (docs/policies.md)")
 
 
 PolicyKind = TypeVar("PolicyKind", bound=Policy)
@@ -90,7 +112,7 @@ def find(kind: type[PolicyKind], name: str, key: str) -> PolicyKind:
         raise PolicyError(
             f"{key}={name}: {point.value} is named {policy.name}: register it in {kind.group} by that name"
         )
-    return policy
+    return replace(policy, key=key)
 
 
 def how_to_add(group: str) -> str:

@@ -23,7 +23,8 @@ class TransportPolicy(Policy):
 
     def __call__(self, traffic: RowCounts, nodes: Sequence[int], row_bytes: int, links: Links) -> str:
         """Return the name of the transport."""
-        name = self.decide(traffic, nodes, row_bytes, links)
+        with self.asked():
+            name = self.decide(traffic, nodes, row_bytes, links)
         known = [transport for transport in TRANSPOSED if transport != "local"]
         self.require(name in known, f"rows that leave their rank go by one of {', '.join(known)}, not {name}")
         return name

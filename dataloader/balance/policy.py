@@ -22,7 +22,8 @@ class BalancePolicy(Policy):
 
     def __call__(self, samples: SampleCosts, bins: Bins) -> tuple[int, ...]:
         """Return the bin of each sample."""
-        chosen = tuple(map(int, self.decide(samples, bins)))
+        with self.asked():
+            chosen = tuple(map(int, self.decide(samples, bins)))
         self.require(
             len(chosen) == len(samples) and all(0 <= number < bins.count for number in chosen),
             f"each of {len(samples)} samples goes to one of {bins.count} bins",

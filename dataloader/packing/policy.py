@@ -31,7 +31,8 @@ class PackingPolicy(Policy):
 
     def __call__(self, samples: SampleCosts, budget: int) -> Packs:
         """Return the packs in the order in which they are trained."""
-        packs = tuple(tuple(map(int, members)) for members in self.decide(samples, budget))
+        with self.asked():
+            packs = tuple(tuple(map(int, members)) for members in self.decide(samples, budget))
         tokens = samples.tokens.tolist()
         self.require(
             sorted(i for members in packs for i in members) == list(range(len(samples))) and all(packs),
@@ -48,7 +49,8 @@ class PackingPolicy(Policy):
         own = pack_of(packs)
         if self.encode is None:
             return own
-        chosen = tuple(map(int, self.encode(samples, packs, budget)))
+        with self.asked():
+            chosen = tuple(map(int, self.encode(samples, packs, budget)))
         self.require(
             len(chosen) == len(own) and all(0 <= with_ <= at for with_, at in zip(chosen, own, strict=True)),
             "items are encoded with the pack of their sample or one before it",

@@ -30,7 +30,8 @@ class PairingPolicy(Policy):
 
     def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
         """Return the pack of each replica in each microbatch."""
-        together = tuple(map(tuple, self.decide(packs, room, stages)))
+        with self.asked():
+            together = tuple(map(tuple, self.decide(packs, room, stages)))
         self.require(
             all(len(chosen) == len(packs) and set(chosen) != {None} for chosen in together),
             f"a microbatch has a pack or None for each of {len(packs)} replicas, and not None alone",

@@ -32,6 +32,28 @@ class Chosen:
         """Return all choices in one line, such as "placement=colocated, encoder_sp=none"."""
         return ", ".join(f"{section}={policy.name}" for section, policy in vars(self).items())
 
+    def behind(self, difference: str) -> list[str]:
+        """Return the policies that decide what a difference between plans begins with, such as
+        "plan.domain.microbatches[0]: ...", as "packing=wlb".
+        """
+        sections = next((names for path, names in DECIDED_BY.items() if difference.startswith(path)), ())
+        return [f"{section}={vars(self)[section].name}" for section in sections]
+
+
+DECIDED_BY = {
+    "plan.group": ("deal", "balance"),
+    "plan.domain.samples": ("deal", "balance"),
+    "plan.domain.microbatches": ("packing", "pairing", "llm_sp"),
+    "plan.domain.items": ("packing", "pairing"),
+    "plan.domain.chunks": ("encoder_sp", "packing", "pipeline"),
+    "plan.domain.routes": ("boundary",),
+    "plan.domain.homes": ("placement",),
+    "plan.domain.bounds": ("pipeline",),
+    "plan.domain.ops": ("pipeline",),
+    "plan.domain.schedule": ("pipeline",),
+}
+"""The sections of the policies that decide a part of a plan, by where it stands."""
+
 
 def chosen_policies(config: Config) -> Chosen:
     """Find every policy that a configuration names.

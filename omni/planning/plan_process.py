@@ -32,6 +32,7 @@ from infra.launch import ENDING
 from infra.lineage import end_with_parent
 from omni.planning.planner import Planner
 from parallel.costs import CostTable
+from parallel.policy import PolicyError
 from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
@@ -58,10 +59,17 @@ class PlannerEndedError(RuntimeError):
 def plan_step(
     planner: Planner, step: int, cursor: int, domain: int, table: CostTable | None = None
 ) -> Planned:
-    """Plan, verify and hash a step in this thread, with the planner's own cost table unless given another."""
+    """Plan, verify and hash a step in this thread, with the planner's own cost table unless given another.
+
+    Raises:
+        PolicyError: naming the step and the policy, if one raises or breaks its promise.
+    """
     planner = planner if table is None else planner.with_table(table)
     start, cpu = time.perf_counter(), time.thread_time()
-    plan = planner.next_step(step, cursor, domain)
+    try:
+        plan = planner.next_step(step, cursor, domain)
+    except PolicyError as error:
+        raise PolicyError(f"step {step} cannot be planned: {error}") from error
     planner.verify(plan)
     _ = plan.digests  # hash it here, not in the step; the plan keeps them, also through a pickle
     return Planned(plan, time.perf_counter() - start, time.thread_time() - cpu)

@@ -13,8 +13,11 @@ from parallel.slots import own_rows
 
 @dataclass(frozen=True)
 class EncoderAnchor:
-    """Encodes chunks with `module`, shared by the ranks of `tp`, for `num_points` attach points."""
+    """Encodes chunks with `module`, the encoder `name`, shared by the ranks of `tp`, for `num_points` attach
+    points.
+    """
 
+    name: str
     module: torch.nn.Module
     tp: dist.ProcessGroup
     num_points: int
@@ -28,17 +31,26 @@ class EncoderAnchor:
 
         Raises:
             ValueError: if the module puts out more or fewer rows than its `count` tells.
+            Exception: what the module raises, with a note that names the encoder and what it was given.
         """
-        rows: torch.Tensor = self.module(inputs.values, inputs.positions, inputs.packed)
         planned = sum(inputs.row_counts)
+        more = f" and {len(inputs.samples) - 3} more" if len(inputs.samples) > 3 else ""
+        samples = f"{'; '.join(inputs.samples[:3])}{more}"
+        called = f"the encoder {self.name} ({type(self.module).__name__})"
+        try:
+            rows: torch.Tensor = self.module(inputs.values, inputs.positions, inputs.packed)
+        except Exception as error:
+            error.add_note(
+                f"{called} raised this when it was given {len(inputs.values)} tokens, which are to become "
+                f"{planned} rows: {samples}"
+            )
+            raise
         if planned == 0:
             rows = rows[:0]  # an empty tail stood in for items: what it put out goes nowhere
         if len(rows) != planned:
-            more = f" and {len(inputs.samples) - 3} more" if len(inputs.samples) > 3 else ""
             raise ValueError(
-                f"{'; '.join(inputs.samples[:3])}{more}: {type(self.module).__name__} put out {len(rows)} "
-                f"rows, and by count() there are {planned} at {self.num_points} attach points: make count() "
-                "and forward() agree"
+                f"{samples}: {called} put out {len(rows)} rows, and by count() there are {planned} at "
+                f"{self.num_points} attach points: make count() and forward() agree"
             )
         return own_rows(rows, inputs.row_counts, self.tp)
 

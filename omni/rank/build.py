@@ -106,7 +106,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             width=config.model.llm.hidden,
             dtype=dtype,
             anchors={
-                name: EncoderAnchor(modules[name][0], groups.components[name].tp, len(encoder.attach))
+                name: EncoderAnchor(name, modules[name][0], groups.components[name].tp, len(encoder.attach))
                 for name, encoder in spec.encoders.items()
                 if name in modules
             },

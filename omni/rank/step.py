@@ -41,7 +41,11 @@ def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | N
     if not plan.train:
         return rank.engine.run(plan, inputs, watch)
     rank.optimizer.begin(plan.step)
-    result = rank.engine.run(plan, inputs, watch)
+    try:
+        result = rank.engine.run(plan, inputs, watch)
+    except Exception as error:
+        error.add_note(f"rank {rank.rank} was in step {plan.step}")
+        raise
     with waiting_at(rank, f"step {plan.step}: gradients of tied embeddings", rank.groups.world):
         rank.optimizer.tie()
     return result

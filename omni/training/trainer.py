@@ -206,7 +206,8 @@ class Trainer:
         with waiting_at(self.rank, f"step {plan.step}: comparing plans", self.rank.groups.control):
             agreement = self.consensus.settle(plan.step)
         if agreement.divergence is not None:
-            raise DivergenceError(explain(plan, agreement.divergence, diff, self.rank.groups.control))
+            control, behind = self.rank.groups.control, self.spec.policies.behind
+            raise DivergenceError(explain(plan, agreement.divergence, diff, control, behind))
         return Largest.unpacked(agreement.figures)
 
     def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:

@@ -43,6 +43,7 @@ from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
 from parallel.copies import CorruptionError
 from parallel.layout import LayoutError
+from parallel.policy import PolicyError
 from parallel.waiting import StallError
 
 _TOLD = (
@@ -138,7 +139,7 @@ def _told(error: BaseException, config_path: Path) -> int:
     if isinstance(error, ConfigError | LayoutError | DataError | LockedError):
         print(f"rank {rank}: error: {error}", file=sys.stderr)
         return MISTAKE
-    if isinstance(error, BadDataError):
+    if isinstance(error, BadDataError | PolicyError):  # policies are pure: they would fail again
         print(f"rank {rank} failed: {error}", file=sys.stderr)
         return MISTAKE
     if isinstance(error, _TOLD):

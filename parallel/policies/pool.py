@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallel.least_loaded import place
+from parallel.policy import PolicyError
 from parallel.schemes import SequenceCost, scheme_tiles
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import pairs_before
@@ -251,9 +252,9 @@ class Build:
         return SequenceLayout(self.pool.num_members, tuple(map(self.shards, range(len(self.lengths)))))
 
 
-def no_room(lengths: Sequence[int], pool: Pool) -> ValueError:
+def no_room(lengths: Sequence[int], pool: Pool) -> PolicyError:
     """The error of a policy whose sequences do not fit."""
-    return ValueError(
+    return PolicyError(
         f"tokens_per_rank={pool.tokens_per_rank}: {len(lengths)} sequences of {sum(lengths)} tokens, the "
         f"longest {max(lengths)}, find no room on {pool.num_members} ranks with this policy; raise it, take "
         "fewer samples a step, or choose a policy that splits sequences"

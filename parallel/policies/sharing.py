@@ -45,7 +45,12 @@ class SharingPolicy(Policy):
 
     def __call__(self, lengths: Sequence[int], pool: Pool) -> SequenceLayout:
         """Return the shards of each sequence."""
-        layout = self.decide(lengths, pool)
+        with self.asked():
+            layout = self.decide(lengths, pool)
+            self._check(layout, lengths, pool)
+        return layout
+
+    def _check(self, layout: SequenceLayout, lengths: Sequence[int], pool: Pool) -> None:
         self.require(
             layout.num_members == pool.num_members and layout.lengths == tuple(lengths),
             f"{len(lengths)} sequences are laid out over {pool.num_members} ranks, each with all its tokens",
@@ -60,7 +65,6 @@ class SharingPolicy(Policy):
             f"a rank holds at most {pool.tokens_per_rank} tokens",
         )
         self.require(self.cuts or all(len(shards) == 1 for shards in layout.shards), "sequences stay whole")
-        return layout
 
 
 UNIFORM = SharingPolicy("uniform", shard_uniform, within_replica=True)

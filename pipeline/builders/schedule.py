@@ -113,8 +113,10 @@ class SchedulePolicy(Policy):
         Raises:
             PolicyError: if there is not one list for each team.
         """
-        order = self.decide(domain, facts)
-        self.require(len(order) == len(domain.teams), "one list of ops for each team of the domain")
+        with self.asked():
+            order = self.decide(domain, facts)
+            num_lists = len(order)
+        self.require(num_lists == len(domain.teams), "one list of ops for each team of the domain")
         return order
 
 

@@ -190,16 +190,32 @@ def test_rows_that_were_not_planned_are_refused_but_for_those_of_an_empty_tail()
 
     def encode(rows: int, planned: int) -> list[float]:
         inputs = ChunkInputs(values, values, packed, (planned,), ("photos, sample 7, item 0",))
-        return EncoderAnchor(Emitting(rows), alone, num_points=2).encode(inputs).flatten().tolist()
+        return EncoderAnchor("photos", Emitting(rows), alone, num_points=2).encode(inputs).flatten().tolist()
 
     assert encode(4, 4) == [0, 1, 2, 3]
     assert encode(2, 0) == []
     # One row too many would shift those of all items after it.
     for rows in (3, 5, 6):
-        with pytest.raises(
-            ValueError, match=rf"photos, sample 7, .*: Emitting put out {rows} rows, and .* 4 at 2"
-        ):
+        words = rf"photos, sample 7, .*: the encoder photos \(Emitting\) put out {rows} rows, and .* 4 at 2"
+        with pytest.raises(ValueError, match=words):
             encode(rows, 4)
+
+
+def test_what_an_encoder_raises_names_it_and_what_it_was_given() -> None:
+    class Short(torch.nn.Module):
+        """Loses a token on the way to its rows."""
+
+        def forward(self, values: torch.Tensor, *rest: object) -> torch.Tensor:
+            return values[:-1].view(4, 8)
+
+    alone, values = cast("dist.ProcessGroup", SimpleNamespace(size=lambda: 1)), torch.zeros(8, 4)
+    inputs = ChunkInputs(values, values, cast("PackedTokens", None), (4,), ("photos, sample 7, item 0",))
+    with pytest.raises(RuntimeError, match="invalid for input of size 28") as caught:
+        EncoderAnchor("photos", Short(), alone, num_points=1).encode(inputs)
+    assert caught.value.__notes__ == [
+        "the encoder photos (Short) raised this when it was given 8 tokens, which are to become 4 rows: "
+        "photos, sample 7, item 0"
+    ]
 
 
 def test_weights_depend_on_seed_and_name_only() -> None:

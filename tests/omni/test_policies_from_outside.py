@@ -9,8 +9,10 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.config import POLICIES, ConfigError
+from omni.planning.plan_process import plan_step
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from parallel.policy import PolicyError
 from pipeline.ops import Kind
 from pipeline.plan import StepPlan
 
@@ -151,3 +153,14 @@ def test_a_choice_that_an_experiment_overrules_is_still_refused(folder):
         ConfigError, match=r"balance=mine sets balance.policy=mine, but .* has balance.policy=none"
     ):
         compose_config(line)
+
+
+def test_one_that_raises_is_named_with_its_key_and_the_step(folder, monkeypatch):
+    module = "from omni.policies import *\nRAISING = BalancePolicy('raising', lambda samples, bins: 1 // 0)\n"
+    points = {"omni.balance": "raising = one_that_raises:RAISING"}
+    install(folder, monkeypatch, "one_that_raises", module, points)
+    config = compose_config(overrides(folder / "mixed", folder / "run", "balance=raising"))
+    planner = prepare_run(config, 2).planner
+    words = r"^step 7 cannot be planned: the policy balance\.policy=raising raised Zero.*, line 2\)$"
+    with pytest.raises(PolicyError, match=words):
+        plan_step(planner, 7, 0, 0)

@@ -125,6 +125,9 @@ def test_ranks_that_plan_differently_stop_with_the_level_and_the_first_differenc
     assert f"the plan of {where} ranks have that of rank" in lines[1]
     assert lines[1].endswith("there are 2 plans.")
     assert lines[2].strip().startswith(f"rank {first}")
+    blamed = {"balance": "deal=by_", "packing": "packing=first_fit_decreasing, pairing="}.get(what, "")
+    assert ("no policy that decides this is random" in lines[-1]) == bool(blamed)
+    assert blamed in lines[-1]
 
 
 def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(

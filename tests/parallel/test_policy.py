@@ -49,7 +49,7 @@ def test_what_is_installed_is_what_the_project_registers(kind):
     assert installed.items() >= entry_points_of(PYPROJECT, kind.group).items()
     for name, policy in own(kind).items():
         assert policy.name == name
-        assert find(kind, name, "key") is policy
+        assert find(kind, name, "key") == policy
 
 
 def test_every_section_that_chooses_a_policy_has_a_kind():
@@ -123,3 +123,32 @@ POOL = make_pool(SequenceCost(AttentionShape(4, 4), 2, 1000, 10, 16, LINK), 2, u
 def test_an_answer_that_breaks_the_promise_is_refused(policy, arguments):
     with pytest.raises(PolicyError, match=rf"policy p \({policy.group}\) broke its promise"):
         policy(*arguments)
+
+
+def raising(*given):
+    return 1 // 0
+
+
+@pytest.mark.parametrize("decide", [raising, lambda *given: None])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (BalancePolicy, (samples_of([1]), bins_of(2))),
+        (DealPolicy, (np.ones((1, 1), np.int64), [1, 1])),
+        (PackingPolicy, (samples_of([1, 1]), 4)),
+        (PairingPolicy, ([samples_of([3])], 6, 1)),
+        (PlacementPolicy, (DomainSizes(2, 2, 0),)),
+        (SharingPolicy, ([8], POOL)),
+        (SchedulePolicy, (None, None)),
+    ],
+)
+def test_a_policy_that_raises_or_answers_nothing_is_named_with_the_line(kind, arguments, decide):
+    words = r"^the policy some\.key=p raised (ZeroDivision|Type|Attribute)Error: .* \(.*\.py, line \d+\)$"
+    with pytest.raises(PolicyError, match=words) as caught:
+        kind("p", decide, key="some.key")(*arguments)
+    assert caught.value.__cause__ is not None
+
+
+def test_a_packing_whose_encode_raises_is_named():
+    with pytest.raises(PolicyError, match=r"^the policy p \(omni\.packing\) raised ZeroDivisionError"):
+        PackingPolicy("p", raising, encode=raising).encoded_with(samples_of([1]), ((0,),), 4)
