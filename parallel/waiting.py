@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
+from parallel.stalls import StallError
+
 SHOWN_RANKS = 8  # that are waited for, before the rest is only counted
 OF_GLOO = (
     "/gloo/",  # the source file that gloo's own errors begin with
@@ -16,10 +18,6 @@ OF_GLOO = (
     "timed out",  # "Operation timed out!", "Timed out waiting 3000ms for recv operation to complete"
     "timeout caused pair closure",
 )
-
-
-class StallError(RuntimeError):
-    """A rank waited for peers in vain, or they went away; the message says who waited for whom, and where."""
 
 
 @contextlib.contextmanager
