@@ -15,6 +15,7 @@ from dataloader.format import Item, SampleError
 
 _FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac"}
 _LONGEST = 2**31 - 1  # sizes are stored as int32
+_NOT_STATED = 2**32 - 1  # bytes of samples, as programs write it that do not know yet how many will come
 
 
 def decode_audio(item: Item) -> npt.NDArray[np.float32]:
@@ -22,7 +23,8 @@ def decode_audio(item: Item) -> npt.NDArray[np.float32]:
 
     `item.size` is (samples of a channel, sampling rate in Hz). Raises SampleError if the data is corrupt, cut
     short, or not of the size and format that the item states. A WAV file has no checksum: damage that leaves
-    its header and length as they were is not found, unless it makes samples that are no numbers.
+    its header and length as they were is not found, unless it makes samples that are no numbers. One whose
+    header says more bytes of samples than it holds is cut short.
     """
     with _open(item.data) as file:
         found = _FORMATS.get(file.format)
@@ -79,7 +81,23 @@ def _check_size(found: tuple[int, int], stated: tuple[int, ...]) -> None:
         raise SampleError(f"the recording is {found} (samples, sampling rate), its metadata says {stated}")
 
 
+def _check_whole(data: bytes) -> None:
+    """Raise SampleError if a WAV file says that it holds more than it does, which libsndfile passes over."""
+    at = 12 if data[:4] in (b"RIFF", b"RIFX") else len(data)
+    while at + 8 <= len(data):
+        stated = int.from_bytes(data[at + 4 : at + 8], "little" if data[:4] == b"RIFF" else "big")
+        held = len(data) - at - 8
+        if data[at : at + 4] == b"data":
+            if held < stated != _NOT_STATED:
+                raise SampleError(
+                    f"the recording is cut short: its header says {stated} bytes of samples, it holds {held}"
+                )
+            return
+        at += 8 + stated + stated % 2
+
+
 def _open(data: bytes) -> soundfile.SoundFile:
+    _check_whole(data)
     try:
         return soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:  # unknown formats and damaged headers alike

@@ -4,10 +4,11 @@ Shapes: H rows and W columns of pixels, upright; C channels.
 """
 
 import io
+import warnings
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 
 from dataloader.format import Item, SampleError
 
@@ -16,10 +17,14 @@ try:
 except ImportError:  # no wheel for this machine: Pillow decodes the same files, about three times slower
     simplejpeg = None
 
+# Pillow warns of pictures half as large as those it refuses; which are too large is the encoder's to say.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
 _FORMATS = {"JPEG": "jpeg", "PNG": "png"}
 _GRAY_MODES = ("1", "L", "LA")
 _SEEN_ON_WHITE = 16  # how much darker than a white ground something of a transparent picture must be
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations whose stored rows are columns
+_RARE = "subsampling"  # libjpeg-turbo's plain interface knows the usual ones; Pillow decodes the others
 
 
 def decode_image(item: Item) -> npt.NDArray[np.uint8]:
@@ -28,39 +33,56 @@ def decode_image(item: Item) -> npt.NDArray[np.uint8]:
 
     The EXIF orientation is applied. What is transparent is laid on white, or on black where nothing of the
     picture would be seen on white. 16-bit grayscale keeps its upper 8 bits. Raises SampleError if the data is
-    corrupt, cut short, or not of the size that the item states.
+    corrupt, cut short, or not of the format and size that the item states, which are compared before anything
+    is decoded. A JPEG file has no checksum: damage is found where libjpeg names it.
     """
+    image = _open(item.data)
+    if _FORMATS.get(image.format or "") != item.format:
+        raise SampleError(f"the image is {image.format}, its metadata says {item.format}")
+    # Which side is up may stand behind the pixels, in a PNG.
+    if sorted(image.size) != sorted(item.size):
+        raise _other_size(image.size[::-1], item)
     pixels = None
     if item.format == "jpeg" and simplejpeg is not None:
         pixels = _decode_jpeg(item.data)
     if pixels is None:
-        pixels = _decode_pillow(item.data, item.format)
+        pixels = _decode_pillow(image)
+    pixels = _upright(pixels, _orientation(image))
     if pixels.shape[:2] != item.size:
-        raise SampleError(
-            f"the image is {pixels.shape[:2]} (height, width, upright), its metadata says {item.size}: state "
-            "its size as it is shown, after its EXIF orientation"
-        )
+        raise _other_size(pixels.shape[:2], item)
     return pixels
 
 
+def _other_size(found: tuple[int, ...], item: Item) -> SampleError:
+    return SampleError(
+        f"the image is {found} (height, width, upright), its metadata says {item.size}: state its size as it "
+        "is shown, after its EXIF orientation"
+    )
+
+
 def _decode_jpeg(data: bytes) -> npt.NDArray[np.uint8] | None:
-    """Pixels, or None where Pillow should try: CMYK, rare encodings, damage (which Pillow then names)."""
+    """Pixels as they are stored, or None where Pillow should try: CMYK and rare encodings. Damage that
+    libjpeg names is an error, though Pillow would show what it finds.
+    """
+    space = ""
     try:
-        gray = simplejpeg.decode_jpeg_header(data)[2] == "Gray"
-        pixels = simplejpeg.decode_jpeg(data, colorspace="GRAY" if gray else "RGB")
-    except ValueError:
-        return None
-    return _upright(pixels, _orientation(_open(data)))
+        space = simplejpeg.decode_jpeg_header(data)[2]
+        pixels: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(
+            data, colorspace="GRAY" if space == "Gray" else "RGB"
+        )
+    except ValueError as error:
+        if space in ("CMYK", "YCCK") or _RARE in str(error):
+            return None
+        raise SampleError(f"the image cannot be decoded: {error}") from error
+    return pixels
 
 
-def _decode_pillow(data: bytes, expected: str) -> npt.NDArray[np.uint8]:
-    image = _open(data)
+def _decode_pillow(image: Image.Image) -> npt.NDArray[np.uint8]:
+    """Pixels as they are stored."""
     try:
         image.load()
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error, …
         raise SampleError(f"the image cannot be decoded: {error}") from error
-    if _FORMATS.get(image.format or "") != expected:
-        raise SampleError(f"the image is {image.format}, its metadata says {expected}")
     mode = "L" if image.mode in _GRAY_MODES else "RGB"
     if image.mode.startswith("I"):
         pixels = (np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8)
@@ -68,8 +90,7 @@ def _decode_pillow(data: bytes, expected: str) -> npt.NDArray[np.uint8]:
         pixels = _on_ground(np.array(image.convert("LA" if mode == "L" else "RGBA"), dtype=np.uint8))
     else:
         pixels = np.array(image.convert(mode), dtype=np.uint8)
-    pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
-    return _upright(pixels, _orientation(image))
+    return pixels if pixels.ndim == 3 else pixels[:, :, None]
 
 
 def _on_ground(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
@@ -115,5 +136,7 @@ def read_image_size(data: bytes) -> tuple[str, tuple[int, int]]:
 def _open(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
+    except UnidentifiedImageError:  # its message names our buffer
+        raise SampleError(f"not an image that can be read: it begins with {data[:8]!r}") from None
     except Exception as error:  # unknown formats, damaged headers and decompression bombs alike
         raise SampleError(f"not an image that can be read: {error}") from error

@@ -103,6 +103,13 @@ class Sample:
     targets: tuple[tuple[int, int], ...] | None = None
 
 
+def visible(text: str) -> str:
+    """A text of data as a terminal may show it: control characters but the end of a line as escapes, since a
+    terminal obeys them.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def validate_sample(sample: Sample) -> None:
     """Raise DataError naming the sample if it breaks the format."""
     name = f"sample {sample.id!r}"
@@ -110,10 +117,17 @@ def validate_sample(sample: Sample) -> None:
         raise DataError(f"a sample with text {sample.text[:40]!r} has an empty id: give each sample a name")
     if not sample.text:
         raise DataError(f"{name} has no text and no placeholder: leave it out")
-    try:
-        sample.text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(f"{name}: its text is not valid Unicode ({error}): remove lone surrogates") from None
+    written = [("text", sample.text), ("id", sample.id)]
+    written += [
+        pair for item in sample.items for pair in (("modality", item.modality), ("format", item.format))
+    ]
+    for what, text in written:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{name}: its {what} is not valid Unicode ({error}): remove lone surrogates"
+            ) from None
     count = sample.text.count(PLACEHOLDER)
     if count != len(sample.items):
         raise DataError(
@@ -139,9 +153,14 @@ def _validate_item(name: str, item: Item) -> None:
             f"{name}: unknown format {item.format!r} of modality {item.modality!r}: known are "
             + "; ".join(f"{modality}: {', '.join(formats)}" for modality, formats in FORMATS.items())
         )
-    if not item.size or min(item.size) < 1 or (known is not None and len(item.size) != 2):
+    if (
+        not item.size
+        or min(item.size) < 1
+        or max(item.size) >= 2**31
+        or (known is not None and len(item.size) != 2)
+    ):
         raise DataError(
-            f"{name}: size {item.size} must be positive numbers, (height, width) for images, "
+            f"{name}: size {item.size} must be positive numbers of 31 bits, (height, width) for images, "
             "(samples, sampling rate) for audio: fix or drop it"
         )
     if not item.data:

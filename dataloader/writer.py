@@ -1,11 +1,15 @@
 """Writing a dataset: shards, index and manifest, into a folder that appears only when it is complete."""
 
+import errno
+import fcntl
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,12 +41,13 @@ class DatasetWriter:
     """Context manager that writes one dataset; `add` samples inside `with`.
 
     Everything goes to `<path>.partial` beside the target, which is renamed when the block ends well: a
-    build that is cut short leaves the dataset at `path`, if any, as it was. Row groups hold
+    build that is cut short leaves the dataset at `path`, if any, as it was. Only one build of a dataset is
+    under way at a time. Row groups hold
     `rows_per_group` samples, all but the dataset's last one full: sample `i` lives in group
     `i // rows_per_group`. `recipe` says what the dataset was built from.
 
-    Raises DataError if `path` exists and `overwrite` is false, if a sample breaks the format, or if no
-    sample was added.
+    Raises DataError if `path` exists and `overwrite` is false, if another build of it is under way, if a
+    sample breaks the format, or if no sample was added.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class DatasetWriter:
                 f"rows_per_group {rows_per_group} and groups_per_shard {groups_per_shard} must be positive"
             )
         self.path = Path(path).resolve()  # behind a link, so that renames stay on one file system
-        self._partial = self.path.with_name(self.path.name + ".partial")
+        self._partial = _partial(self.path)
         self._tokenizer = tokenizer
         self._rows_per_group = rows_per_group
         self._groups_per_shard = groups_per_shard
@@ -78,11 +83,14 @@ class DatasetWriter:
         self._bytes = 0
 
     def __enter__(self) -> "DatasetWriter":
-        if _is_present(self.path) and not self._overwrite:
-            raise DataError(f"{self.path} exists: choose another folder or overwrite it (--overwrite)")
-        if self._partial.exists():
-            shutil.rmtree(self._partial)  # left by a build that was cut short
-        self._partial.mkdir(parents=True)
+        self._lock = _begin(self._partial)
+        try:
+            if _is_present(self.path, building=True) and not self._overwrite:
+                raise DataError(f"{self.path} exists: choose another folder or overwrite it (--overwrite)")
+        except BaseException:
+            shutil.rmtree(self._partial)
+            os.close(self._lock)
+            raise
         self._index = pa.ipc.new_file(str(self._partial / INDEX_FILE), INDEX_SCHEMA)
         return self
 
@@ -116,14 +124,16 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None and self._num_samples == 0:
-            self._discard()
-            raise DataError(f"{self.path}: no sample was added: a dataset needs at least one")
-        if kind is not None:
-            self._discard()
-            return
-        self._finish()
-        self._publish()
+        try:
+            if kind is not None or self._num_samples == 0:
+                self._discard()
+            if kind is None and self._num_samples == 0:
+                raise DataError(f"{self.path}: no sample was added: a dataset needs at least one")
+            if kind is None:
+                self._finish()
+                self._publish()
+        finally:
+            os.close(self._lock)
 
     def _write_group(self) -> None:
         if self._shard is None:
@@ -196,6 +206,64 @@ class DatasetWriter:
         shutil.rmtree(self._partial)
 
 
+def _begin(partial: Path) -> int:
+    """Make the folder of a build and lock it, where the file system has locks; what a build left that was cut
+    short is removed. Returns the descriptor that holds the lock. The folder appears with its lock held, so
+    that no other build takes it for one that was left.
+
+    Raises DataError if another build is under way.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    new = partial.with_name(f".{partial.name}.{uuid4().hex}")
+    new.mkdir()
+    lock = os.open(new / INDEX_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        while not _renamed(new, partial):
+            if _under_way(partial, remove=True):
+                raise DataError(
+                    f"{partial}: another build of this dataset is under way: wait for it, or remove that "
+                    "folder if there is none"
+                )
+    except BaseException:
+        os.close(lock)
+        shutil.rmtree(new)
+        raise
+    return lock
+
+
+def _renamed(new: Path, name: Path) -> bool:
+    """Give a folder another name; False if a folder that is not empty has it."""
+    try:
+        os.rename(new, name)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
+
+
+def _under_way(partial: Path, remove: bool = False) -> bool:
+    """Whether a build writes into `partial`. What is there otherwise was left by one, and may be removed."""
+    try:
+        descriptor = os.open(partial / INDEX_FILE, os.O_RDWR | os.O_CREAT * remove, 0o666)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another build may have taken its place since it was opened.
+        if remove and os.path.samestat(os.fstat(descriptor), os.stat(partial / INDEX_FILE)):
+            shutil.rmtree(partial)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it is held, or nobody can say
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def is_intact(path: str | Path, recipe: str, tokenizer: str) -> bool:
     """Whether `path` holds a complete dataset of this recipe and tokenizer, so that building it is a no-op.
 
@@ -230,15 +298,22 @@ def add_hashes(path: str | Path) -> bool:
     return True
 
 
-def _is_present(path: Path) -> bool:
-    """Whether a dataset is at `path`; DataError if it is anything else, which is never replaced."""
-    if not path.exists() and _old(path).exists():
+def _is_present(path: Path, building: bool = False) -> bool:
+    """Whether a dataset is at `path`; DataError if it is anything else, which is never replaced. The caller
+    is `building` it if it holds its lock.
+    """
+    cut = not path.exists() and _old(path).exists()
+    if cut and (building or not _under_way(_partial(path))):
         os.rename(_old(path), path)  # an earlier replacement was cut between its two renames
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
     if not (path / MANIFEST).is_file():
         raise DataError(f"{path} exists and is not a dataset: choose another folder, or remove it yourself")
     return True
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
 
 
 def _old(path: Path) -> Path:

@@ -1,19 +1,24 @@
 """A dataset from a user's own files: one JSON object per line."""
 
 import json
-from hashlib import sha256
+import os
+import stat
+from collections.abc import Callable, Sequence
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
 
-from dataloader.audio import read_audio_size
-from dataloader.decode import read_image_size
-from dataloader.format import DataError, Item, Sample
+from dataloader.audio import decode_audio, read_audio_size
+from dataloader.decode import decode_image, read_image_size
+from dataloader.format import DataError, Item, Sample, SampleError, validate_sample
 from dataloader.tokenizer import Tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 
 _SAMPLE_KEYS = {"id", "text", "items", "targets"}
 _ITEM_KEYS = {"modality", "path", "format", "size"}
 _READ_SIZE = {"audio": read_audio_size, "image": read_image_size}
+_DECODE: dict[str, Callable[[Item], Any]] = {"audio": decode_audio, "image": decode_image}
+_SHOWN = 20  # bad lines
 
 
 def build_from_jsonl(
@@ -23,37 +28,85 @@ def build_from_jsonl(
     rows_per_group: int = 32,
     groups_per_shard: int = 64,
     overwrite: bool = False,
+    root: str | Path | None = None,
+    skip_bad: int = 0,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> bool:
     """Build the dataset `out` from the lines of `jsonl`; False if it is there, built from the same lines.
 
     A line is {"id": str, "text": str with U+FFFC where items stand, "items": [{"modality": "image", "path":
     str}, …], "targets": [[start, stop], …]}; items and targets may be left out, paths are relative to the
-    file. Format and size of images and recordings are read from their headers; items of other modalities
-    state "format" and "size" themselves. Raises DataError naming file and line.
+    file, and lead to regular files below the folder `root`, that of the file if it is None. Format and size
+    of images and recordings are read from their headers, and they are decoded, so that damage is found;
+    items of other modalities state "format" and "size" themselves.
+
+    Up to `skip_bad` bad lines are left out, and `tell` is called with each. Raises DataError naming the file
+    and the first `_SHOWN` bad lines if there are more; all lines are looked at, until there are `_SHOWN` too
+    many.
     """
     jsonl = Path(jsonl)
+    allowed = (Path(root) if root is not None else jsonl.parent).resolve()
     try:
-        recipe = f"jsonl sha256={sha256(jsonl.read_bytes()).hexdigest()[:16]}"
+        if not jsonl.is_file():  # it is read twice, which a pipe is not
+            raise DataError(f"{jsonl}: is no regular file: give the path of a JSONL file")
+        with open(jsonl, "rb") as lines:
+            recipe = f"jsonl sha256={file_digest(lines, 'sha256').hexdigest()[:16]}"
     except OSError as error:
         raise DataError(
             f"{jsonl}: cannot be read ({error.strerror}): give the path of a JSONL file"
         ) from None
     if not overwrite and is_intact(out, recipe, tokenizer.name):
         return False
-    with (
-        DatasetWriter(out, tokenizer, rows_per_group, groups_per_shard, overwrite, recipe) as writer,
-        open(jsonl, "rb") as lines,
-    ):
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    writer.add(_sample(line, jsonl.parent))
-                except ValueError as error:
-                    raise DataError(f"{jsonl}:{number}: {error}") from error
+    with DatasetWriter(out, tokenizer, rows_per_group, groups_per_shard, overwrite, recipe) as writer:
+        for text in _add_lines(jsonl, allowed, writer, skip_bad):
+            tell(f"left out {text}")
     return True
 
 
-def _sample(line: bytes, folder: Path) -> Sample:
+def _add_lines(jsonl: Path, allowed: Path, writer: DatasetWriter, skip_bad: int) -> list[str]:
+    """Write the samples of all lines but the bad ones, and return what is wrong with these."""
+    bad: list[str] = []
+    names: dict[bytes, int] = {}
+    number = 0
+    with open(jsonl, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                sample = _sample(line, jsonl.parent, allowed)
+                validate_sample(sample)
+                _check_name(sample, number, names)
+            except Exception as error:  # whatever a stranger's line does to a parser or a decoder
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                bad.append(f"{jsonl}:{number}: {kind}{error}")
+            else:
+                writer.add(sample)
+            if len(bad) == skip_bad + _SHOWN:
+                break
+    if len(bad) > skip_bad:
+        raise DataError(_told(bad, skip_bad, number))
+    return bad
+
+
+def _told(bad: Sequence[str], skip_bad: int, read: int) -> str:
+    if len(bad) == 1:
+        return bad[0]
+    more = f"\n… and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    return (
+        f"{len(bad)} of the first {read} lines are bad, more than the {skip_bad} that may be left out "
+        f"(--skip-bad):\n" + "\n".join(bad[:_SHOWN]) + more
+    )
+
+
+def _check_name(sample: Sample, number: int, names: dict[bytes, int]) -> None:
+    """Refuse a sample whose id an earlier line has. `names` are digests of ids, by 16 bytes each."""
+    name = blake2b(sample.id.encode(), digest_size=16).digest()
+    first = names.setdefault(name, number)
+    if first != number:
+        raise DataError(f"its id {sample.id!r} is that of line {first}: give each sample a name of its own")
+
+
+def _sample(line: bytes, folder: Path, allowed: Path) -> Sample:
     raw = _object(json.loads(line), "the line", _SAMPLE_KEYS)
     for key in ("id", "text"):
         if not isinstance(raw.get(key), str):
@@ -61,28 +114,45 @@ def _sample(line: bytes, folder: Path) -> Sample:
     listed = raw.get("items", [])
     if not isinstance(listed, list):
         raise DataError(f'"items" is {listed!r}: it must be a list of objects')
-    items = tuple(_item(_object(item, "an item", _ITEM_KEYS), folder) for item in listed)
+    items = tuple(_item(_object(item, "an item", _ITEM_KEYS), folder, allowed) for item in listed)
     return Sample(raw["id"], raw["text"], items, _targets(raw.get("targets")))
 
 
-def _item(raw: dict[str, Any], folder: Path) -> Item:
+def _item(raw: dict[str, Any], folder: Path, allowed: Path) -> Item:
     modality, path, kind, size = (raw.get(key) for key in ("modality", "path", "format", "size"))
     if not isinstance(modality, str) or not isinstance(path, str):
         raise DataError(f'item {raw} needs a "modality" and a "path", both strings')
-    try:
-        data = (folder / path).read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{folder / path}: {error.strerror}: fix the path, it is relative to the file"
-        ) from None
+    data = _contents(folder / path, allowed)
     if modality in _READ_SIZE:
-        return Item(modality, *_READ_SIZE[modality](data), data)
+        try:
+            item = Item(modality, *_READ_SIZE[modality](data), data)
+            _DECODE[modality](item)
+        except SampleError as error:
+            raise DataError(f"{folder / path}: {error}") from error
+        return item
     if not isinstance(kind, str) or not isinstance(size, list) or not all(type(n) is int for n in size):
         raise DataError(
             f'item {path} of modality {modality!r} must state "format" (a string) and "size" (integers): '
             f"only {', '.join(_READ_SIZE)} are read from the file"
         )
     return Item(modality, kind, tuple(size), data)
+
+
+def _contents(file: Path, allowed: Path) -> bytes:
+    """The bytes of a regular file below the folder `allowed`: a stranger's line opens no device, and nothing
+    that is elsewhere.
+    """
+    try:
+        real = file.resolve(strict=True)
+        if not real.is_relative_to(allowed):
+            raise DataError(f"{file}: lies outside {allowed}: name the folder that holds all files by --root")
+        # Not to wait for who writes into a pipe.
+        with open(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb") as handle:
+            if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+                raise DataError(f"{file}: is no regular file")
+            return handle.read()
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}: fix the path, it is relative to the file") from None
 
 
 def _object(value: Any, what: str, known: set[str]) -> dict[str, Any]:

@@ -20,6 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     origin.add_argument("--from-jsonl", metavar="FILE", help="your own samples, one JSON object per line")
     build.add_argument("--out", required=True, metavar="DIR", help="where the dataset goes")
     build.add_argument("--tokenizer", default="bytes", help="counts the text tokens (default: bytes)")
+    build.add_argument(
+        "--root", metavar="DIR", help="where the JSONL's files may lie (default: below the JSONL's folder)"
+    )
+    build.add_argument(
+        "--skip-bad", type=int, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
+    )
     build.add_argument("--seed", type=int, default=0, help="of the recipe's draws (default: 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
 
@@ -61,11 +67,14 @@ def run(args: argparse.Namespace) -> int:
     try:
         return actions[args.action](args)
     except (ValueError, OSError) as error:
-        print(f"omni data {args.action}: {error}", file=sys.stderr)
+        from dataloader.format import visible
+
+        print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
         return 1
 
 
 def _build(args: argparse.Namespace) -> int:
+    from dataloader.format import visible
     from dataloader.recipes.from_jsonl import build_from_jsonl
     from dataloader.recipes.quickstart import build_quickstart
     from dataloader.tokenizer import get_tokenizer
@@ -76,7 +85,16 @@ def _build(args: argparse.Namespace) -> int:
         names = build_quickstart(out, tokenizer, args.seed, args.overwrite)
         built = {out / name: new for name, new in names.items()}
     else:
-        built = {out: build_from_jsonl(args.from_jsonl, out, tokenizer, overwrite=args.overwrite)}
+        new = build_from_jsonl(
+            args.from_jsonl,
+            out,
+            tokenizer,
+            overwrite=args.overwrite,
+            root=args.root,
+            skip_bad=args.skip_bad,
+            tell=lambda text: print(visible(text), file=sys.stderr),
+        )
+        built = {out: new}
     for path, new in built.items():
         print(f"{path}: {'built' if new else 'is there and intact, nothing to do'}")
     return 0
@@ -86,6 +104,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from dataloader.format import visible
     from dataloader.index import Index
     from dataloader.reader import Reader
 
@@ -97,7 +116,7 @@ def _inspect(args: argparse.Namespace) -> int:
         console.print(
             f"{path}: {len(index):,} samples, {totals.text_tokens:,} text tokens "
             f"({index.manifest.tokenizer}), {items}, {totals.bytes:,} bytes in "
-            f"{len(index.manifest.shards)} shards; recipe {index.manifest.recipe or 'not named'}",
+            f"{len(index.manifest.shards)} shards; recipe {visible(index.manifest.recipe) or 'not named'}",
             markup=False,
             highlight=False,
         )
@@ -134,13 +153,15 @@ def _short(text: str) -> str:
 def _literal(text: str) -> str:
     from rich.markup import escape
 
-    return escape(text)
+    from dataloader.format import visible
+
+    return escape(visible(text))
 
 
 def _verify(args: argparse.Namespace) -> int:
     from dataloader.audio import decode_audio
     from dataloader.decode import decode_image
-    from dataloader.format import DataError, read_manifest
+    from dataloader.format import DataError, read_manifest, visible
     from dataloader.tokenizer import get_tokenizer
     from dataloader.verify import verify_dataset
 
@@ -150,7 +171,7 @@ def _verify(args: argparse.Namespace) -> int:
             tokenizer = get_tokenizer(read_manifest(path).tokenizer)
             report = verify_dataset(path, tokenizer, {"audio": decode_audio, "image": decode_image})
         except DataError as error:
-            print(f"{path}: cannot be opened: {error}")
+            print(f"{path}: cannot be opened: {visible(str(error))}")
             failed = True
             continue
         problems = ", ".join(f"{count} {reason}" for reason, count in sorted(report.problems.items()))
@@ -160,7 +181,7 @@ def _verify(args: argparse.Namespace) -> int:
         for modality, count in report.not_decoded.items():
             print(f"  {count} {modality} items were not decoded: no built-in decoder")
         for example in report.examples:
-            print(f"  {example}")
+            print(f"  {visible(example)}")
         failed = failed or bool(report.problems)
     return int(failed)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from dataloader.format import visible
 from omni.training.evaluate import Transcription
 
 NUM_EXAMPLES = 8
@@ -30,7 +31,7 @@ def lines_of(source: str, results: Sequence[Transcription]) -> Iterator[str]:
     )
     for example in _examples(results):
         mark = "=" if example.exact else "x"
-        yield f"  {mark} expected   {example.expected}\n    generated  {example.generated}"
+        yield f"  {mark} expected   {visible(example.expected)}\n    generated  {visible(example.generated)}"
 
 
 def _share(exact: Sequence[bool]) -> float:

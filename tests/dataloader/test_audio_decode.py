@@ -1,9 +1,11 @@
 import argparse
+import io
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import soundfile
 import soxr
 from dataset_samples import image_bytes
 from hypothesis import given, settings
@@ -199,7 +201,7 @@ def test_recordings_from_jsonl(tmp_path, capsys):
 
 def test_a_recording_that_cannot_be_read_stops_the_build(tmp_path):
     (tmp_path / "a.wav").write_bytes(b"nothing to hear")
-    with pytest.raises(DataError, match=r"mine\.jsonl:1: not a recording"):
+    with pytest.raises(DataError, match=r"mine\.jsonl:1: .*a\.wav: not a recording"):
         build_from_jsonl(jsonl(tmp_path / "mine.jsonl", "a.wav"), tmp_path / "set", ByteTokenizer())
     assert not (tmp_path / "set").exists()
 
@@ -219,3 +221,18 @@ def verify(path):
     parser = argparse.ArgumentParser()
     data.add_arguments(parser)
     return data.run(parser.parse_args(["verify", str(path)]))
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+def test_a_wav_that_is_cut_short_is_no_shorter_recording(tmp_path, order):
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.zeros(1000, np.float32), 8000, format="WAV", subtype="PCM_16", endian=order)
+    whole = buffer.getvalue()
+    assert read_audio_size(whole) == ("wav", (1000, 8000))
+    cut = whole[:700]
+    with pytest.raises(SampleError, match=r"cut short: its header says 2000 bytes of samples, it holds 6"):
+        read_audio_size(cut)
+    with pytest.raises(SampleError, match="cut short"):
+        decode_audio(Item("audio", "wav", (328, 8000), cut))
+    unknown = whole[:40] + b"\xff" * 4 + whole[44:]  # as a program writes it into a pipe
+    assert read_audio_size(unknown) == ("wav", (1000, 8000))

@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from dataset_samples import image_bytes, write_dataset
 from sklearn.datasets import load_digits
+from small import without_hashes
 
 from dataloader.decode import decode_image
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample
@@ -225,3 +227,83 @@ def test_help_imports_nothing_heavy():
     root = Path(__file__).parents[2]
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_all_bad_lines_are_named_at_once_or_left_out_by_choice(tmp_path, capsys):
+    file = write_jsonl(
+        tmp_path,
+        {"id": "1", "text": "fine"},
+        "{",
+        {"id": "1", "text": "the same name"},
+        {"id": "2", "text": PLACEHOLDER, "items": [{"modality": "image", "path": "torn.jpg"}]},
+        {"id": "3", "text": "\ud800"},
+        "[" * 100_000,
+        {"id": "3", "text": "fine, and the first of its name that is"},
+    )
+    (tmp_path / "torn.jpg").write_bytes(image_bytes(64, 64, "JPEG")[:-200])
+    arguments = ("build", "--from-jsonl", file, "--out", tmp_path / "set")
+    assert omni_data(*arguments) == omni_data(*arguments, "--skip-bad", 4) == 1
+    first, second = capsys.readouterr().err.split("omni data build: ")[1:]
+    assert "5 of the first 7 lines are bad, more than the 0 that may be left out (--skip-bad)" in first
+    for text in (
+        "mine.jsonl:2: Expecting",
+        "mine.jsonl:3: its id '1' is that of line 1",
+        "torn.jpg: the image cannot be decoded: Premature end of JPEG file",
+        "mine.jsonl:5: sample '3': its text is not valid Unicode",
+        "mine.jsonl:6: RecursionError",
+    ):
+        assert text in first
+        assert text in second
+    assert not (tmp_path / "set").exists()
+    assert omni_data(*arguments, "--skip-bad", 5) == 0
+    assert capsys.readouterr().err.count("left out ") == 5
+    assert [sample.id for sample in everything(tmp_path / "set")] == ["1", "3"]
+
+
+def test_a_build_stops_after_as_many_bad_lines_as_it_shows(tmp_path):
+    file = write_jsonl(tmp_path, *["{"] * 100)
+    with pytest.raises(DataError, match="20 of the first 20 lines are bad"):
+        build_from_jsonl(file, tmp_path / "set", BYTES)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/zero", "/dev/zero: lies outside"),
+        ("../outside.png", "outside.png: lies outside .*--root"),
+        ("link.png", "link.png: lies outside"),
+        ("pipe", "pipe: is no regular file"),
+        (".", "is no regular file|Is a directory"),
+    ],
+)
+def test_a_strangers_jsonl_reads_files_of_its_folder_alone(tmp_path, path, message):
+    (tmp_path / "outside.png").write_bytes(image_bytes(8, 8))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    line = {"id": "1", "text": PLACEHOLDER, "items": [{"modality": "image", "path": path}]}
+    file = write_jsonl(folder, line)
+    with pytest.raises(DataError, match=message):
+        build_from_jsonl(file, tmp_path / "set", BYTES)
+    if "png" in path:
+        assert build_from_jsonl(file, tmp_path / "set", BYTES, root=tmp_path)
+
+
+def test_control_characters_are_shown_and_not_obeyed(tmp_path, capsys):
+    file = write_jsonl(tmp_path, {"id": "a\x1b[2J", "text": "b\x1b]0;c\x07 d\u202e"})
+    assert omni_data("build", "--from-jsonl", file, "--out", tmp_path / "set") == 0
+    assert omni_data("inspect", tmp_path / "set") == 0
+    out = capsys.readouterr().out
+    assert not set(out) & set("\x1b\x07\u202e")
+    assert "\\x1b[2J" in out
+
+
+def test_command_hash(tmp_path, capsys):
+    path = write_dataset(tmp_path / "set")
+    without_hashes(path)
+    assert omni_data("verify", path) == 0
+    assert f"omni data hash {path}" in capsys.readouterr().out
+    assert omni_data("hash", tmp_path) == omni_data("hash", path) == omni_data("verify", path) == 0
+    assert "hashes written" in (out := capsys.readouterr().out)
+    assert "has hashes; omni data verify" in out

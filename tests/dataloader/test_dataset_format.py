@@ -436,3 +436,20 @@ def test_a_strangers_manifest_names_files_of_its_folder_alone(tmp_path, change, 
     (path / "dataset.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=message):
         Index.open(path)
+
+
+def test_of_two_builds_of_a_dataset_the_second_is_refused(tmp_path):
+    path = tmp_path / "set"
+    with DatasetWriter(path, BYTES) as first:
+        first.add(Sample("a", "text"))
+        for overwriting in (False, True):
+            with (
+                pytest.raises(DataError, match=r"set.partial: another build of this dataset is under way"),
+                DatasetWriter(path, BYTES, overwrite=overwriting),
+            ):
+                pass
+        assert not is_intact(path, "", "bytes")
+        first.add(Sample("b", "text"))
+    assert [file.name for file in tmp_path.iterdir()] == ["set"]
+    assert not verify_dataset(path, BYTES, {}).problems
+    assert len(Index.open(path)) == 2

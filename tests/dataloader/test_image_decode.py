@@ -1,8 +1,12 @@
 import io
+import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import simplejpeg
 from dataset_samples import image_item
 from PIL import Image, ImageOps
 
@@ -193,3 +197,69 @@ def test_read_image_size():
         read_image_size(pillow_item(Image.new("L", (2, 2)), "GIF").data)
     with pytest.raises(SampleError, match="not an image"):
         read_image_size(b"hello")
+
+
+def noisy_jpeg(**options):
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, "JPEG", quality=80, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_damage_that_libjpeg_names_is_named_though_pillow_would_show_it(progressive):
+    whole = noisy_jpeg(progressive=progressive)
+    assert decode_image(Item("image", "jpeg", (48, 64), whole)).shape == (48, 64, 3)
+    shown = 0
+    for at in range(620, len(whole) - 20, 97):
+        data = whole[:at] + b"\xff\xd9" + whole[at + 2 :]  # an end where there is none
+        try:
+            simplejpeg.decode_jpeg(data)
+            continue
+        except ValueError as error:
+            said = str(error)
+        try:
+            Image.open(io.BytesIO(data)).load()
+            shown += 1
+        except (OSError, SyntaxError):
+            pass
+        with pytest.raises(SampleError, match=re.escape(said)):
+            decode_image(Item("image", "jpeg", (48, 64), data))
+    assert shown
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_sizes_are_compared_before_anything_is_decoded(kind, monkeypatch):
+    item = image_item(16, 24, kind)
+
+    def decoded(*given, **named):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(decode, "_decode_jpeg", decoded)
+    monkeypatch.setattr(decode, "_decode_pillow", decoded)
+    with pytest.raises(SampleError, match=r"\(16, 24\).*metadata says \(16, 25\)"):
+        decode_image(replace(item, size=(16, 25)))
+
+
+def test_pictures_that_libjpegs_plain_interface_does_not_know_are_shown():
+    buffer = io.BytesIO()
+    Image.new("CMYK", (16, 8), (0, 255, 255, 0)).save(buffer, "JPEG")
+    assert decode_image(Item("image", "jpeg", (8, 16), buffer.getvalue())).shape == (8, 16, 3)
+    rare = bytearray(noisy_jpeg(subsampling=0))
+    at = rare.index(b"\xff\xc0")
+    rare[at + 11] = 0x31  # luminance three times as wide as colours, in a header alone
+    with pytest.raises(ValueError, match="subsampling"):
+        simplejpeg.decode_jpeg_header(bytes(rare))
+    assert decode._decode_jpeg(bytes(rare)) is None
+
+
+def test_no_message_names_a_buffer_and_no_warning_shows_through():
+    with pytest.raises(SampleError, match=r"it begins with b'nothing'$"):
+        read_image_size(b"nothing")
+    code = (
+        "import io; from PIL import Image; from dataloader.decode import read_image_size; "
+        "out = io.BytesIO(); Image.new('1', (24, 16)).save(out, 'PNG'); Image.MAX_IMAGE_PIXELS = 300; "
+        "print(read_image_size(out.getvalue()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("('png', (16, 24))\n", "")
