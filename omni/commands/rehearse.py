@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from omni.rehearsal.launches import Launches
     from omni.rehearsal.rehearse import Rehearsal
 
+MOST_OFF = 0.02  # of all that a rank holds: what is more is said
 _GIB = 1 << 30
 _DESCRIPTION = """\
 Runs ranks through a step on fake tensors: engine, models, optimizer and plan are real and at real shapes, but
@@ -190,6 +191,7 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
     for kind, size in [*found.peak.items(), ("all", found.bytes)]:
         of_model = modelled.bytes if kind == "all" else modelled.peak[kind]
         yield f"  {kind:32} {size / _GIB:12.3f} {of_model / _GIB:12.3f}"
+    yield from off_lines(found, modelled)
     yield f"\n{'MiB sent':34} {'calls':>12} {'in the node':>12} {'to others':>12}"
     for (group, collective), sent in found.traffic.items():
         sizes = f"{sent.inside / 2**20:12.1f} {sent.across / 2**20:12.1f}"
@@ -201,6 +203,19 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
         yield "\ntimes  the host waits, or float64"
         yield from (f"{count:5}  {found}" for found, count in sorted(rehearsal.findings.items()))
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
+
+
+def off_lines(found: "Footprint", modelled: "Footprint") -> Iterator[str]:
+    """Say of which kinds the model is further off what was rehearsed than statements of work should be."""
+    for kind, size in found.peak.items():
+        off = modelled.peak[kind] - size
+        if abs(off) > MOST_OFF * found.bytes:
+            yield (
+                f"  note: the model has {abs(off) / _GIB:.3f} GiB too {'much' if off > 0 else 'little'} "
+                f"{kind}, {abs(off) / found.bytes:.1%} of all (its peak is at {modelled.at}): if "
+                f"an encoder of your own is built here, look at the `kept` and `workspace` of its work() "
+                f"(docs/encoders.md)"
+            )
 
 
 def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "ClusterConfig") -> Iterator[str]:

@@ -1,12 +1,13 @@
 """Build what one rank runs: process groups, its stage of the LLM, the encoders, optimizers and the engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
 import torch
 
+from omni.config import ConfigError
 from omni.models.initialise import initialise
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_layer
@@ -22,6 +23,7 @@ from parallel.copies import Copy
 from parallel.groups import Groups, make_groups
 from parallel.megatron import model_parallel_cuda_manual_seed
 from parallel.waiting import waiting
+from parallel.work import Weight
 from pipeline.domain_plan import EMBEDDING
 from pipeline.engine import Engine
 from pipeline.ops import Op
@@ -165,6 +167,7 @@ def _build_modules(
         if name in groups.components:
             own = groups.components[name]
             module = encoder.build(llm.hidden, dtype, device, own)
+            check_weights(name, module, spec.work[name].weights())
             mark_parallel(module)
             modules[name] = {0: module}
             names[name] = {0: Numbering(tp_rank=own.tp.rank(), tp_size=own.tp.size())}
@@ -174,6 +177,28 @@ def _build_modules(
             seed, numbering = spec.config.train.seed, names[name][part]
             initialise(module, seed=seed, component=name, num_layers=depth, numbering=numbering)
     return modules, names
+
+
+def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) -> None:
+    """Refuse an encoder's statement of work that does not have the weights of its module on this rank: plans,
+    memory and communication are read off it.
+
+    Raises:
+        ConfigError: with both numbers, and the first weight that differs.
+    """
+    sizes = {of: parameter.numel() for of, parameter in module.named_parameters()}
+    elements = [weight.elements for weight in stated]
+    if sum(sizes.values()) == sum(elements):
+        return
+    at = next((n for n, size in enumerate(sizes.values()) if elements[n : n + 1] != [size]), len(sizes))
+    weight, size = [*sizes.items(), ("none that the module has", 0)][at]
+    said = f"{elements[at]:,}" if at < len(elements) else "nothing"
+    raise ConfigError(
+        f"model.encoders.{name}: work() states {sum(elements):,} elements of weights on this rank, and its "
+        f"module {type(module).__name__} has {sum(sizes.values()):,}. In the module's order the first that "
+        f"differs is number {at}, {weight}: {said} stated, {size:,} built. Mend weights() of its blocks "
+        f"(docs/encoders.md)"
+    )
 
 
 def _build_optimizers(spec: RunSpec, modules: Modules, groups: Groups) -> dict[str, ComponentOptimizer]:

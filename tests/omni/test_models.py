@@ -1,7 +1,8 @@
 import io
+import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -19,6 +20,7 @@ from small import overrides, write_mixed
 from dataloader.format import Item, SampleError
 from omni.compose import compose_config
 from omni.config import ConfigError, LLMConfig
+from omni.models.blocks import EncoderPart
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.initialise import initialise
 from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
@@ -29,7 +31,7 @@ from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import ChunkInputs
 from parallel.layout import Layout
 from parallel.packed import PackedTokens, Sharding
-from parallel.work import Grad, even_load
+from parallel.work import Grad, Weight, even_load
 
 
 @settings(max_examples=60, deadline=None)
@@ -324,3 +326,43 @@ class Pointless:
 def test_an_encoder_without_attach_points_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"model.encoders.radar: Pointless .* attach = \("):
         make_encoder("radar", {"_target_": f"{__name__}.Pointless"})
+
+
+def _built_with_a_weight_left_out(rank: int, line: list[str]) -> str:
+    from omni.rank.build import build_rank
+
+    spec = prepare_run(compose_config(line), 1)
+    image = spec.work["image"]
+    assert isinstance(image, EncoderPart)
+    spec = replace(spec, work={**spec.work, "image": replace(image, tail=image.tail[1:])})
+    try:
+        build_rank(spec, rank, torch.device("cpu"), lambda op: None)
+    except ConfigError as error:
+        return str(error)
+    return "built"
+
+
+def test_an_encoder_whose_statement_leaves_weights_out_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    write_mixed(tmp_path / "data")
+    line = overrides(tmp_path / "data", tmp_path / "run")
+    message = ranks.run(1, _built_with_a_weight_left_out, line)[0]
+    words = (
+        r"model\.encoders\.image: work\(\) states ([\d,]+) elements .* module \w+ has ([\d,]+)\. .* is number"
+    )
+    found = re.match(words, message)
+    assert found, message
+    stated, built = (int(number.replace(",", "")) for number in found.groups())
+    assert built - stated == 32, "the weights of the last norm"
+
+
+def test_a_weight_that_is_stated_and_not_built_is_named() -> None:
+    from omni.rank.build import check_weights
+
+    module = torch.nn.Linear(4, 2)
+    check_weights("mine", module, (Weight(8), Weight(2)))
+    with pytest.raises(ConfigError, match=r"number 1, bias: 3 stated, 2 built"):
+        check_weights("mine", module, (Weight(8), Weight(3)))
+    with pytest.raises(ConfigError, match=r"number 2, none that the module has: 5 stated, 0 built"):
+        check_weights("mine", module, (Weight(8), Weight(2), Weight(5)))
+    with pytest.raises(ConfigError, match=r"number 1, bias: nothing stated, 2 built"):
+        check_weights("mine", module, (Weight(8),))

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from small import overrides, write_mixed
 from infra.run_folder import RunFolder
 from omni.__main__ import main
 from omni.commands.plan import plan_of_step
+from omni.commands.rehearse import off_lines
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
@@ -24,7 +26,7 @@ from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec, for_gpus
-from omni.rehearsal.footprint import Sent, Traffic
+from omni.rehearsal.footprint import Footprint, Sent, Traffic
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.rehearse import classify, group_labels, owned_parameters, rehearse
@@ -417,3 +419,15 @@ def test_the_command_rehearses_experts_of_a_larger_world(
     assert f"rank {fullest} holds most" in said
     assert "llm expert_dp" in text
     assert "modelled" in text
+
+
+def test_memory_that_a_statement_has_twice_is_noted() -> None:
+    peak = {"weights": 40 << 20, "activations": 30 << 20, "workspace": 30 << 20}
+    found = Footprint({}, peak, "encode_backward", {})
+    assert not list(off_lines(found, found))
+    doubled = replace(found, peak=peak | {"workspace": 60 << 20})
+    (line,) = off_lines(found, doubled)
+    assert "too much workspace, 30.0% of all" in line
+    assert "work()" in line
+    near = replace(found, peak=peak | {"workspace": 31 << 20})
+    assert not list(off_lines(found, near)), "1 % of all that is held"
