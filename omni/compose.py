@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from omni.config import MAPPINGS, POLICIES, Config, ConfigError
-from omni.refusals import refusal
+from omni.refusals import groups, refusal
 from parallel.policy import registered
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -114,7 +114,7 @@ def _merged(schema: type, values: Any, prefix: str) -> Any:
 
 
 def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a choice on the command line that something else overrules.
+    """Refuse a choice on the command line that something else overrules, and several where one counts.
 
     `optim=wsd experiment=quickstart` chooses an optimizer whose values the experiment then replaces: a user
     who asked for it by name would not get it.
@@ -125,6 +125,12 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     chosen = [override for override in parsed if is_choice(override)]
     set_keys = {override.key_or_group for override in parsed if override not in chosen}
+    for override in parsed:
+        if isinstance(override.value(), list) and override.key_or_group in groups() - {"experiment"}:
+            raise ConfigError(
+                f"{override.input_line}: of {override.key_or_group} one is taken, and the others would be "
+                f"left out without a word: name one"
+            )
     for override in chosen:
         group, option = override.key_or_group, str(override.value())
         for key, value in _values_of(group, option):

@@ -13,14 +13,20 @@ from importlib.resources import files
 from omni.config import POLICIES, Config
 from parallel.policy import how_to_add
 
-_LEFT_OUT = ("To append", "full_key:", "reference_type=", "object_type=")  # of what Hydra says
+# Of what Hydra says: hints for its own developers, and where it looked for files.
+_LEFT_OUT = ("To append", "full_key:", "reference_type=", "object_type=", "Config search path:", "provider=")
+_OPTIONS = "Available options in"
 
 
 def refusal(error: Exception, overrides: Sequence[str]) -> str:
     """Return Hydra's reason to refuse `overrides`, with what helps to mend them."""
     said = f"{error}\n{error.__cause__ or ''}".splitlines()
     reason = [line.strip() for line in said if line.strip() and not line.strip().startswith(_LEFT_OUT)]
-    return "\n".join([*dict.fromkeys(reason), *_advice(overrides)])
+    reason = list(dict.fromkeys(reason))
+    at = next((n for n, line in enumerate(reason) if line.startswith(_OPTIONS)), None)
+    if at is not None:  # a line each
+        reason[at:] = [f"{reason[at]} {', '.join(reason[at + 1 :])}"]
+    return "\n".join([*reason, *_advice(overrides)])
 
 
 def _advice(overrides: Sequence[str]) -> Iterator[str]:
@@ -30,9 +36,9 @@ def _advice(overrides: Sequence[str]) -> Iterator[str]:
             continue
         section, _, _ = key.partition(".")
         yield from (f"{section}: {how_to_add(group)}" for own, _, group in POLICIES if own == section)
-        if key in _groups() and value in ("null", ""):
+        if key in groups() and value in ("null", ""):
             yield f"{key}={value}: name one of its files, or leave it out with ~{key}"
-        elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & _groups():
+        elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & groups():
             yield from _of_key(key)
 
 
@@ -42,16 +48,17 @@ def _of_key(key: str) -> Iterator[str]:
     mapping = next((name for name in mappings if key.startswith(name + ".")), None)
     if mapping:
         yield f"{key}: to add an entry to {mapping}, write +{key}"
-    elif key not in known | _groups():
+    elif key not in known | groups():
         leaf = key.rpartition(".")[2]
         same = sorted(name for name in known if name.rpartition(".")[2] == leaf)
-        near = same or get_close_matches(key, sorted(known | _groups()), 3, 0.7)
+        near = same or get_close_matches(key, sorted(known | groups()), 3, 0.7)
         meant = f"did you mean {' or '.join(near)}?" if near else "omni train --help lists all keys"
         yield f"{key}: there is no such key; {meant}"
 
 
 @cache
-def _groups() -> frozenset[str]:
+def groups() -> frozenset[str]:
+    """Return the groups of configuration files that a choice is made from."""
     return frozenset(entry.name for entry in files("hydra_conf").iterdir() if entry.is_dir())
 
 

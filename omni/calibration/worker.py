@@ -7,8 +7,10 @@ the links between these as well.
 import json
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from infra.lineage import end_with_parent
 
@@ -34,6 +36,8 @@ from ops.device import backend_name, dtype_of, select_device
 
 TIMEOUT_S = 300.0
 
+Found = TypeVar("Found")
+
 
 def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Measured:
     """Measure this rank, while all others measure themselves: they share what they will share in training."""
@@ -45,17 +49,26 @@ def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Me
     ]
     between = dist.new_group(list(range(0, world, ranks_per_node)))
     dist.barrier()
+
+    def timed(what: str, measured: Callable[[], Found]) -> Found:
+        if rank == 0:
+            print(f"measuring {what} ...", flush=True)
+        return measured()
+
+    node = nodes[rank // ranks_per_node]
     with torch.no_grad():
         one = Measured(
-            products=product_rates(device, dtype),
-            attention=attention_rates(device, dtype),
-            layer=layer_rate(device, dtype),
-            memory_bytes_per_s=memory_rate(device),
+            products=timed("matrix products", lambda: product_rates(device, dtype)),
+            attention=timed("attention", lambda: attention_rates(device, dtype)),
+            layer=timed("a whole layer", lambda: layer_rate(device, dtype)),
+            memory_bytes_per_s=timed("memory", lambda: memory_rate(device)),
             memory_bytes=memory_bytes(device),
-            op_overhead_ns=overhead_ns(device, dtype),
-            issue_ns=issuing_ns(nodes[rank // ranks_per_node], device),
-            inside=link_times(nodes[rank // ranks_per_node], device),
-            across={} if rank % ranks_per_node else link_times(between, device),
+            op_overhead_ns=timed("what starting an op costs", lambda: overhead_ns(device, dtype)),
+            issue_ns=timed("what starting a collective costs", lambda: issuing_ns(node, device)),
+            inside=timed("links inside a node", lambda: link_times(node, device)),
+            across={}
+            if rank % ranks_per_node
+            else timed("links between nodes", lambda: link_times(between, device)),
         )
     dist.barrier()
     return one

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     out = arguments.out.absolute()
+    print(f"starting {ranks} rank{'s' * (ranks > 1)} that measure, for about a minute ...", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps({"out": str(out), "precision": arguments.precision}))

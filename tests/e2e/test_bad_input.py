@@ -319,6 +319,8 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
         ("train.checkpoint_dir=nosuch://x", ["error: train.checkpoint_dir=nosuch://x", "fsspec"]),
         ("optim=cosine", ["error: optim=cosine", "optim.lr"]),  # after it has composed
         ("balance=foo", ["balance/foo", "lpt", "none", "entry point omni.balance"]),
+        ("experiment=foo", ["Could not find 'experiment/foo'", "options in 'experiment': ", "quickstart"]),
+        ("tracking=[tensorboard,wandb]", ["error: tracking=[tensorboard,wandb]: of tracking one is taken"]),
         ("balance.policy=foo", ["error: balance.policy=foo", "lpt, none", "entry point omni.balance"]),
         ("layout.llm.pp=3", ["error: layout.llm.pp=3", "launch.ranks"]),  # against the ranks
         ("+layout.encoders.sound.tp=2", ["error: layout.encoders.sound: there is no such encoder"]),
@@ -338,6 +340,7 @@ def test_omni_train_says_what_is_wrong_before_it_starts_ranks(data, tmp_path, ke
     refused_by_omni(result, *words)
     assert not (tmp_path / "run").exists(), "a refused run leaves no run folder"
     assert "To append" not in result.err, "Hydra's hint is to invent the key"
+    assert "search path" not in result.err, "it would bury the reason"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
