@@ -22,7 +22,6 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
@@ -50,7 +49,7 @@ def run(arguments: list[str]) -> int:
         logs = held.enter_context(tempfile.TemporaryDirectory(prefix="omni-agent-"))
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
-        return run_torchrun([f"--log-dir={logs}", *arguments], server, Path(logs))  # of two, the last counts
+        return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts
 
 
 def _meets_others(arguments: list[str]) -> bool:

@@ -5,7 +5,6 @@ import signal
 import sys
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,9 +23,9 @@ from infra.launch import MISTAKE
 from infra.meeting import meet
 
 
-def run_torchrun(arguments: list[str], server: ForkServer | None, folder: Path) -> int:
-    """Run torchrun, with ranks forked by `server`, and return the exit code. `folder` is this agent's own."""
-    rendezvous_handler_registry._registry["c10d"] = partial(meet, folder)
+def run_torchrun(arguments: list[str], server: ForkServer | None) -> int:
+    """Run torchrun, with ranks forked by `server`, and return the exit code."""
+    rendezvous_handler_registry._registry["c10d"] = meet
     api.LocalElasticAgent = partial(Agent, server)  # type: ignore[misc, assignment]  # torchrun has no argument for it
     multiprocessing.get_subprocess_handler = partial(Worker, server)  # nor for this
     try:

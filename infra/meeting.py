@@ -1,22 +1,25 @@
 """How the agents of a launch meet, and give their ranks a store, so that no stranger takes part.
 
-The agent of one machine meets itself in a file of its own, and everything else stays on the loopback
+The agent of one machine keeps what it knows of itself in memory, and everything else stays on the loopback
 interface. Those of several nodes meet at a store of the first one, which other nodes reach through its gate
-alone (infra/relay.py): in it lies what torchrun unpickles.
+alone (infra/relay.py). What torchrun pickles there is signed with the run's secret, and nothing else is
+unpickled: other users of a node reach its loopback interface.
 """
 
+import hmac
 import os
 import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
-from torch.distributed import FileStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -29,10 +32,11 @@ from parallel.handshake import secret_of_run
 _PORTS = "OMNI_STORE_PORTS"
 _ENDPOINT_PORT = 29400  # torchrun's own
 _READ_S = 60
+_SIGNATURE_BYTES = 32
 
 
-def meet(folder: Path, params: RendezvousParameters) -> "FreshStores":
-    """Return the rendezvous of an agent, in place of torchrun's "c10d". `folder` is the agent's own.
+def meet(params: RendezvousParameters) -> "FreshStores":
+    """Return the rendezvous of an agent, in place of torchrun's "c10d".
 
     Raises:
         RendezvousConnectionError: if the other agents cannot be reached, or there is no secret to share.
@@ -42,7 +46,7 @@ def meet(folder: Path, params: RendezvousParameters) -> "FreshStores":
     timeout_s = params.get_as_int("read_timeout", _READ_S) or _READ_S
     if params.max_nodes == 1:
         _keep_communicators_on_loopback()
-        return FreshStores(_handler(FileStore(str(folder / "rendezvous")), params), None, 0, timeout_s)
+        return FreshStores(_handler(HashStore(), params), None, 0, timeout_s)
     host, port = parse_rendezvous_endpoint(params.endpoint, _ENDPOINT_PORT)
     try:
         relay = Relay(secret_of_run())
@@ -69,7 +73,30 @@ def _meeting_point(
 
 
 def _handler(store: Store, params: RendezvousParameters) -> RendezvousHandler:
-    return create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
+    return create_handler(store, SignedBackend(store, params.run_id), params)
+
+
+class SignedBackend(C10dRendezvousBackend):
+    """torchrun's, with a state that the run's secret signs, so that nothing else is unpickled."""
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """See RendezvousBackend."""
+        result = super().set_state(_signature(state) + state, token)
+        return None if result is None else (result[0], result[1], result[0] == state)
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        decoded = super()._decode_state(base64_state)
+        if decoded is None:
+            return None
+        signed, token = decoded
+        signature, state = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, _signature(state)):
+            raise RendezvousStateError("the state of the rendezvous was not signed with this run's secret")
+        return state, token
+
+
+def _signature(state: bytes) -> bytes:
+    return hmac.digest(secret_of_run(), b"rendezvous" + state, "sha256")
 
 
 def _keep_communicators_on_loopback() -> None:

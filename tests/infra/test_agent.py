@@ -1,6 +1,8 @@
 """The agent's store is taken before workers start, is another for each start, and admits no stranger."""
 
+import base64
 import os
+import pickle
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,12 +14,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousStoreInfo,
 )
 
 from infra import agent, elastic_agent
 from infra.launch import environment_of
-from infra.meeting import FreshStores, meet
+from infra.meeting import FreshStores, SignedBackend, meet
 from infra.relay import LOOPBACK
 from parallel.handshake import SECRET, new_secret
 
@@ -60,7 +63,7 @@ def test_workers_of_each_start_meet_at_a_store_that_is_held_for_them():
     assert not restarted.check(["address of rank 0"])
 
 
-def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys, tmp_path):
+def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys):
     def in_vain(arguments):
         raise RendezvousConnectionError("the connection to the store has failed")
 
@@ -70,7 +73,7 @@ def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys,
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
     monkeypatch.setattr(elastic_agent, "main", in_vain)
-    assert elastic_agent.run_torchrun([], None, tmp_path) == 1
+    assert elastic_agent.run_torchrun([], None) == 1
     err = capsys.readouterr().err
     assert err.startswith(
         "agent: error: the agents of this launch could not meet (the connection to the store"
@@ -101,23 +104,24 @@ def listening():
     return {address.laddr.ip for address in connections if address.status == psutil.CONN_LISTEN}
 
 
-def test_the_agent_of_one_machine_listens_on_loopback_alone(tmp_path, monkeypatch):
+def test_the_agent_of_one_machine_listens_on_loopback_alone(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SECRET, new_secret())
     before = listening()
-    agent = meet(tmp_path, parameters("127.0.0.1:0", 1))
+    agent = meet(parameters("127.0.0.1:0", 1))
     info = agent.next_rendezvous()
     assert listening() - before <= {LOOPBACK}
     TCPStore(LOOPBACK, info.bootstrap_store_info.master_port, is_master=False).set("a", "b")
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_agents_of_two_nodes_meet_through_a_gate(tmp_path, monkeypatch):
+def test_agents_of_two_nodes_meet_through_a_gate(monkeypatch):
     monkeypatch.setenv(SECRET, new_secret())
     with socket.create_server((LOOPBACK, 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     conf = {"read_timeout": 30, "last_call_timeout": 1}
-    agents = [meet(tmp_path, parameters(endpoint, 2, is_host=int(node == 0), **conf)) for node in range(2)]
+    agents = [meet(parameters(endpoint, 2, is_host=int(node == 0), **conf)) for node in range(2)]
     with ThreadPoolExecutor(2) as pool:
         infos = list(pool.map(lambda agent: agent.next_rendezvous(), agents))
     assert sorted(info.rank for info in infos) == [0, 1]
@@ -128,7 +132,21 @@ def test_agents_of_two_nodes_meet_through_a_gate(tmp_path, monkeypatch):
     assert workers[1].get("from one") == b"node"
 
 
-def test_agents_of_several_nodes_without_a_secret_do_not_meet(tmp_path, monkeypatch):
+def test_agents_of_several_nodes_without_a_secret_do_not_meet(monkeypatch):
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(RendezvousConnectionError, match=SECRET):
-        meet(tmp_path, parameters("127.0.0.1:29999", 2, is_host=0))
+        meet(parameters("127.0.0.1:29999", 2, is_host=0))
+
+
+def test_what_another_wrote_to_the_rendezvous_is_not_handed_on_to_be_unpickled(monkeypatch):
+    monkeypatch.setenv(SECRET, new_secret())
+    store = HashStore()
+    backend = SignedBackend(store, "run")
+    assert backend.get_state() is None
+    state, token, ours = backend.set_state(b"one")
+    assert (state, ours) == (b"one", True)
+    assert backend.set_state(b"two", token)[::2] == (b"two", True)
+    assert backend.set_state(b"late", token)[::2] == (b"two", False)
+    store.set("torch.rendezvous.run", base64.b64encode(bytes(32) + pickle.dumps("harm")))
+    with pytest.raises(RendezvousStateError, match="not signed"):
+        backend.get_state()
