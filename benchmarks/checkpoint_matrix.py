@@ -112,7 +112,9 @@ def matrix(rank: int, world: int, folder: Path, keys: list[str], layouts: dict[s
         for source, (expected, losses) in written.items():
             if source == target:
                 continue
-            trainer.checkpoints = Checkpoints(stores[source].storage, trainer.rank, stores[source].keep)
+            trainer.checkpoints = Checkpoints(
+                stores[source].storage, trainer.folder, trainer.rank, stores[source].keep
+            )
             assert trainer.restore() == STEPS
             found = state(trainer)
             if rank == 0:

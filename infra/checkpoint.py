@@ -108,7 +108,12 @@ def write_file(storage: Storage, run: str, step: int, rank: int, shard: Shard) -
 def commit(
     storage: Storage, run: str, step: int, written: Sequence[Written], describe: Mapping[str, Any]
 ) -> None:
-    """Make a checkpoint of the files of all ranks: afterwards it is there."""
+    """Make a checkpoint of the files of all ranks: afterwards it is there, and says whose it is.
+
+    Raises:
+        CheckpointError: if the checkpoints here are another run's.
+    """
+    claim(storage, run)
     files = {file_of(rank): (file.bytes, file.head_hash) for rank, file in enumerate(written)}
     body = {"format": FORMAT, "run": run, "step": step, "files": files}
     body |= {"index": [file.held for file in written], **describe}
@@ -171,6 +176,8 @@ def read_manifest(storage: Storage, step: int) -> dict[str, Any]:
             f"{storage}/{folder} has format {written} and this version reads {FORMAT}: continue it with the "
             f"version that wrote it, or train in a new run folder"
         )
+    if lacking := [key for key in ("files", "index", "run", "step") if key not in manifest]:
+        raise DamagedError(f"{folder}/{MANIFEST} has no {', '.join(lacking)}")
     if manifest["step"] != step:
         raise DamagedError(f"{folder} holds the checkpoint of step {manifest['step']}")
     run = read_run(storage)
@@ -202,12 +209,22 @@ def locate(url: str) -> tuple[Storage, int]:
     return Storage.at(root), int(name.removeprefix(_PREFIX))
 
 
-def ensure_run(storage: Storage) -> str:
-    """Return the id of the run that the checkpoints here belong to; a new one where there are none."""
-    run = read_run(storage)
-    if run is None:
-        run = secrets.token_hex(8)
+def claim(storage: Storage, run: str | None, adopt: bool = False) -> str:
+    """Say in a storage that its checkpoints are those of `run`, if it does not yet; return the run's id. A
+    run without one gets that of the storage where it may `adopt` it, or else a new one.
+
+    Raises:
+        CheckpointError: if the checkpoints here are another run's.
+    """
+    found = read_run(storage)
+    run = run or (found if adopt and found else secrets.token_hex(8))
+    if found is None:
         storage.commit(RUN, run.encode())
+    elif found != run:
+        raise CheckpointError(
+            f"{storage} holds checkpoints of another run ({found}, and this one is {run}): go on with that "
+            f"run in its own folder, or give this one a train.checkpoint_dir of its own"
+        )
     return run
 
 

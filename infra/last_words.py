@@ -1,10 +1,11 @@
 """The last line of a run on the screen: how it ended, and where everything is."""
 
+import math
 import signal
 import time
 from datetime import timedelta
 
-from infra.run_folder import RunFolder, read_metrics
+from infra.run_folder import RunFolder, step_of, tail_metrics
 from infra.watchdog import EXIT_CODE as TRY_AGAIN
 
 HELD_OUT = "loss/eval/"
@@ -12,12 +13,15 @@ HELD_OUT = "loss/eval/"
 
 def last_words(folder: RunFolder, code: int, steps: int, seconds: float) -> str:
     """Say in a line how a launch of a run of `steps` ended with exit code `code` after so many seconds."""
-    records = read_metrics(folder.metrics)
-    done = int(records[-1]["progress/step"]) if records else 0
+    try:
+        records = [record for record in tail_metrics(folder.metrics) if step_of(record) < math.inf]
+    except OSError:  # how a run ended is told without them, too
+        records = []
+    done = int(step_of(records[-1])) if records else 0
     succeeded = code == 0 and done == steps
     facts = [f"{done} of {steps} steps"]
     if records:
-        facts.append(f"loss {records[-1]['loss/train']:.4f}")
+        facts.append(f"loss {records[-1].get('loss/train', math.nan):.4f}")
     heldout = next((found for record in reversed(records) if (found := _heldout(record))), "")
     if heldout:
         facts.append(f"held-out {heldout}")

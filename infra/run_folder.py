@@ -6,15 +6,19 @@ Python's repr, so they read back bitwise. JSON has no NaN or infinity: they are 
 """
 
 import json
+import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 STEP_KEYS = ("progress/step", "step")
+logger = logging.getLogger(__name__)
+
+TAIL_BYTES = 2**22  # of a metrics.jsonl: some thousand steps
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
@@ -90,15 +94,26 @@ def append_line(file: TextIO, obj: object) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The records of a metrics.jsonl, non-finite values as floats again, without a cut-short last line.
-
-    A missing file has no records. Raises ValueError for a broken line that is not the last.
+    """The records of a metrics.jsonl, non-finite values as floats again. A missing file has none; lines that
+    cannot be read are left out, with a warning unless it is the last one, which a crash cuts short.
     """
     if not path.exists():
         return []
     with path.open(encoding="utf-8", errors="replace") as file:
-        records = [record for _, record in _whole_lines(file)]
-    return [{key: float(v) if isinstance(v, str) else v for key, v in record.items()} for record in records]
+        return [_decoded(record) for _, record in _whole_lines(file, path)]
+
+
+def tail_metrics(path: Path) -> list[dict[str, float]]:
+    """The last records of a metrics.jsonl, those of its last 4 MiB: however long a run is, it takes no longer
+    to begin and to end. Otherwise as `read_metrics`.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - TAIL_BYTES)
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return [_decoded(record) for _, record in _whole_lines(lines[bool(start) :], path)]
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -108,20 +123,17 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Drop from a JSONL file, atomically, the lines of steps above `step`, and a cut-short last line.
+    """Drop from a JSONL file, atomically, the lines of steps above `step`, and those that
+    cannot be read: a cut-short last line, and with a warning any other.
 
     A resumed run calls it with the checkpoint's step before it appends. A line's step is its "progress/step"
-    (metrics) or "step" (the others). A missing file is left missing. Raises ValueError for a line without a
-    step and for a broken line that is not the last.
+    (metrics) or "step" (the others). A missing file is left missing.
     """
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as old, _replacing(path) as new:
-        for line, record in _whole_lines(old):
-            found = [record[key] for key in STEP_KEYS if key in record]
-            if not found:
-                raise ValueError(f"{path}: this line has none of the keys {STEP_KEYS}: {line[:80]!r}")
-            if found[0] <= step:
+        for line, record in _whole_lines(old, path):
+            if step_of(record) <= step:
                 new.write(line.rstrip("\n") + "\n")
 
 
@@ -156,16 +168,32 @@ def _replacing(path: Path) -> Iterator[TextIO]:
         os.close(folder)
 
 
-def _whole_lines(file: TextIO) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line with the object it holds. A last line that a crash cut short is left out."""
-    for line in file:
+def step_of(record: Mapping[str, Any]) -> float:
+    """The step that a line of a JSONL file is of; infinity if it says none."""
+    return float(next((record[key] for key in STEP_KEYS if key in record), math.inf))
+
+
+def _whole_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of the file `path` with the object it holds, without those that hold none: nothing that was
+    recorded of a run may keep it from going on.
+    """
+    bad: list[int] = []
+    number = 0
+    for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if next(file, None) is None:
-                return
-            raise ValueError(f"{file.name}: not JSON, and not the last line: {line[:80]!r}") from error
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            bad.append(number)
+            continue
         yield line, record
+    if bad and bad != [number]:
+        logger.warning("%s: %d lines cannot be read and are left out", path, len(bad))
+
+
+def _decoded(record: Mapping[str, Any]) -> dict[str, float]:
+    return {key: float(v) if v in NOT_FINITE else v for key, v in record.items()}
 
 
 def _encode(obj: Any) -> Any:

@@ -22,6 +22,7 @@ from infra.launch import LAUNCH_ID
 from infra.run_folder import RunFolder, write_json
 
 FILE = "run.lock"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class LockedError(ValueError):
@@ -31,8 +32,8 @@ class LockedError(ValueError):
 @dataclass(frozen=True)
 class Holder:
     """A process that holds a lock. Its number means something in a `boot`, a machine since its last start,
-    and a `space`, the processes of a container; both are empty where the system does not tell. `started` is
-    in whatever the system counts.
+    and a `space`, the processes of a container; `machine` is the system's machine-id. Each is
+    empty where the system does not tell. `started` is in whatever the system counts.
     """
 
     host: str
@@ -42,6 +43,7 @@ class Holder:
     started: float
     launch: str
     since: str
+    machine: str = ""
 
     @property
     def described(self) -> str:
@@ -56,7 +58,8 @@ def this_process(launch: str) -> Holder:
         space = os.readlink("/proc/self/ns/pid")
     started = _start_of(os.getpid()) or 0
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    return Holder(platform.node(), _boot(), space, os.getpid(), started, launch, since)
+    machine = _read(Path("/etc/machine-id"))
+    return Holder(platform.node(), _read(_BOOT), space, os.getpid(), started, launch, since, machine)
 
 
 def is_alive(holder: Holder, here: Holder, start_of: Callable[[int], float | None]) -> bool | None:
@@ -64,8 +67,8 @@ def is_alive(holder: Holder, here: Holder, start_of: Callable[[int], float | Non
 
     `start_of` gives the start time of the process of a number on this machine, None if there is none.
     """
-    if holder.host != here.host:
-        return None
+    if holder.host != here.host or holder.machine != here.machine:
+        return None  # many machines are called localhost
     if holder.boot != here.boot:
         return False
     if holder.space != here.space:
@@ -173,6 +176,7 @@ def _start_of(pid: int) -> float | None:
         return None
 
 
-def _boot() -> str:
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else ""
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text().strip()
+    return ""

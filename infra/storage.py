@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,19 @@ class Storage:
 
     @classmethod
     def at(cls, url: str | Path) -> Self:
-        """Return the storage at a path, or at a URL such as s3://bucket/folder.
+        """Return the storage at a path, or at a URL such as s3://bucket/folder. A path may hold
+        any characters.
 
         Raises:
-            ValueError: for a protocol that fsspec does not know, or whose package is not installed.
+            ValueError: for a protocol that fsspec does not know, or whose package is not installed, and for
+                a chain of URLs, of which fsspec would take one and drop the others.
         """
+        if isinstance(url, Path) or "://" not in url:
+            return cls(LocalFileSystem(), os.path.abspath(os.path.expanduser(url)).rstrip("/"))
         try:
-            fs, root = url_to_fs(str(url))
+            if "::" in url:
+                raise ValueError("it has ::, which chains several URLs; give one")
+            fs, root = url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ValueError(f"{url} is nowhere that checkpoints can be kept: {error}") from error
         return cls(fs, root.rstrip("/"))

@@ -8,13 +8,17 @@ Only one rank makes a tracker.
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
+from infra.shard_file import CheckpointError
 from infra.tracker import KINDS, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
+
+FINISH_S = 90.0  # more than W&B takes without a network, less than train.timeout_s, in which peers wait
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +51,36 @@ def make_tracker(kind: str, folder: RunFolder, about: About, resumed_from: int |
     return Trackers(JsonlTracker(folder, resumed_from), views)
 
 
+def within(seconds: float, act: Callable[[], None]) -> None:
+    """Call `act` on a thread, and leave it alone there if it is not done in time.
+
+    Raises:
+        TimeoutError: in that case; else what `act` raises.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="tracker", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"it is not done after {seconds:g} s")
+    if raised:
+        raise raised[0]
+
+
 class JsonlTracker(Tracker):
     """One line of metrics.jsonl a step, and summary.json."""
 
     where = "metrics.jsonl"
 
     def __init__(self, folder: RunFolder, resumed_from: int | None) -> None:
+        self._path = folder.metrics
         self._file = folder.metrics.open("a", encoding="utf-8")
         self._summary_path = folder.summary
         self._summary: dict[str, object] = {}
@@ -67,8 +95,21 @@ class JsonlTracker(Tracker):
     def settle(self) -> None:
         """Have all lines on the disk. A checkpoint is committed after it: what a run continues from never
         knows of a step that has no record, even if the machine fails.
+
+        Raises:
+            CheckpointError: if the file is not the one at its path any more, so that records are lost.
         """
         os.fsync(self._file.fileno())
+        try:
+            there = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            there = False
+        if not there:
+            raise CheckpointError(
+                f"{self._path} was removed or replaced while the run writes to it, and perhaps all of its "
+                f"folder: what it records is lost, so it stops. `omni resume` goes on from the last "
+                f"checkpoint where there is one"
+            )
 
     def summary(self, values: Mapping[str, object]) -> None:
         """Write summary.json, atomically."""
@@ -118,7 +159,7 @@ class Trackers(Tracker):
     def finish(self, exit_code: int) -> None:
         """Close all."""
         self._jsonl.finish(exit_code)
-        self._each(lambda view: view.finish(exit_code))
+        self._each(lambda view: within(FINISH_S, lambda: view.finish(exit_code)))
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for kind, view in list(self._views.items()):

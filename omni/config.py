@@ -321,10 +321,11 @@ class TrackingConfig:
 @dataclass
 class TrainConfig:
     """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
-    never. `precision: auto` is bf16 on a GPU and fp32 on the CPU. Checkpoints lie in `checkpoint_dir`, an
-    absolute path or a URL of a file system that fsspec knows, null for the run folder; kept are the newest
-    `keep_checkpoints` and those of steps that `keep_every` divides (0: none). Free generation at the end
-    leaves off after `generate_s` seconds.
+    never. A checkpoint is saved after the last step in any case, with 0 there alone; more than 8 ranks refuse
+    0 and take `checkpoint_every: ${train.steps}` for that. `precision: auto` is bf16 on a GPU and fp32 on the
+    CPU. Checkpoints lie in `checkpoint_dir`, an absolute path or a URL of a file system that fsspec knows,
+    null for the run folder; kept are the newest `keep_checkpoints` and those of steps that `keep_every`
+    divides (0: none). Free generation at the end leaves off after `generate_s` seconds.
     """
 
     steps: int = MISSING

@@ -5,13 +5,16 @@ gradients of all. What is gathered after an update is the same to the bit on all
 them sums up the bits of its weights in every step, and every so many steps the sums are compared.
 
 A sum is of integers, modulo 2**64: exact, in any order, and a change of a single bit always changes it.
+A rank's own state of the optimizer has no copy. What an update left of it is what the next one begins with,
+so a rank sums it up after the one and before the other, and compares the sums with each other.
+
 Changes of several bits of one tensor may cancel, such as one bit set and the same one cleared elsewhere;
 those of several tensors do by chance alone, and what lasts for several steps is seen in the sum of each.
 """
 
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,21 +83,38 @@ class Copies:
     All ranks of the world note the same steps and compare after the same ones.
     """
 
-    def __init__(self, copies: Sequence[Copy], device: torch.device) -> None:
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        device: torch.device,
+        kept: Callable[[], Sequence[torch.Tensor]] = lambda: (),
+    ) -> None:
+        """`kept` gives what only an update may change: this rank's state of the optimizer."""
         self.copies = [copy for copy in copies if copy.group.size() > 1]
         self.device = device
+        self.kept = kept
+        self.sealed: torch.Tensor | None = None
+        self.broken: dict[int, torch.Tensor] = {}
         self.steps: list[int] = []
         self.sums: list[list[torch.Tensor]] = [[] for _ in self.copies]
 
     def note(self, step: int) -> None:
         """Sum up the bits that `step` computed with; called before its update, which covers traces up."""
         self.steps.append(step)
+        if self.sealed is not None:
+            self.broken[step] = sum_of_bits(self.kept()) != self.sealed
         for copy, sums in zip(self.copies, self.sums, strict=True):
             sums.append(sum_of_bits(copy.tensors))
 
+    def seal(self) -> None:
+        """Sum up the bits of what is kept, after an update; nothing waits for it."""
+        kept = self.kept()
+        self.sealed = sum_of_bits(kept) if kept else None
+
     def differing(self) -> torch.Tensor:
         """Compare what was noted, step by step. Returns, [] float64 on the device, of how many copies of this
-        rank the sums are not those of all ranks of their groups; each rank of a group learns the same.
+        rank the sums are not those of all ranks of their groups, which each rank of a group learns alike; and
+        in how many steps what this rank keeps was not what the update before had left.
         """
         found = torch.zeros((), dtype=torch.float64, device=self.device)
         for copy, sums in zip(self.copies, self.sums, strict=True):
@@ -104,11 +124,14 @@ class Copies:
             both = torch.cat([halves, -halves])
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=copy.group)
             found += (both[:2] + both[2:]).any()
+        for broken in self.broken.values():
+            found += broken
         return found
 
     def forget(self) -> None:
         """Begin anew, after a comparison."""
         self.steps.clear()
+        self.broken.clear()
         for sums in self.sums:
             sums.clear()
 
@@ -122,10 +145,17 @@ class Copies:
             )
             for copy, sums in zip(self.copies, self.sums, strict=True)
         ]
-        found: list[tuple[str, list[Noted]]] = [("", [])] * control.size()
-        dist.all_gather_object(found, (socket.gethostname(), noted), group=control)
-        lines = differences([of for _, of in found], [host for host, _ in found])
-        return CorruptionError("\n  ".join(("weights that are copies differ:", *lines)))
+        own = [step for step, broken in self.broken.items() if broken]
+        found: list[tuple[str, list[Noted], list[int]]] = [("", [], [])] * control.size()
+        dist.all_gather_object(found, (socket.gethostname(), noted, own), group=control)
+        lines = [
+            f"the optimizer's state on rank {rank} on {host}: before the update of step {broken[0]} it was "
+            f"not what the update before had left"
+            for rank, (host, _, broken) in enumerate(found)
+            if broken
+        ]
+        lines += differences([of for _, of, _ in found], [host for host, _, _ in found])
+        return CorruptionError("\n  ".join(("bits have changed by themselves:", *lines)))
 
 
 def differences(noted: Sequence[Sequence[Noted]], hosts: Sequence[str]) -> list[str]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from infra.checkpoint import (
     Keep,
+    claim,
     complete,
-    ensure_run,
     file_of,
     folder_of,
     open_shard,
@@ -28,7 +28,7 @@ DTYPES = {"F32": np.float32, "U8": np.uint8}
 def save_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
     """Save what all ranks hold as step 1."""
     storage = Storage.at(folder)
-    run = [ensure_run(storage) if dist.get_rank() == 0 else ""]
+    run = [claim(storage, None, adopt=True) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(run)
     shard = snapshot(components, names, stage)
     save_checkpoint(storage, run[0], 1, shard, {}, Keep(1), dist.group.WORLD)

@@ -25,6 +25,8 @@ from omni.config import Config, ConfigError
 if TYPE_CHECKING:
     from omni.planning.run_spec import RunSpec
 
+UNSAVED_RANKS = 8  # that may train without a checkpoint before the end: a machine
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -86,6 +88,7 @@ def prepare_job(
             config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node
         )
     spec = prepare_run(config, nodes * per_node)
+    _check_saves(config, nodes * per_node)
     path = Path(config.run.dir).absolute()
     done, cursor, before = _continued(RunFolder(path), spec)
     if done == 0:
@@ -100,6 +103,16 @@ def prepare_job(
     restarts = config.launch.max_restarts
     job = Job(number, config.run.name, path, nodes, per_node, restarts, sets, env)
     return Prepared(job, config, _written(config, launcher))
+
+
+def _check_saves(config: Config, ranks: int) -> None:
+    """Refuse to let many ranks train without a checkpoint before the end, unless the user says so."""
+    if config.train.checkpoint_every == 0 and ranks > UNSAVED_RANKS:
+        raise ConfigError(
+            f"train.checkpoint_every=0 with launch.ranks={ranks}: a failure would lose all that more than "
+            f"{UNSAVED_RANKS} ranks have done. Set train.checkpoint_every=100, or "
+            f"'train.checkpoint_every=${{train.steps}}' to save after the last step alone"
+        )
 
 
 def named(number: int, sets: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from infra.launchers.ray_jobs import run_on_ray
 from infra.launchers.ray_nodes import RayNeeds
 from infra.launchers.slurm import submit, wait_for, write_script
 from infra.run_folder import RunFolder, write_json
+from infra.screen import keep_going_without
 from omni.commands._jobs import Prepared, in_folder
 from omni.commands._launchers import LauncherConfig
 
@@ -96,6 +97,7 @@ def _written(prepared: Sequence[Prepared]) -> list[Job]:
 def _run_here(prepared: Prepared, parent: int) -> int:
     """Train on this machine and on this screen, which the last words are said on."""
     launch = new_launch()
+    keep_going_without(RunFolder(prepared.job.folder))
     with in_folder(prepared, launch) as job:
         print(f"starting {job.ranks} rank{'s' * (job.ranks > 1)} on this machine ...", flush=True)
         start = time.monotonic()

@@ -17,7 +17,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
-from omni.rank.state import Names
+from omni.rank.state import MOMENTS, Names, owned
 from ops.device import dtype_of
 from parallel.copies import Copy
 from parallel.groups import Groups, make_groups
@@ -63,6 +63,19 @@ class Rank:
         if self.stage is not None and (biases := self.stage.biases()):
             copies.append(Copy("biases of experts", list(biases.values()), self.stage.groups.tp_dp_cp))
         return copies
+
+    def moments(self) -> list[torch.Tensor]:
+        """Return what this rank's optimizers keep from update to update, and no other rank has: moments, and
+        weights in fp32 where the model's own are of another type.
+        """
+        found: list[torch.Tensor] = []
+        for name, component in self.components.items():
+            own = {parameter.untyped_storage().data_ptr() for parameter in component.parameters}
+            for shard in owned(component, self.names[name]):
+                found += [shard.adam[moment] for moment in MOMENTS if moment in shard.adam]
+                if shard.main.untyped_storage().data_ptr() not in own:
+                    found.append(shard.main)
+        return [tensor for tensor in found if tensor.numel()]
 
 
 def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""When somebody should look at a run: losses that are not finite or jump, skipped steps, steps that stall."""
+"""When somebody should look: losses that are not finite or jump, gradients of 0, steps skipped or stalled."""
 
 import math
 from collections import deque
@@ -42,7 +42,7 @@ class Alerts:
     def step(self, metrics: Mapping[str, float]) -> list[Alert]:
         """Return what is to be said after a step."""
         step = int(metrics["progress/step"])
-        found = [*self._not_finite(step, metrics), *self._skips(step, metrics)]
+        found = [*self._not_finite(step, metrics), *self._skips(step, metrics), *self._zero(step, metrics)]
         found += [*self._spikes(step, metrics), *self._stalls(step, metrics)]
         new = [alert for alert in found if step - self._said.get(alert.title, -WINDOW) >= WINDOW]
         self._said |= {alert.title: step for alert in new}
@@ -60,6 +60,14 @@ class Alerts:
             so_far = f"{skipped:g} such steps since the run began"
             yield Alert("step skipped", f"step {step} updated nothing, gradient norm {norm:g}; {so_far}")
         self._skipped = skipped
+
+    def _zero(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:
+        if metrics.get("optim/grad_norm") == 0 and metrics.get("loss/train", 0) != 0:
+            yield Alert(
+                "gradient zero",
+                f"step {step}: the gradient norm is exactly 0, so nothing is learnt: a weight or a moment of "
+                f"the optimizer may be damaged, or everything is frozen",
+            )
 
     def _spikes(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:
         for key, loss in metrics.items():

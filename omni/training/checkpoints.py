@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infra.checkpoint import Keep, ensure_run, folder_of, newest, set_aside
+from infra.checkpoint import RUN, Keep, claim, complete, folder_of, newest, set_aside
+from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
 from infra.storage import Storage
 from omni.rank.build import Rank
@@ -16,10 +17,11 @@ from omni.training.loading import from_first, load
 
 
 class Checkpoints:
-    """The checkpoints of a run in a storage, as one of its ranks sees them."""
+    """The checkpoints of the run of a folder in a storage, as one of its ranks sees them."""
 
-    def __init__(self, storage: Storage, rank: Rank, keep: Keep) -> None:
+    def __init__(self, storage: Storage, folder: RunFolder, rank: Rank, keep: Keep) -> None:
         self.storage = storage
+        self.folder = folder
         self.rank = rank
         self.keep = keep
         self.saver: Saver | None = None
@@ -33,7 +35,7 @@ class Checkpoints:
         """
         self.wait()
         if self.saver is None:
-            run = from_first(self.rank, lambda: ensure_run(self.storage))
+            run = from_first(self.rank, self._own)
             self.saver = Saver(self.storage, run, self.keep, self.rank.groups.saving)
         shard = snapshot(self.rank.components, self.rank.names, self.rank.stage, self.room)
         self.room = shard.data
@@ -54,12 +56,14 @@ class Checkpoints:
     def restore(self, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
         """Load the newest good checkpoint on all ranks. Returns its manifest, None if there is no checkpoint.
 
-        The first rank chooses. A checkpoint that any rank finds damaged is set aside with a warning, and the
-        one before it is tried. `check` raises for one that must not be continued.
+        The first rank chooses, once it has seen that the checkpoints are this run's. A checkpoint that any
+        rank finds damaged is set aside with a warning, and the one before it is tried. `check` raises for one
+        that must not be continued.
 
         Raises:
-            CheckpointError: on every rank, if no checkpoint is good, or one does not fit this run.
+            CheckpointError: on every rank, if no checkpoint is good, are another run's, or one does not fit.
         """
+        from_first(self.rank, self._own)
         while (manifest := self._choose()) is not None:
             check(manifest)
             damage = load(self.storage, manifest, self.rank, self.rank.components)
@@ -68,6 +72,23 @@ class Checkpoints:
             self._give_up(manifest["step"], damage)
             dist.barrier(self.rank.groups.control)
         return None
+
+    def _own(self) -> str:
+        """Return the id of this run, which its folder and its checkpoints both say. A folder without
+        an id takes that of the checkpoints where it has records (of a version that kept it there alone) or
+        where there are checkpoints to go on from, which the launcher refuses to new folders.
+
+        Raises:
+            CheckpointError: if the checkpoints are another run's.
+        """
+        path = self.folder.path / RUN
+        own = path.read_text().strip() if path.exists() else None
+        inside = self.storage == Storage.at(self.folder.checkpoints)
+        known = inside or self.folder.metrics.exists() or bool(complete(self.storage))
+        run = claim(self.storage, own, adopt=known)
+        if run != own:
+            write_text(path, run + "\n")
+        return run
 
     def _choose(self) -> dict[str, Any] | None:
         """Return the manifest of the newest checkpoint whose files are all there, as the first rank sees

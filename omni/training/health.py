@@ -26,7 +26,7 @@ class Health:
         self.config = config
         self.rank = rank
         self.folder = folder
-        self.copies = Copies(rank.copies(), rank.device)
+        self.copies = Copies(rank.copies(), rank.device, rank.moments)
         self.slow_ranks = SlowRanks(parts, rank.groups.control)
 
     def compare(self, step: int) -> torch.Tensor | None:
@@ -41,6 +41,11 @@ class Health:
             return None
         with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
             return self.copies.differing()
+
+    def seal(self) -> None:
+        """Note with which bits an update left the optimizer's state."""
+        if self.config.compare_every:
+            self.copies.seal()
 
     def judge(self, corrupted: bool, compared: bool) -> None:
         """Begin anew after a comparison.

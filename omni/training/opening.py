@@ -89,7 +89,7 @@ def _start(spec: RunSpec) -> str:
 def _cadence(spec: RunSpec) -> str:
     train = spec.config.train
     cadences = {
-        "a checkpoint": train.checkpoint_every,
+        "a checkpoint": train.checkpoint_every or train.steps,
         "an evaluation": train.eval_every,
         "a timeline": train.timeline_every,
     }

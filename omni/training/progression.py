@@ -104,5 +104,6 @@ class Progression:
         return (
             f"Look at loss/train and optim/grad_norm/<component> in {self.metrics}, and at the data of the "
             f"first {which} step. Then train in a new run folder, with mended data, a lower optim.lr or a "
-            f"longer warm-up."
+            f"longer warm-up; where the gradients before were as usual, a device may have damaged its "
+            f"memory: then `omni resume` goes on from the last checkpoint."
         )

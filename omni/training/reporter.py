@@ -4,12 +4,12 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, TextIO
 
 from infra.progress import Progress
-from infra.run_folder import RunFolder, append_line, read_metrics, set_aside, truncate_after
+from infra.run_folder import RunFolder, append_line, set_aside, tail_metrics, truncate_after
 from infra.saver import Saved
 from infra.timelines import TimelineError, drawn, forget_after
 from infra.tracker import TIMELINE
@@ -57,16 +57,18 @@ class Reporter:
         if not active:
             return
         self.tracker = _tracker(spec, folder, resumed)
-        earlier = read_metrics(folder.metrics)
+        earlier = tail_metrics(folder.metrics)
         if earlier:  # a run that only lacks its summary takes the last losses from its records
             last = earlier[-1]
-            self.loss = last["loss/train"]
+            self.loss = last.get("loss/train", self.loss)
             self.heldout = {key: value for key, value in last.items() if key.startswith("loss/eval/")}
         if resumed is None:
             set_aside(folder.timelines)
         else:
             forget_after(folder, resumed)
         self.slowest = _open_records(folder.slowest, resumed)
+        last_lines = folder.slowest.read_text(encoding="utf-8").splitlines()[-SLOWEST_STEPS:]
+        self.slow = deque[dict[str, Any]](map(json.loads, last_lines), SLOWEST_STEPS)
         self.samples = _open_records(folder.samples, resumed) if spec.config.data.record_samples else None
         self.progress = Progress(spec.config.train.steps)
         self.progress.note("\n".join(opening(spec, folder, resumed, self.tracker.where)))
@@ -101,7 +103,8 @@ class Reporter:
         taken, most = plan.taken, run.largest
         source = taken.sources[taken.source[most.sample]]
         slow = {"source": source, "sample": taken.ids[most.sample], "planned_ms": most.sample_ns / 1e6}
-        append_line(self.slowest, {"step": step, **slow})
+        self.slow.append({"step": step, **slow})
+        append_line(self.slowest, self.slow[-1])
         if heldout:
             self.heldout |= heldout
             losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
@@ -174,8 +177,9 @@ class Reporter:
 
     def _slowest(self) -> list[dict[str, Any]]:
         """The samples of the last steps that were planned to take longest, each once."""
-        last = map(json.loads, self.folder.slowest.read_text(encoding="utf-8").splitlines()[-SLOWEST_STEPS:])
-        found = {(of["source"], of["sample"]): of for of in sorted(last, key=lambda of: of["planned_ms"])}
+        found = {
+            (of["source"], of["sample"]): of for of in sorted(self.slow, key=lambda of: of["planned_ms"])
+        }
         return sorted(found.values(), key=lambda of: (-of["planned_ms"], of["step"]))[:NUM_SLOWEST]
 
     def close(self, exit_code: int) -> None:

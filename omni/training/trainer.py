@@ -97,7 +97,7 @@ class Trainer:
         self.evaluator = Evaluator(spec, self.rank, heldout)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder)
         keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
-        self.checkpoints = Checkpoints(storage_of(self.config, folder), self.rank, keep)
+        self.checkpoints = Checkpoints(storage_of(self.config, folder), folder, self.rank, keep)
         self.decoders = decoder_versions()
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = False
@@ -143,7 +143,8 @@ class Trainer:
                 report.saved(self.checkpoints.finished())
                 report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, slowest, recorded)
                 self.check_updates(done.totals)
-                self.save_is_due |= done.totals.stop or self.is_due(step, self.config.train.checkpoint_every)
+                every = self.config.train.checkpoint_every or self.config.train.steps
+                self.save_is_due |= done.totals.stop or self.is_due(step, every)
                 if self.save_is_due and self.progression.sound:
                     self.health.compare_now(step)
                     report.settle()
@@ -250,6 +251,7 @@ class Trainer:
         """Update weights, count what the step did and move on in the stream."""
         plan, totals = done.prepared.plan, done.totals
         updated = update(self.rank, plan, totals)
+        self.health.seal()
         self.progression.advance(plan, totals, updated, self.config.data.max_error_share)
         self.watchdog.beat()
 

@@ -28,6 +28,7 @@ from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
 from infra.run_folder import RunFolder
 from infra.run_lock import LockedError, holding, launch_of_rank
+from infra.screen import keep_going_without
 from infra.watchdog import EXIT_CODE as TRY_AGAIN
 from omni.compose import load_config
 from omni.config import ConfigError
@@ -110,6 +111,7 @@ def exit_with(function: Callable[[Path], int | None], config_path: Path) -> NoRe
     """Run a rank's main function; end with what it returns (None is 0), 2 for a mistake in the configuration
     or the data, which a restart would not mend, and 1 for any other failure.
     """
+    keep_going_without(RunFolder(config_path.parent))
     try:
         code = function(config_path) or 0
     except BaseException as error:

@@ -18,9 +18,10 @@ from infra.checkpoint import (
     MANIFEST,
     CheckpointError,
     Keep,
+    _hash,
+    claim,
     commit,
     complete,
-    ensure_run,
     file_of,
     folder_of,
     locate,
@@ -59,7 +60,7 @@ def shard(seed: int, sizes: tuple[int, ...] = (3 * CHUNK // 4 + 5, 7, CHUNK)) ->
 def written(path: Path | str, steps: tuple[int, ...] = (10, 20), ranks: int = 2) -> Storage:
     """Checkpoints of a run."""
     storage = Storage.at(path)
-    run = ensure_run(storage)
+    run = claim(storage, None, adopt=True)
     for step in steps:
         files = [write_file(storage, run, step, rank, shard(1000 * step + rank)) for rank in range(ranks)]
         commit(storage, run, step, files, {"cursor": 7 * step})
@@ -106,7 +107,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_good_one
 )
 def test_the_newest_are_kept_and_those_of_some_steps(tmp_path: Path, keep: Keep, left: list[int]) -> None:
     storage = Storage.at(tmp_path)
-    run = ensure_run(storage)
+    run = claim(storage, None, adopt=True)
     for step in (5, 10, 15, 100):
         save_checkpoint(storage, run, step, shard(step, (4,)), {}, keep, ALONE)
     assert complete(storage) == left
@@ -121,7 +122,7 @@ def test_a_save_that_was_cut_short_is_not_seen_and_is_swept_away(tmp_path: Path)
     manifest, problems = newest(storage)
     assert manifest is not None
     assert (manifest["step"], problems) == (10, [])
-    save_checkpoint(storage, ensure_run(storage), 20, shard(1), {}, Keep(2), ALONE)
+    save_checkpoint(storage, claim(storage, None, adopt=True), 20, shard(1), {}, Keep(2), ALONE)
     assert complete(storage) == [10, 20]
     assert not cut.exists()
 
@@ -250,7 +251,7 @@ def test_what_is_set_aside_counts_for_nothing_and_is_kept(tmp_path: Path) -> Non
     storage = written(tmp_path, (10, 20, 30))
     set_aside(storage, 30)
     assert complete(storage) == [10, 20]
-    save_checkpoint(storage, ensure_run(storage), 25, shard(1), {}, Keep(2), ALONE)
+    save_checkpoint(storage, claim(storage, None, adopt=True), 25, shard(1), {}, Keep(2), ALONE)
     assert complete(storage) == [20, 25]
     assert (tmp_path / folder_of(30) / DAMAGED).exists()
     assert (tmp_path / folder_of(30) / file_of(1)).exists()
@@ -302,7 +303,7 @@ def test_object_stores_keep_checkpoints_too() -> None:
         ((_, found),) = open_shard(own, file, file_of(1)).read([("w1", 0, 28)])
     entry = shard(10_001).entries["w1"]
     assert np.array_equal(found, shard(10_001).data[entry.start : entry.stop].numpy())
-    save_checkpoint(storage, ensure_run(storage), 20, shard(5), {}, Keep(1), ALONE)
+    save_checkpoint(storage, claim(storage, None, adopt=True), 20, shard(5), {}, Keep(1), ALONE)
     assert complete(storage) == [20]
     assert verify(storage, 20)["step"] == 20
 
@@ -314,13 +315,15 @@ def test_numbers_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         with pytest.raises(NotFiniteError, match="bad is not finite"):
             write_file(storage, "r", 20, 0, pack(tensors, {}))
         with pytest.raises(CheckpointError, match=r"bad is not finite.*last good one is step_00000010"):
-            save_checkpoint(storage, ensure_run(storage), 20, pack(tensors, {}), {}, Keep(1), ALONE)
+            save_checkpoint(
+                storage, claim(storage, None, adopt=True), 20, pack(tensors, {}), {}, Keep(1), ALONE
+            )
     assert complete(storage) == [10]
 
 
 def test_a_save_goes_on_beside_its_caller_and_what_fails_is_raised_next(tmp_path: Path) -> None:
     storage = Storage.at(tmp_path)
-    run, saver, go = ensure_run(storage), None, threading.Event()
+    run, saver, go = claim(storage, None, adopt=True), None, threading.Event()
 
     def fail() -> None:
         raise OSError(28, "No space left on device")
@@ -351,3 +354,41 @@ def test_what_names_no_checkpoint_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match="names no checkpoint"):
         locate(given)
     assert str(locate("memory://runs/a/step_00000004/")[0]) == "memory:///runs/a"
+
+
+def test_a_checkpoint_carries_its_run_also_where_the_folder_was_removed_meanwhile(tmp_path: Path) -> None:
+    storage = written(tmp_path / "c")
+    run = claim(storage, None, adopt=True)
+    shutil.rmtree(tmp_path / "c")
+    save_checkpoint(storage, run, 30, shard(3), {}, Keep(2), ALONE)
+    assert newest(storage)[0]["run"] == run  # type: ignore[index]
+
+
+def test_no_run_saves_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    storage = written(tmp_path)
+    with pytest.raises(CheckpointError, match=r"of another run .*train\.checkpoint_dir of its own"):
+        save_checkpoint(storage, "mine", 30, shard(3), {}, Keep(2), ALONE)
+    with pytest.raises(CheckpointError, match="of another run"):
+        claim(storage, None)
+    assert complete(storage) == [10, 20]
+
+
+def test_a_path_is_a_path_and_chains_of_urls_are_refused(tmp_path: Path) -> None:
+    one, two = (written(tmp_path / f"a::{name}", (step,)) for name, step in (("one", 1), ("two", 2)))
+    assert (complete(one), complete(two)) == ([1], [2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a::one", "a::two"]
+    with pytest.raises(ValueError, match="chains several URLs"):
+        Storage.at("simplecache::memory://a")
+
+
+@pytest.mark.parametrize("key", ["files", "index", "run", "step"])
+def test_a_manifest_without_a_key_is_damaged_and_says_which(tmp_path: Path, key: str) -> None:
+    storage = written(tmp_path)
+    path = tmp_path / folder_of(20) / MANIFEST
+    body = json.loads(path.read_text())
+    del body["hash"], body[key]
+    path.write_text(json.dumps({"hash": _hash(body), **body}))
+    manifest, problems = newest(storage)
+    assert manifest is not None
+    assert manifest["step"] == 10
+    assert problems == [(20, f"{folder_of(20)}/{MANIFEST} has no {key}")]

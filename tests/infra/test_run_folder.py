@@ -16,6 +16,7 @@ from infra.run_folder import (
     append_line,
     read_metrics,
     set_aside,
+    tail_metrics,
     truncate_after,
     write_json,
     write_text,
@@ -94,15 +95,22 @@ def test_truncate_keeps_a_whole_last_line_without_its_newline(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_truncate_refuses_what_it_cannot_read_and_changes_nothing(tmp_path):
+@pytest.mark.parametrize("bad", ["\n", '{"st\n', "[2]\n", "7\n"])
+def test_lines_that_cannot_be_read_end_nothing_and_are_told(tmp_path, caplog, bad):
     path = tmp_path / "lines.jsonl"
-    for text, words in (('{"step": 1}\n{"st\n{"step": 3}\n', "not JSON"), ('{"x": 1}\n', "none of the keys")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            truncate_after(path, 1)
-        assert path.read_text() == text
-        assert list(tmp_path.iterdir()) == [path]
+    path.write_text(f'{{"step": 1}}\n{bad}{{"step": 3}}\n')
+    assert read_metrics(path) == tail_metrics(path) == [{"step": 1}, {"step": 3}]
+    assert "1 lines cannot be read" in caplog.text
+    truncate_after(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
     truncate_after(tmp_path / "missing.jsonl", 1)
+
+
+def test_the_end_of_the_metrics_is_read_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("infra.run_folder.TAIL_BYTES", 40)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"progress/step": {step}}}\n' for step in range(1, 100)))
+    assert tail_metrics(path) == [{"progress/step": 99}]
     assert not (tmp_path / "missing.jsonl").exists()
 
 

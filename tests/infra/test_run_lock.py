@@ -33,6 +33,7 @@ THERE = replace(HERE, pid=7, started=70.0, launch="other")
         (replace(THERE, host="elsewhere"), 70.0, None),
         (replace(THERE, host="elsewhere", boot="earlier"), 70.0, None),
         (replace(THERE, space="a container"), 70.0, None),
+        (replace(THERE, boot="another", machine="another of this name"), 70.0, None),
     ],
 )
 def test_a_holder_is_alive_if_its_process_is_the_one_that_took_the_lock(holder, start, alive):

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from infra.run_folder import RunFolder, read_metrics
+from infra.shard_file import CheckpointError
 from infra.tracker import About
-from infra.tracking import make_tracker
+from infra.tracking import JsonlTracker, make_tracker, within
 from infra.tracking_wandb import resolve_mode, sync_wandb
 from infra.wandb_offline import read_offline_run
 
@@ -280,3 +283,22 @@ def test_unknown_kind_and_mode_name_the_choices(folder):
         start("mlflow", folder)
     with pytest.raises(ValueError, match=r"tracking\.mode=on is unknown: choose one of auto"):
         start("wandb", folder, mode="on")
+
+
+def test_what_never_ends_is_left_alone_in_time():
+    never = threading.Event()
+    with pytest.raises(TimeoutError, match="is not done"):
+        within(0.01, never.wait)
+    never.set()
+    with pytest.raises(KeyError):
+        within(60, lambda: {}["x"])
+
+
+def test_records_that_go_nowhere_are_noticed_before_a_checkpoint(tmp_path):
+    folder = RunFolder.create(tmp_path / "run")
+    tracker = JsonlTracker(folder, None)
+    tracker.log(1, {"loss/train": 1.0})
+    tracker.settle()
+    shutil.rmtree(folder.path)
+    with pytest.raises(CheckpointError, match="removed or replaced"):
+        tracker.settle()

@@ -42,6 +42,11 @@ def test_losses_and_steps_that_are_not_finite():
     assert said(60, {30: bad, **after}) == [(30, "loss not finite"), (30, "step skipped")]
 
 
+def test_a_gradient_of_exactly_nothing():
+    assert said(60, {30: {"loss/train": 2.0, "optim/grad_norm": 0.0}}) == [(30, "gradient zero")]
+    assert said(60, {30: {"loss/train": 0.0, "optim/grad_norm": 0.0}}) == []  # no target token
+
+
 def test_a_stall_names_what_ranks_waited_for():
     slow = {"perf/step_s": 9.0, "perf/idle_frac/data": 0.8, "perf/idle_frac/host": 0.1}
     alerts = Alerts()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infra.checkpoint import commit, ensure_run
+from infra.checkpoint import claim, commit
 from infra.launchers.job import Job
 from infra.machine import Machine
 from infra.run_folder import RunFolder
@@ -44,7 +44,7 @@ def test_jobs_of_a_sweep_keep_their_checkpoints_apart():
 def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr("omni.training.fingerprint.fingerprint", lambda spec: {})
     storage = Storage.at(tmp_path / "kept")
-    commit(storage, ensure_run(storage), 7, [], {"cursor": 56, "fingerprint": {}})
+    commit(storage, claim(storage, None, adopt=True), 7, [], {"cursor": 56, "fingerprint": {}})
     spec = SimpleNamespace(config=Config(train=TrainConfig(checkpoint_dir=str(tmp_path / "kept"))))
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"checkpoint_dir=.* of another run, and run\.dir=.*/run is new"):
@@ -61,3 +61,13 @@ def test_scripts_hold_no_secret_of_the_environment(monkeypatch, launcher):
     assert "dir:" in _jobs._written(Config(), LauncherConfig(setup=["export A=ABCDEFG"]))
     with pytest.raises(ConfigError, match="holds the value of MY_TOKEN"):
         _jobs._written(Config(), LauncherConfig(**launcher))
+
+
+@pytest.mark.parametrize(("ranks", "every", "refused"), [(8, 0, False), (9, 0, True), (9, 50, False)])
+def test_many_ranks_that_save_nothing_before_the_end_are_refused_unless_they_say_so(ranks, every, refused):
+    config = Config(train=TrainConfig(steps=50, checkpoint_every=every))
+    if not refused:
+        _jobs._check_saves(config, ranks)
+        return
+    with pytest.raises(ConfigError, match=r"checkpoint_every=0 with launch\.ranks=9.*checkpoint_every=100"):
+        _jobs._check_saves(config, ranks)

@@ -13,6 +13,7 @@ from test_trainer import make_trainer
 from infra.checkpoint import complete
 from infra.run_folder import read_metrics
 from infra.storage import Storage
+from omni.rank.state import MOMENTS, owned
 from omni.training.trainer import Trainer
 from parallel.copies import CorruptionError
 
@@ -79,6 +80,37 @@ def test_a_flipped_bit_is_named_with_its_rank_before_it_is_saved(
     assert f"{component}: step {step} is the first that computed with other bits {where}" in messages[0]
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["progress/step"] == reported
     assert complete(Storage.at(tmp_path / "checkpoints"))[-1] == saved
+
+
+def _train_with_flipped_moment(rank: int, line: list[str], moment: str) -> str:
+    trainer = make_trainer(rank, line, 2)
+    run = trainer.rank.engine.run
+
+    def flipping(plan: Any, inputs: Any, watch: Any = None) -> Any:
+        if plan.step == 5 and rank == 1:
+            component = trainer.rank.components["llm"]
+            shard = next(of for of in owned(component, trainer.rank.names["llm"]) if of.adam)
+            shard.adam[moment].view(torch.int32).view(-1)[0] ^= 1 << 3
+        return run(plan, inputs, watch)
+
+    trainer.rank.engine.run = flipping  # type: ignore[method-assign]
+    try:
+        trainer.run()
+    except CorruptionError as error:
+        return str(error)
+    return "all well"
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_flipped_bit_of_a_moment_which_has_no_copy_is_named_before_it_is_saved(
+    ranks: RankPool, data: Path, tmp_path: Path, moment: str
+) -> None:
+    line = overrides(data, tmp_path, "health.compare_every=3", "train.steps=8", "train.checkpoint_every=4")
+    messages = ranks.run(2, _train_with_flipped_moment, line, moment)
+    assert messages == [messages[0]] * 2
+    where = f"the optimizer's state on rank 1 on {socket.gethostname()}: before the update of step 5"
+    assert where in messages[0]
+    assert complete(Storage.at(tmp_path / "checkpoints"))[-1] == 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
-from infra.checkpoint import commit, complete, ensure_run, locate, read_manifest
+from infra.checkpoint import claim, commit, complete, locate, read_manifest
 from infra.run_folder import read_metrics
 from infra.storage import Storage
 from omni.commands import resume
@@ -84,7 +84,7 @@ def test_a_stage_does_not_keep_its_checkpoints_among_those_of_its_run(saved, tmp
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(parent)))
     storage = Storage.at(kept)
-    commit(storage, ensure_run(storage), 7, [], {"cursor": 56})
+    commit(storage, claim(storage, None, adopt=True), 7, [], {"cursor": 56})
 
     def configured(*words: str) -> Config:
         parser = argparse.ArgumentParser()

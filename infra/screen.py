@@ -1,0 +1,58 @@
+"""The screen of a process may go away, as a pipe that nobody reads or a log on a full disk: work goes on.
+
+What cannot be shown is dropped from then on, with one line in `errors/screen.txt` of the run folder.
+"""
+
+import os
+import sys
+import time
+from contextlib import suppress
+from typing import Any, TextIO
+
+from infra.run_folder import RunFolder
+
+
+class Screen:
+    """A text stream that stands for `out` and never fails where that does."""
+
+    def __init__(self, out: TextIO, folder: RunFolder) -> None:
+        self._out = out
+        self._folder = folder
+        self._dropped = False
+
+    def write(self, text: str) -> int:
+        """Write as `out` does, or drop it."""
+        if not self._dropped:
+            try:
+                return self._out.write(text)
+            except OSError as error:
+                self._drop(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush as `out` does, or drop it."""
+        if not self._dropped:
+            try:
+                self._out.flush()
+            except OSError as error:
+                self._drop(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
+
+    def _drop(self, error: OSError) -> None:
+        name = getattr(self._out, "name", "screen")
+        # Python itself flushes the stream when the process ends: what is left in it must go somewhere.
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self._out.fileno())
+        self._dropped = True
+        text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {name} takes no more ({error})"
+        with suppress(OSError):
+            self._folder.errors.mkdir(parents=True, exist_ok=True)
+            with (self._folder.errors / "screen.txt").open("a", encoding="utf-8") as file:
+                file.write(f"{text}: what is said there is dropped, the run goes on\n")
+
+
+def keep_going_without(folder: RunFolder) -> None:
+    """Let neither stdout nor stderr of this process end it."""
+    sys.stdout, sys.stderr = Screen(sys.stdout, folder), Screen(sys.stderr, folder)
