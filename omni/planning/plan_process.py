@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
@@ -33,6 +33,9 @@ from infra.lineage import end_with_parent
 from omni.planning.planner import Planner
 from parallel.costs import CostTable
 from parallel.policy import PolicyError
+from pipeline.costs import simulate
+from pipeline.drawing import idle_ns, rows_of
+from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
@@ -40,12 +43,26 @@ _PR_SET_NAME = 15
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a simulated step of a domain is like: the share of it that ranks idle, by cause (nothing for a
+    step without work), and the seconds until its last op ends that does not reduce (0 if it has none).
+    """
+
+    idle: Mapping[str, float]
+    ops_s: float
+
+
+@dataclass(frozen=True)
 class Planned:
-    """The plan of a step, verified and hashed, and the seconds that this took: of a clock and of a core."""
+    """The plan of a step, verified and hashed, and the seconds that this took: of a clock and of a core.
+
+    `predicted` is there if it was asked for; simulating is not part of the seconds.
+    """
 
     plan: StepPlan
     wall_s: float
     cpu_s: float
+    predicted: Predicted | None = None
 
 
 PlanStep = Callable[[int, int, int, CostTable | None], Planned]
@@ -57,9 +74,15 @@ class PlannerEndedError(RuntimeError):
 
 
 def plan_step(
-    planner: Planner, step: int, cursor: int, domain: int, table: CostTable | None = None
+    planner: Planner,
+    step: int,
+    cursor: int,
+    domain: int,
+    table: CostTable | None = None,
+    predicts: bool = False,
 ) -> Planned:
-    """Plan, verify and hash a step in this thread, with the planner's own cost table unless given another.
+    """Plan, verify and hash a step in this thread, with the planner's own cost table unless given another,
+    and simulate it if it `predicts`.
 
     Raises:
         PolicyError: naming the step and the policy, if one raises or breaks its promise.
@@ -72,16 +95,35 @@ def plan_step(
         raise PolicyError(f"step {step} cannot be planned: {error}") from error
     planner.verify(plan)
     _ = plan.digests  # hash it here, not in the step; the plan keeps them, also through a pickle
-    return Planned(plan, time.perf_counter() - start, time.thread_time() - cpu)
+    wall_s, cpu_s = time.perf_counter() - start, time.thread_time() - cpu
+    return Planned(plan, wall_s, cpu_s, predict(planner, plan) if predicts else None)
+
+
+def predict(planner: Planner, plan: StepPlan) -> Predicted:
+    """Simulate a plan with the planner's cost table."""
+    timeline = simulate(plan.domain, planner.table, planner.single_queue)
+    teams = plan.domain.teams
+    whole = timeline.makespan_ns * len(teams)
+    idle = idle_ns(rows_of(timeline, [""] * len(teams)))
+    shares = {cause: ns / whole for cause, ns in idle.items()} if whole else {}
+    ends = [event.end_ns for team in timeline.events for event in team if not reduces(event.op)]
+    return Predicted(shares, max(ends, default=0) / 1e9)
+
+
+def reduces(op: Op) -> bool:
+    """Whether an op issues a reduction or waits for one."""
+    return Kind.REDUCE in (op.kind, op.on)
 
 
 @contextlib.contextmanager
-def planning_apart(planner: Planner, timeout_s: float) -> Iterator[PlanStep]:
-    """Plan in a process apart inside the block; on systems other than Linux, in the thread that asks."""
+def planning_apart(planner: Planner, timeout_s: float, predicts: bool = False) -> Iterator[PlanStep]:
+    """Plan in a process apart inside the block, and simulate there what is planned if it `predicts`; on
+    systems other than Linux, in the thread that asks.
+    """
     if sys.platform != "linux":  # elsewhere forking is unsafe or unknown, and a child outlives its parent
-        yield partial(plan_step, planner)
+        yield partial(plan_step, planner, predicts=predicts)
         return
-    process = PlannerProcess(planner, timeout_s)
+    process = PlannerProcess(planner, timeout_s, predicts)
     try:
         yield process
     finally:
@@ -95,7 +137,7 @@ class PlannerProcess:
     that ask a launch to stop, which torchrun sends to whole process groups: the rank decides.
     """
 
-    def __init__(self, planner: Planner, timeout_s: float) -> None:
+    def __init__(self, planner: Planner, timeout_s: float, predicts: bool = False) -> None:
         """Fork. Raises RuntimeError where that is unsafe: with threads, a process group or a device."""
         _check_fork()
         self.timeout_s = timeout_s
@@ -110,7 +152,7 @@ class PlannerProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self._pipe.close()
-            _serve(planner, theirs, parent)
+            _serve(planner, theirs, parent, predicts)
         theirs.close()
 
     def __call__(self, step: int, cursor: int, domain: int, table: CostTable | None = None) -> Planned:
@@ -175,7 +217,7 @@ def _check_fork() -> None:
         )
 
 
-def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
+def _serve(planner: Planner, pipe: Connection, parent: int, predicts: bool) -> NoReturn:
     """Be the child: answer requests until the parent lets go of the pipe or ends."""
     code = 1
     try:
@@ -190,7 +232,7 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
             step, cursor, domain, table = pipe.recv()
             if table is not None:
                 planner = planner.with_table(table)  # kept: what it derives of a table serves many steps
-            pipe.send_bytes(_answer(planner, step, cursor, domain))
+            pipe.send_bytes(_answer(planner, step, cursor, domain, predicts))
     except (EOFError, OSError):  # of the pipe: what planning raises is answered
         code = 0
     except BaseException:
@@ -200,9 +242,9 @@ def _serve(planner: Planner, pipe: Connection, parent: int) -> NoReturn:
         os._exit(code)  # never back into the code that forked
 
 
-def _answer(planner: Planner, step: int, cursor: int, domain: int) -> bytes:
+def _answer(planner: Planner, step: int, cursor: int, domain: int, predicts: bool) -> bytes:
     try:
-        return pickle.dumps(plan_step(planner, step, cursor, domain), protocol=5)
+        return pickle.dumps(plan_step(planner, step, cursor, domain, predicts=predicts), protocol=5)
     except Exception as error:
         return pickle.dumps(_portable(error))
 

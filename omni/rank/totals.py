@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -54,21 +55,29 @@ def reduce_totals(
     """
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    rest = torch.tensor([*planned, tombstones, stop], dtype=torch.float64)
     if differing is None:
         differing = torch.zeros_like(expert_load)
-    measured = torch.stack([expert_load.double(), differing.double()])
-    packed = torch.cat([sums, squares, measured, to_device(rest, squares.device)])
+    slots = {
+        "losses": sums[:num_sources],
+        "targets": sums[num_sources:],
+        "squares": squares,
+        "expert_load": expert_load.double().reshape(1),
+        "differing": differing.double().reshape(1),
+    }
+    # What the host has goes to the device in one copy.
+    of_host = {"planned": planned, "tombstones": [tombstones], "stop": [stop]}
+    rest = torch.tensor([number for numbers in of_host.values() for number in numbers], dtype=torch.float64)
+    packed = torch.cat([*slots.values(), to_device(rest, squares.device)])
     dist.all_reduce(packed, group=group)
-    values = packed.tolist()
-    n, m = num_sources, 2 * num_sources + len(squares)
+    values = iter(packed.tolist())
+    found = {name: tuple(islice(values, len(slot))) for name, slot in (slots | of_host).items()}
     return StepTotals(
-        losses=tuple(values[:n]),
-        targets=tuple(values[n : 2 * n]),
-        squares=tuple(values[2 * n : m]),
-        planned=tuple(values[m + 2 : -2]),
-        expert_load=values[m],
-        tombstones=round(values[-2]),
-        stop=values[-1] > 0,
-        corrupted=values[m + 1] > 0,
+        losses=found["losses"],
+        targets=found["targets"],
+        squares=found["squares"],
+        planned=found["planned"],
+        expert_load=found["expert_load"][0],
+        tombstones=round(found["tombstones"][0]),
+        stop=found["stop"][0] > 0,
+        corrupted=found["differing"][0] > 0,
     )

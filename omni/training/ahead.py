@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from dataloader.loader import Failure, Loader
 from omni.models.registry import ItemArrays
-from omni.planning.plan_process import Planned, PlanStep
+from omni.planning.plan_process import Planned, PlanStep, Predicted
 from omni.planning.planner import Planner
 from omni.rank.inputs import Assembler
 from parallel.costs import CostTable
@@ -28,7 +28,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Prepared:
     """A step that is ready to run on this rank. `plan_s` is how long its plan took and `plan_cpu_s` how much
-    of that a core worked.
+    of that a core worked; `predicted` is what it was simulated to be, where that was asked for.
     """
 
     plan: StepPlan
@@ -36,6 +36,7 @@ class Prepared:
     failures: tuple[Failure, ...]
     plan_s: float
     plan_cpu_s: float
+    predicted: Predicted | None
 
 
 class Ahead:
@@ -121,7 +122,7 @@ class Ahead:
         plan = planned.plan
         fetched = self.loader.get(step, self.timeout_s)
         inputs = self.assembler.assemble(plan.domain, fetched, predict=False)
-        return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s)
+        return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s, planned.predicted)
 
     def _result(self, future: Future[T], what: str) -> T:
         """Wait a little longer than those who plan and load, whose own errors say more."""

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from infra.launch import AGENTS_BEFORE
 from omni.planning.loads import Largest, imbalance, trained_flops
+from omni.planning.plan_process import Predicted, reduces
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
@@ -16,12 +17,10 @@ from omni.training.progression import Progression
 from ops.device import device_type
 from parallel.costs import CostTable
 from parallel.learning import Sample
-from pipeline.costs import measured, simulate
-from pipeline.drawing import idle_ns, rows_of
+from pipeline.costs import measured
 from pipeline.engine import StepResult
 from pipeline.laps import DATA
-from pipeline.ops import COMPUTE, Kind, Op
-from pipeline.simulator import Timeline
+from pipeline.ops import COMPUTE
 from pipeline.stopwatch import Timing
 
 
@@ -74,30 +73,13 @@ def pass_errors(table: CostTable, passes: Iterable[Sample]) -> dict[str, float]:
     return {part: given[part] / ns - 1 for part, ns in taken.items() if ns > 0}
 
 
-def predicted_error(timeline: Timeline, result: StepResult) -> float | None:
+def predicted_error(predicted: Predicted, result: StepResult) -> float | None:
     """Simulated over measured time of this domain's ops, minus 1; None if it had none.
 
     Reduction is not part of either.
     """
-    ran = [timing for timing in result.timings if not _reduces(timing.op)]
-    if not ran:
-        return None
-    events = (event for team in timeline.events for event in team)
-    simulated = max(event.end_ns for event in events if not _reduces(event.op)) / 1e9
-    return simulated / (ran[-1].end_s - ran[0].start_s) - 1
-
-
-def _reduces(op: Op) -> bool:
-    """Whether an op issues a reduction or waits for one."""
-    return Kind.REDUCE in (op.kind, op.on)
-
-
-def simulated_idle(timeline: Timeline) -> dict[str, float]:
-    """The share of a simulated step that ranks idle, by cause; nothing for a step without work."""
-    teams = timeline.domain.teams
-    whole = timeline.makespan_ns * len(teams)
-    idle = idle_ns(rows_of(timeline, [""] * len(teams)))
-    return {cause: ns / whole for cause, ns in idle.items()} if whole else {}
+    ran = [timing for timing in result.timings if not reduces(timing.op)]
+    return predicted.ops_s / (ran[-1].end_s - ran[0].start_s) - 1 if ran else None
 
 
 def metrics_of(
@@ -151,7 +133,7 @@ def metrics_of(
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
     metrics |= {f"perf/idle_frac/{cause}": share for cause, share in idle.items() if share}
-    return metrics | _predictions(run, spec.planner.single_queue)
+    return metrics | _predictions(run)
 
 
 def _memory(peaks: Sequence[int]) -> dict[str, float]:
@@ -165,14 +147,17 @@ def _memory(peaks: Sequence[int]) -> dict[str, float]:
     }
 
 
-def _predictions(run: StepRun, single_queue: bool) -> dict[str, float]:
-    """What the first domain's simulated step is like, and how far it is from what this rank measured."""
-    timeline = simulate(run.prepared.plan.domain, run.table, single_queue)
-    idle = simulated_idle(timeline)
-    metrics = {"plan/cost_table": run.table.number, "plan/idle_frac": sum(idle.values())}
-    metrics |= {f"plan/idle_frac/{cause}": share for cause, share in idle.items() if share}
-    error = predicted_error(timeline, run.result)
-    if error is not None:
-        metrics["plan/pred_error"] = error
+def _predictions(run: StepRun) -> dict[str, float]:
+    """What the first domain's step was simulated to be like when it was planned, and how far that is from
+    what this rank measured.
+    """
+    metrics: dict[str, float] = {"plan/cost_table": run.table.number}
+    predicted = run.prepared.predicted
+    if predicted is not None:
+        metrics["plan/idle_frac"] = sum(predicted.idle.values())
+        metrics |= {f"plan/idle_frac/{cause}": share for cause, share in predicted.idle.items() if share}
+        error = predicted_error(predicted, run.result)
+        if error is not None:
+            metrics["plan/pred_error"] = error
     errors = pass_errors(run.table, run.passes)
     return metrics | {f"plan/pred_error/{part}": value for part, value in errors.items()}

@@ -170,7 +170,7 @@ class Trainer:
         items = {e.modality: partial(prepare_item, e) for e in self.spec.encoders.values()}
         ahead = Ahead(
             self.spec.planner,
-            self.plan_step or partial(plan_step, self.spec.planner),
+            self.plan_step or partial(plan_step, self.spec.planner, predicts=self.first),
             Loader(self.readers, self.spec.tokenizer, items, self.config.data.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,

@@ -69,7 +69,7 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
         if rank == 0:  # the launcher may hold it already, for all processes of the launch
             held.enter_context(holding(RunFolder(config_path.parent), launch_of_rank() or new_launch()))
         # The planner process is forked here: there is no device context, no process group and no thread yet.
-        plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s))
+        plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s, rank == 0))
         device = select_device()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

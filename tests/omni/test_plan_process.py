@@ -19,10 +19,11 @@ from ranks import RankPool
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
-from omni.planning.plan_process import PlannerEndedError, PlannerProcess, plan_step
+from omni.planning.plan_process import PlannerEndedError, PlannerProcess, plan_step, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.training.ahead import Ahead
+from pipeline.costs import simulate
 from pipeline.verifier import PlanRefusedError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="planner processes are forked on Linux only")
@@ -86,6 +87,21 @@ def same_plans(folder: Path) -> None:
     assert not psutil.pid_exists(process.pid)
     with pytest.raises(PlannerEndedError, match="was closed during the plan of step 9"):
         process(9, 0, 0)
+
+
+def predictions(folder: Path) -> None:
+    planner = job_of(folder).planner
+    learnt = planner.table.with_laws(1, {"image": planner.table.parts["llm/0"].stated})
+    with planning_apart(planner, 120, predicts=True) as process:
+        for table in (planner.table, learnt):
+            planned = process(1, 0, 0, table)
+            timeline = simulate(planned.plan.domain, table, planner.single_queue)
+            assert planned.predicted is not None
+            assert 0 < planned.predicted.ops_s <= timeline.makespan_ns / 1e9
+            assert 0 <= sum(planned.predicted.idle.values()) < 1
+            assert planned.predicted == plan_step(planner, 1, 0, 0, table, predicts=True).predicted
+    with planning_apart(planner, 120) as process:
+        assert process(1, 0, 0).predicted is None, "other ranks report nothing, so they simulate nothing"
 
 
 def errors(folder: Path) -> None:
@@ -202,7 +218,7 @@ process(5, 0, 0)
 
 @pytest.mark.parametrize(
     "function",
-    [same_plans, errors, ends, signals, unsafe, closing_while_it_plans, late],
+    [same_plans, predictions, errors, ends, signals, unsafe, closing_while_it_plans, late],
     ids=lambda function: function.__name__,
 )
 def test_in_a_process_of_its_own(ranks: RankPool, function: Callable[[Path], None], tmp_path: Path) -> None:
