@@ -34,12 +34,13 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Failure:
-    """An item that could not be prepared, and why."""
+    """An item that could not be prepared, and why; `name` is the id of its sample."""
 
     source: str
     sample: int
     item: int
     reason: str
+    name: str
 
 
 @dataclass(frozen=True)
@@ -231,11 +232,14 @@ class Loader(Generic[T]):
             try:
                 job.items[place] = self._prepare[item.modality](item)
             except DataError as error:
-                failure = Failure(source, sample_id, index, str(error))
+                failure = Failure(source, sample_id, index, str(error), sample.id)
                 with self._changed:
                     job.failures.append((place, failure))
             except Exception as error:
-                error.add_note(f"The item is that of source {source!r}, sample {sample_id}, item {index}.")
+                error.add_note(
+                    f"The item is that of source {source!r}, sample {sample_id} ({sample.id!r}), item "
+                    f"{index}."
+                )
                 raise
 
 

@@ -6,6 +6,7 @@ not divide the world, datasets that are missing or cut short.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from dataloader.format import DataError
 from dataloader.global_batch import Budget
@@ -43,6 +44,10 @@ ON_ERROR = ("fail", "skip")
 ON_CORRUPTION = ("restart", "stop")
 MOST_SEEDS = 2**63
 GROUP_REPLICAS, GROUP_RANKS = 16, 256  # 256 GPUs are often behind one switch
+_SOUGHT = (
+    " (relative, so looked for in {}: start where the run was first started, or give the whole path, if it "
+    "is elsewhere)"
+)
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
@@ -276,7 +281,9 @@ def _open_all(
         try:
             indexes[name] = Index.open(source.path, tokenizer.name)
         except DataError as error:
-            raise DataError(f"{section}.{name}.path={source.path}: {error}") from error
+            path = Path(source.path)
+            sought = "" if path.is_absolute() or path.exists() else _SOUGHT.format(Path.cwd())
+            raise DataError(f"{section}.{name}.path={source.path}{sought}: {error}") from error
         _check_modalities(f"{section}.{name}", indexes[name], by_modality)
     return indexes
 

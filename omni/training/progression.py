@@ -21,6 +21,7 @@ class NoUpdateError(RuntimeError):
     """Too many steps in a row, or the last ones, updated nothing; the message says why, and where to look."""
 
 
+FEW_SAMPLES = 1_000  # the share of bad ones is taken of so many at least: a few bad ones may come first
 COUNTERS = ("tokens", "skipped_steps", "dropped", "tombstones")
 """What runs through the whole training and is saved with it."""
 
@@ -67,10 +68,20 @@ class Progression:
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if totals.num_targets:  # a step without changes nothing
             self.sound = updated and math.isfinite(totals.loss)
-        if self.tombstones > max_error_share * max(self.cursor, 100):
+        self.check_data(max_error_share)
+
+    def check_data(self, max_error_share: float) -> None:
+        """Stop a run of which more than this share of the samples so far had bad items.
+
+        Raises:
+            BadDataError: with the numbers.
+        """
+        samples = max(self.cursor, FEW_SAMPLES)
+        if self.tombstones > max_error_share * samples:
             raise BadDataError(
                 f"{self.tombstones} of {self.cursor} samples had bad items, more than "
-                f"data.max_error_share={max_error_share}: mend the data (omni data verify) or raise the share"
+                f"data.max_error_share={max_error_share} of {samples}: mend the data (omni data verify) or "
+                f"raise the share"
             )
 
     def check_updates(self, totals: StepTotals, norms: Mapping[str, float], most: int) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.decoders import decoder_versions
+from dataloader.format import visible
 from dataloader.loader import Loader
 from dataloader.reader import Reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
@@ -272,7 +273,8 @@ class Trainer:
     def check_failures(self, prepared: Prepared) -> None:
         """Apply `data.on_error` to items of this rank that could not be decoded."""
         for failure in prepared.failures:
-            text = f"source {failure.source}, sample {failure.sample}, item {failure.item}: {failure.reason}"
+            sample = f"source {failure.source}, sample {failure.sample} ({failure.name!r})"
+            text = f"{sample}, item {failure.item}: {visible(failure.reason)}"
             if self.config.data.on_error == "fail":
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
             print(f"rank {self.rank.rank}: skipped {text}", file=sys.stderr, flush=True)

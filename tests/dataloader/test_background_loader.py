@@ -107,7 +107,7 @@ def test_errors_of_a_decoder_surface(tmp_path, opened):
     loader.submit(0, fetch_of(path, [1]))
     with pytest.raises(ZeroDivisionError, match="a bug") as caught:
         loader.get(0, 20)
-    assert caught.value.__notes__ == ["The item is that of source 's', sample 1, item 0."]
+    assert caught.value.__notes__ == ["The item is that of source 's', sample 1 ('id-1'), item 0."]
     loader = opened(path, {"audio": bug})
     loader.submit(0, fetch_of(path, [1]))
     with pytest.raises(DataError, match="no encoder for modality 'image'"):

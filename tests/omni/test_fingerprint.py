@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 from small import overrides, without_hashes, write_mixed
 
-from dataloader.format import read_manifest
+from dataloader.format import DataError, read_manifest
 from dataloader.reader import Reader
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter, add_hashes
 from infra.checkpoint import CheckpointError
+from infra.run_folder import RunFolder
 from infra.storage import Storage
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
+from omni.training.opening import opening
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +102,28 @@ def test_other_decoders_are_told_and_unknown_ones_are_not() -> None:
     now = {"Pillow": "13.0.0", "soxr": "1.1.0"}
     assert other_decoders({}, now) == other_decoders({"decoders": now}, now) == []
     assert other_decoders({"decoders": now | {"Pillow": "12.1.0"}}, now) == ["Pillow is 13.0.0, was 12.1.0"]
+
+
+def test_a_relative_path_is_told_with_the_folder_it_was_looked_for_in(data: Path, monkeypatch) -> None:
+    monkeypatch.chdir(data.parent)
+    assert of(Path(data.name)) == of(data)
+    monkeypatch.chdir("/")
+    with pytest.raises(
+        DataError, match=r"sources.mixed.path=mixed \(relative, so looked for in /:.*not a data"
+    ):
+        of(Path(data.name))
+    with pytest.raises(DataError, match=r"path=/no/mixed: /no/mixed is not a dataset"):
+        of(Path("/no/mixed"))
+
+
+def test_the_same_data_as_source_and_held_out_is_said(data: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(data, tmp_path / "copy")
+    heldout = f"+data.heldout.seen.path={copy}"
+    spec = prepare_run(compose_config(overrides(data, data / "run", heldout)), 2)
+    folder = RunFolder(tmp_path / "run")
+    said = "held-out seen is the data of source mixed"
+    assert [said in line for line in opening(spec, folder, 1, "nowhere") if line.startswith("note")] == [True]
+    without_hashes(copy)
+    spec = prepare_run(compose_config(overrides(data, data / "run", heldout)), 2)
+    notes = [line for line in opening(spec, folder, 1, "nowhere") if line.startswith("note")]
+    assert [f"omni data hash {copy}" in note for note in notes] == [True]
