@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from omni.config import ConfigError
     from omni.planning.balance_table import TITLES, best, choices, scored, text_of, usable
     from omni.planning.layouts import planned_ranks, resolve_layout
+    from omni.planning.prepare import counted_as_others
     from parallel.policy import registered
 
     if args.samples < 1:
@@ -76,7 +77,10 @@ def run(args: argparse.Namespace) -> int:
     with signs_of_life(lambda: f"{len(rows)} rows"):
         every = choices(config, ranks, trace, policies, sharings, domains, _GROUPS)
         tried = (each for each in every if each[0].domain > 1 or each[0].sharing == "none")
-        for row, _, taken in scored(tried, broken):
+        for row, planner, taken in scored(tried, broken):
+            if step is None:
+                for text in counted_as_others(config, planner.encoders):
+                    print(f"note: {text}", file=sys.stderr)
             rows.append(row)
             step = taken
             print(text_of(row), flush=True)

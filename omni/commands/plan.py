@@ -79,6 +79,7 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.commands._plan_text import lines
     from omni.planning.fullest import check_memory
     from omni.planning.pools import without_effect
+    from omni.planning.prepare import counted_as_others
     from omni.rehearsal.estimate import sent_by_ranks
     from pipeline.costs import simulate
     from pipeline.drawing import team_names
@@ -94,7 +95,8 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
     check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
-    for text in without_effect(spec.planner.sharing):
+    counted = counted_as_others(spec.config, spec.planner.encoders)
+    for text in (*without_effect(spec.planner.sharing), *counted):
         print(f"note: {text}", file=sys.stderr)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:

@@ -157,6 +157,18 @@ def _with_others(by_modality: Mapping[str, str], trace: Sequence[SampleMeta]) ->
     return {**dict.fromkeys(modalities, first), **by_modality}
 
 
+def counted_as_others(config: Config, by_modality: Mapping[str, str]) -> list[str]:
+    """Say which items of a trace no encoder of the model takes, and as whose they count. `by_modality` are a
+    planner's encoders.
+    """
+    own = _by_modality(_make_encoders(config))
+    return [
+        f"no encoder of the model takes {modality} items: they count as items of {name}"
+        for modality, name in by_modality.items()
+        if modality not in own
+    ]
+
+
 def _policies(chosen: Chosen) -> Policies:
     return Policies(chosen.balance, chosen.packing, chosen.pairing, chosen.pipeline, chosen.deal)
 

@@ -34,13 +34,15 @@ def test_a_trace_gets_a_table_a_suggestion_and_its_slowest_samples(
     write_trace(tmp_path / "mine.parquet", trace)
     drawn = tmp_path / "mine.svg"
     data = str(tmp_path / "mine.parquet")
-    code, out, _ = run(capsys, data, "--samples", "8", "--draw", str(drawn), *MODEL, *LIMITS)
+    code, out, err = run(capsys, data, "--samples", "8", "--draw", str(drawn), *MODEL, *LIMITS)
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     found = {(row[0], row[1], row[3]): float(row[6]) for row in rows if row and row[0] in ("none", "dynamic")}
     assert {domain for _, domain, _ in found} == {"1", "2", "4"}
     assert found["dynamic", "4", "lpt"] < found["none", "1", "none"]
     assert "suggested: balance=" in out
+    note = "note: no encoder of the model takes video items: they count as items of image"
+    assert err.count(note) == 1
     assert " layout.domain=4 balance.group=1 encoder_sp=dynamic llm_sp=dynamic\n" in out
     longest = max(trace, key=lambda meta: max((item.tokens for item in meta.items), default=0))
     assert f"slowest samples of the step (planned, forward): trace {trace.index(longest)} (" in out
