@@ -14,6 +14,7 @@ HEADER_EVERY = 50  # lines
 ETA_STEPS = 20  # the remaining time is estimated from the mean of the last so many steps
 BAR_WIDTH = 30
 QUARTERS = 4
+CLEAR_LINE = "\r\x1b[2K"  # of a terminal
 IMBALANCE = "balance/max_over_mean/"
 LEGEND = {
     "loss": "mean of the step's target tokens, in nats",
@@ -26,6 +27,15 @@ LEGEND = {
     "imbal": "planned work of the busiest rank by the mean, of the worst component: 1 is even",
     "ETA": "time left, without evaluation and saving",
 }
+
+
+def beside(text: str, out: TextIO | None = None) -> None:
+    """Write lines to `out`, stderr by default, as a process that does not draw the bar: in one piece, and in
+    a terminal in the bar's place, which is drawn anew below them.
+    """
+    out = sys.stderr if out is None else out
+    out.write(f"{CLEAR_LINE if out.isatty() else ''}{text}\n")
+    out.flush()
 
 
 class Progress:

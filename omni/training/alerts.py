@@ -11,6 +11,9 @@ ENOUGH = 20  # steps before anything is compared
 SPIKE_STEPS = 3  # in a row: one step of few tokens may be far off
 SPIKE_NATS = 0.3  # above the median, and ...
 SPIKE_DEVIATIONS = 5  # ... so many median absolute deviations
+PLAN_STEPS = 3  # in a row: the first plans of a process take longer
+PLAN_S = 0.2  # steps are not held up by plans that are quicker
+PLAN_SHARE = 0.9  # of a step: plans are made one after the other, so no step is shorter than its plan
 STALL_RATIO = 5  # times the median step
 STALL_S = 2.0
 LOSS = "loss/train/"
@@ -29,8 +32,9 @@ class Alerts:
     """Looks at the metrics of each step in turn.
 
     The loss of a source spikes when three of its steps in a row exceed the median of the 50 before by 0.3
-    nats and by 5 median absolute deviations; a step stalls when it takes 5 times the median step and 2 s. An
-    alert of one kind comes at most every 50 steps.
+    nats and by 5 median absolute deviations; planning is slow when it takes nine tenths of each of three
+    steps in a row; a step stalls when it takes 5 times the median step and 2 s. An alert of one kind comes at
+    most every 50 steps.
     """
 
     def __init__(self) -> None:
@@ -38,15 +42,28 @@ class Alerts:
         self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._skipped = 0.0
         self._said: dict[str, int] = {}
+        self._slow_plans = 0
 
     def step(self, metrics: Mapping[str, float]) -> list[Alert]:
         """Return what is to be said after a step."""
         step = int(metrics["progress/step"])
         found = [*self._not_finite(step, metrics), *self._skips(step, metrics), *self._zero(step, metrics)]
         found += [*self._spikes(step, metrics), *self._stalls(step, metrics)]
+        found += self._plans(step, metrics)
         new = [alert for alert in found if step - self._said.get(alert.title, -WINDOW) >= WINDOW]
         self._said |= {alert.title: step for alert in new}
         return new
+
+    def _plans(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:
+        plan_s, step_s = metrics.get("plan/ms", 0.0) / 1e3, metrics.get("perf/step_s", math.inf)
+        slow = plan_s >= max(PLAN_S, PLAN_SHARE * step_s)
+        self._slow_plans = self._slow_plans + 1 if slow else 0
+        if self._slow_plans >= PLAN_STEPS:
+            yield Alert(
+                "slow planning",
+                f"step {step}: its plan took {plan_s:.2f} s (plan/ms) and the step {step_s:.2f} s, so ranks "
+                f"wait for plans: look at the policies that were chosen, your own first",
+            )
 
     def _not_finite(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:
         bad = [key for key, value in metrics.items() if key.startswith("loss/") and not math.isfinite(value)]

@@ -1,12 +1,12 @@
 """What a run watches itself for: copies of weights that differ, and ranks that are slow."""
 
 import socket
-import sys
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
+from infra.progress import beside
 from infra.run_folder import RunFolder
 from omni.config import HealthConfig
 from omni.rank.build import Rank
@@ -79,7 +79,7 @@ class Health:
             slowest = self.slow_ranks.step(done.spans, done.table)
         if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
             where = f"rank {slowest.rank} is on {socket.gethostname()}"
-            print(f"step {step}: {slowest}; {where}", file=sys.stderr, flush=True)
+            beside(f"step {step}: {slowest}; {where}")
             if self.config.exclude_slow:
                 remember_slow(self.folder)
         return slowest

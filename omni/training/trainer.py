@@ -8,7 +8,6 @@ in the plan; everything a rank does is in its op list. What lies between taking 
 
 import contextlib
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from dataloader.format import visible
 from dataloader.loader import Loader
 from dataloader.reader import Reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
+from infra.progress import beside
 from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
@@ -277,7 +277,7 @@ class Trainer:
             text = f"{sample}, item {failure.item}: {visible(failure.reason)}"
             if self.config.data.on_error == "fail":
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
-            print(f"rank {self.rank.rank}: skipped {text}", file=sys.stderr, flush=True)
+            beside(f"rank {self.rank.rank}: skipped {text}")
 
     def standing(self) -> str:
         """Say where this rank is: the watchdog asks, from a thread of its own."""

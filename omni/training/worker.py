@@ -26,6 +26,7 @@ import torch.distributed as dist
 from dataloader.format import DataError
 from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
+from infra.progress import beside
 from infra.run_folder import RunFolder
 from infra.run_lock import LockedError, holding, launch_of_rank
 from infra.screen import keep_going_without
@@ -139,13 +140,13 @@ def _told(error: BaseException, config_path: Path) -> int:
     """
     rank = os.environ.get("RANK", "0")
     if isinstance(error, ConfigError | LayoutError | DataError | LockedError):
-        print(f"rank {rank}: error: {error}", file=sys.stderr)
+        beside(f"rank {rank}: error: {error}")
         return MISTAKE
     if isinstance(error, BadDataError | PolicyError):  # policies are pure: they would fail again
-        print(f"rank {rank} failed: {error}", file=sys.stderr)
+        beside(f"rank {rank} failed: {error}")
         return MISTAKE
     if isinstance(error, _TOLD):
-        print(f"rank {rank} failed: {error}", file=sys.stderr)
+        beside(f"rank {rank} failed: {error}")
         if isinstance(error, CorruptionError):
             return MISTAKE if load_config(config_path).health.on_corruption == "stop" else 1
         return 1
@@ -156,8 +157,7 @@ def _told(error: BaseException, config_path: Path) -> int:
             file=sys.stderr,
         )
     else:
-        print(f"rank {rank} failed:", file=sys.stderr)
-        traceback.print_exception(error)
+        beside(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
     return 1
 
 

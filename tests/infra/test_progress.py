@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from infra.progress import LEGEND, Progress, header, step_line
+from infra.progress import LEGEND, Progress, beside, header, step_line
 
 FULL = {
     "progress/step": 7,
@@ -95,3 +95,19 @@ def test_a_terminal_shows_lines_above_a_live_bar():
 def test_a_step_without_its_number_is_refused():
     with pytest.raises(ValueError, match="progress/step"):
         Progress(4, out=io.StringIO()).step({})
+
+
+def test_another_process_writes_in_the_place_of_the_bar_and_not_behind_it():
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as terminal:
+        terminal.write("[####....]  50.0 %")
+        beside("rank 3: skipped a sample", terminal)
+    shown = ""
+    with suppress(OSError):
+        while part := os.read(reader, 65536):
+            shown += part.decode()
+    os.close(reader)
+    assert shown.endswith("%\r\x1b[2Krank 3: skipped a sample\r\n")
+    plain = io.StringIO()
+    beside("rank 3: skipped a sample", plain)
+    assert plain.getvalue() == "rank 3: skipped a sample\n"

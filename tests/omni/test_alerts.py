@@ -59,3 +59,13 @@ def test_a_stall_names_what_ranks_waited_for():
 def test_an_alert_of_a_kind_is_not_said_again_at_once():
     slow = {step: {"perf/step_s": 60.0} for step in range(40, 40 + 2 * WINDOW, 10)}
     assert said(200, slow) == [(40, "stall"), (40 + WINDOW, "stall")]
+
+
+def test_planning_that_holds_up_steps_is_named_once_it_does_so_again_and_again():
+    alerts = Alerts()
+    slow = {"plan/ms": 5000.0, "perf/step_s": 5.1}
+    found = [alerts.step({"progress/step": step, **slow}) for step in (1, 2, 3, 4)]
+    assert [[alert.title for alert in of] for of in found] == [[], [], ["slow planning"], []]
+    assert "its plan took 5.00 s" in found[2][0].text
+    quick = {"plan/ms": 5000.0, "perf/step_s": 9.0}
+    assert not [a for step in range(100, 110) for a in alerts.step({"progress/step": step, **quick})]
