@@ -1,5 +1,6 @@
 """A policy of each kind from a package of its own: chosen by `section=name`, it shapes the plan."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from small import overrides, write_mixed
 
 from omni.compose import compose_config
 from omni.config import POLICIES, ConfigError
+from omni.encoders import EncoderPart, Load, Work
 from omni.planning.plan_process import plan_step
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.policies import DomainPlan, DomainSizes, Facts, Op, Pool
 from parallel.policy import PolicyError
 from pipeline.ops import Kind
 from pipeline.plan import StepPlan
@@ -164,3 +167,13 @@ def test_one_that_raises_is_named_with_its_key_and_the_step(folder, monkeypatch)
     words = r"^step 7 cannot be planned: the policy balance\.policy=raising raised Zero.*, line 2\)$"
     with pytest.raises(PolicyError, match=words):
         plan_step(planner, 7, 0, 0)
+
+
+@pytest.mark.parametrize("given", [Pool, DomainSizes, Facts, DomainPlan, Op, Load, Work, EncoderPart])
+def test_a_page_lists_every_fact_that_functions_are_given(given):
+    page = (Path(__file__).parents[2] / "docs" / "policies.md").read_text()
+    listed = page[page.index("## What functions are given") : page.index("## What is refused")]
+    names = {field.name for field in fields(given)} - (
+        {"width", "token_bytes"} if given is EncoderPart else set()
+    )
+    assert not [name for name in names if f"`{name}`" not in listed]
