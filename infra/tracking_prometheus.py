@@ -11,6 +11,7 @@ from threading import Thread
 
 from infra.tracker import Tracker, record
 
+SILENT_S = 10.0  # for a request to arrive
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -62,6 +63,8 @@ class PrometheusTracker(Tracker):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = SILENT_S
+
     def __init__(self, latest: _Latest, *of: object) -> None:
         self.latest = latest
         super().__init__(*of)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 Pure: no clock, no processes. Launchers differ in who starts the agent of each node, not in what a job is.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,12 @@ from pathlib import Path
 from infra.secrets import SECRET
 
 WORKER = "omni.training.worker"
+# Variables by which loaders, shells, Python, and launches of ours choose code or whom to trust.
+_RUNS_CODE = re.compile(
+    r"LD_.*|DYLD_.*|GCONV_PATH|PATH|HOME|PYTHON(?!HASHSEED$|UNBUFFERED$|FAULTHANDLER$).*|BASH_.*|ENV|SHELL|IFS|"
+    r"OMNI_.*|PET_.*|TORCHELASTIC_.*|SLURM_.*|NCCL_(NET|TUNER|PROFILER|ENV)_PLUGIN|TRITON_CACHE_DIR|"
+    r"TORCHINDUCTOR_.*|CUDA_INJECTION.*|CC|CXX|NCCL_CONF_FILE"
+)
 QUEUED_AGAIN = "again"  # in place of an exit code: the job waits to be started again
 
 
@@ -78,7 +85,8 @@ def split_ranks(ranks: int | None, ranks_per_node: int) -> tuple[int, int]:
 
 
 def check_environment(env: Mapping[str, str]) -> None:
-    """Refuse names that sound like secrets: what is set here is written to files.
+    """Refuse names that sound like secrets, since what is set here is written to files, and those by which a
+    configuration would bring code of its own.
 
     Raises:
         ValueError: naming the first, and where it belongs.
@@ -86,6 +94,11 @@ def check_environment(env: Mapping[str, str]) -> None:
     for name in env:
         if not name.isidentifier() or not name.isascii():
             raise ValueError(f"environment: {name!r} is no name of a variable")
+        if _RUNS_CODE.fullmatch(name):
+            raise ValueError(
+                f"environment: {name} decides which code ranks run, and a configuration may be another's: "
+                f"export it where you submit, schedulers pass your environment on"
+            )
         if SECRET.search(name):
             raise ValueError(
                 f"environment: {name} looks like a secret, and files of jobs hold none: export it where you "

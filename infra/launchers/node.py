@@ -5,15 +5,19 @@ srun gives all nodes the same arguments: which node this is comes from `--node`,
 
 import argparse
 import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from infra.agent import run
-from infra.launch import environment_of
+from infra.launch import MISTAKE, environment_of
 from infra.launchers.job import Job, agent_arguments
 from infra.lineage import end_with_parent
 from parallel.handshake import secret_of_run
+
+RESOLVE_S = 10.0  # for the name of the first node: a container's network may come up after it
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,11 +28,31 @@ def main(arguments: Sequence[str]) -> int:
     job = Job(0, folder.name, folder, given.nodes, given.ranks, given.max_restarts)
     node = int(os.environ["SLURM_NODEID"]) if given.node is None else given.node
     address = os.environ.get("OMNI_NODE_ADDRESS") or None
+    if given.nodes > 1 and (problem := _unknown(given.head)) is not None:
+        print(
+            f"agent: error: the name of the first node, {given.head}, does not resolve here ({problem}): "
+            f"set OMNI_HEAD to its address where you submit, and OMNI_NODE_ADDRESS on each node to its own",
+            file=sys.stderr,
+        )
+        return MISTAKE
     secret = secret_of_run().hex() if given.nodes > 1 else None
     environment = environment_of(given.ranks, {}, given.launch, secret)
     os.environ.clear()
     os.environ.update(environment)
     return run(agent_arguments(job, node, given.head, given.port, given.launch, address))
+
+
+def _unknown(host: str) -> str | None:
+    """Why a name does not resolve in RESOLVE_S seconds; None if it does."""
+    until = time.monotonic() + RESOLVE_S
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return None
+        except OSError as error:
+            if time.monotonic() >= until:
+                return str(error)
+            time.sleep(1)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 Pure: the same job and settings give the same text.
 """
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ class Batch:
     """What a cluster wants to be told. `directives` are further lines of `#SBATCH`, true for one without
     value.
 
+    A node is asked for `cpus_per_rank` cores a rank, unless `directives` ask for cores or whole nodes.
     `time` is the limit in Slurm's notation; `save_before_s` seconds before it the ranks save and leave, and
     the job is queued again if `requeue`. A `container` image, its `mounts` and `container_flags` are said to
     srun, as pyxis reads them there. `setup` are lines of shell before it. The agents run under `python`, by
@@ -28,6 +30,7 @@ class Batch:
 
     python: str | None = None
     gpus: bool = True
+    cpus_per_rank: int = 1
     account: str | None = None
     partition: str | None = None
     time: str | None = None
@@ -110,12 +113,87 @@ def _trap(also: str) -> str:
     return f"""trap '{also}scancel --signal=TERM "$SLURM_JOB_ID"' USR1"""
 
 
+OWN = {
+    "job-name": "run.name",
+    "nodes": "launch.ranks",
+    "ntasks-per-node": "launch.ranks",
+    "gpus-per-node": "hydra.launcher.gpus",
+    "account": "hydra.launcher.account",
+    "partition": "hydra.launcher.partition",
+    "time": "hydra.launcher.time",
+    "chdir": "the folder you start from",
+    "output": "run.dir",
+    "open-mode": "run.dir",
+    "requeue": "hydra.launcher.requeue",
+    "no-requeue": "hydra.launcher.requeue",
+    "signal": "hydra.launcher.save_before_s",
+}
+_TIME = re.compile(r"(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)|(\d+)")
+_MOST_BEFORE_S = 65535  # of Slurm's --signal
+_WORD = re.compile(r"[\w.,:@/+=-]+")
+
+
+def check_batch(job: Job, batch: Batch, cwd: Path) -> None:
+    """Refuse what would end a line of the script and begin another, and what Slurm would refuse or misread.
+
+    Raises:
+        ValueError: naming the key, its value and the remedy.
+    """
+    said = {
+        "run.name": job.name,
+        "run.dir": str(job.folder),
+        "the folder you start from": str(cwd),
+        "hydra.launcher.python": batch.python or "",
+        "hydra.launcher.container": batch.container or "",
+        **{f"hydra.launcher.directives.{key}": str(value) for key, value in batch.directives.items()},
+    }
+    for flags in ("srun", "mounts", "container_flags"):
+        said |= {f"hydra.launcher.{flags}[{n}]": text for n, text in enumerate(getattr(batch, flags))}
+    for key, text in said.items():
+        if not text.isprintable():
+            raise ValueError(f"{key}={text!r}: leave out control characters: it is one line of a script")
+    words = {f"a key of hydra.launcher.directives, {key!r}": key for key in batch.directives}
+    words |= {f"hydra.launcher.{key}={text!r}": text for key, text in _given(batch) if text is not None}
+    for what, text in words.items():
+        if not _WORD.fullmatch(text):
+            raise ValueError(f"{what}: letters, digits and .,:@/+=-_ alone stand in a directive of sbatch")
+    for key in batch.directives:
+        if key in OWN:
+            raise ValueError(f"hydra.launcher.directives.{key}: the script says it already: set {OWN[key]}")
+    _check_times(batch)
+
+
+def _check_times(batch: Batch) -> None:
+    before_s = batch.save_before_s
+    if before_s > _MOST_BEFORE_S:
+        raise ValueError(f"hydra.launcher.save_before_s={before_s}: Slurm takes {_MOST_BEFORE_S} at most")
+    if batch.time is None or batch.time.upper() in ("INFINITE", "UNLIMITED"):
+        return
+    found = _TIME.fullmatch(batch.time)
+    if found is None:
+        raise ValueError(
+            f"hydra.launcher.time={batch.time}: Slurm takes MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, "
+            f"DAYS-HOURS, DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS"
+        )
+    days, hours, minutes, seconds, clock_hours, clock_minutes, clock_seconds, alone = (
+        int(text or 0) for text in found.groups()
+    )
+    limit_s = ((days * 24 + hours + clock_hours) * 60 + minutes + clock_minutes + alone) * 60
+    limit_s += seconds + clock_seconds
+    if before_s >= limit_s:
+        raise ValueError(
+            f"hydra.launcher.save_before_s={before_s}: the limit of hydra.launcher.time={batch.time} is "
+            f"{limit_s} s: the ranks would be stopped as they start"
+        )
+
+
 def _directives(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
     yield f"job-name={shlex.quote(job.name)}"
     yield f"nodes={job.nodes}"
     yield "ntasks-per-node=1"
     if batch.gpus:
         yield f"gpus-per-node={job.ranks_per_node}"
+    yield from _cores(job, batch)
     yield from (f"{key}={value}" for key, value in _given(batch) if value is not None)
     yield f"chdir={shlex.quote(str(cwd))}"
     yield f"output={shlex.quote(str(job.output).replace('%', '%%'))}"
@@ -127,6 +205,13 @@ def _directives(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
             yield key if value is True else f"{key}={shlex.quote(str(value))}"
 
 
+def _cores(job: Job, batch: Batch) -> list[str]:
+    asked = {key.replace("_", "-") for key, value in batch.directives.items() if value is not False}
+    if asked & {"exclusive", "cpus-per-task", "cpus-per-gpu", "c"}:
+        return []
+    return [f"cpus-per-task={job.ranks_per_node * batch.cpus_per_rank}"]
+
+
 def _given(batch: Batch) -> Iterator[tuple[str, str | None]]:
     yield "account", batch.account
     yield "partition", batch.partition
@@ -136,6 +221,7 @@ def _given(batch: Batch) -> Iterator[tuple[str, str | None]]:
 def _srun(job: Job, batch: Batch, cwd: Path) -> Iterator[str]:
     # The first agent to end, ended well or not, leaves the others a minute: they may be saving.
     yield f"srun --kill-on-bad-exit=0 --wait={LAST_TASKS_S}"
+    yield from (f"--{line}" for line in _cores(job, batch))  # srun does not take it from sbatch
     yield from (shlex.quote(flag) for flag in batch.srun)
     if batch.container is not None:
         own = [f"{path}:{path}" for path in (job.folder, cwd)]

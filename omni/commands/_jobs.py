@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf, open_dict
 
 from infra.launchers.job import Job, check_environment, split_ranks
+from infra.launchers.script import check_batch
 from infra.machine import crowding, this_machine
 from infra.run_folder import RunFolder, write_text
 from infra.run_lock import holding
@@ -102,6 +103,8 @@ def prepare_job(
     check_environment(env)
     restarts = config.launch.max_restarts
     job = Job(number, config.run.name, path, nodes, per_node, restarts, sets, env)
+    if launcher.kind in ("slurm", "render"):
+        check_batch(job, launcher, Path.cwd())
     return Prepared(job, config, _written(config, launcher))
 
 
@@ -124,8 +127,9 @@ def _written(config: Config, launcher: LauncherConfig) -> str:
     """The text of config.yaml, which trackers are told of, too. Neither it nor a script holds a secret of
     this environment.
     """
-    text = OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
-    name = secret_in(f"{text}{launcher}", os.environ)
+    resolved = OmegaConf.structured(config)
+    text = OmegaConf.to_yaml(resolved, resolve=True)
+    name = secret_in((OmegaConf.to_container(resolved, resolve=True), vars(launcher)), os.environ)
     if name is not None:
         raise ConfigError(
             f"the configuration holds the value of {name}, and would be written to config.yaml and to W&B: "

@@ -42,7 +42,6 @@ class LauncherConfig(Batch):
     env: dict[str, str] = field(default_factory=dict)
     wait: bool = False
     address: str | None = None
-    cpus_per_rank: int = 1
     room_s: int = 600
 
 

@@ -8,15 +8,17 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from infra.launchers import local
+from infra.launchers import local, node
 from infra.launchers.job import Job, agent_arguments, check_environment, columns, split_ranks
-from infra.launchers.script import Batch, render
+from infra.launchers.script import Batch, check_batch, render
+from infra.launchers.slurm import write_script
 from infra.run_folder import RunFolder
 from infra.run_lock import holder_of
 
@@ -173,6 +175,66 @@ def test_scripts_pass_shellcheck(tmp_path):
         file.write_text(text)
     done = subprocess.run(["shellcheck", *files], capture_output=True, text=True, check=False)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("job", "batch", "said"),
+    [
+        ({"name": "a\ntouch /tmp/harm\n#"}, {}, "run.name="),
+        ({"folder": Path("/runs/a\rb")}, {}, "run.dir="),
+        ({}, {"partition": "gpu\ntouch /tmp/harm"}, "hydra.launcher.partition="),
+        ({}, {"account": "lab --wrap=id"}, "hydra.launcher.account="),
+        ({}, {"directives": {"qos": "high\nid"}}, "hydra.launcher.directives.qos="),
+        ({}, {"directives": {"qos\nid": "high"}}, "a key of hydra.launcher.directives"),
+        ({}, {"directives": {"signal": "USR2@5"}}, "set hydra.launcher.save_before_s"),
+        ({}, {"directives": {"job-name": "x"}}, "set run.name"),
+        ({}, {"srun": ["--mpi=none\nid"]}, r"hydra.launcher.srun\[0\]="),
+        ({}, {"container": "a.sqsh\x00"}, "hydra.launcher.container="),
+        ({}, {"time": "soon"}, "hydra.launcher.time=soon: Slurm takes MINUTES"),
+        ({}, {"save_before_s": 1_000_000}, "hydra.launcher.save_before_s=1000000: Slurm takes 65535 at most"),
+        ({}, {"time": "1:30", "save_before_s": 90}, "limit of hydra.launcher.time=1:30 is 90 s"),
+        ({}, {"time": "2:00:00", "save_before_s": 7200}, "is 7200 s"),
+        ({}, {"time": "30", "save_before_s": 1800}, "is 1800 s"),
+    ],
+)
+def test_what_would_add_lines_to_a_script_or_slurm_would_refuse_is_refused(job, batch, said):
+    with pytest.raises(ValueError, match=said):
+        check_batch(replace(big(), **job), replace(in_container(), **batch), Path("/home/me"))
+
+
+@pytest.mark.parametrize("limit", [None, "10", "10:30", "1:00:00", "1-00", "1-00:30:10", "UNLIMITED"])
+def test_limits_in_slurms_notation_are_taken(limit):
+    check_batch(big(), replace(in_container(), time=limit), Path("/home/me"))
+
+
+def test_cores_are_asked_for_unless_directives_do():
+    text = render(big(), Batch("python", cpus_per_rank=4), Path("/home/me"))
+    assert "#SBATCH --cpus-per-task=32\n" in text
+    assert "--cpus-per-task=32 \\\n" in text  # srun's
+    for directives in ({"exclusive": True}, {"cpus-per-gpu": 8}):
+        assert "cpus-per-task" not in render(big(), Batch("python", directives=directives), Path("/home/me"))
+
+
+def test_a_script_is_its_owners_alone(tmp_path):
+    job = big(tmp_path)
+    write_script(job, Batch("python"))
+    assert job.script.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "BASH_ENV", "OMNI_SECRET"])
+def test_a_configuration_does_not_choose_what_code_ranks_run(name):
+    check_environment({"PYTHONHASHSEED": "1", "NCCL_IB_HCA": "mlx5"})
+    with pytest.raises(ValueError, match=f"{name} (decides which code|looks like a secret)"):
+        check_environment({name: "x"})
+
+
+def test_a_first_node_whose_name_does_not_resolve_is_told_with_the_remedy(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(node, "RESOLVE_S", 0)
+    monkeypatch.setattr(node, "end_with_parent", lambda: None)
+    shape = ["--nodes", "2", "--ranks", "1", "--node", "1", "--port", "1", "--launch", "1"]
+    assert node.main([*shape, "--head", "no-such-host.invalid", str(tmp_path / "config.yaml")]) == 2
+    assert "no-such-host.invalid, does not resolve here" in (said := capsys.readouterr().err)
+    assert "OMNI_HEAD" in said
 
 
 def test_columns_are_as_wide_as_their_widest_cell():

@@ -9,6 +9,8 @@ ENVIRONMENT = {
     "HF_TOKEN": "hf_abcdefgh",
     "HOME": "/home/someone",
     "MY_KEY": "short",
+    "DB_PASS_2": "quo'te\n\"d",
+    "OPENAI_APIKEY": "sk-1234567",
 }
 
 
@@ -20,6 +22,8 @@ ENVIRONMENT = {
         ("path: /home/someone/data", None),
         ("a short path", None),
         ("", None),
+        ({"a": [{"b": "x quo'te\n\"d"}]}, "DB_PASS_2"),
+        (["sk-1234567"], "OPENAI_APIKEY"),
     ],
 )
 def test_the_variable_is_named_and_its_value_is_not(text, name):

@@ -1,6 +1,7 @@
 """Metrics as Prometheus reads them, on a port that lives as long as the run."""
 
 import math
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -10,7 +11,7 @@ import pytest
 from infra.run_folder import RunFolder
 from infra.tracker import About
 from infra.tracking import make_tracker
-from infra.tracking_prometheus import exposition
+from infra.tracking_prometheus import _Handler, exposition, start_prometheus
 
 
 def test_the_text():
@@ -57,3 +58,12 @@ def test_the_last_step_is_served_until_the_run_ends(tmp_path):
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(address, timeout=10)
     assert not [thread for thread in threading.enumerate() if thread.name == "prometheus"]
+
+
+def test_who_connects_and_says_nothing_is_let_go(monkeypatch):
+    monkeypatch.setattr(_Handler, "timeout", 0.1)
+    tracker = start_prometheus("127.0.0.1", 0, "run")
+    port = int(tracker.where.rsplit(":", 1)[1].removesuffix("/metrics"))
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as silent:
+        assert silent.recv(1) == b""
+    tracker.finish(0)
