@@ -14,7 +14,7 @@ WORKER = "omni.training.worker"
 # Variables by which loaders, shells, Python, and launches of ours choose code or whom to trust.
 _RUNS_CODE = re.compile(
     r"LD_.*|DYLD_.*|GCONV_PATH|PATH|HOME|PYTHON(?!HASHSEED$|UNBUFFERED$|FAULTHANDLER$).*|BASH_.*|ENV|SHELL|IFS|"
-    r"OMNI_.*|PET_.*|TORCHELASTIC_.*|SLURM_.*|NCCL_(NET|TUNER|PROFILER|ENV)_PLUGIN|TRITON_CACHE_DIR|"
+    r"OMNI_(?!HEAD$|NODE_ADDRESS$).*|PET_.*|TORCHELASTIC_.*|SLURM_.*|NCCL_(NET|TUNER|PROFILER|ENV)_PLUGIN|TRITON_CACHE_DIR|"
     r"TORCHINDUCTOR_.*|CUDA_INJECTION.*|CC|CXX|NCCL_CONF_FILE"
 )
 QUEUED_AGAIN = "again"  # in place of an exit code: the job waits to be started again

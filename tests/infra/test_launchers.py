@@ -223,7 +223,7 @@ def test_a_script_is_its_owners_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONPATH", "PATH", "BASH_ENV", "OMNI_SECRET"])
 def test_a_configuration_does_not_choose_what_code_ranks_run(name):
-    check_environment({"PYTHONHASHSEED": "1", "NCCL_IB_HCA": "mlx5"})
+    check_environment({"PYTHONHASHSEED": "1", "NCCL_IB_HCA": "mlx5", "OMNI_HEAD": "10.0.0.1"})
     with pytest.raises(ValueError, match=f"{name} (decides which code|looks like a secret)"):
         check_environment({name: "x"})
 
