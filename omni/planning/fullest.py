@@ -82,14 +82,16 @@ def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
     `cursor` of the stream. All domains are planned for it, so this is for worlds of one machine.
 
     Raises:
-        ConfigError: as `check_memory`.
+        ConfigError: as `check_memory`, or as `check_encoder_bytes`.
     """
-    if spec.cluster.memory_bytes is None:
+    if spec.cluster.memory_bytes is None and spec.planner.encoder_bytes is None:
         return
     for number in range(step, min(step + 1, spec.config.train.steps) + 1):
-        fullest = fullest_rank(spec, spec.planner.all_domains(number, cursor))
-        check_memory(spec, fullest)
-        cursor = fullest.plan.taken.next_cursor
+        plans = list(spec.planner.all_domains(number, cursor))
+        for plan in plans:
+            spec.planner.verify(plan)
+        check_memory(spec, fullest_rank(spec, plans))
+        cursor = plans[0].taken.next_cursor
 
 
 def check_rank(spec: RunSpec, rank: int, plan: StepPlan) -> None:

@@ -20,6 +20,7 @@ from dataloader.global_batch import Lengths, take_global_batch
 from dataloader.stream import Ints, Order
 from dataloader.tokens import SampleMeta, fit, length
 from omni.planning.domain_planner import DomainPlanner
+from omni.planning.encoder_memory import check_encoder_bytes
 from omni.planning.sharing import Sharing
 from parallel.costs import CostTable
 from pipeline.costs import plan_memory
@@ -158,10 +159,13 @@ class Planner(DomainPlanner):
 
         Raises:
             PlanRefusedError: with the rules that it breaks.
+            ConfigError: if encoders hold more than they may.
             Exception: what `admit` raises.
         """
-        ranks = self.arrangement.domain_ranks(plan.number)
-        verify(plan, plan_memory(plan.domain, self.table), self.single_queue, ranks)
+        ranks, kept = self.arrangement.domain_ranks(plan.number), plan_memory(plan.domain, self.table)
+        if self.encoder_bytes is not None:
+            check_encoder_bytes(plan, kept, self.encoder_bytes, ranks)
+        verify(plan, kept, self.single_queue, ranks)
         self.admit(plan)
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:

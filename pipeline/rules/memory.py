@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from parallel.work import Grad, part_name
 from pipeline.ops import BACKWARDS, Kind, Op
@@ -12,16 +13,37 @@ Kept = Callable[[int, Op], int]
 """Bytes that a FORWARD or ENCODE at a position keeps until the last of its backward has run."""
 
 
+class Peak(NamedTuple):
+    """The most bytes of activations of a `part` that the ranks of a team hold, `at` one of their ops."""
+
+    team: int
+    part: str
+    bytes: int
+    at: Op
+
+
 def in_flight(plan: StepPlan, kept: Kept) -> Iterator[str]:
     """Activations live from a forward to the last half of its backward."""
+    bounds = dict(plan.domain.bounds)
+    for team, part, size, op in peaks(plan, kept):
+        if size > bounds[part]:
+            yield (
+                f"R6: {who(plan.domain, team)} holds {size} bytes of activations of {part} at {op}, more "
+                f"than its bound of {bounds[part]}"
+            )
+
+
+def peaks(plan: StepPlan, kept: Kept) -> Iterator[Peak]:
+    """Yield for each team the most that it holds of each part whose activations are bounded."""
     domain, llm = plan.domain, plan.components[plan.domain.llm]
-    bounds = dict(domain.bounds)
     names = [part_name(llm, part) for part in range(domain.num_parts)]
+    bounded = {name for name, _ in domain.bounds}
     for team, ops in enumerate(domain.ops):
-        rank = team * domain.team
-        live: dict[str, int] = defaultdict(int)
         if not any(op.kind in BACKWARDS for op in ops):
             continue  # forward only: activations die at once
+        rank = team * domain.team
+        live: dict[str, int] = defaultdict(int)
+        found: dict[str, Peak] = {}
         split = {(op.kind, op.index, op.part) for op in ops if op.grad is Grad.WEIGHT}
         held: dict[tuple[str, int], int] = {}
         for op in ops:
@@ -31,16 +53,13 @@ def in_flight(plan: StepPlan, kept: Kept) -> Iterator[str]:
                 part = names[op.part]
             else:
                 continue
-            if part not in bounds:
+            if part not in bounded:
                 continue
             if op.kind in (Kind.FORWARD, Kind.ENCODE):
                 held[part, op.index] = kept(rank, op)
                 live[part] += held[part, op.index]
-                if live[part] > bounds[part]:
-                    yield (
-                        f"R6: {who(domain, team)} holds {live[part]} bytes of activations of {part} at "
-                        f"{op}, more than its bound of {bounds[part]}"
-                    )
-                    break
+                if part not in found or live[part] > found[part].bytes:
+                    found[part] = Peak(team, part, live[part], op)
             elif op.grad is not Grad.INPUT or (op.kind, op.index, op.part) not in split:
                 live[part] -= held.pop((part, op.index), 0)
+        yield from found.values()

@@ -326,6 +326,10 @@ def refused_by_omni(result: Finished, *words: str, code: int = 2) -> None:
         ("+layout.encoders.sound.tp=2", ["error: layout.encoders.sound: there is no such encoder"]),
         ("data.sources.docs.path=nowhere", ["error: data.sources.docs.path=nowhere", "omni data build"]),
         ("model.llm.heads=0", ["heads=0"]),
+        (
+            "pipeline.encoder_bytes=10",
+            ["error: pipeline.encoder_bytes=10: rank 0 would hold", "or more, or null"],
+        ),
         ("launch.ranks=0", ["launch.ranks=0"]),
         ("launch.ranks=-1", ["launch.ranks=-1"]),
         ("launch.ranks=100000", ["error: launch.ranks=100000", "cores", "launch.oversubscribe=true"]),

@@ -230,6 +230,7 @@ SAYS = {
     "recompute": "of activations, in LLM and encoder",
     "boundary": "transport of encoder rows",
     "data": "uneven items, or a single one: some encoder ranks have none",
+    "frozen": "components that do not train: the encoder, the LLM, or one in each step",
 }
 
 PAGE = """\

@@ -212,22 +212,22 @@ def forwards_over_the_bound(plan: StepPlan, random: Random) -> Planted | None:
     """A team runs more forwards of a part before any backward than the part may hold."""
     bounds = dict(plan.domain.bounds)
     found = [
-        (team, part, bounds[f"llm/{part}"])
+        (team, part)
         for team, parts in enumerate(plan.domain.holds)
         for part in parts
         if plan.train and bounds[f"llm/{part}"] < len(plan.domain.microbatches)
     ]
     if not found:
         return None
-    (team, part, bound), lists = random.choice(found), lists_of(plan)
+    (team, part), lists = random.choice(found), lists_of(plan)
     ops = lists[team]
     forwards = [op for op in ops if op.kind is Kind.FORWARD and op.part == part]
     back = next(at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD and op.part == part)
     lists[team] = [*(op for op in ops[:back] if op not in forwards), *forwards]
     lists[team] += [op for op in ops[back:] if op not in forwards]
     words = (
-        f"{who(plan.domain, team)} holds {bound + 1} ",
-        f"of llm/{part} at {forwards[bound]}, more than its",
+        f"{who(plan.domain, team)} holds {len(forwards)} ",
+        f"of llm/{part} at {forwards[-1]}, more than its",
     )
     return Planted(with_ops(plan, lists), "R6", words)
 
