@@ -2,14 +2,15 @@
 
     python benchmarks/fault_drill.py                                    # all kinds, kills three times each
     python benchmarks/fault_drill.py --kills 20 --kinds worker,agent    # of these alone
+    python benchmarks/fault_drill.py --quick                            # one of each sort, in 3 minutes
     python benchmarks/fault_drill.py --list
 
 Each trial is a run of two ranks on the quickstart's data (make data) of 10 to 40 seconds. The kinds are the
-functions of fault_processes.py, fault_checkpoints.py and fault_inside.py: what each does, and what must come
-of it, stands there. A run that survives ends with the losses and samples of one that nobody disturbed, to
-the bit; afterwards no process is left, and no good checkpoint is lost. For kills, the seconds from the kill
-to the next recorded step are told: at most 8 for a worker and 12 for an agent on an idle machine of two
-cores, else they count as missed unless --untimed is given.
+functions of fault_processes.py, fault_checkpoints.py, fault_inside.py and fault_bookkeeping.py: what each
+does, and what must come of it, stands there. A run that survives ends with the losses and samples of one that
+nobody disturbed, to the bit; afterwards no process is left, and no good checkpoint is lost. For kills, the
+seconds from the kill to the next recorded step are told: at most 8 for a worker and 12 for an agent, on an
+idle machine of two cores; else they count as missed, unless --untimed is given.
 
 Prints a line a trial, with --table a table in Markdown, and at last a line of JSON. Leaves with 1 where
 something was missed; the output and the folder of a trial that missed are kept.
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fault_bookkeeping
 import fault_checkpoints
 import fault_inside
 import fault_processes
@@ -42,7 +44,9 @@ KINDS: tuple[Kind, ...] = (
     *fault_processes.OTHERS,
     *fault_inside.KINDS,
     *fault_checkpoints.KINDS,
+    *fault_bookkeeping.KINDS,
 )
+QUICK = ("worker", "flipped_moment", "flipped", "closed_pipe")
 MOST_S = {"worker": 8.0, "agent": 12.0, "first_agent": 12.0}
 
 
@@ -153,13 +157,17 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=3, help="trials of each kind of kill (3)")
     parser.add_argument("--times", type=int, default=1, help="trials of each other kind (1)")
     parser.add_argument("--kinds", help="these alone, with commas; `kills` stands for all kinds of kill")
+    parser.add_argument("--quick", action="store_true", help=f"once each: {', '.join(QUICK)}; untimed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--untimed", action="store_true", help="however long recovery takes, it is not missed"
     )
     parser.add_argument("--table", action="store_true", help="print a table in Markdown, too")
     parser.add_argument("--list", action="store_true", help="say what the kinds are, and do nothing")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick:
+        options.kinds, options.kills, options.untimed = ",".join(QUICK), 1, True
+    return options
 
 
 def chosen(text: str | None) -> list[Kind]:
@@ -182,6 +190,7 @@ def main() -> int:
         return 0
     if not Path("data/quickstart").is_dir():
         sys.exit("data/quickstart is not there: run `make data` first, and this in the folder that holds it")
+    start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="fault_drill_"))
     tallies = drill(kinds, options, folder)
     with suppress(OSError):  # trials that missed are kept
@@ -191,7 +200,8 @@ def main() -> int:
     missed = any(tally.missed for tally in tallies.values())
     late = not options.untimed and any(tally.is_late(name) for name, tally in tallies.items())
     by_kind = {name: tally.figures(name) for name, tally in tallies.items()}
-    print(json.dumps({"benchmark": "fault_drill", "seed": options.seed, "kinds": by_kind}))
+    facts = {"benchmark": "fault_drill", "seed": options.seed, "seconds": round(time.monotonic() - start)}
+    print(json.dumps(facts | {"kinds": by_kind}))
     return int(missed or late)
 
 

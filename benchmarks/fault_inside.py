@@ -109,6 +109,14 @@ def flipped_weight(trial: Trial) -> None:
     check(max(done) < step + COMPARED_EVERY, f"flipped before step {step}, found after step {max(done)}")
 
 
+def flipped_moment(trial: Trial) -> None:
+    """A bit of a moment of the optimizer, of which there is no copy, flips on one rank. Must: named before
+    anything of it is saved; survived by a restart.
+    """
+    step, rank = _survived(trial, "flipped_moment", first=2)
+    trial.says(f"the optimizer's state on rank {rank}", f"before the update of step {step}")
+
+
 def decoder(trial: Trial) -> None:
     """The thread that decodes items ends in the middle of one. Must: named, survived by a restart."""
     _survived(trial, "decoder")
@@ -129,9 +137,9 @@ def _start(trial: Trial, name: str, *keys: str, first: int = 1, last: int = STEP
     return step, rank
 
 
-def _survived(trial: Trial, name: str) -> tuple[int, int]:
+def _survived(trial: Trial, name: str, first: int = 1) -> tuple[int, int]:
     trial.restarts = 3
-    drawn = _start(trial, name)
+    drawn = _start(trial, name, first=first)
     trial.ends_with(0)
     trial.is_exact()
     return drawn
@@ -148,6 +156,7 @@ KINDS = (
     nan_for_ever,
     loss_spike,
     flipped_weight,
+    flipped_moment,
     decoder,
     clock,
 )

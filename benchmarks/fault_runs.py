@@ -79,10 +79,10 @@ class Trial:
 
     # Starting.
 
-    def train(self, *keys: str) -> None:
-        """Start `omni train`, or go on with what is in the folder."""
+    def train(self, *keys: str, out: int | None = None) -> None:
+        """Start `omni train`, or go on with what is in the folder; it prints to `out`, else to the log."""
         line = ["-m", "omni", "train", *KEYS, f"launch.max_restarts={self.restarts}"]
-        self._start([*line, f"run.dir={self.run.path}", *keys], {})
+        self._start([*line, f"run.dir={self.run.path}", *keys], {}, out)
 
     def resume(self) -> None:
         """Go on by `omni resume`, as a user does or a scheduler that queues the job again."""
@@ -118,7 +118,7 @@ class Trial:
         own = {STARTED_BY: str(os.getpid()), "PYTHONSAFEPATH": "1", SECRET: self.secret}
         self._start([*line, "-m", module, str(self.run.config)], {**own, **extra})
 
-    def _start(self, arguments: Sequence[str], extra: Mapping[str, str]) -> None:
+    def _start(self, arguments: Sequence[str], extra: Mapping[str, str], out: int | None = None) -> None:
         threads = {"OMP_NUM_THREADS": "1", MARK: str(self.folder)}
         with (self.folder / "log").open("ab") as log:
             self.starters.append(
@@ -126,8 +126,8 @@ class Trial:
                     [sys.executable, *arguments],
                     env={**os.environ, **threads, **extra},
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=log if out is None else out,
+                    stderr=log if out is None else out,
                 )
             )
 

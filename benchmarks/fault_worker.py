@@ -173,6 +173,17 @@ def flipped_weight(step: int) -> None:
     before_steps(range(step, step + 1), flip)
 
 
+def flipped_moment(step: int) -> None:
+    """One bit of one moment of the optimizer is another."""
+
+    def flip(trainer: Trainer) -> None:
+        draw = random.Random(step)
+        bits = draw.choice(trainer.rank.moments()).view(torch.int32).view(-1)
+        bits[draw.randrange(len(bits))] ^= 1 << draw.randrange(31)
+
+    before_steps(range(step, step + 1), flip)
+
+
 def decoder(step: int) -> None:
     """The thread that decodes items ends in the middle of one."""
     load, calls = Loader._load_items, [0]
@@ -206,6 +217,7 @@ FAULTS = (
     nan_for_ever,
     loss_spike,
     flipped_weight,
+    flipped_moment,
     decoder,
     clock,
 )
