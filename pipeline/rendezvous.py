@@ -72,14 +72,14 @@ class _Team:
 
 @dataclass(eq=False, slots=True)
 class _Meeting:
-    """A transfer to be made: the `missing` of its teams have yet to come to it; `done` is -1 before. It is
+    """A transfer to be made, until it is `made`: the `missing` of its teams have yet to come to it. It is
     `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
     can at the earliest.
     """
 
     transfer: Transfer
     missing: int
-    done: int = -1
+    made: bool = False
     ops: dict[int, Op] = field(default_factory=dict)
     called: bool = False
     soonest: int = 0
@@ -143,8 +143,8 @@ class _Machine:
                     # Reductions come last: they would keep others waiting for gradients.
                     team.out += [each for _, each in sorted(team.reductions, key=lambda entry: entry[0])]
                     team.reductions.clear()
-                elif transfer in self.meetings and not 0 <= self.meetings[transfer].done <= self.now:
-                    return
+                elif transfer in self.meetings and not self.meetings[transfer].made:
+                    return  # a team that has made it is not free before its end
                 team.out.append(op)
             team.at += 1
 
@@ -169,12 +169,12 @@ class _Machine:
             if any(team.until > self.now for team in teams):
                 left.append(meeting)
                 continue
-            meeting.done = self.now + transfer.ns
+            meeting.made, done = True, self.now + transfer.ns
             for each, team in zip(transfer.teams, teams, strict=True):
                 team.out.append(meeting.ops[each])
-                team.until = meeting.done
+                team.until = done
                 team.open.pop(meeting, None)
-            heappush(self.events, meeting.done)
+            heappush(self.events, done)
         made = len(left) < len(self.ready)
         self.ready = left
         return made

@@ -6,8 +6,9 @@ from domain_plans import COMPONENTS, Shape, Work, make_plan
 
 from pipeline.domain_plan import DomainPlan
 from pipeline.expand import expand
-from pipeline.ops import COMPUTE, Kind, Op
+from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.reductions import with_reductions
+from pipeline.serial import serialise
 from pipeline.simulator import run
 
 IMAGE, LLM = COMPONENTS.index("image"), COMPONENTS.index("llm")
@@ -56,6 +57,19 @@ def test_reductions_of_an_order_that_has_them_stay():
 
 def test_a_shared_embedding_waits_for_the_last_part():
     domain = make_plan(Shape(1, parts=2), 1, [], "interleaved").domain
+    domain = replace(domain, reductions=((LLM, 0), (LLM, 1)))  # so that the last part's does not keep it back
     order = [Op(Kind.BACKWARD, 0), Op(Kind.BACKWARD, 0, part=1)]
     (ops,) = with_reductions([order], domain, COMPONENTS)
     assert ops.index(Op(Kind.REDUCE, LLM)) > ops.index(order[1])
+    (ops,) = with_reductions([order[:1]], domain, COMPONENTS)  # of another rank's output it waits for nothing
+    assert ops[:2] == [order[0], Op(Kind.REDUCE, LLM)]
+
+
+def test_in_one_queue_reductions_are_issued_after_all_else():
+    """Peers that still compute would keep the rows of others waiting behind them."""
+    domain = two_stages()
+    for ops in serialise(domain, lambda rank, op: 100 if op.kind in COMPUTE else 50, lambda op: 10):
+        issued = [op.kind for op in ops if op.kind in ISSUED]
+        reductions = issued.count(Kind.REDUCE)
+        assert reductions
+        assert set(issued[-reductions:]) == {Kind.REDUCE}
