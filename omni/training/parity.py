@@ -37,6 +37,7 @@ from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
+SMALL = 1e-2  # of a weight
 FILE = "measurement.pt"
 # Adam turns rounding noise into signs; a large epsilon keeps updates comparable.
 OVERRIDES = ("train.precision=fp32", "optim.eps=1e-4", "tracking=jsonl", "train.eval_every=0")
@@ -162,7 +163,8 @@ def compare(reference: Measurement, candidate: Measurement) -> list[Difference]:
         AssertionError: if a component or a parameter is missing on either side.
     """
     loss = Difference("loss", abs(candidate.loss - reference.loss) / abs(reference.loss))
-    gradients = _tensors(reference.gradients, candidate.gradients)
+    total = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
+    gradients = _tensors(reference.gradients, candidate.gradients, lambda expected: 1e-6 * total)
     return _worst_first([loss, *_squares(reference.squares, candidate.squares), *gradients])
 
 
@@ -177,22 +179,31 @@ def _squares(reference: Mapping[str, float], candidate: Mapping[str, float]) -> 
 
 
 def compare_weights(reference: Measurement, candidate: Measurement) -> list[Difference]:
-    """Relative differences of every weight after the last step, worst first."""
-    return _worst_first(_tensors(reference.weights, candidate.weights))
+    """Relative differences of every weight after the last step, worst first. Weights smaller than SMALL count
+    as if they were that large: near zero Adam hands on the rounding of a gradient times lr / ε, whatever the
+    weight has come to.
+    """
+
+    def least(expected: torch.Tensor) -> float:
+        return SMALL * math.sqrt(expected.numel())
+
+    return _worst_first(_tensors(reference.weights, candidate.weights, least))
 
 
 def _tensors(
-    reference: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]
+    reference: Mapping[str, torch.Tensor],
+    candidate: Mapping[str, torch.Tensor],
+    least: Callable[[torch.Tensor], float],
 ) -> list[Difference]:
+    """Distances relative to the norm of the reference, or to what is `least` for such a tensor."""
     base = {_base(name): tensor.double() for name, tensor in reference.items()}
     missing = set(base) ^ {_base(name) for name in candidate}
     assert not missing, f"only on one side: {sorted(missing)}"
-    total = math.sqrt(sum(float(t.square().sum()) for t in base.values()))
     out = []
     for name, tensor in candidate.items():
         expected = base[_base(name)]
         distance = float((tensor.double() - expected).norm())
-        out.append(Difference(name, distance / max(float(expected.norm()), 1e-6 * total)))
+        out.append(Difference(name, distance / max(float(expected.norm()), least(expected))))
     return out
 
 

@@ -218,3 +218,17 @@ def test_a_first_step_without_targets_is_refused(ranks: RankPool, tmp_path: Path
     (message,) = ranks.run(1, _refusal, compose_config(line))
     assert message.startswith("step 1 has no target token")
     assert "data.step_samples" in message
+
+
+def test_weights_near_zero_are_held_to_a_small_weights_size() -> None:
+    """A bias that began at 0: rounding of 3e-8 in its gradient times lr / ε = 10, two steps."""
+    bias, noise = torch.full((8,), 2e-3), torch.full((8,), 6e-7)
+
+    def weights(of: torch.Tensor) -> Measurement:
+        return Measurement(1.0, {}, {}, {"llm/bias": of, "llm/weight": torch.ones(10)})
+
+    (worst, _) = compare_weights(weights(bias), weights(bias + noise))
+    assert worst.name == "llm/bias"
+    assert worst.relative == pytest.approx(6e-5, rel=1e-3)
+    (worst, _) = compare_weights(weights(bias), weights(bias * 1.01))
+    assert worst.relative > WEIGHT_TOLERANCE, "a wrong update is no rounding"
