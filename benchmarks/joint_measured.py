@@ -68,7 +68,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import SourceConfig
 from omni.planning.prepare import prepare_run
-from omni.training.ahead import PLANS_AHEAD, Ahead
+from omni.training.ahead import OFFERED_AHEAD, Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
 from pipeline.costs import plan_costs, simulate
@@ -123,7 +123,7 @@ class Measured(NamedTuple):
 def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
     """Run a step on both ranks and measure it, beside what is predicted of it."""
     prepared = ahead.take(step)
-    trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
+    trainer.offer(ahead, step + OFFERED_AHEAD)  # waits until that is planned
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
     dist.barrier()
     start = time.perf_counter()

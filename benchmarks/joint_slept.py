@@ -41,7 +41,7 @@ from omni.config import SourceConfig
 from omni.models.llm import NAME as LLM
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.training.ahead import PLANS_AHEAD, Ahead
+from omni.training.ahead import OFFERED_AHEAD, Ahead
 from omni.training.trainer import Trainer
 from parallel.laws import Law, Laws
 from pipeline.costs import part_of, plan_costs, simulate
@@ -108,7 +108,7 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int, computed: dict[Kind, f
     each kind of op, as `computed` in the step before.
     """
     prepared = ahead.take(step)
-    trainer.offer(ahead, step + PLANS_AHEAD)  # waits until that is planned
+    trainer.offer(ahead, step + OFFERED_AHEAD)  # waits until that is planned
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
     domain, table = prepared.plan.domain, trainer.tables.at(step)
     cost, _ = plan_costs(domain, table)

@@ -1,4 +1,4 @@
-"""Work done before its step, off the critical path: plan two steps ahead, load and assemble one ahead.
+"""Work done before its step, off the critical path: plan three steps ahead, load and assemble one ahead.
 
 One thread asks for plans, one after the other, because each begins at the stream position where the one
 before it ended. They are made in a process apart or, where there is none, in that thread: see `plan_process`.
@@ -20,7 +20,8 @@ from parallel.costs import CostTable
 from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
 
-PLANS_AHEAD = 2
+PLANS_AHEAD = 3
+OFFERED_AHEAD = 2  # fewer: offering waits for a plan, and that of PLANS_AHEAD has just been begun
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class Ahead:
         self._start_preparing(first)
 
     def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step that is at most two ahead, waiting for it if need be.
+        """Return the plan of a step that is at most OFFERED_AHEAD ahead, waiting for it if need be.
 
         Raises:
             TimeoutError: naming the step, if it is not planned in time.

@@ -2,7 +2,7 @@
 
     step n        every rank sums up what its ops took lately, and the sums of all ranks begin to be added
     step n + 1    at its end they are there, off the critical path; each rank computes the same table of them
-    step n + 4    is the first whose plan has not been begun by then: it is planned with that table
+    step n + 5    is the first whose plan has not been begun by then: it is planned with that table
 
 So the step from which on a table is in effect follows from the step that taught it, on every rank alike.
 """

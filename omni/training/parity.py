@@ -32,7 +32,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.rank.state import Owned, owned
-from omni.training.ahead import PLANS_AHEAD
+from omni.training.ahead import OFFERED_AHEAD
 from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -97,7 +97,7 @@ def measure(
                 squares = {name: square for name, square in by_name if name not in optimizer.frozen}
                 gradients = collect(trainer, partial(_gradient, done.totals.num_targets))
             trainer.update(done)
-            trainer.offer(ahead, step + PLANS_AHEAD)
+            trainer.offer(ahead, step + OFFERED_AHEAD)
     weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)
     if gradients is None or weights is None or buffers is None:

@@ -35,7 +35,7 @@ from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
-from omni.training.ahead import PLANS_AHEAD, Ahead, Prepared
+from omni.training.ahead import OFFERED_AHEAD, Ahead, Prepared
 from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
@@ -133,7 +133,7 @@ class Trainer:
                 done = self.run_step(prepared, self.watch)
                 idle = self.idle_shares(done)
                 self.update(done)
-                self.offer(ahead, step + PLANS_AHEAD)
+                self.offer(ahead, step + OFFERED_AHEAD)
                 self.learn_costs(done)
                 slowest = self.health.slowest(done)
                 step_s = time.perf_counter() - start
@@ -183,7 +183,7 @@ class Trainer:
         )
         try:
             self.say(f"planning and loading step {first}")
-            for step in range(first, first + PLANS_AHEAD):
+            for step in range(first, first + OFFERED_AHEAD):
                 self.offer(ahead, step)
             yield ahead
         finally:

@@ -18,7 +18,7 @@ from omni.config import ComponentOptimConfig, Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
 from omni.planning.prepare import prepare_run
 from omni.training import parity
-from omni.training.ahead import PLANS_AHEAD
+from omni.training.ahead import OFFERED_AHEAD
 from omni.training.parity import Difference, Measurement
 from omni.training.trainer import Trainer
 
@@ -118,5 +118,5 @@ def _narrowest_choices(config: Config) -> Iterator[float]:
             with routing_margins(trainer.rank.stage.models) as margins:
                 done = trainer.run_step(ahead.take(step))
             trainer.update(done)
-            trainer.offer(ahead, step + PLANS_AHEAD)
+            trainer.offer(ahead, step + OFFERED_AHEAD)
             yield min(float(margin) for margin in margins)

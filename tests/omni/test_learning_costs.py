@@ -99,8 +99,8 @@ def test_a_run_learns_what_ops_take_and_goes_on_with_it(ranks: RankPool, data: P
     (digests, tables), (_, others) = ranks.run(2, _learn, line)
     assert tables == others
     numbers = [tables[step][0] for step in range(1, STEPS + 1)]
-    assert numbers[:5] == [0] * 5, "the first step is left out, the second one's table comes four steps later"
-    assert numbers[5] == 1
+    assert numbers[:6] == [0] * 6, "the first step is left out, the second one's table comes five steps later"
+    assert numbers[6] == 1
     assert numbers == sorted(numbers)
 
     metrics = read_metrics(tmp_path / "metrics.jsonl")
@@ -174,8 +174,8 @@ def test_a_table_takes_effect_at_the_first_step_whose_plan_is_not_begun() -> Non
     tables = alone()
     steps_of(tables, range(1, 9), 3)
     # The first step is left out, and one step has too few samples: step 3 is the first that teaches.
-    assert [tables.at(step).number for step in range(1, 12)] == [0] * 6 + [1] * 5
-    assert tables.at(7).parts["image"].forward_ns(100, 10**4) == pytest.approx(
+    assert [tables.at(step).number for step in range(1, 12)] == [0] * 7 + [1] * 4
+    assert tables.at(8).parts["image"].forward_ns(100, 10**4) == pytest.approx(
         3 * ONE.parts["image"].forward_ns(100, 10**4), rel=0.01
     )
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_holds_the_tables_of_all_later_steps() -> None:
         again = alone()
         assert again.restore(json.loads(json.dumps(tables.state(step))))
         assert [again.at(n) for n in range(step + 1, 50)] == [tables.at(n) for n in range(step + 1, 50)]
-        assert len(tables.since) <= 5
+        assert len(tables.since) <= 6
     assert tables.at(50).number > 1
     slower = alone(replace(ONE, parts={"image": WorkCost(10**8, 10**5, 10**5 + 1)}))
     assert not slower.restore(tables.state(39))

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,10 +20,10 @@ from ranks import RankPool
 from small import overrides, write_mixed
 
 from omni.compose import compose_config
-from omni.planning.plan_process import PlannerEndedError, PlannerProcess, plan_step, planning_apart
+from omni.planning.plan_process import Planned, PlannerEndedError, PlannerProcess, plan_step, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.training.ahead import Ahead
+from omni.training.ahead import OFFERED_AHEAD, Ahead
 from pipeline.costs import simulate
 from pipeline.verifier import PlanRefusedError
 
@@ -202,6 +203,32 @@ def late(folder: Path) -> None:
         ahead.take(5)
     sys.stdout.flush()
     os._exit(0)  # the thread that plans sleeps on
+
+
+def test_comparing_plans_waits_for_none_that_has_just_been_begun() -> None:
+    slow, go = threading.Event(), threading.Event()
+
+    def plan(step: int, cursor: int, domain: int, table: object) -> Planned:
+        if step == 4:  # begun when step 1 is taken
+            slow.set()
+            assert go.wait(60)
+        taken = SimpleNamespace(next_cursor=step)
+        return Planned(SimpleNamespace(step=step, taken=taken, domain=None), 0.0, 0.0)  # type: ignore[arg-type]
+
+    fetched = SimpleNamespace(failures=())
+    loader = SimpleNamespace(close=lambda: None, submit=lambda *_: None, get=lambda *_: fetched)
+    assembler = SimpleNamespace(fetch_of=lambda *_: None, assemble=lambda *_, **__: None)
+    planner = SimpleNamespace(metas_of=lambda _: None)
+    among = {"domain": 0, "first": 1, "last": 9, "cursor": 0, "timeout_s": 20.0, "table_at": lambda _: None}
+    ahead = Ahead(planner, plan, loader, assembler, **among)  # type: ignore[arg-type]
+    try:
+        assert ahead.take(1).plan.step == 1
+        assert slow.wait(20)
+        assert ahead.plan(1 + OFFERED_AHEAD).step == 3, "while that of step 4 is being made"
+        assert ahead.take(2).plan.step == 2
+    finally:
+        go.set()
+        ahead.close()
 
 
 # Forks, says the child's number, plans for ever.
