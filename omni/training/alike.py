@@ -6,6 +6,7 @@ compares what it is with what the first rank is.
 """
 
 import hashlib
+import json
 import os
 import platform
 import socket
@@ -71,9 +72,7 @@ def check_alike(config: Config, device: torch.device, datasets: Mapping[str, Man
     assert world is not None
     own = description(config, datasets)
     with waiting("comparing programs", world):
-        told = [(socket.gethostname(), own) if rank == 0 else None]
-        dist.broadcast_object_list(told, device=device)
-        host, first = told[0] or ("", {})
+        host, first = _of_the_first([socket.gethostname(), own], device)
         found = differences(own, first)
         odd = torch.tensor([rank if found else -1], dtype=torch.int64, device=device)
         dist.all_reduce(odd, op=dist.ReduceOp.MAX)
@@ -86,6 +85,19 @@ def check_alike(config: Config, device: torch.device, datasets: Mapping[str, Man
         )
     if odd.item() >= 0:
         raise ConfigError(f"rank {odd.item()} is not what rank 0 is: it says in what")
+
+
+def _of_the_first(own: list[Any], device: torch.device) -> list[Any]:
+    """Return what rank 0 gives, as JSON: to unpickle what arrives would be to obey it."""
+    text = bytearray(json.dumps(own).encode())
+    size = torch.tensor([len(text)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    told = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0:
+        told.copy_(torch.frombuffer(text, dtype=torch.uint8))
+    dist.broadcast(told, 0)
+    result: list[Any] = json.loads(bytes(told.tolist()))
+    return result
 
 
 def datasets_of(spec: RunSpec) -> dict[str, Manifest]:
