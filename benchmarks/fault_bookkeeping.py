@@ -97,7 +97,7 @@ def chained_paths(trial: Trial) -> None:
     folder of its own.
     """
     kept = trial.folder / "a::kept"
-    trial.train(f"'train.checkpoint_dir={kept}'")
+    trial.train(f'train.checkpoint_dir="{kept}"')
     trial.ends_with(0)
     check(complete_in(kept)[-1:] == [STEPS], f"{sorted(trial.folder.iterdir())}")
 

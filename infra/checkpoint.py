@@ -223,7 +223,9 @@ def claim(storage: Storage, run: str | None, adopt: bool = False) -> str:
     elif found != run:
         raise CheckpointError(
             f"{storage} holds checkpoints of another run ({found}, and this one is {run}): go on with that "
-            f"run in its own folder, or give this one a train.checkpoint_dir of its own"
+            f"run in its own folder, or give this one a train.checkpoint_dir of its own; "
+            f"for a new folder of that run, "
+            f"copy {RUN} into it"
         )
     return run
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infra.checkpoint import RUN, Keep, claim, complete, folder_of, newest, set_aside
+from infra.checkpoint import RUN, Keep, claim, folder_of, newest, set_aside
 from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
 from infra.storage import Storage
@@ -75,8 +75,8 @@ class Checkpoints:
 
     def _own(self) -> str:
         """Return the id of this run, which its folder and its checkpoints both say. A folder without
-        an id takes that of the checkpoints where it has records (of a version that kept it there alone) or
-        where there are checkpoints to go on from, which the launcher refuses to new folders.
+        an id takes that of the checkpoints where it has records, of a version that kept it there alone: two
+        new runs that begin at once are told apart.
 
         Raises:
             CheckpointError: if the checkpoints are another run's.
@@ -84,7 +84,7 @@ class Checkpoints:
         path = self.folder.path / RUN
         own = path.read_text().strip() if path.exists() else None
         inside = self.storage == Storage.at(self.folder.checkpoints)
-        known = inside or self.folder.metrics.exists() or bool(complete(self.storage))
+        known = inside or self.folder.metrics.exists()
         run = claim(self.storage, own, adopt=known)
         if run != own:
             write_text(path, run + "\n")
