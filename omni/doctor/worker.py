@@ -20,7 +20,6 @@ from infra.lineage import end_with_parent
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -31,8 +30,9 @@ from omni.models.llm import NAME as LLM
 from omni.planning.layouts import resolve_layout
 from omni.training.worker import exit_with
 from ops.device import backend_name, select_device
-from parallel.groups import Groups, make_groups
+from parallel.groups import make_groups
 from parallel.waiting import StallError
+from parallel.warmup import memory_in_use, warm_up
 
 
 def meet(timeout_s: float) -> None:
@@ -77,49 +77,24 @@ def check_sums(device: torch.device) -> bool:
 
 
 def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> dict[str, float]:
-    """Make every process group of a configuration and use each once, as the first step would.
+    """Make every process group of a configuration and use each once, as training does before its first step.
 
     Returns the number of groups that this rank is in with others, of peers over all groups, and the seconds
     and MiB that making and warming took.
     """
     arrangement = resolve_layout(load_config(config_path), dist.get_world_size())
-    used = _memory(device)
+    used = memory_in_use(device)
     start = time.perf_counter()
     groups = make_groups(arrangement, LLM, timedelta(seconds=timeout_s))
     made = time.perf_counter()
-    shared = shared_groups(groups)
-    for group in shared:
-        on = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        dist.all_reduce(torch.zeros(1, device=on), group=group)
-    _synchronise(device)
+    warmed = warm_up(groups, device, wraps=arrangement.llm.parts > 1)
     return {
-        "groups": len(shared),
-        "peers": sum(group.size() - 1 for group in shared),
+        "groups": warmed.groups,
+        "peers": warmed.peers,
         "make_s": made - start,
-        "warm_s": time.perf_counter() - made,
-        "mib": (_memory(device) - used) / 2**20,
+        "warm_s": warmed.seconds,
+        "mib": (memory_in_use(device) - used) / 2**20,
     }
-
-
-def shared_groups(groups: Groups) -> list[dist.ProcessGroup]:
-    """The groups of a rank that have other ranks in them, each once, in the order in which they were made."""
-    found: list[Any] = [value for value in vars(groups).values() if isinstance(value, dist.ProcessGroup)]
-    for collection in groups.components.values():
-        found += [value for value in vars(collection).values() if isinstance(value, dist.ProcessGroup)]
-    once = {id(group): group for group in found if group.size() > 1}
-    return list(once.values())
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return psutil.Process().memory_info().rss
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def examine(config: Path, timeout_s: float) -> dict[str, Any]:

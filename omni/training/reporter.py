@@ -26,6 +26,7 @@ from omni.training.opening import opening
 from omni.training.progression import Progression
 from omni.training.slowness import Slowest
 from omni.training.transcriptions import lines_of, summed_up
+from parallel.warmup import Warmed
 from pipeline.plan import StepPlan
 
 NUM_SLOWEST = 5
@@ -50,7 +51,7 @@ class Reporter:
         self.loss = float("nan")
         self.peaks: tuple[int, ...] = ()
         self.saves_s = 0.0
-        self.saves: dict[str, float] = {}
+        self.beside: dict[str, float] = {}
         self.schedules = Counter[str]()
         self.left_out_said = 0
         self.alerts = Alerts()
@@ -73,6 +74,11 @@ class Reporter:
         self.progress = Progress(spec.config.train.steps)
         self.progress.note("\n".join(opening(spec, folder, resumed, self.tracker.where)))
 
+    def began(self, warmed: Warmed) -> None:
+        """Report with the first step what using all communicators once has taken."""
+        if self.active and warmed.groups:
+            self.beside |= warmed.metrics()
+
     def step(
         self,
         run: StepRun,
@@ -93,8 +99,8 @@ class Reporter:
         step, norms = plan.step, optimizer.norms(totals)
         rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
-        metrics |= self.saves | (slow_rank.metrics() if slow_rank is not None else {})
-        self.saves = {}
+        metrics |= self.beside | (slow_rank.metrics() if slow_rank is not None else {})
+        self.beside = {}
         if recorded:
             self._draw(step)
         self.tracker.log(step, metrics | heldout)
@@ -128,13 +134,13 @@ class Reporter:
     def held_up(self, seconds: float) -> None:
         """Count seconds that a save held training up."""
         self.saves_s += seconds
-        self.saves["perf/save_s"] = self.saves.get("perf/save_s", 0.0) + seconds
+        self.beside["perf/save_s"] = self.beside.get("perf/save_s", 0.0) + seconds
 
     def saved(self, saved: Saved | None) -> None:
         """Say that a checkpoint is there, if one has been written since the last step."""
         if not self.active or saved is None:
             return
-        self.saves |= {"perf/save_write_s": saved.seconds, "perf/save_gb": saved.bytes / 1e9}
+        self.beside |= {"perf/save_write_s": saved.seconds, "perf/save_gb": saved.bytes / 1e9}
         self.progress.note(
             f"checkpoint of step {saved.step} saved in {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB: "
             f"{saved.where}"

@@ -50,6 +50,7 @@ from omni.training.storage import storage_of
 from omni.training.timeline import meet, record
 from ops.device import peak_memory_bytes
 from parallel.consensus import Consensus, DivergenceError, explain
+from parallel.warmup import warm_up
 from pipeline.laps import DATA, END, idle_of
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
@@ -87,6 +88,9 @@ class Trainer:
         world = spec.arrangement.world
         self.say(f"building the model on {world} rank{'s' * (world > 1)}")
         self.rank: Rank = build_rank(spec, rank, device, self.note)
+        self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.parts > 1)
+        if self.first and world > 1:
+            print(self.warmed, flush=True)
         planner = spec.planner
         self.consensus = Consensus(
             self.rank.groups.control, (1, planner.num_groups, spec.arrangement.num_domains)
@@ -405,6 +409,7 @@ class Trainer:
         """Report on the first rank; close the trackers whatever happens."""
         dist.barrier(self.rank.groups.control)  # every rank has read the folder before it is written to
         reporter = Reporter(self.spec, self.folder, self.progression, resumed, active=self.rank.is_first)
+        reporter.began(self.warmed)
         try:
             yield reporter
         except BaseException:
