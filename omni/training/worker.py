@@ -75,6 +75,8 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         timeout = timedelta(seconds=config.train.timeout_s)
+        # Not bound to the device: torch would then split this group's communicator to make each other one,
+        # which all ranks must enter, and ours are made by their members alone.
         dist.init_process_group(backend_name(), timeout=timeout, rank=rank, world_size=world)
         check_alike(config, device, datasets_of(spec))
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
