@@ -43,18 +43,16 @@ def fill(
     boundary: Boundary,
     late: int = 0,
     room: int | None = None,
-    lookahead: int | None = None,
     apart: bool = False,
 ) -> list[list[Op]]:
     """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
     encoding keeps the given order.
 
     Passes may begin `late` after their latest moments, and as late as others had to, for the sake of quanta.
-    Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more; no quantum is
-    encoded more than `lookahead` microbatches ahead of the first part. If they are to stay `apart`, quanta
-    come between passes only where these bounds leave no other place.
+    Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more. If they are to
+    stay `apart`, quanta come between passes only where this bound leaves no other place.
     """
-    return _Machine(crews, passes, quanta, barriers, boundary, late, room, lookahead, apart).run()
+    return _Machine(crews, passes, quanta, barriers, boundary, late, room, apart).run()
 
 
 class _Machine:
@@ -67,13 +65,11 @@ class _Machine:
         boundary: Boundary,
         late: int,
         room: int | None,
-        lookahead: int | None,
         apart: bool,
     ) -> None:
         units, microbatches = len(crews.units), len(boundary.ship_ns)
         self.crews, self.boundary, self.apart = crews, boundary, apart
         self.room = _NO_LIMIT if room is None else room
-        self.lookahead = _NO_LIMIT if lookahead is None else lookahead
         self.out: list[list[Op]] = [[] for _ in range(units)]
         # Units: what each runs and until when; those that wait for others to come have no end.
         self.events = [(0, -unit) for unit in range(units)]
@@ -156,7 +152,7 @@ class _Machine:
             may_encode = ready is None or self.apart
             if urgent and not fits and (may_go_back or self.later[unit]):
                 self.go_back(unit, now)
-            elif fits and (urgent or (may_encode and first <= self.enters + self.lookahead)):
+            elif fits and (urgent or may_encode):
                 self.encode(unit, now)
             elif ready is not None:
                 self.begin(crew, ready, unit, now)
@@ -260,8 +256,7 @@ class _Machine:
         """Let the next barrier gather that may: the units that it waits for."""
         if self.barriers:
             quantum = self.barriers[0]
-            soon = quantum.microbatches[0] <= self.enters + self.lookahead
-            if forced or (soon and all(self.fits(unit, quantum) for unit in quantum.units)):
+            if forced or all(self.fits(unit, quantum) for unit in quantum.units):
                 self.barriers.popleft()
                 for unit in quantum.units:
                     self.held[unit] += quantum.kept

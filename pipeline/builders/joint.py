@@ -30,11 +30,10 @@ from pipeline.rules.lists import ENCODES
 QUANTA = 2  # for each slot and microbatch
 
 
-def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int | None = None) -> Order:
+def build_joint(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     """Order the teams of a domain; a chunk of one slot may come to another of its encoder.
 
-    No chunk is encoded more than `lookahead` microbatches ahead of the first part, nor beyond the domain's
-    bounds on activations of encoders.
+    No chunk is encoded beyond the domain's bounds on activations of encoders.
     """
     crews = crews_of(domain, facts.slots)
     boundary = _boundary(domain, facts, crews)
@@ -47,7 +46,7 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts, lookahead: int
     bounds = dict(domain.bounds)
     room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
     late = _late(rooms, free, makespan)
-    units = fill(crews, of_llm, quanta, barriers, boundary, late, room, lookahead, facts.one_queue)
+    units = fill(crews, of_llm, quanta, barriers, boundary, late, room, facts.one_queue)
     narrow = _narrow(domain, crews, free, slots)
     return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 

@@ -8,8 +8,6 @@ from domain_plans import BUILDERS, Shape, Work, make_plan
 
 from parallel.work import Grad
 from pipeline.builders import ENCODE_FIRST, JOINT, JOINT_ZERO_BUBBLE_H1, Facts
-from pipeline.builders.joint import build_joint
-from pipeline.builders.one_f_one_b import one_f_one_b_passes
 from pipeline.builders.shares import Room, deal_out, share_out
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
@@ -107,19 +105,6 @@ def test_activations_of_encoders_stay_under_their_bound(room):
     for policy in (JOINT, JOINT_ZERO_BUBBLE_H1):
         order = policy(base, Facts(costs, lambda rank, op: 1, slots))
         assert max(map(held, order)) == room
-
-
-def test_no_chunk_is_encoded_further_ahead_than_asked():
-    costs = costs_of(100)
-    base = replace(domain_of("joint", costs), routes=(), ops=())
-    facts = Facts(costs, lambda rank, op: 1, {"image": [(rank,) for rank in range(STAGES)]})
-    for lookahead in (1, 3):
-        order = build_joint(one_f_one_b_passes, base, facts, lookahead)
-        first = order[0]  # the stage that rows enter
-        for at, op in enumerate(first):
-            if op.kind is Kind.ENCODE:
-                entered = sum(before.kind is Kind.FORWARD for before in first[:at])
-                assert base.chunks[op.index].microbatches[0] <= entered + lookahead
 
 
 def test_chunks_that_all_ranks_share_come_before_the_pipeline_and_after_it():
