@@ -115,6 +115,7 @@ def _alone(errors: str, function: Callable[..., None], args: tuple[Any, ...]) ->
 
 def _serve(pipe: Connection, secret: str) -> None:
     os.environ[SECRET] = secret
+    own = dict(os.environ)  # megatron sets variables as it builds a model
     torch.set_num_threads(1)
     gc.freeze()  # what imports have made stays, and is not looked through
     while True:
@@ -131,6 +132,8 @@ def _serve(pipe: Connection, secret: str) -> None:
             dist.destroy_process_group()
         except BaseException:
             result = (False, traceback.format_exc())
+        os.environ.clear()
+        os.environ.update(own)
         pipe.send(result)
         if not result[0]:
             return

@@ -216,7 +216,8 @@ from infra.tracking import make_tracker
 folder = RunFolder.create(pathlib.Path(sys.argv[1]))
 tracker = make_tracker("wandb", folder, About({}, "a run", "omni-tests", None, "offline"), None)
 tracker.log(1, {"loss/train": 1.0})
-(service,) = [p for p in psutil.Process().children(recursive=True) if p.name() == "wandb-core"]
+# The first: one that it is about to start has its name for a moment, too.
+service = next(p for p in psutil.Process().children(recursive=True) if p.name() == "wandb-core")
 service.kill()
 service.wait()
 for step in range(2, 40):

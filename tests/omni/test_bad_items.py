@@ -80,7 +80,11 @@ def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
 @pytest.mark.parametrize(
     ("how", "error", "says"),
     [
-        ("bad", "BadDataError", "source mixed, sample 1, item 0: nothing to be seen. Mend the data"),
+        (
+            "bad",
+            "BadDataError",
+            "source mixed, sample 1 ('strip1'), item 0: nothing to be seen. Mend",
+        ),
         ("bug", "ZeroDivisionError", "a mistake of its author The item is that of source 'mixed', sample 1"),
         ("count", "DataError", "mixed, sample 1, item 0: image made "),
     ],
