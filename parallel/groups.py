@@ -5,12 +5,7 @@ world. The order of creation follows from the arrangement alone, hence is the sa
 
 Invariant: every rank creates the same number of groups. torch names a group that only its members create by
 its ranks and by how many groups the process has; members that count differently wait for each other under
-different names until they time out. A rank that is not in a group therefore makes one of itself instead, and
-so does one that has a group of the same ranks already, for traffic that may share it.
-
-A communicator takes device memory on every rank. So traffic shares one where ranks issue it in one order
-anyway: what layers, optimizers and totals do. That of the pipeline, of the boundary and of shared sequences
-runs beside it and has its own.
+different names until they time out. A rank that is not in a group therefore makes one of itself instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,47 +41,32 @@ class Groups:
     components: Mapping[str, ProcessGroupCollection]
 
 
-def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta, tied: bool = True) -> Groups:
-    """Create all groups of this rank; `llm` is the name of the component with stages, whose output may be
-    `tied` to its embedding.
-    """
-    return _groups(_Maker(dist.get_rank(), timeout), arrangement, llm, tied)
+def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Groups:
+    """Create all groups of this rank; `llm` is the name of the component with stages."""
+    return _groups(_Maker(dist.get_rank(), timeout), arrangement, llm)
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Groups with others that a rank has: communicators of its device, groups of its CPU, and all peers."""
-
-    device: int
-    cpu: int
-    peers: int
-
-
-def count_groups(arrangement: Arrangement, llm: str, rank: int, tied: bool = True) -> Counted:
-    """Return what groups with others `make_groups` creates on a rank."""
+def count_groups(arrangement: Arrangement, llm: str, rank: int) -> tuple[int, int]:
+    """Return how many groups with others `make_groups` creates on a rank, and of how many peers in sum."""
     counter = _Counter(rank, timedelta(0))
-    _groups(counter, arrangement, llm, tied)
-    backends = [backend for backend, _ in counter.made_of]
-    peers = sum(size - 1 for _, size in counter.made_of)
-    return Counted(backends.count(None), len(backends) - backends.count(None), peers)
+    _groups(counter, arrangement, llm)
+    return len(counter.peers), sum(counter.peers)
 
 
-def _groups(maker: "_Maker", arrangement: Arrangement, llm: str, tied: bool) -> Groups:
+def _groups(maker: "_Maker", arrangement: Arrangement, llm: str) -> Groups:
     everyone = range(arrangement.world)
     domain = arrangement.domain_ranks(arrangement.domain(maker.rank))
     mesh = arrangement.mesh
-    world = maker.world(everyone)
-    forward, backward = maker.axes(mesh, "pp", fresh=True), maker.axes(mesh, "pp", fresh=True)
-    collections = {llm: _llm_collection(maker, arrangement, forward, tied)}
+    collections = {llm: _llm_collection(maker, arrangement)}
     for name, encoder_mesh in arrangement.encoder_meshes.items():
         collections[name] = _encoder_collection(maker, encoder_mesh)
     return Groups(
-        world=world,
+        world=maker.own(everyone),
         control=maker.own(everyone, backend="gloo"),
         saving=maker.own(everyone, backend="gloo"),
         domain_control=maker.own(domain, backend="gloo"),
-        forward=forward,
-        backward=backward,
+        forward=maker.axes(mesh, "pp", fresh=True),
+        backward=maker.axes(mesh, "pp", fresh=True),
         ship=maker.own(domain),
         back=maker.own(domain),
         components={name: pg for name, pg in collections.items() if pg is not None},
@@ -94,75 +74,55 @@ def _groups(maker: "_Maker", arrangement: Arrangement, llm: str, tied: bool) -> 
 
 
 class _Maker:
-    """Creates groups of this rank; those of the same ranks are made once, unless they are to be apart."""
+    """Creates groups of this rank; groups along the same axes of a mesh are made once."""
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         self.rank = rank
         self.timeout = timeout
-        self.made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.made: dict[tuple[int, tuple[str, ...]], dist.ProcessGroup] = {}
 
     def own(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         members = list(ranks) if self.rank in ranks else [self.rank]
         return dist.new_group(members, self.timeout, backend, use_local_synchronization=True)
 
-    def world(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The default group, which has all `ranks`."""
-        world = dist.group.WORLD
-        assert world is not None
-        assert world.size() == len(ranks)
-        self.made[tuple(ranks)] = world
-        return world
-
-    def shared(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The group of these ranks, this one among them, for all traffic that is in one order."""
-        members = tuple(ranks) if self.rank in ranks else (self.rank,)
-        if members in self.made:
-            self.own((self.rank,))  # all ranks keep count alike
-        else:
-            self.made[members] = self.own(members)
-        return self.made[members]
-
     def axes(self, mesh: Mesh, *names: str, fresh: bool = False) -> dist.ProcessGroup:
         """The group of this rank along axes of a mesh; `fresh` for one that no other traffic uses."""
-        ranks = sorted(mesh.group(self.rank, *names)) if self.rank in mesh else ()
-        return self.own(ranks) if fresh else self.shared(ranks)
+        key = (id(mesh), mesh.axes(names))
+        if fresh or key not in self.made:
+            # Whether it was made before depends on the mesh alone, so all ranks keep count alike.
+            ranks = mesh.group(self.rank, *names) if self.rank in mesh else ()
+            self.made[key] = self.own(sorted(ranks))
+        return self.made[key]
 
 
 class _Counter(_Maker):
-    """Creates nothing, and notes backend and size of each group that has others."""
+    """Creates nothing, and notes the number of peers in each group that has others."""
 
     def __init__(self, rank: int, timeout: timedelta) -> None:
         super().__init__(rank, timeout)
-        self.made_of: list[tuple[str | None, int]] = []
+        self.peers: list[int] = []
 
     def own(self, ranks: Sequence[int], backend: str | None = None) -> Any:
         if self.rank in ranks and len(ranks) > 1:
-            self.made_of.append((backend, len(ranks)))
-
-    def world(self, ranks: Sequence[int]) -> Any:
-        self.made[tuple(ranks)] = self.own(ranks)
+            self.peers.append(len(ranks) - 1)
 
 
-def _llm_collection(
-    maker: _Maker, arrangement: Arrangement, pipeline: dist.ProcessGroup, tied: bool
-) -> ProcessGroupCollection | None:
-    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism. Of its
-    `pipeline` it asks for places alone: messages between stages are the engine's.
-    """
+def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupCollection | None:
+    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism."""
     mesh, experts = arrangement.mesh, arrangement.expert_mesh
     pg = _collection(maker, mesh)
     pg.pool = maker.axes(mesh, "cp", "replica", fresh=True)
-    pg.pp, pg.mp = pipeline, maker.axes(mesh, "tp", "pp")
+    pg.pp, pg.mp = maker.axes(mesh, "pp"), maker.axes(mesh, "tp", "pp")
     pg.ep = pg.tp_ep = maker.axes(experts, "ep")
     pg.expt_tp = maker.axes(experts)
     pg.expt_dp = pg.intra_expt_dp = maker.axes(experts, "edp")
-    pg.tp_ep_pp = maker.axes(experts, "ep", "pp") if arrangement.llm.ep > 1 else pipeline
+    pg.tp_ep_pp = maker.axes(experts, "ep", "pp")
     pg.intra_dist_opt = maker.axes(mesh, "tp", "cp", "dp", "pp")
     # The first and last stages share the word embedding when it is tied to the output.
     stages = mesh.group(maker.rank, "pp") if maker.rank in mesh else ()
     ends = tuple(dict.fromkeys((stages[0], stages[-1]))) if stages else ()
-    embd = maker.own(ends) if tied else maker.own(())
-    pg.embd = embd if tied and maker.rank in ends else None
+    embd = maker.own(ends)
+    pg.embd = embd if maker.rank in ends else None
     pg.pos_embd = pg.expt_tp if stages and maker.rank == stages[0] else None
     return pg if maker.rank in mesh else None
 

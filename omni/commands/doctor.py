@@ -130,12 +130,9 @@ def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
         yield Finding("process groups", False, str(error), "choose a layout and ranks that fit each other")
         return
     some = {*range(0, ranks, max(1, ranks // 64)), ranks - 1}  # ranks of a stage are alike
-    tied = config.model.llm.tied
-    counts = [count_groups(arrangement, LLM, rank, tied) for rank in sorted(some)]
-    groups = max(of.device + of.cpu for of in counts)
-    told = _counts(arrangement.describe(), groups, max(of.peers for of in counts))
-    of_device = max(of.device for of in counts)
-    yield Finding("process groups", True, f"{told}; {of_device} are communicators of its device (counted)")
+    counts = [count_groups(arrangement, LLM, rank) for rank in sorted(some)]
+    groups, peers = (max(of) for of in zip(*counts, strict=True))
+    yield Finding("process groups", True, f"{_counts(arrangement.describe(), groups, peers)} (counted)")
 
 
 def _counts(layout: str, groups: float, peers: float) -> str:

@@ -82,11 +82,10 @@ def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> di
     Returns the number of groups that this rank is in with others, of peers over all groups, and the seconds
     and MiB that making and warming took.
     """
-    config = load_config(config_path)
-    arrangement = resolve_layout(config, dist.get_world_size())
+    arrangement = resolve_layout(load_config(config_path), dist.get_world_size())
     used = memory_in_use(device)
     start = time.perf_counter()
-    groups = make_groups(arrangement, LLM, timedelta(seconds=timeout_s), tied=config.model.llm.tied)
+    groups = make_groups(arrangement, LLM, timedelta(seconds=timeout_s))
     made = time.perf_counter()
     warmed = warm_up(groups, device, wraps=arrangement.llm.parts > 1)
     return {

@@ -95,8 +95,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
     config, arrangement = spec.config, spec.arrangement
     dtype = dtype_of(config.train.precision)
-    timeout = timedelta(seconds=config.train.timeout_s)
-    groups = make_groups(arrangement, LLM, timeout, tied=config.model.llm.tied)
+    groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
     stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None

@@ -12,11 +12,8 @@ from small import overrides, write_mixed
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config
-from omni.models.llm import NAME as LLM
-from omni.planning.layouts import resolve_layout
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
-from parallel.groups import count_groups
 from parallel.warmup import messages
 
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48}"
@@ -111,10 +108,3 @@ def test_stages_hand_on_in_turn() -> None:
     assert messages(3, forward=True, wraps=True) == [(0, 1), (1, 2), (2, 0)]
     assert messages(3, forward=False, wraps=True) == [(1, 0), (2, 1), (0, 2)]
     assert messages(1, forward=True, wraps=True) == []
-
-
-def test_a_rank_of_the_70b_has_few_communicators() -> None:
-    config = compose_config(["experiment=llama3_70b"])
-    arrangement = resolve_layout(config, 128)
-    counts = [count_groups(arrangement, LLM, rank, tied=config.model.llm.tied) for rank in range(128)]
-    assert max(count.device for count in counts) <= 12
