@@ -17,6 +17,7 @@ from parallel.control_tree import Tree
 from parallel.control_values import Op
 
 STEPS = 6
+EXCHANGES = STEPS + 3  # two gathers and a broadcast behind them
 SLOW, LOST, OTHER = 77, 101, 93  # the slow rank, that with a lost item, that with another plan
 
 
@@ -78,13 +79,12 @@ def run(rank, tree, store, seconds):
             if step + 1 < STEPS:
                 control.offer("step", step + 1, numbers(rank, step + 1))
             found.append(control.settle("step", step))
-        sent, received = control.sent, control.received
         digests = control.gather("explain", numbers(rank, STEPS - 1)["plan"][1][0])
         told = control.broadcast("told", f"from {rank}", source=tree.world - 1)
         uss = psutil.Process().memory_full_info().uss
         others = [of for of, digest in enumerate(digests) if digest != digests[0]]
-        control.gather("end", None)
-        return [found, opened, sent, received, others, told, uss, sorted({"torch"} & set(sys.modules))]
+        control.gather("end", None)  # behind it nobody sends: the counts are those of all exchanges
+        return [found, opened, control.sent, control.received, others, told, uss, sorted({"torch"} & set(sys.modules))]
     finally:
         control.close()
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from control_ranks import LOST, OTHER, SLOW, STEPS
+from control_ranks import EXCHANGES, LOST, OTHER, SLOW, STEPS
 
 from parallel.control import Control
 from parallel.control_tree import Tree
@@ -248,7 +248,7 @@ def test_128_light_processes_name_a_plan_a_slow_rank_and_a_tombstone():
     for rank, of in enumerate(light(128, 8, 60)):
         found, opened, sent, received, others, told, uss, heavy = of
         assert opened == tree.connections(rank) <= 8 + 2 * 4
-        assert sent == received == STEPS * tree.connections(rank) <= STEPS * (8 + 4)
+        assert sent == received == EXCHANGES * tree.connections(rank) <= EXCHANGES * (8 + 4)
         for step, numbers in enumerate(found):
             agreed = numbers["plan"][0] == -numbers["plan"][1]
             assert agreed == (step != STEPS - 1)
