@@ -39,8 +39,9 @@ class FolderStore:
 
     def set(self, key, value):
         path = self.path(key)
-        path.with_suffix(".new").write_text(value)
-        path.with_suffix(".new").rename(path)
+        new = path.with_name(f"{path.name}.new")
+        new.write_text(value)
+        new.rename(path)
 
     def get(self, key, timeout_s=60):
         until = time.monotonic() + timeout_s
@@ -84,7 +85,8 @@ def run(rank, tree, store, seconds):
         uss = psutil.Process().memory_full_info().uss
         others = [of for of, digest in enumerate(digests) if digest != digests[0]]
         control.gather("end", None)  # behind it nobody sends: the counts are those of all exchanges
-        return [found, opened, control.sent, control.received, others, told, uss, sorted({"torch"} & set(sys.modules))]
+        loaded = sorted({"torch"} & set(sys.modules))
+        return [found, opened, control.sent, control.received, others, told, uss, loaded]
     finally:
         control.close()
 
