@@ -25,32 +25,20 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from parallel.control_links import LOOPBACK, Peer, Store, connect
 from parallel.control_tree import Tree
 from parallel.control_values import Layout, LayoutError, Part
-from parallel.handshake import StrangerError, admit, greet
 from parallel.stalls import StallError
 
 _HEAD = struct.Struct("!IBqB")  # bytes behind it, kind, step, bytes of the tag
 _UP, _DOWN, _LATE, _ABORT, _BYE = range(5)
 _SHOWN = 8  # ranks that an error names
 _LARGEST = 2**30
+_NOTHING = b"{}"
 
 Key = tuple[str, int]
-
-
-class Store(Protocol):
-    """Where ranks leave addresses: what torch's stores can do."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, 0 at first, and return what it is then."""
-
-    def set(self, key: str, value: str) -> None:
-        """Leave a value."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a value and return it."""
 
 
 @dataclass
@@ -61,19 +49,9 @@ class _Pending:
     merge: Callable[[list[bytes]], bytes] | None = None
     got: dict[int, bytes] = field(default_factory=dict)
     late: dict[int, list[int]] = field(default_factory=dict)
-    told: bool = False
-    answer: "Future[bytes]" = field(default_factory=Future)
-
-
-class _Peer:
-    """A proved connection to the rank above or one below."""
-
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank = rank
-        self.connection = connection
-        self.incoming = bytearray()
-        self.outgoing = bytearray()
-        self.left = False
+    told: bool = False  # those above, by a message of this rank or that it is late
+    told_below: bool = True  # the answer; else only that there is one
+    answer: "Future[bytes] | None" = None  # of this rank, once it has offered
 
 
 class Control:
@@ -83,7 +61,7 @@ class Control:
     """
 
     def __init__(
-        self, rank: int, tree: Tree, store: Store, secret: bytes, timeout_s: float, host: str = "127.0.0.1"
+        self, rank: int, tree: Tree, store: Store, secret: bytes, timeout_s: float, host: str = LOOPBACK
     ) -> None:
         """Connect to the rank above and wait for those below.
 
@@ -92,10 +70,11 @@ class Control:
         """
         self.rank, self.tree, self.timeout_s = rank, tree, timeout_s
         self.sent = self.received = 0  # messages, over all time
-        self.peers: dict[int, _Peer] = {}
+        self.peers: dict[int, Peer] = {}
         self.problem: str | None = None
         self._pending: dict[Key, _Pending] = defaultdict(_Pending)
         self._layouts: dict[Key, Layout] = {}
+        self._answers: dict[Key, Future[bytes]] = {}
         self._numbers: dict[str, int] = defaultdict(int)
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closing = False
@@ -104,7 +83,7 @@ class Control:
             return
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
-        for peer in _connect(rank, tree, store, secret, timeout_s, host):
+        for peer in connect(rank, tree, store, secret, timeout_s, host):
             self.peers[peer.rank] = peer
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -120,27 +99,43 @@ class Control:
         self._layouts[tag, step] = layout
         self._offer((tag, step), layout.pack(parts), layout.merge)
 
-    def settle(self, tag: str, step: int) -> dict[str, tuple[int, ...]]:
-        """Return what all ranks' numbers came to, by name; waits if that is not known yet.
+    def settle(self, tag: str, step: int, timeout_s: float | None = None) -> dict[str, tuple[int, ...]]:
+        """Return what all ranks' numbers came to, by name; waits if that is not known yet, `timeout_s` at
+        most where it is given. Once for each offer, or again after a wait that was too short.
 
         Raises:
             StallError: naming the ranks that have not offered, or that have gone.
         """
-        return self._layouts.pop((tag, step)).unpack(self._answer((tag, step)))
+        answer = self._answer((tag, step), timeout_s)
+        return self._layouts.pop((tag, step)).unpack(answer)
 
-    def gather(self, tag: str, value: Any) -> list[Any]:
-        """Return the value of every rank, by rank, on every rank: plain ones, as JSON. All ranks call it in
-        the same order for a tag, one thread a tag. For what is rare: it holds a value a rank.
+    def share(self, tag: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all ranks together, by names of which no two ranks give the same: plain ones,
+        as JSON. All ranks call it in the same order for a tag, one thread a tag. For what is rare, or small.
 
         Raises:
             StallError: as `settle`.
         """
-        found = self._exchange(tag, {str(self.rank): value})
-        return [found[str(rank)] for rank in range(self.tree.world)]
+        return self._exchange(tag, values)
+
+    def barrier(self, tag: str) -> None:
+        """Return when all ranks have come here; otherwise as `share`."""
+        self.share(tag, {})
+
+    def gather(self, tag: str, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank, on every rank; otherwise as `share`."""
+        return self._by_rank(self.share(tag, {str(self.rank): value}))
+
+    def collect(self, tag: str, value: Any) -> list[Any] | None:
+        """Return the value of every rank, by rank, on the first rank, and None on the others, which hold no
+        more than what goes through them; otherwise as `share`.
+        """
+        found = self._exchange(tag, {str(self.rank): value}, told=False)
+        return self._by_rank(found) if self.rank == 0 else None
 
     def broadcast(self, tag: str, value: Any, source: int = 0) -> Any:
-        """Return the value of the rank `source`, on every rank; as `gather`, of which it holds one value."""
-        return self._exchange(tag, {str(source): value} if self.rank == source else {})[str(source)]
+        """Return the value of the rank `source`, on every rank; otherwise as `share`."""
+        return self.share(tag, {"": value} if self.rank == source else {})[""]
 
     def close(self) -> None:
         """Leave, once what was sent has gone out. Whoever still waits for this rank learns it."""
@@ -149,44 +144,40 @@ class Control:
             self._thread.join(self.timeout_s)
             self._thread = None
 
-    def _exchange(self, tag: str, values: dict[str, Any]) -> dict[str, Any]:
+    def _exchange(self, tag: str, values: Mapping[str, Any], told: bool = True) -> dict[str, Any]:
         key = f"json:{tag}", self._numbers[tag]
         self._numbers[tag] += 1
-        self._offer(key, json.dumps(values).encode(), _merge_json)
-        return json.loads(self._answer(key))
+        self._offer(key, json.dumps(values).encode(), _merge_json, told)
+        found: dict[str, Any] = json.loads(self._answer(key))
+        return found
+
+    def _by_rank(self, found: Mapping[str, Any]) -> list[Any]:
+        return [found[str(rank)] for rank in range(self.tree.world)]
 
     # Of the caller's thread.
 
-    def _offer(self, key: Key, message: bytes, merge: Callable[[list[bytes]], bytes]) -> None:
+    def _offer(
+        self, key: Key, message: bytes, merge: Callable[[list[bytes]], bytes], told: bool = True
+    ) -> None:
+        answer = self._answers[key] = Future[bytes]()
         if self._thread is None:
-            self._pending[key].answer.set_result(message)
+            answer.set_result(message)
         else:
-            self._do(lambda: self._arrived(key, self.rank, message, merge))
+            self._do(lambda: self._offered(key, message, merge, told, answer))
 
-    def _answer(self, key: Key) -> bytes:
-        if self._thread is not None:
-            made: Future[_Pending] = Future()
-            self._do(lambda: made.set_result(self._pending[key]))
-            pending = made.result(self.timeout_s)
-        else:
-            pending = self._pending[key]
+    def _answer(self, key: Key, timeout_s: float | None = None) -> bytes:
+        # Those above know who is late, and say so after `timeout_s`.
+        longest = timeout_s or 1.5 * self.timeout_s
         try:
-            # Those above know who is late, and say so after `timeout_s`.
-            return pending.answer.result(1.5 * self.timeout_s)
+            answer = self._answers[key].result(longest)
         except NotYet:
             above = self.tree.parent(self.rank)
             raise StallError(
                 f"rank {self.rank} waited at {_named(key)} for rank {self.rank if above is None else above}: "
-                f"no answer in {1.5 * self.timeout_s:g} s"
+                f"no answer in {longest:g} s"
             ) from None
-        finally:
-            if self._thread is None:
-                self._forget(key)
-            else:
-                self._do(lambda: self._forget(key))
-
-    def _forget(self, key: Key) -> None:
-        self._pending.pop(key, None)
+        del self._answers[key]
+        return answer
 
     def _do(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
@@ -219,7 +210,7 @@ class Control:
             self._tasks.get()()
         self._look_for_late()
 
-    def _move(self, peer: _Peer, events: int) -> None:
+    def _move(self, peer: Peer, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 del peer.outgoing[: peer.connection.send(peer.outgoing)]
@@ -235,7 +226,7 @@ class Control:
         except (OSError, ValueError) as error:
             self._gone(peer, str(error))
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         while len(peer.incoming) >= _HEAD.size:
             size, kind, step, tag_size = _HEAD.unpack_from(peer.incoming)
             if size > _LARGEST or tag_size > size:
@@ -248,11 +239,11 @@ class Control:
             self.received += kind in (_UP, _DOWN)
             self._heed(peer, kind, key, body[tag_size:])
 
-    def _heed(self, peer: _Peer, kind: int, key: Key, message: bytes) -> None:
+    def _heed(self, peer: Peer, kind: int, key: Key, message: bytes) -> None:
         if kind == _UP:
             self._arrived(key, peer.rank, message)
         elif kind == _DOWN:
-            self._known(key, message)
+            self._known(key, message, below=message)
         elif kind == _LATE:
             self._pending[key].late[peer.rank] = json.loads(message)
         elif kind == _ABORT:
@@ -260,14 +251,23 @@ class Control:
         elif kind == _BYE:
             self._gone(peer, "it left the run")
 
-    def _arrived(
-        self, key: Key, rank: int, message: bytes, merge: Callable[[list[bytes]], bytes] | None = None
+    def _offered(
+        self,
+        key: Key,
+        message: bytes,
+        merge: Callable[[list[bytes]], bytes],
+        told: bool,
+        answer: "Future[bytes]",
     ) -> None:
         pending = self._pending[key]
+        pending.merge, pending.told_below, pending.answer = merge, told, answer
+        self._arrived(key, self.rank, message)
+
+    def _arrived(self, key: Key, rank: int, message: bytes) -> None:
+        pending = self._pending[key]
         pending.got[rank] = message
-        pending.merge = pending.merge or merge
         if self.problem is not None:
-            self._raise(pending)
+            self._raise(key)
         elif pending.merge is not None and not self._missing(pending):
             try:
                 merged = pending.merge([message for _, message in sorted(pending.got.items())])
@@ -277,7 +277,7 @@ class Control:
             pending.told = True
             above = self.tree.parent(self.rank)
             if above is None:
-                self._known(key, merged)
+                self._known(key, merged, below=merged if pending.told_below else _NOTHING)
             else:
                 self._send(above, _UP, key, merged)
         else:
@@ -288,14 +288,12 @@ class Control:
         if gone:
             self._fail(f"rank {self.rank} waited at {_named(key)} for rank {gone[0]}: it left the run")
 
-    def _known(self, key: Key, answer: bytes) -> None:
+    def _known(self, key: Key, answer: bytes, below: bytes) -> None:
         for child in self.tree.children(self.rank):
-            self._send(child, _DOWN, key, answer)
-        pending = self._pending[key]
-        pending.got.clear()
-        pending.told = True
-        if not pending.answer.done():
-            pending.answer.set_result(answer)
+            self._send(child, _DOWN, key, below)
+        pending = self._pending.pop(key)
+        assert pending.answer is not None
+        pending.answer.set_result(answer)
 
     def _missing(self, pending: _Pending) -> list[int]:
         return [rank for rank in (self.rank, *self.tree.children(self.rank)) if rank not in pending.got]
@@ -303,7 +301,7 @@ class Control:
     def _look_for_late(self) -> None:
         now, above = time.monotonic(), self.tree.parent(self.rank)
         for key, pending in list(self._pending.items()):
-            if pending.told or pending.answer.done() or not self._missing(pending):
+            if pending.told or not self._missing(pending):
                 continue
             late = sorted({r for rank in self._missing(pending) for r in pending.late.get(rank, [rank])})
             if above is not None and now - pending.since > self.timeout_s / 2:
@@ -316,22 +314,19 @@ class Control:
                     f"{self.timeout_s:g} s"
                 )
 
-    def _gone(self, peer: _Peer, why: str) -> None:
+    def _gone(self, peer: Peer, why: str) -> None:
         if peer.left:
             return
         peer.left = True
         peer.outgoing.clear()
         self._selector.unregister(peer.connection)
-        waits = any(not pending.answer.done() for pending in self._pending.values())
         if self._closing or self.problem is not None:
             return
         if why != "it left the run":
             self._fail(f"rank {self.rank} lost rank {peer.rank}: {why}")
-        elif waits:
-            for key, pending in list(self._pending.items()):
-                if not pending.answer.done() and (
-                    peer.rank == self.tree.parent(self.rank) or peer.rank not in pending.got
-                ):
+        else:
+            for key, pending in self._pending.items():
+                if peer.rank == self.tree.parent(self.rank) or peer.rank not in pending.got:
                     self._fail(f"rank {self.rank} waited at {_named(key)} for rank {peer.rank}: {why}")
                     return
 
@@ -343,12 +338,13 @@ class Control:
         for rank in self.peers:
             if rank != besides:
                 self._send(rank, _ABORT, ("", 0), problem.encode())
-        for pending in self._pending.values():
-            self._raise(pending)
+        for key in list(self._pending):
+            self._raise(key)
 
-    def _raise(self, pending: _Pending) -> None:
-        if not pending.answer.done():
-            pending.answer.set_exception(StallError(self.problem))
+    def _raise(self, key: Key) -> None:
+        answer = self._pending.pop(key).answer
+        if answer is not None:
+            answer.set_exception(StallError(self.problem))
 
     def _leave(self) -> None:
         for rank in self.peers:
@@ -366,88 +362,14 @@ class Control:
         peer.outgoing += _HEAD.pack(len(tag) + len(message), kind, key[1], len(tag)) + tag + message
         self._watch(peer)
 
-    def _watch(self, peer: _Peer) -> None:
+    def _watch(self, peer: Peer) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outgoing else 0)
         self._selector.modify(peer.connection, events, peer)
 
 
-def _connect(rank: int, tree: Tree, store: Store, secret: bytes, timeout_s: float, host: str) -> list[_Peer]:
-    """Open the connection to the rank above and accept those of the ranks below."""
-    until = time.monotonic() + timeout_s
-    # Every rank counts what it makes: so one made after a restart, or beside, has addresses of its own.
-    prefix = f"control/{store.add(f'control/made/{rank}', 1)}"
-    children, above = tree.children(rank), tree.parent(rank)
-    came: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-    peers: dict[int, _Peer] = {}
-    listener = socket.create_server((host, 0), backlog=max(1, len(children))) if children else None
-    try:
-        if listener is not None:
-            store.set(f"{prefix}/{rank}", json.dumps(listener.getsockname()[:2]))
-            threading.Thread(target=_accept, args=(listener, secret, timeout_s, came), daemon=True).start()
-        if above is not None:
-            address, port = json.loads(store.get(f"{prefix}/{above}"))
-            connection = socket.create_connection((address, port), timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greet(connection, secret, timeout_s)
-            connection.sendall(struct.pack("!I", rank))
-            peers[above] = _Peer(above, connection)
-        while missing := [child for child in children if child not in peers]:
-            try:
-                child, connection = came.get(timeout=max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                names = ", ".join(map(str, missing[:_SHOWN]))
-                raise StallError(f"rank {rank} waited at start-up for rank {names} to connect") from None
-            if child in missing:
-                peers[child] = _Peer(child, connection)
-            else:
-                connection.close()
-    finally:
-        if listener is not None:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            listener.close()
-    return list(peers.values())
-
-
-def _accept(
-    listener: socket.socket,
-    secret: bytes,
-    timeout_s: float,
-    came: "queue.SimpleQueue[tuple[int, socket.socket]]",
-) -> None:
-    """Accept until the listener is closed. Who proves nothing holds nobody else up."""
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=_prove, args=(connection, secret, timeout_s, came), daemon=True).start()
-
-
-def _prove(
-    connection: socket.socket,
-    secret: bytes,
-    timeout_s: float,
-    came: "queue.SimpleQueue[tuple[int, socket.socket]]",
-) -> None:
-    try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        admit(connection, secret, timeout_s)
-        connection.settimeout(timeout_s)
-        name = connection.recv(4, socket.MSG_WAITALL)
-        if len(name) != 4:
-            raise StrangerError("the other end of a connection has not said which rank it is")
-    except OSError:
-        connection.close()
-        return
-    came.put((struct.unpack("!I", name)[0], connection))
-
-
 def _merge_json(messages: list[bytes]) -> bytes:
-    merged: dict[str, Any] = {}
-    for message in messages:
-        merged |= json.loads(message)
-    return json.dumps(merged).encode()
+    """Objects without common names, as one: texts put together, since an index may be large."""
+    return b"{%b}" % b", ".join(message[1:-1] for message in messages if message != _NOTHING)
 
 
 def _named(key: Key) -> str:

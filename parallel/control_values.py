@@ -8,15 +8,13 @@ from hashlib import sha256
 
 import numpy as np
 
-UNITED = 64  # numbers that a union keeps, the smallest; for rare things
-
 
 class Op(Enum):
     """How integers of one name become one result."""
 
     SUM = "sum"  # modulo 2^64, place by place
     MAX = "max"  # place by place
-    UNION = "union"  # each number once, in ascending order, of which the first UNITED are kept
+    UNION = "union"  # each number once, in ascending order; for what is rare
 
 
 Part = tuple[Op, Sequence[int]]
@@ -49,7 +47,7 @@ class Layout:
         for name, op, _ in self.parts:
             ints = list(parts[name][1])
             if op is Op.UNION:
-                ints = sorted(set(ints))[:UNITED]
+                ints = sorted(set(ints))
                 ints = [len(ints), *ints]
             numbers += ints
         return self.digest + np.array(numbers, dtype="<i8").tobytes()

@@ -15,7 +15,7 @@ from control_ranks import EXCHANGES, LOST, OTHER, SLOW, STEPS
 
 from parallel.control import Control
 from parallel.control_tree import Tree
-from parallel.control_values import UNITED, Op
+from parallel.control_values import Op
 from parallel.handshake import StrangerError
 from parallel.stalls import StallError
 
@@ -125,12 +125,41 @@ def test_all_ranks_learn_the_same_exact_numbers_in_any_order(world, per_node):
         assert found[0]["none"] == ()
 
 
-def test_a_union_keeps_the_smallest():
+def test_a_union_keeps_all():
     def function(control):
-        control.offer("a", 0, {"rare": (Op.UNION, range(50 * control.rank, 50 * control.rank + 50))})
+        control.offer("a", 0, {"rare": (Op.UNION, range(50 * control.rank, 50 * control.rank + 60))})
         return control.settle("a", 0)["rare"]
 
-    assert meet(3, 1, function) == [tuple(range(UNITED))] * 3
+    assert meet(3, 1, function) == [tuple(range(160))] * 3
+
+
+def test_what_is_collected_reaches_the_first_rank_alone():
+    """With names and texts that JSON must quote, and nothing of some ranks."""
+
+    def function(control):
+        texts = {f'"{control.rank}"': "}, {"} if control.rank % 2 else {}
+        own = [control.rank, '{"a": "\\}"}', None]
+        return control.collect("index", own), control.share("texts", texts), control.barrier("end")
+
+    for rank, (found, shared, _) in enumerate(meet(6, 2, function)):
+        assert found == (None if rank else [[of, '{"a": "\\}"}', None] for of in range(6)])
+        assert shared == {f'"{odd}"': "}, {" for odd in (1, 3, 5)}
+
+
+def test_an_answer_that_is_not_there_in_a_time_is_named_and_may_be_waited_for_again():
+    late = threading.Event()
+
+    def function(control):
+        if control.rank == 3:
+            late.wait(20)
+        control.offer("plans", 2, {"a": (Op.SUM, [1])})
+        if control.rank == 0:
+            with pytest.raises(StallError, match=r"rank 0 waited at step 2: plans .* no answer in 0.1 s"):
+                control.settle("plans", 2, 0.1)
+            late.set()
+        return control.settle("plans", 2)["a"]
+
+    assert meet(4, 2, function) == [(4,)] * 4
 
 
 def test_texts_travel_on_two_tags_from_two_threads_at_once():
