@@ -87,9 +87,8 @@ def measure(rank: int, world: int, keys: list[str], repetitions: int, steps: int
 
         def step(name: str, is_counted: bool) -> None:
             start, waited, writing = time.perf_counter(), waited_for_core(), is_writing(trainer)
-            prepared = ahead.take(trainer.step + 1)
+            prepared = trainer.begin(ahead, trainer.step + 1)
             trainer.update(trainer.run_step(prepared))
-            trainer.offer(ahead, trainer.step + 2)
             if is_counted and writing == is_writing(trainer):
                 took = time.perf_counter() - start
                 times[f"{name}_clock"].append(took)

@@ -78,9 +78,8 @@ def train(trainer: Trainer, steps: int) -> list[float]:
     losses = []
     with trainer.ahead() as ahead:
         for step in range(trainer.step + 1, trainer.step + steps + 1):
-            done = trainer.run_step(ahead.take(step))
+            done = trainer.run_step(trainer.begin(ahead, step))
             trainer.update(done)
-            trainer.offer(ahead, step + 2)
             losses.append(done.totals.loss)
     return losses
 

@@ -62,7 +62,7 @@ def counted(rank: int, world: int, keys: list[str]) -> tuple[int, int, int]:
     """Save, and restore: files opened, bytes read, bytes held."""
     trainer = make_trainer(rank, world, keys)
     with trainer.ahead() as ahead:
-        trainer.update(trainer.run_step(ahead.take(1)))
+        trainer.update(trainer.run_step(trainer.begin(ahead, 1)))
     trainer.save()
     trainer.checkpoints.wait()
     counts: dict[str, int] = defaultdict(int)

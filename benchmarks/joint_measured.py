@@ -68,7 +68,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import SourceConfig
 from omni.planning.prepare import prepare_run
-from omni.training.ahead import OFFERED_AHEAD, Ahead
+from omni.training.ahead import Ahead
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
 from pipeline.costs import plan_costs, simulate
@@ -122,8 +122,7 @@ class Measured(NamedTuple):
 
 def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Measured:
     """Run a step on both ranks and measure it, beside what is predicted of it."""
-    prepared = ahead.take(step)
-    trainer.offer(ahead, step + OFFERED_AHEAD)  # waits until that is planned
+    prepared = trainer.begin(ahead, step)
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
     dist.barrier()
     start = time.perf_counter()
@@ -131,7 +130,6 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int, spread: Spread) -> Mea
     dist.barrier()
     taken = time.perf_counter() - start
     trainer.update(done)
-    trainer.learn_costs(done)
     return compare(taken, prepared.plan.domain, done, spread)
 
 

@@ -41,7 +41,7 @@ from omni.config import SourceConfig
 from omni.models.llm import NAME as LLM
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.training.ahead import OFFERED_AHEAD, Ahead
+from omni.training.ahead import Ahead
 from omni.training.trainer import Trainer
 from parallel.laws import Law, Laws
 from pipeline.costs import part_of, plan_costs, simulate
@@ -107,8 +107,7 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int, computed: dict[Kind, f
     """Measured and simulated seconds of a step whose passes are slept, less what the tiny model computes for
     each kind of op, as `computed` in the step before.
     """
-    prepared = ahead.take(step)
-    trainer.offer(ahead, step + OFFERED_AHEAD)  # waits until that is planned
+    prepared = trainer.begin(ahead, step)
     concurrent.futures.wait(ahead.ready.values())  # until the next step is loaded
     domain, table = prepared.plan.domain, trainer.tables.at(step)
     cost, _ = plan_costs(domain, table)

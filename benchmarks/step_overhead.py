@@ -170,13 +170,12 @@ def compare(trainer: Trainer, ahead, plain: Plain, optimizer, steps: int, profil
     batch: list[torch.Tensor] = []
 
     def stack(step: int) -> float:
-        prepared = ahead.take(step)
+        prepared = trainer.begin(ahead, step)
         inputs = prepared.inputs.microbatches[0]
         batch[:] = [x.view(BATCH, LENGTH).clone() for x in (inputs.ids, inputs.labels, inputs.weights)]
         start = time.perf_counter()
         done = trainer.run_step(prepared)
         trainer.update(done)
-        trainer.offer(ahead, step + 2)
         losses.append(done.totals.loss)
         return time.perf_counter() - start
 

@@ -78,6 +78,10 @@ class _Job(Generic[T]):
         self.failures: list[tuple[int, Failure]] = []
 
 
+def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
+    return tuple(failure for _, failure in sorted(job.failures, key=lambda pair: pair[0]))
+
+
 class Loader(Generic[T]):
     """Threads that work off submitted fetches in order, at most `depth` of them ahead of `get`.
 
@@ -156,8 +160,16 @@ class Loader(Generic[T]):
             raise job.error
         texts = [arrays for arrays in job.texts if arrays is not None]
         assert len(texts) == len(job.texts)
-        failures = tuple(failure for _, failure in sorted(job.failures, key=lambda pair: pair[0]))
-        return Fetched(texts, job.items, failures)
+        return Fetched(texts, job.items, _failures(job))
+
+    def failures(self, key: int) -> tuple[Failure, ...] | None:
+        """Return what could not be prepared of a fetch that waits to be collected, None if it is not done, or
+        not here; waits for nothing.
+        """
+        with self._changed:
+            job = self._jobs.get(key)
+            done = job is not None and job.done == job.total and job.error is None
+            return _failures(job) if job is not None and done else None
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Stop the threads, waiting at most `timeout_s` for those in the middle of a read."""

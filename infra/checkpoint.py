@@ -13,18 +13,18 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
-
-import torch.distributed as dist
 
 from infra.shard_file import CheckpointError, DamagedError, Shard, ShardReader, write_shard
 from infra.storage import Storage
+from parallel.control import Control
 
 MANIFEST = "checkpoint.json"
 DAMAGED = "damaged.json"  # what the manifest of a checkpoint is renamed to that was found to be damaged
 RUN = "run_id"
 FORMAT = 2
+SAVING = "saving a checkpoint"  # among ranks, by the thread that writes
 _PREFIX = "step_"
 
 
@@ -53,32 +53,32 @@ def save_checkpoint(
     shard: Shard,
     describe: Mapping[str, Any],
     keep: Keep,
-    group: dist.ProcessGroup,
+    control: Control,
 ) -> int:
-    """Save what all ranks hold after `step` as a checkpoint of `run`. Every rank of the CPU `group` calls it.
+    """Save what all ranks hold after `step` as a checkpoint of `run`. Every rank calls it.
 
     `describe` goes into the manifest. Returns the bytes of all files.
 
     Raises:
         CheckpointError: on every rank, if the file of any rank could not be written.
     """
-    rank, folder = group.rank(), folder_of(step)
+    rank, folder = control.rank, folder_of(step)
     problem = attempt(lambda: storage.remove(folder, first=MANIFEST)) if rank == 0 else None
-    problem = told_by_first(problem, group)
+    problem = control.broadcast(SAVING, problem)
     written: list[Written] = []
     size = 0
     if problem is None:
         problem = attempt(lambda: written.append(write_file(storage, run, step, rank, shard)))
-        answers = _gathered((problem, written), group)
-        if rank == 0:
-            problem = _first([problem for problem, _ in answers])
+        problem = first_problem(problem, control, SAVING)
+        files = control.collect(SAVING, None if problem else astuple(written[0]))
+        if rank == 0 and files is not None:
             if problem is None:
-                files = [of for _, (of,) in answers]
-                size = sum(file.bytes for file in files)
-                problem = attempt(lambda: commit(storage, run, step, files, describe))
+                every = [Written(*of) for of in files]
+                size = sum(file.bytes for file in every)
+                problem = attempt(lambda: commit(storage, run, step, every, describe))
             if problem is not None:
                 attempt(lambda: storage.remove(folder, first=MANIFEST))
-        problem, size = told_by_first((problem, size), group)
+        problem, size = control.broadcast(SAVING, (problem, size))
     if problem is not None:
         good = complete(storage)
         raise CheckpointError(
@@ -270,31 +270,10 @@ def attempt(action: Callable[[], object]) -> str | None:
     return None
 
 
-def first_problem(problem: str | None, group: dist.ProcessGroup) -> str | None:
+def first_problem(problem: str | None, control: Control, tag: str) -> str | None:
     """Tell every rank of the first problem that any rank had; ranks also meet here."""
-    answers = _gathered(problem, group)
-    return told_by_first(_first(answers) if group.rank() == 0 else None, group)
-
-
-def told_by_first(value: Any, group: dist.ProcessGroup) -> Any:
-    """Return on every rank the `value` that the first one gives."""
-    told = [value]
-    if group.size() > 1:
-        dist.broadcast_object_list(told, group=group, group_src=0)
-    return told[0]
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return on the first rank the values of all ranks; nothing on the others."""
-    if group.size() == 1:
-        return [value]
-    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return values or []
-
-
-def _first(problems: list[str | None]) -> str | None:
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+    found = control.share(tag, {} if problem is None else {str(control.rank): problem})
+    return next((f"rank {rank}: {found[rank]}" for rank in sorted(found, key=int)), None)
 
 
 def _hash(body: Mapping[str, Any]) -> str:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_checkpoint
 from infra.machine import give_way, release_memory
 from infra.shard_file import Shard
 from infra.storage import Storage
+from parallel.control import Control
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,14 @@ class Saved:
 class Saver:
     """Writes checkpoints of a run on a thread, one at a time.
 
-    Ranks talk over `group`, a CPU group that nothing else uses while a save is under way. What fails is
-    raised by the next `start` or `wait`, on every rank.
+    What fails is raised by the next `start` or `wait`, on every rank.
     """
 
-    def __init__(self, storage: Storage, run: str, keep: Keep, group: dist.ProcessGroup) -> None:
+    def __init__(self, storage: Storage, run: str, keep: Keep, control: Control) -> None:
         self.storage = storage
         self.run = run
         self.keep = keep
-        self.group = group
+        self.control = control
         self.thread: threading.Thread | None = None
         self.saved: Saved | None = None
         self.problem: str | None = None
@@ -84,7 +82,7 @@ class Saver:
         give_way()
 
         def save() -> None:
-            size = save_checkpoint(self.storage, self.run, step, shard, describe, self.keep, self.group)
+            size = save_checkpoint(self.storage, self.run, step, shard, describe, self.keep, self.control)
             where = self.storage.locate(folder_of(step))
             self.saved = Saved(step, where, size, time.perf_counter() - start)
 

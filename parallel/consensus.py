@@ -1,84 +1,74 @@
 """Do all ranks hold the same plan? Digests are compared before a plan runs; divergence has a name.
 
 A plan has levels: what the whole world shares, what a group of domains shares, what the ranks of a domain do
-together. Each level is compared among its own ranks, all in one collective: every level of every number has
-a place of its own in a vector of which the maximum is taken.
+together. Each level is compared among its own ranks, all of them in one number a level, whatever the world's
+size: of those that share a level each weighs its digest, and the weights of all of them sum up to 0. So the
+digests' sum over the world is 0 if they are equal wherever a level is shared. If they are not it is another
+number, but for one case in 2^64.
+
+With three ranks of weights 5, 7 and -12: digests 3, 3, 3 give 0, and 3, 4, 3 give 7.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
+from parallel.control import Control
 
-_ABSENT = -(2**63)
+_BITS = 64
+_MASK = 2**_BITS - 1
+_PLACES = 20  # bits of a rank's number
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64 (Steele et al., 2014)
+_STRIDE = 0x9E3779B97F4A7C15
 
 
 class DivergenceError(RuntimeError):
     """Ranks computed different plans for one step."""
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The widest level at which ranks differ, by its place among levels, and the number it has there."""
+class Among(NamedTuple):
+    """The ranks that share a level of a plan: the number of what they share, this one's place among them, and
+    how many they are.
+    """
 
-    level: int
     number: int
+    place: int
+    size: int
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What ranks learnt of each other's plans: where they differ, if they do, and the largest of the
-    `figures` that each of them offered.
-    """
-
-    divergence: Divergence | None
-    figures: tuple[int, ...]
+def weighed(digests: Sequence[int], among: Sequence[Among]) -> list[int]:
+    """Return what a rank tells of its digests: a number a level, in int64, to be summed over all ranks."""
+    return [
+        _signed(digest * _weight(*of) & _MASK) if of.size > 1 else 0
+        for digest, of in zip(digests, among, strict=True)
+    ]
 
 
-class Consensus:
-    """Compares digests over a CPU group, off the critical path: offered early, settled before use.
+def diverging(sums: Sequence[int]) -> int | None:
+    """Return the widest level at which ranks differ, by its place among levels; `sums` are of `weighed`."""
+    return next((level for level, of in enumerate(sums) if of), None)
 
-    `sizes` are, for each level, how many numbers there are: one world, some groups, more domains.
-    """
 
-    def __init__(self, group: dist.ProcessGroup, sizes: Sequence[int]) -> None:
-        self.group = group
-        self.sizes = tuple(sizes)
-        self.offered: dict[int, tuple[torch.Tensor, dist.Work | None]] = {}
+@cache
+def _weight(number: int, place: int, size: int) -> int:
+    first = number << _PLACES  # so that what two domains differ in does not cancel
+    if place:
+        return _mixed(first + place)
+    return -sum(_mixed(first + other) for other in range(1, size)) & _MASK
 
-    def offer(
-        self, step: int, digests: Sequence[int], numbers: Sequence[int], figures: Sequence[int] = ()
-    ) -> None:
-        """Start comparing the digests of `step`, one for each level, of which this rank's have `numbers`.
-        Every rank offers the same steps in the same order, and as many figures.
-        """
-        # The maxima of d and -d over all ranks cancel if all digests are equal, and only then.
-        vector = [_ABSENT] * (2 * sum(self.sizes))
-        first = 0
-        for size, digest, number in zip(self.sizes, digests, numbers, strict=True):
-            vector[2 * (first + number)], vector[2 * (first + number) + 1] = digest, -digest
-            first += size
-        pairs = torch.tensor([*vector, *figures], dtype=torch.int64)
-        work = None
-        if self.group.size() > 1:
-            work = dist.all_reduce(pairs, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-        self.offered[step] = (pairs, work)
 
-    def settle(self, step: int) -> Agreement:
-        """Wait for the comparison of `step` and say where ranks differ."""
-        pairs, work = self.offered.pop(step)
-        if work is not None:
-            work.wait()
-        values, divergence, first = pairs.tolist(), None, 0
-        for level, size in enumerate(self.sizes):
-            for number in range(size):
-                highest, negated_lowest = values[2 * (first + number) : 2 * (first + number) + 2]
-                if divergence is None and highest != _ABSENT and highest != -negated_lowest:
-                    divergence = Divergence(level, number)
-            first += size
-        return Agreement(divergence, tuple(values[2 * first :]))
+def _mixed(number: int) -> int:
+    """An odd number of 64 bits that has no pattern (splitmix64)."""
+    mixed = number * _STRIDE & _MASK
+    for shift, factor in zip((30, 27), _FACTORS, strict=True):
+        mixed = (mixed ^ mixed >> shift) * factor & _MASK
+    return mixed ^ mixed >> 31 | 1
+
+
+def _signed(number: int) -> int:
+    return number - 2**_BITS if number >> _BITS - 1 else number
 
 
 class Plan(Protocol):
@@ -95,30 +85,31 @@ class Plan(Protocol):
 
 def explain(
     plan: Plan,
-    divergence: Divergence,
+    level: int,
     diff: Callable[[Any, Any, str], list[str]],
-    group: dist.ProcessGroup,
+    control: Control,
     behind: Callable[[str], Sequence[str]] = lambda difference: (),
 ) -> str:
-    """Say which ranks of a level have the plan that the first of them has, and where another one differs.
-    `behind` tells the policies that decide what a difference is about.
+    """Say which ranks of a level have the plan that the first of them has, and where another one differs: in
+    the first number of that level of which they do. `behind` tells the policies that decide what a difference
+    is about.
 
-    Every rank of `group` calls it. Two plans of that level travel, however many ranks and plans there are.
+    Every rank calls it. Two plans of that level travel, however many ranks and plans there are.
     """
-    name, number, digest, content = plan.levels[divergence.level]
-    found: list[tuple[int, int]] = [(0, 0)] * group.size()
-    dist.all_gather_object(found, (number, digest), group=group)
-    ranks = [rank for rank, (of, _) in enumerate(found) if of == divergence.number]
+    name, number, digest, content = plan.levels[level]
+    found = control.gather("digests", [number, digest])
+    held: dict[int, set[int]] = defaultdict(set)
+    for of, other_digest in found:
+        held[of].add(other_digest)
+    number = min(of for of, several in held.items() if len(several) > 1)
+    ranks = [rank for rank, (of, _) in enumerate(found) if of == number]
     digests = [found[rank][1] for rank in ranks]
     first = ranks[0]
     other = next(rank for rank, of in zip(ranks, digests, strict=True) if of != digests[0])
-    contents: list[Any] = []
-    for rank in (first, other):
-        sent = [content if group.rank() == rank else None]
-        dist.broadcast_object_list(sent, group=group, group_src=rank)
-        contents.append(sent[0])
-    differences = diff(contents[0], contents[1], f"plan.{name}")
-    where = "the world" if name == "world" else f"{name} {divergence.number}"
+    own = {str(control.rank): plain(content)} if control.rank in (first, other) else {}
+    contents = control.share("plans", own)
+    differences = diff(contents[str(first)], contents[str(other)], f"plan.{name}")
+    where = "the world" if name == "world" else f"{name} {number}"
     check = "Check that all ranks read the same data, configuration and code"
     if policies := behind(differences[0]) if differences else ():
         check += (
@@ -134,3 +125,12 @@ def explain(
         f"{check}.",
     ]
     return "\n".join(lines)
+
+
+def plain(value: Any) -> Any:
+    """Return a plan, or a part of one, as JSON has it: dataclasses as objects, sequences as lists."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(of) for of in value]
+    return value if isinstance(value, str | int | float | None) else repr(value)

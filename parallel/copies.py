@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from parallel.control import Control
+
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64 (Steele et al., 2014)
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
@@ -135,26 +137,25 @@ class Copies:
         for sums in self.sums:
             sums.clear()
 
-    def explain(self, control: dist.ProcessGroup) -> CorruptionError:
-        """Return an error that says who differs. Every rank of the world's CPU group calls it."""
+    def explain(self, control: Control) -> CorruptionError:
+        """Return an error that says who differs. Every rank of the world calls it."""
         noted = [
-            Noted(
-                copy.name,
-                tuple(dist.get_process_group_ranks(copy.group)),
-                dict(zip(self.steps, torch.stack(sums).tolist(), strict=True)),
-            )
+            (copy.name, dist.get_process_group_ranks(copy.group), torch.stack(sums).tolist())
             for copy, sums in zip(self.copies, self.sums, strict=True)
         ]
         own = [step for step, broken in self.broken.items() if broken]
-        found: list[tuple[str, list[Noted], list[int]]] = [("", [], [])] * control.size()
-        dist.all_gather_object(found, (socket.gethostname(), noted, own), group=control)
+        found = control.gather("sums of bits", [socket.gethostname(), noted, own])
         lines = [
             f"the optimizer's state on rank {rank} on {host}: before the update of step {broken[0]} it was "
             f"not what the update before had left"
             for rank, (host, _, broken) in enumerate(found)
             if broken
         ]
-        lines += differences([of for _, of, _ in found], [host for host, _, _ in found])
+        every = [
+            [Noted(name, tuple(ranks), dict(zip(self.steps, sums, strict=True))) for name, ranks, sums in of]
+            for _, of, _ in found
+        ]
+        lines += differences(every, [host for host, _, _ in found])
         return CorruptionError("\n  ".join(("bits have changed by themselves:", *lines)))
 
 

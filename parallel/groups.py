@@ -24,16 +24,12 @@ class Groups:
     """Communicators of one rank.
 
     `forward` and `backward` connect the stages of this rank's pipeline, `ship` and `back` all ranks of its
-    domain: one for each direction of each traffic, so that neither can block the other. `control` is a CPU
-    group over all ranks for digests and flags, `saving` another for the thread that writes checkpoints,
-    `domain_control` one over the ranks of the domain. `components` holds the groups of the components that
-    live on this rank; the `pool` of each connects the ranks that share its sequences.
+    domain: one for each direction of each traffic, so that neither can block the other. `components` holds
+    the groups of the components that live on this rank; the `pool` of each connects the ranks that share its
+    sequences. What ranks tell each other beside goes through `parallel.control`.
     """
 
     world: dist.ProcessGroup
-    control: dist.ProcessGroup
-    saving: dist.ProcessGroup
-    domain_control: dist.ProcessGroup
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
     ship: dist.ProcessGroup
@@ -62,9 +58,6 @@ def _groups(maker: "_Maker", arrangement: Arrangement, llm: str) -> Groups:
         collections[name] = _encoder_collection(maker, encoder_mesh)
     return Groups(
         world=maker.own(everyone),
-        control=maker.own(everyone, backend="gloo"),
-        saving=maker.own(everyone, backend="gloo"),
-        domain_control=maker.own(domain, backend="gloo"),
         forward=maker.axes(mesh, "pp", fresh=True),
         backward=maker.axes(mesh, "pp", fresh=True),
         ship=maker.own(domain),
@@ -81,9 +74,9 @@ class _Maker:
         self.timeout = timeout
         self.made: dict[tuple[int, tuple[str, ...]], dist.ProcessGroup] = {}
 
-    def own(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def own(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         members = list(ranks) if self.rank in ranks else [self.rank]
-        return dist.new_group(members, self.timeout, backend, use_local_synchronization=True)
+        return dist.new_group(members, self.timeout, use_local_synchronization=True)
 
     def axes(self, mesh: Mesh, *names: str, fresh: bool = False) -> dist.ProcessGroup:
         """The group of this rank along axes of a mesh; `fresh` for one that no other traffic uses."""
@@ -102,7 +95,7 @@ class _Counter(_Maker):
         super().__init__(rank, timeout)
         self.peers: list[int] = []
 
-    def own(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+    def own(self, ranks: Sequence[int]) -> Any:
         if self.rank in ranks and len(ranks) > 1:
             self.peers.append(len(ranks) - 1)
 

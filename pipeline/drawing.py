@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
-from pipeline.laps import DATA, END, HOST, PEERS, Lap, cause_of
+from pipeline.laps import DATA, END, HOST, PEERS, PLAN, SAVE, Lap, cause_of
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.simulator import Timeline
 
@@ -38,6 +38,8 @@ _IDLE = {
     PEERS: "#e6dff1",
     "reduce": "#d9d0ea",
     DATA: "#f3d3d3",
+    PLAN: "#f0c9dd",
+    SAVE: "#d5e8d4",
     HOST: "#dcdcdc",
     END: "#efefef",
 }
@@ -128,8 +130,8 @@ def _kind(op: Op) -> str:
 
 
 def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
-    """Return what rows wait, summed, by cause: one of `laps.CAUSES`, of which a simulated row has only the
-    "end" of the step that others still work towards, and those of its ops.
+    """Return what rows wait, summed, by cause: one of `laps.CAUSES`, or a save between steps. Of these a
+    simulated row has only the "end" of the step that others still work towards, and those of its ops.
     """
     end = max((row.spans[-1].end_ns for row in rows if row.spans), default=0)
     found: dict[str, int] = {}

@@ -10,12 +10,14 @@ from typing import NamedTuple
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
 
-# Laps beside ops: waiting for the step to be prepared, what else the host does before the first op, and what
-# follows the last one until all ranks know the step's totals.
-DATA, HOST, END = "data", "host", "end"
+# Laps beside ops: waiting for the step to be prepared, waiting for the plan of the next one, what else the
+# host does before the first op, and what follows the last one until all ranks know the step's totals.
+DATA, PLAN, HOST, END = "data", "plan", "host", "end"
+SAVE = "save"  # of the step before: no part of a step's time
 PEERS = "peers"
 CAUSES = (
     DATA,
+    PLAN,
     HOST,
     *map(str, (Kind.SHIP, Kind.RETURN)),
     *map(str, (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
@@ -27,8 +29,8 @@ CAUSES = (
 
 
 class Lap(NamedTuple):
-    """An op, or one of DATA, HOST and END, in nanoseconds since the step's start on this rank; `busy_ns` of
-    it, at most the whole, the rank did not stand still.
+    """An op, or one of DATA, PLAN, SAVE, HOST and END, in nanoseconds since the step's start on this rank;
+    `busy_ns` of it, at most the whole, the rank did not stand still.
     """
 
     what: Op | str
@@ -55,8 +57,15 @@ def cause_of(what: Op | str, domain: DomainPlan, position: int) -> str:
 
 
 def idle_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> dict[str, int]:
-    """Return the nanoseconds that a position idled, for each of CAUSES."""
+    """Return the nanoseconds that a position idled in a step, for each of CAUSES."""
     found = dict.fromkeys(CAUSES, 0)
     for lap in laps:
+        if lap.what == SAVE:
+            continue
         found[cause_of(lap.what, domain, position)] += lap.idle_ns
     return found
+
+
+def whole_ns(laps: Sequence[Lap]) -> int:
+    """Return the nanoseconds of a step, from its start on."""
+    return laps[-1].end_ns - sum(lap.end_ns - lap.start_ns for lap in laps if lap.what == SAVE)

@@ -145,7 +145,9 @@ class StepPlan:
 
 
 def diff(a: Any, b: Any, path: str = "plan") -> list[str]:
-    """Return where two plans differ, as lines like "plan.domain.chunks[2].component: image != audio"."""
+    """Return where two plans differ, as lines like "plan.domain.chunks[2].component: image != audio". They
+    are as they were planned, or as `parallel.consensus.plain` writes them.
+    """
     return list(_differences(a, b, path))
 
 
@@ -155,7 +157,10 @@ def _differences(a: Any, b: Any, path: str) -> Iterator[str]:
     elif is_dataclass(a):
         for field in fields(a):
             yield from _differences(getattr(a, field.name), getattr(b, field.name), f"{path}.{field.name}")
-    elif isinstance(a, tuple):
+    elif isinstance(a, dict):
+        for name in a:
+            yield from _differences(a[name], b[name], f"{path}.{name}")
+    elif isinstance(a, tuple | list):
         if len(a) != len(b):
             yield f"{path}: {len(a)} entries != {len(b)}"
         for i, (x, y) in enumerate(zip(a, b, strict=False)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.control import Control
 from parallel.handshake import SECRET, new_secret
 
 TIMEOUT_S = 120
@@ -115,6 +116,7 @@ def _alone(errors: str, function: Callable[..., None], args: tuple[Any, ...]) ->
 
 def _serve(pipe: Connection, secret: str) -> None:
     os.environ[SECRET] = secret
+    controls = _controls()
     own = dict(os.environ)  # megatron sets variables as it builds a model
     torch.set_num_threads(1)
     gc.freeze()  # what imports have made stays, and is not looked through
@@ -129,6 +131,8 @@ def _serve(pipe: Connection, secret: str) -> None:
             )
             result = (True, function(rank, *args))
             dist.barrier()
+            while controls:
+                controls.pop().close()
             dist.destroy_process_group()
         except BaseException:
             result = (False, traceback.format_exc())
@@ -140,6 +144,19 @@ def _serve(pipe: Connection, secret: str) -> None:
         del function, args, result
         if len(os.listdir("/proc/self/task")) > MOST_THREADS:
             _release()
+
+
+def _controls() -> list[Control]:
+    """The list of all that will be made in this process: tests leave theirs open."""
+    made: list[Control] = []
+    connect = Control.__init__
+
+    def noting(self: Control, *args: Any, **more: Any) -> None:
+        connect(self, *args, **more)
+        made.append(self)
+
+    Control.__init__ = noting  # type: ignore[method-assign]
+    return made
 
 
 def _release() -> None:

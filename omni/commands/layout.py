@@ -7,6 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from omni.commands._shared import add_configuration
+from parallel.control_tree import Tree
 
 if TYPE_CHECKING:
     from omni.models.registry import Encoder
@@ -130,10 +131,11 @@ def explain(
     domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
+    tree = Tree(arrangement.world, per_node)
+    above = tree.parent(rank)
+    near = [rank, *tree.children(rank), *([] if above is None else [above])]
     groups += [
-        ("control", "domain", domain, "which items could not be decoded (CPU)"),
-        ("control", "world", world, "digests of plans (CPU)"),
-        ("saving", "world", world, "whether all have written their part of a checkpoint (CPU)"),
+        ("control", "tree", near, "plans, times and bad items, to all ranks by way of these: TCP"),
         ("totals", "world", world, "losses, targets, squared norms, whether to stop: all-reduce"),
     ]
     for name, axes, ranks, purpose in groups:

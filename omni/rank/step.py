@@ -6,7 +6,7 @@ runs ops only. Where the rank stands is noted before each wait, and a wait that 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -55,15 +55,12 @@ def learn_totals(
     rank: Rank,
     plan: StepPlan,
     result: StepResult,
-    planned: Sequence[float] = (),
-    tombstones: int = 0,
     stop: bool = False,
     differing: torch.Tensor | None = None,
 ) -> StepTotals:
     """Learn what a training step came to over all ranks: the one point where the host waits for the device.
 
-    What `StepTotals` sums beside losses and norms is this rank's part of it, `stop` its wish, and `differing`
-    what it found where copies of weights were compared.
+    `stop` is this rank's wish, and `differing` what it found where copies of weights were compared.
 
     Raises:
         StallError: if a peer does not answer in time.
@@ -76,8 +73,6 @@ def learn_totals(
             len(rank.assembler.sources),
             squares,
             expert_load,
-            planned,
-            tombstones,
             stop,
             differing,
             rank.groups.world,

@@ -1,7 +1,6 @@
 """What all ranks learn of a step, in one reduction."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -14,17 +13,14 @@ from ops.device import to_device
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks learnt of a step: losses and targets by source, squared norm of the summed gradients by
-    component, what the plans of all domains add up to, the load of experts in the step before (tokens of the
-    busiest over the mean, summed over layers), samples lost to bad data, whether any rank was asked to stop,
-    and whether weights that are copies were found to differ.
+    component, the load of experts in the step before (tokens of the busiest over the mean, summed over
+    layers), whether any rank was asked to stop, and whether weights that are copies were found to differ.
     """
 
     losses: tuple[float, ...]
     targets: tuple[float, ...]
     squares: tuple[float, ...]
-    planned: tuple[float, ...]
     expert_load: float
-    tombstones: int
     stop: bool
     corrupted: bool = False
 
@@ -44,8 +40,6 @@ def reduce_totals(
     num_sources: int,
     squares: torch.Tensor,
     expert_load: torch.Tensor,
-    planned: Sequence[float],
-    tombstones: int,
     stop: bool,
     differing: torch.Tensor | None,
     group: dist.ProcessGroup,
@@ -64,20 +58,17 @@ def reduce_totals(
         "expert_load": expert_load.double().reshape(1),
         "differing": differing.double().reshape(1),
     }
-    # What the host has goes to the device in one copy.
-    of_host = {"planned": planned, "tombstones": [tombstones], "stop": [stop]}
-    rest = torch.tensor([number for numbers in of_host.values() for number in numbers], dtype=torch.float64)
-    packed = torch.cat([*slots.values(), to_device(rest, squares.device)])
+    asked = torch.tensor([stop], dtype=torch.float64)
+    slots["stop"] = to_device(asked, squares.device)
+    packed = torch.cat(list(slots.values()))
     dist.all_reduce(packed, group=group)
     values = iter(packed.tolist())
-    found = {name: tuple(islice(values, len(slot))) for name, slot in (slots | of_host).items()}
+    found = {name: tuple(islice(values, len(slot))) for name, slot in slots.items()}
     return StepTotals(
         losses=found["losses"],
         targets=found["targets"],
         squares=found["squares"],
-        planned=found["planned"],
         expert_load=found["expert_load"][0],
-        tombstones=round(found["tombstones"][0]),
         stop=found["stop"][0] > 0,
         corrupted=found["differing"][0] > 0,
     )

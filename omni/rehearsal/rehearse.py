@@ -45,8 +45,6 @@ from pipeline.stopwatch import Stopwatch
 
 _CPU = torch.device("cpu")
 # Groups by what they carry. One that carries several things has the first of their names.
-# Groups over which hosts agree on plans and learn losses.
-_HOST = ("world", "control", "domain_control")
 _CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd", "pp", "mp")
 
 
@@ -209,7 +207,7 @@ def _footprint(own: Rank, meter: Meter) -> Footprint:
         parameters={name: sum(p.numel() for p in component.parameters) for name, component in components},
         peak=meter.peak,
         at=str(meter.at),
-        traffic={key: sent for key, sent in meter.traffic().items() if key[0] not in _HOST},
+        traffic={key: sent for key, sent in meter.traffic().items() if key[0] != "world"},
     )
 
 
@@ -253,8 +251,7 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
 def group_labels(groups: Groups) -> dict[str, str]:
     """Name this rank's groups, such as "llm tp", by torch's names of them."""
     labels = {
-        getattr(groups, name).group_name: name
-        for name in ("world", "control", "domain_control", "forward", "backward", "ship", "back")
+        getattr(groups, name).group_name: name for name in ("world", "forward", "backward", "ship", "back")
     }
     for component, collection in groups.components.items():
         for carrier in _CARRIERS:

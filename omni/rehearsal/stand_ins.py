@@ -152,7 +152,7 @@ def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
 
 def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *more: object) -> StepTotals:
     ones = (1.0,) * len(squares)
-    return StepTotals((1.0,), (1.0,), ones, (), 0.0, 0, False)
+    return StepTotals((1.0,), (1.0,), ones, 0.0, False)
 
 
 def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:

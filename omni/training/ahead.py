@@ -21,7 +21,6 @@ from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
 
 PLANS_AHEAD = 3
-OFFERED_AHEAD = 2  # fewer: offering waits for a plan, and that of PLANS_AHEAD has just been begun
 
 T = TypeVar("T")
 
@@ -71,6 +70,7 @@ class Ahead:
         self.table_at = table_at
         self.plans: dict[int, Future[Planned]] = {}
         self.ready: dict[int, Future[Prepared]] = {}
+        self.loaded: dict[int, tuple[Failure, ...]] = {}  # by step that is not handed out
         self.planning = ThreadPoolExecutor(1, "planner")
         self.assembling = ThreadPoolExecutor(1, "assembler")
         for step in range(first, first + PLANS_AHEAD):
@@ -78,7 +78,7 @@ class Ahead:
         self._start_preparing(first)
 
     def plan(self, step: int) -> StepPlan:
-        """Return the plan of a step that is at most OFFERED_AHEAD ahead, waiting for it if need be.
+        """Return the plan of a step whose planning has begun, waiting for it if need be.
 
         Raises:
             TimeoutError: naming the step, if it is not planned in time.
@@ -92,10 +92,16 @@ class Ahead:
             TimeoutError: naming the step, if it is not ready in time.
         """
         prepared = self._result(self.ready.pop(step), f"step {step}, to be planned and loaded")
-        del self.plans[step]
+        del self.plans[step], self.loaded[step]
         self._start_plan(step + PLANS_AHEAD)
         self._start_preparing(step + 1)
         return prepared
+
+    def failures(self, step: int) -> tuple[Failure, ...] | None:
+        """Return which items of a step that is planned could not be prepared, None if not all of them have
+        been loaded yet. Waits for nothing.
+        """
+        return self.loaded[step] if step in self.loaded else self.loader.failures(step)
 
     def close(self) -> None:
         """Stop preparing; steps under way are dropped."""
@@ -122,6 +128,7 @@ class Ahead:
         planned = future.result()
         plan = planned.plan
         fetched = self.loader.get(step, self.timeout_s)
+        self.loaded[step] = fetched.failures
         inputs = self.assembler.assemble(plan.domain, fetched, predict=False)
         return Prepared(plan, inputs, fetched.failures, planned.wall_s, planned.cpu_s, planned.predicted)
 

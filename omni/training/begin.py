@@ -7,9 +7,10 @@ from omni.rank.build import Rank
 from omni.training.fingerprint import fingerprint
 from omni.training.loading import from_first, load
 from omni.training.start import shared_components
+from parallel.control import Control
 
 
-def begin(spec: RunSpec, rank: Rank) -> None:
+def begin(spec: RunSpec, rank: Rank, control: Control) -> None:
     """Give a rank, whose weights have been drawn, those of `start.checkpoint`. All ranks call it.
 
     Raises:
@@ -21,11 +22,11 @@ def begin(spec: RunSpec, rank: Rank) -> None:
         return
     storage, step = locate(start.checkpoint)
     try:
-        manifest = from_first(rank, lambda: read_manifest(storage, step))
+        manifest = from_first(control, lambda: read_manifest(storage, step))
         saved = manifest["fingerprint"]
         names = shared_components(saved, fingerprint(spec), spec.components, start.checkpoint)
         components = {name: own for name, own in rank.components.items() if name in names}
-        damage = load(storage, manifest, rank, components, start.optimizer)
+        damage = load(storage, manifest, rank, control, components, start.optimizer)
     except CheckpointError as error:
         raise ConfigError(f"start.checkpoint={start.checkpoint} cannot be read: {error}") from error
     if damage is not None:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from infra.checkpoint import RUN, Keep, claim, folder_of, newest, set_aside
 from infra.run_folder import RunFolder, write_text
@@ -14,15 +13,17 @@ from infra.storage import Storage
 from omni.rank.build import Rank
 from omni.rank.state import snapshot
 from omni.training.loading import from_first, load
+from parallel.control import Control
 
 
 class Checkpoints:
     """The checkpoints of the run of a folder in a storage, as one of its ranks sees them."""
 
-    def __init__(self, storage: Storage, folder: RunFolder, rank: Rank, keep: Keep) -> None:
+    def __init__(self, storage: Storage, folder: RunFolder, rank: Rank, control: Control, keep: Keep) -> None:
         self.storage = storage
         self.folder = folder
         self.rank = rank
+        self.control = control
         self.keep = keep
         self.saver: Saver | None = None
         self.room: torch.Tensor | None = None
@@ -35,8 +36,8 @@ class Checkpoints:
         """
         self.wait()
         if self.saver is None:
-            run = from_first(self.rank, self._own)
-            self.saver = Saver(self.storage, run, self.keep, self.rank.groups.saving)
+            run = from_first(self.control, self._own)
+            self.saver = Saver(self.storage, run, self.keep, self.control)
         shard = snapshot(self.rank.components, self.rank.names, self.rank.stage, self.room)
         self.room = shard.data
         self.saver.start(step, shard, describe)
@@ -63,14 +64,14 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, if no checkpoint is good, are another run's, or one does not fit.
         """
-        from_first(self.rank, self._own)
+        from_first(self.control, self._own)
         while (manifest := self._choose()) is not None:
             check(manifest)
-            damage = load(self.storage, manifest, self.rank, self.rank.components)
+            damage = load(self.storage, manifest, self.rank, self.control, self.rank.components)
             if damage is None:
                 return manifest
             self._give_up(manifest["step"], damage)
-            dist.barrier(self.rank.groups.control)
+            self.control.barrier("loading")
         return None
 
     def _own(self) -> str:
@@ -94,7 +95,7 @@ class Checkpoints:
         """Return the manifest of the newest checkpoint whose files are all there, as the first rank sees
         it.
         """
-        manifest, problems = from_first(self.rank, lambda: newest(self.storage))
+        manifest, problems = from_first(self.control, lambda: newest(self.storage))
         for step, problem in problems:
             self._give_up(step, problem)
         return manifest

@@ -5,7 +5,7 @@ feeds back its own output, token by token, so it measures what a user of the mod
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from omni.models.registry import ItemArrays, prepare_item
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.step import execute, waiting_at
+from parallel.control import Control
 from pipeline.domain_plan import Microbatch
 from pipeline.plan import StepPlan
 
@@ -46,6 +47,7 @@ class Evaluator:
     spec: RunSpec
     rank: Rank
     readers: Mapping[str, Reader]
+    control: Control
 
     def loss(self, step: int, source: str, num_samples: int) -> float:
         """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset."""
@@ -98,10 +100,8 @@ class Evaluator:
                 dist.all_reduce(told, group=world)
                 done, going, stopped = told.tolist()
         stop(done, len(metas))
-        gathered: list[list[Transcription]] = [[] for _ in range(arrangement.world)]
-        dist.all_gather_object(gathered, mine, group=self.rank.groups.control)
-        firsts = [arrangement.domain_ranks(d)[0] for d in range(domains)]
-        return [transcription for first in firsts for transcription in gathered[first]]
+        found = self.control.share("texts", {str(domain): [astuple(of) for of in mine]} if counts else {})
+        return [Transcription(*of) for number in range(domains) for of in found[str(number)]]
 
     def _generate(
         self,
@@ -158,10 +158,10 @@ class Evaluator:
             pieces = self.rank.assembler.pieces(domain, batch)
             last = [p.sample for p in pieces if p.stop == batch.layout.lengths[p.sequence]]
             tokens[last] = predicted.cpu()
-        group = self.rank.groups.domain_control
-        if group.size() > 1:
-            dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=group)
-        return [int(token) for token in tokens]
+        # Of the groups over the domain's ranks any will do: nothing else is under way.
+        tokens = tokens.to(self.rank.device)
+        dist.all_reduce(tokens, op=dist.ReduceOp.MAX, group=self.rank.groups.ship)
+        return [int(token) for token in tokens.tolist()]
 
     def _run(
         self,

@@ -2,18 +2,19 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from infra.launch import AGENTS_BEFORE
-from omni.planning.loads import Largest, imbalance, trained_flops
+from omni.planning.loads import imbalance, trained_flops
 from omni.planning.plan_process import Predicted, reduces
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
 from omni.training.idle import OfAllRanks
 from omni.training.progression import Progression
+from omni.training.vector import OfPlan
 from ops.device import device_type
 from parallel.costs import CostTable
 from parallel.learning import Sample
@@ -27,7 +28,8 @@ from pipeline.stopwatch import Timing
 @dataclass(frozen=True)
 class StepRun:
     """A step that has run and not updated yet: what was prepared, by which cost table, what the rank at
-    `position` of its domain made of it, what all ranks learnt, and the largest loads of the world.
+    `position` of its domain made of it, what all ranks learnt, what they told of its plan, and how many
+    samples lost an item.
     """
 
     prepared: Prepared
@@ -35,7 +37,8 @@ class StepRun:
     position: int
     result: StepResult
     totals: StepTotals
-    largest: Largest
+    of_plan: OfPlan
+    lost: int
 
     @cached_property
     def passes(self) -> tuple[Sample, ...]:
@@ -85,19 +88,18 @@ def predicted_error(predicted: Predicted, result: StepResult) -> float | None:
 def metrics_of(
     spec: RunSpec,
     run: StepRun,
-    ranks: OfAllRanks,
     norms: Mapping[str, float],
     rates: Mapping[str, float],
     progression: Progression,
     step_s: float,
 ) -> dict[str, float]:
-    """All metrics of one training step; `ranks` is what all ranks told of it."""
-    prepared, totals, plan, idle = run.prepared, run.totals, run.prepared.plan, ranks.idle
+    """The metrics of one training step that are known when it is done."""
+    prepared, totals, plan, planned = run.prepared, run.totals, run.prepared.plan, run.of_plan.planned
     tokens, count = plan.taken.tokens, len(plan.components)
-    forward = dict(zip(plan.components, totals.planned, strict=False))
+    forward = dict(zip(plan.components, planned, strict=False))
     flops = trained_flops(spec, plan, forward, round(totals.num_targets))
     peak = spec.cluster.flops * spec.arrangement.world * step_s
-    capacity = totals.planned[-1]
+    capacity = planned[-1]
     metrics = {
         "progress/step": plan.step,
         "progress/tokens": progression.tokens,
@@ -105,8 +107,6 @@ def metrics_of(
         "optim/grad_norm": sum(n * n for n in norms.values()) ** 0.5,
         "perf/step_s": step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "perf/idle_frac": sum(idle.values()),
-        "data/wait_frac": idle[DATA],
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.tombstones,
@@ -117,13 +117,12 @@ def metrics_of(
         "perf/flops": sum(flops.values()),
     }
     metrics |= {f"perf/flops/{name}": value for name, value in flops.items()}
-    metrics |= _memory(ranks.peaks)
     for source, loss, targets in zip(spec.sources, totals.losses, totals.targets, strict=True):
         if targets:
             metrics[f"loss/train/{source}"] = loss / targets
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
-    uneven = imbalance(spec, plan, run.largest, totals.planned[count:-1])
+    uneven = imbalance(spec, plan, run.of_plan.largest, planned[count:-1])
     metrics |= {f"balance/{ratio}": value for ratio, value in uneven.items()}
     if totals.expert_load and (moe := spec.config.model.llm.mixture) is not None:
         layers = spec.config.model.llm.layers - moe.dense_layers
@@ -132,18 +131,22 @@ def metrics_of(
     if not (on_gpu and spec.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
-    metrics |= {f"perf/idle_frac/{cause}": share for cause, share in idle.items() if share}
     return metrics | _predictions(run)
 
 
-def _memory(peaks: Sequence[int]) -> dict[str, float]:
-    """What the fullest rank has held, which one that is, and the mean and the least of all."""
-    most = max(peaks)
+def metrics_of_all(ranks: OfAllRanks, world: int) -> dict[str, float]:
+    """The metrics of a step that all ranks together tell once it is done: what they idled for, and what they
+    have held.
+    """
+    idle = ranks.idle
     return {
-        "mem/peak_gb": most / 1e9,
-        "mem/peak_gb/mean": sum(peaks) / len(peaks) / 1e9,
-        "mem/peak_gb/least": min(peaks) / 1e9,
-        "mem/fullest_rank": peaks.index(most),
+        "perf/idle_frac": sum(idle.values()),
+        "data/wait_frac": idle[DATA],
+        **{f"perf/idle_frac/{cause}": share for cause, share in idle.items() if share},
+        "mem/peak_gb": ranks.most_bytes / 1e9,
+        "mem/peak_gb/mean": ranks.sum_bytes / world / 1e9,
+        "mem/peak_gb/least": ranks.least_bytes / 1e9,
+        "mem/fullest_rank": ranks.fullest,
     }
 
 

@@ -1,20 +1,22 @@
 """What a run watches itself for: copies of weights that differ, and ranks that are slow."""
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from infra.progress import beside
 from infra.run_folder import RunFolder
 from omni.config import HealthConfig
 from omni.rank.build import Rank
 from omni.rank.step import waiting_at
-from omni.training.figures import StepRun
 from omni.training.seats import remember_slow
 from omni.training.slowness import Slowest, SlowRanks
+from parallel.control import Control
+from parallel.control_values import Part
 from parallel.copies import Copies
+from parallel.costs import CostTable
+from parallel.learning import Sample
 
 
 class Health:
@@ -22,12 +24,15 @@ class Health:
     cost table.
     """
 
-    def __init__(self, config: HealthConfig, rank: Rank, parts: Iterable[str], folder: RunFolder) -> None:
+    def __init__(
+        self, config: HealthConfig, rank: Rank, parts: Iterable[str], folder: RunFolder, control: Control
+    ) -> None:
         self.config = config
         self.rank = rank
+        self.control = control
         self.folder = folder
         self.copies = Copies(rank.copies(), rank.device, rank.moments)
-        self.slow_ranks = SlowRanks(parts, rank.groups.control)
+        self.slow_ranks = SlowRanks(parts, rank.rank, control.tree.world)
 
     def compare(self, step: int) -> torch.Tensor | None:
         """Note with which bits a step computed. Every `health.compare_every` steps compare them, and return
@@ -54,7 +59,7 @@ class Health:
             CorruptionError: naming the rank that differs, if some rank's copies do.
         """
         if corrupted:
-            raise self.copies.explain(self.rank.groups.control)
+            raise self.copies.explain(self.control)
         if compared:
             self.copies.forget()
 
@@ -66,17 +71,18 @@ class Health:
         """
         if not self.copies.steps:
             return
-        control = self.rank.groups.control
-        with waiting_at(self.rank, f"step {step}: comparing copies of weights", control):
-            differing = self.copies.differing().cpu()
-            dist.all_reduce(differing, group=control)
-        self.judge(bool(differing), compared=True)
+        with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
+            differing = bool(self.copies.differing().item())
+        found = self.control.share("copies", {str(self.rank.rank): True} if differing else {})
+        self.judge(bool(found), compared=True)
 
-    def slowest(self, done: StepRun) -> Slowest | None:
-        """Compare ranks by the time of their ops: see `SlowRanks`. One that is slow says where it is."""
-        step, control = done.prepared.plan.step, self.rank.groups.control
-        with waiting_at(self.rank, f"step {step}: comparing op times", control):
-            slowest = self.slow_ranks.step(done.spans, done.table)
+    def tell(self, passes: Iterable[Sample], table: CostTable) -> dict[str, Part]:
+        """Return what this rank tells of the time of its ops in a step: see `SlowRanks`."""
+        return self.slow_ranks.tell(passes, table)
+
+    def hear(self, step: int, found: Mapping[str, Sequence[int]]) -> Slowest | None:
+        """Compare ranks by what all of them told. One that is slow says where it is."""
+        slowest = self.slow_ranks.hear(found)
         if slowest is not None and slowest.is_slow and slowest.rank == self.rank.rank:
             where = f"rank {slowest.rank} is on {socket.gethostname()}"
             beside(f"step {step}: {slowest}; {where}")

@@ -2,44 +2,45 @@
 they have held.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
+from parallel.control_values import Op, Part
 from pipeline.laps import CAUSES
+
+_KIB = 1024
+_MOST_RANKS = 2**20
 
 
 class OfAllRanks(NamedTuple):
-    """The share of all ranks' steps that went into each cause, and the most bytes that each rank has held."""
-
-    idle: dict[str, float]
-    peaks: tuple[int, ...]
-
-
-class IdleShares:
-    """Sums the idle time of a step over all ranks of a CPU group, beside what the ranks do next.
-
-    Every rank makes one for the same step, with the nanoseconds that it idled for each cause, those of its
-    whole step and the most bytes that it has held, and calls `settle`.
+    """The share of all ranks' steps that went into each cause; the most bytes that the fullest rank has held,
+    which one that is, and those of the emptiest and of all.
     """
 
-    def __init__(
-        self, idle_ns: Mapping[str, int], whole_ns: int, peak_bytes: int, group: dist.ProcessGroup
-    ) -> None:
-        times = [*(idle_ns[cause] for cause in CAUSES), whole_ns]
-        peaks = [peak_bytes if rank == group.rank() else 0 for rank in range(group.size())]
-        self.sums = torch.tensor([*times, *peaks], dtype=torch.int64)
-        self.work = None
-        if group.size() > 1:
-            self.work = dist.all_reduce(self.sums, group=group, async_op=True)
+    idle: dict[str, float]
+    most_bytes: int
+    fullest: int
+    least_bytes: int
+    sum_bytes: int
 
-    def settle(self) -> OfAllRanks:
-        """Wait for the sums, and return what they say."""
-        if self.work is not None:
-            self.work.wait()
-        count = len(CAUSES)
-        *idle, whole = self.sums[: count + 1].tolist()
-        shares = {cause: ns / whole for cause, ns in zip(CAUSES, idle, strict=True)}
-        return OfAllRanks(shares, tuple(self.sums[count + 1 :].tolist()))
+
+def tell_idle(rank: int, idle_ns: Mapping[str, int], whole_ns: int, peak_bytes: int) -> dict[str, Part]:
+    """Return what a rank tells of a step: the nanoseconds that it idled for each cause, those of its whole
+    step and the most bytes that it has held.
+    """
+    assert rank < _MOST_RANKS
+    kib = peak_bytes // _KIB
+    return {
+        "idle": (Op.SUM, [*(idle_ns[cause] for cause in CAUSES), whole_ns]),
+        "held": (Op.SUM, [kib]),
+        "held/ends": (Op.MAX, [kib * _MOST_RANKS + rank, -kib]),
+    }
+
+
+def hear_idle(found: Mapping[str, Sequence[int]]) -> OfAllRanks:
+    """Return what all ranks told."""
+    *idle, whole = found["idle"]
+    (fullest, least), (total,) = found["held/ends"], found["held"]
+    shares = {cause: ns / whole for cause, ns in zip(CAUSES, idle, strict=True)}
+    most, rank = divmod(fullest, _MOST_RANKS)
+    return OfAllRanks(shares, most * _KIB, rank, -least * _KIB, total * _KIB)

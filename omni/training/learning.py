@@ -1,20 +1,18 @@
 """The cost tables of a run: which of them times which step, and how measured ops make the next one.
 
-    step n        every rank sums up what its ops took lately, and the sums of all ranks begin to be added
-    step n + 1    at its end they are there, off the critical path; each rank computes the same table of them
+    step n        every rank sums up what its ops took lately, and tells it
+    step n + 1    at its end the sums of all ranks are there; each rank computes the same table of them
     step n + 5    is the first whose plan has not been begun by then: it is planned with that table
 
 So the step from which on a table is in effect follows from the step that taught it, on every rank alike.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from omni.training.ahead import PLANS_AHEAD
+from parallel.control_values import Op, Part
 from parallel.costs import CostTable
 from parallel.laws import Direction, Law, Laws
 from parallel.learning import Sample, learn, sums_of
@@ -24,14 +22,12 @@ LATELY = 128  # passes through a part in one direction that a rank remembers
 
 
 class CostTables:
-    """The tables of a run by step, from the one that was `stated` on. Sums travel over a CPU `group`."""
+    """The tables of a run by step, from the one that was `stated` on."""
 
-    def __init__(self, stated: CostTable, group: dist.ProcessGroup) -> None:
+    def __init__(self, stated: CostTable) -> None:
         self.stated = stated
-        self.group = group
         self.since: dict[int, CostTable] = {0: stated}  # by the first step that is planned with it
         self.lately: dict[tuple[str, Direction], deque[Sample]] = defaultdict(lambda: deque(maxlen=LATELY))
-        self.offered: tuple[torch.Tensor, dist.Work | None] | None = None
         self.warm = False
 
     def at(self, step: int) -> CostTable:
@@ -43,35 +39,28 @@ class CostTables:
         """The table that was computed last, in effect or not yet."""
         return self.since[max(self.since)]
 
-    def settle(self, step: int) -> None:
-        """At the end of `step`, wait for the sums that were offered at the end of the step before, and let
-        what they teach take effect.
-        """
-        if self.offered is None:
-            return
-        sums, work = self.offered
-        if work is not None:
-            work.wait()
-        self.offered = None
-        table = learn(self.newest, sums.tolist())
-        if table is not self.newest:
-            oldest = max(first for first in self.since if first <= step + 1)
-            self.since = {first: of for first, of in self.since.items() if first >= oldest}
-            self.since[step + PLANS_AHEAD + 1] = table
-
-    def offer(self, samples: Iterable[Sample]) -> None:
-        """Start adding up what all ranks measured lately, of which `samples` are this rank's of a step. Every
-        rank offers each step; those of the first are left out, in which much happens once.
+    def tell(self, samples: Iterable[Sample]) -> dict[str, Part]:
+        """Return what this rank tells of what ops took lately, of which `samples` are those of a step. Every
+        rank tells of each step; those of the first are left out, in which much happens once.
         """
         if self.warm:
             for sample in samples:
                 self.lately[sample.part, sample.direction].append(sample)
         self.warm = True
         own = (sample for of in self.lately.values() for sample in of)
-        sums, work = torch.tensor(sums_of(own, self.newest), dtype=torch.int64), None
-        if self.group.size() > 1:
-            work = dist.all_reduce(sums, group=self.group, async_op=True)
-        self.offered = sums, work
+        return {"costs": (Op.SUM, sums_of(own, self.newest))}
+
+    def hear(self, step: int, found: Mapping[str, Sequence[int]]) -> None:
+        """Let what all ranks told of `step` take effect, in the order of steps and before the plan of the
+        first step that may heed it is begun.
+        """
+        if "costs" not in found:
+            return
+        table = learn(self.newest, found["costs"])
+        if table is not self.newest:
+            oldest = max(first for first in self.since if first <= step + 1)
+            self.since = {first: of for first, of in self.since.items() if first >= oldest}
+            self.since[step + PLANS_AHEAD + 2] = table
 
     # The checkpoint.
 

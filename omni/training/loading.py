@@ -16,25 +16,25 @@ from infra.checkpoint import (
     first_problem,
     folder_of,
     open_shard,
-    told_by_first,
 )
 from infra.storage import Storage
 from omni.rank.build import Rank
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import read_state, spread_weights
+from parallel.control import Control
 
 T = TypeVar("T")
 
 
-def from_first(rank: Rank, make: Callable[[], T]) -> T:
-    """Return on all ranks what `make` returns on the first one.
+def from_first(control: Control, make: Callable[[], T]) -> T:
+    """Return on all ranks what `make` returns on the first one: plain values, of lists rather than tuples.
 
     Raises:
         CheckpointError: on every rank, if it fails there.
     """
     made: list[T] = []
-    problem = attempt(lambda: made.append(make())) if rank.is_first else None
-    made, problem = told_by_first((made, problem), rank.groups.control)
+    problem = attempt(lambda: made.append(make())) if control.rank == 0 else None
+    made, problem = control.broadcast("loading", (made, problem))
     if problem is not None:
         raise CheckpointError(problem)
     (result,) = made
@@ -45,6 +45,7 @@ def load(
     storage: Storage,
     manifest: Mapping[str, Any],
     rank: Rank,
+    control: Control,
     components: Mapping[str, ComponentOptimizer],
     moments: bool = True,
 ) -> str | None:
@@ -55,7 +56,7 @@ def load(
     Raises:
         CheckpointError: on every rank, if the checkpoint does not fit, or cannot be read.
     """
-    control, damage, refusal = rank.groups.control, None, None
+    damage, refusal = None, None
     read = partial(_read, storage, manifest)
     try:
         read_state(manifest["index"], read, components, rank.names, rank.stage, rank.rank, moments)
@@ -63,10 +64,10 @@ def load(
         damage = str(error)
     except (CheckpointError, OSError) as error:
         refusal = str(error)
-    refusal = first_problem(refusal, control)
+    refusal = first_problem(refusal, control, "loading")
     if refusal is not None:
         raise CheckpointError(f"{folder_of(manifest['step'])} cannot be loaded: {refusal}")
-    damage = first_problem(damage, control)
+    damage = first_problem(damage, control, "loading")
     if damage is None:
         spread_weights(components)
     return damage

@@ -32,7 +32,6 @@ from omni.models.llm import NAME as LLM
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.rank.state import Owned, owned
-from omni.training.ahead import OFFERED_AHEAD
 from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -84,7 +83,7 @@ def measure(
     squares: dict[str, float] = {}
     with trainer.ahead() as ahead:
         for step in range(1, steps + 1):
-            done = trainer.run_step(ahead.take(step))
+            done = trainer.run_step(trainer.begin(ahead, step))
             if step == 1:
                 if not done.totals.num_targets:
                     raise DataError(
@@ -97,7 +96,6 @@ def measure(
                 squares = {name: square for name, square in by_name if name not in optimizer.frozen}
                 gradients = collect(trainer, partial(_gradient, done.totals.num_targets))
             trainer.update(done)
-            trainer.offer(ahead, step + OFFERED_AHEAD)
     weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)
     if gradients is None or weights is None or buffers is None:
@@ -134,9 +132,9 @@ def collect_buffers(trainer: Trainer) -> dict[str, torch.Tensor] | None:
 
 def _gather(trainer: Trainer, own: list[Any]) -> list[Any] | None:
     """Return the lists of all ranks, one after the other, on rank 0."""
-    group = trainer.rank.groups.control
-    gathered: list[Any] | None = [None] * group.size() if trainer.rank.is_first else None
-    dist.gather_object(own, gathered, group=group, group_dst=0)
+    world = trainer.spec.arrangement.world
+    gathered: list[Any] | None = [None] * world if trainer.rank.is_first else None
+    dist.gather_object(own, gathered, group=trainer.rank.groups.world, group_dst=0)
     return None if gathered is None else [piece for of_rank in gathered for piece in of_rank]
 
 

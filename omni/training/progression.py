@@ -54,8 +54,10 @@ class Progression:
         for name in COUNTERS:
             setattr(self, name, manifest["progression"][name])
 
-    def advance(self, plan: StepPlan, totals: StepTotals, updated: bool, max_error_share: float) -> None:
-        """Count what a step did and move on in the stream.
+    def advance(
+        self, plan: StepPlan, totals: StepTotals, lost: int, updated: bool, max_error_share: float
+    ) -> None:
+        """Count what a step did, which `lost` so many samples to bad data, and move on in the stream.
 
         Raises:
             BadDataError: if more than this share of the samples so far had bad items.
@@ -64,7 +66,7 @@ class Progression:
         self.tokens += plan.taken.tokens
         self.skipped_steps += not updated
         self.dropped += len(plan.taken.skipped)
-        self.tombstones += totals.tombstones
+        self.tombstones += lost
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if totals.num_targets:  # a step without changes nothing
             self.sound = updated and math.isfinite(totals.loss)

@@ -5,6 +5,8 @@ import os
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,11 +18,12 @@ from infra.tracker import TIMELINE
 from infra.tracking import Trackers, make_tracker
 from omni.about import about_run
 from omni.config import ConfigError
+from omni.planning.loads import Largest
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
 from omni.training.alerts import Alert, Alerts
 from omni.training.evaluate import Transcription
-from omni.training.figures import StepRun, metrics_of
+from omni.training.figures import StepRun, metrics_of, metrics_of_all
 from omni.training.idle import OfAllRanks
 from omni.training.opening import opening
 from omni.training.progression import Progression
@@ -28,6 +31,19 @@ from omni.training.slowness import Slowest
 from omni.training.transcriptions import lines_of, summed_up
 from parallel.warmup import Warmed
 from pipeline.plan import StepPlan
+
+
+@dataclass(frozen=True)
+class _Untold:
+    """A step that is done, of which all ranks have not told yet."""
+
+    plan: StepPlan
+    loss: float
+    largest: Largest
+    metrics: dict[str, float]
+    heldout: dict[str, float]
+    recorded: bool
+
 
 NUM_SLOWEST = 5
 SLOWEST_STEPS = 100  # the last steps, of each of which the slowest sample is recorded
@@ -49,12 +65,12 @@ class Reporter:
         self.started = time.time()
         self.heldout: dict[str, float] = {}
         self.loss = float("nan")
-        self.peaks: tuple[int, ...] = ()
         self.saves_s = 0.0
         self.beside: dict[str, float] = {}
         self.schedules = Counter[str]()
         self.left_out_said = 0
         self.alerts = Alerts()
+        self.untold = deque[_Untold]()
         if not active:
             return
         self.tracker = _tracker(spec, folder, resumed)
@@ -82,31 +98,41 @@ class Reporter:
     def step(
         self,
         run: StepRun,
-        ranks: OfAllRanks,
         optimizer: JointOptimizer,
         step_s: float,
         heldout: dict[str, float],
-        slow_rank: Slowest | None,
         recorded: bool,
     ) -> None:
-        """Report one step that took `step_s` seconds, with what all ranks told of it, any held-out losses
-        measured after it, and the slowest rank if it has just been found. Of a `recorded` one the timeline is
-        there.
+        """Take in one step that took `step_s` seconds, and any held-out losses measured after it. Of a
+        `recorded` one the timeline is there. It is reported when all ranks have `told` of it.
         """
         if not self.active:
             return
-        plan, totals = run.prepared.plan, run.totals
-        step, norms = plan.step, optimizer.norms(totals)
-        rates = {name: optimizer.learning_rate(name, step) for name in norms}
-        metrics = metrics_of(self.spec, run, ranks, norms, rates, self.progression, step_s)
-        metrics |= self.beside | (slow_rank.metrics() if slow_rank is not None else {})
+        norms = optimizer.norms(run.totals)
+        rates = {name: optimizer.learning_rate(name, run.prepared.plan.step) for name in norms}
+        metrics = metrics_of(self.spec, run, norms, rates, self.progression, step_s)
+        metrics |= self.beside
         self.beside = {}
-        if recorded:
+        largest = run.of_plan.largest
+        self.untold.append(_Untold(run.prepared.plan, run.totals.loss, largest, metrics, heldout, recorded))
+
+    def told(self, ranks: OfAllRanks, slow_rank: Slowest | None) -> None:
+        """Report the first step that is not reported yet, with what all ranks told of it, and the slowest
+        rank if it has just been found.
+        """
+        if self.active:
+            metrics = metrics_of_all(ranks, self.spec.arrangement.world)
+            self._report(self.untold.popleft(), metrics, slow_rank)
+
+    def _report(self, untold: "_Untold", of_all: dict[str, float], slow_rank: Slowest | None) -> None:
+        plan, heldout = untold.plan, untold.heldout
+        step, taken, most = plan.step, plan.taken, untold.largest
+        metrics = untold.metrics | of_all | (slow_rank.metrics() if slow_rank is not None else {})
+        if untold.recorded:
             self._draw(step)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
-        self.loss, self.peaks = totals.loss, ranks.peaks
-        taken, most = plan.taken, run.largest
+        self.loss = untold.loss
         source = taken.sources[taken.source[most.sample]]
         slow = {"source": source, "sample": taken.ids[most.sample], "planned_ms": most.sample_ns / 1e6}
         self.slow.append({"step": step, **slow})
@@ -157,8 +183,10 @@ class Reporter:
         if self.active:
             self.progress.task(f"generating texts of held-out {source}", done, of)
 
-    def finish(self, transcriptions: dict[str, list[Transcription]]) -> None:
-        """Sum up a run that reached its last step, on the screen and in `summary.json`."""
+    def finish(self, transcriptions: dict[str, list[Transcription]], peaks: Sequence[int]) -> None:
+        """Sum up a run that reached its last step, on the screen and in `summary.json`; `peaks` are the most
+        bytes that each rank has held.
+        """
         if not self.active:
             return
         summary: dict[str, object] = {
@@ -169,7 +197,7 @@ class Reporter:
             "loss/train": self.loss,
             "data/skipped/too_long": self.progression.dropped,
             "data/skipped/bad_item": self.progression.tombstones,
-            "mem/peak_gb/by_rank": [peak / 1e9 for peak in self.peaks],
+            "mem/peak_gb/by_rank": [peak / 1e9 for peak in peaks],
             "perf/save_s/all": round(self.saves_s, 3),
             "plan/schedule": dict(self.schedules),
             **self.heldout,
@@ -192,6 +220,8 @@ class Reporter:
         """Say what was not trained on, if anything, and close all files and trackers."""
         if not self.active:
             return
+        while self.untold:  # a run that fails: all ranks will not tell of them any more
+            self._report(self.untold.popleft(), {}, None)
         if slowest := self._slowest():
             named = (f"{of['source']} {of['sample']} ({of['planned_ms']:.3g} ms)" for of in slowest)
             self.progress.note(f"slowest samples of the last steps (planned, forward): {', '.join(named)}")

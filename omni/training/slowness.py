@@ -1,9 +1,9 @@
 """Which rank takes longer than its peers for the same ops.
 
     step n        ends a window: each rank has added up, part by part, what its ops took and what the cost
-                  table gives them, and the sums of all ranks begin to be added
-    step n + 1    each rank compares itself with its peers, and the largest of these ratios begins to be found
-    step n + 2    all ranks know which rank is the slowest of the window, and by how much
+                  table gives them, and tells it
+    step n + 1    is done, and each rank knows the sums of all, compares itself with its peers and tells that
+    step n + 2    is done, and all ranks know which rank is the slowest of the window, and by how much
 
 A rank's peers are the others that ran the same part of the model; where there are none, those that ran
 another part of the same component. It is measured against their mean, itself left out, so that the table need
@@ -13,11 +13,10 @@ not be right: what it says wrongly of a part, it says of all who run it.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
+from parallel.control_values import Op, Part
 from parallel.costs import CostTable
 from parallel.learning import Sample
 
@@ -84,67 +83,58 @@ def _others(parts: Sequence[str], own: Mapping[str, Spent], everyone: Mapping[st
 
 
 class SlowRanks:
-    """Finds the slowest rank over a CPU `group`, beside what ranks do. Every rank calls `step` after each
-    step; `parts` are the names of all parts of the model, in the same order everywhere.
+    """Finds the slowest rank, beside what ranks do. Every rank tells of each step, and hears what all told in
+    the order of steps; `parts` are the names of all parts of the model, in the same order everywhere.
     """
 
-    def __init__(self, parts: Iterable[str], group: dist.ProcessGroup) -> None:
+    def __init__(self, parts: Iterable[str], rank: int, world: int) -> None:
         self.parts = tuple(parts)
-        self.group = group
+        self.rank = rank
+        self.world = world
         self.steps = -1  # of this window; the first step of a run is left out: much happens once in it
         self.taken = Counter[str]()
         self.given = Counter[str]()
-        self.sums: tuple[torch.Tensor, dist.Work] | None = None
-        self.largest: tuple[torch.Tensor, dist.Work] | None = None
+        self.own: dict[str, Spent] = {}
+        self.ratio: int | None = None
         self.slowest: Slowest | None = None
 
-    def step(self, passes: Iterable[Sample], table: CostTable) -> Slowest | None:
-        """Take in this rank's passes of a step that was planned with `table`. Returns the slowest rank of a
-        window in the step in which it is known, if any rank has peers.
-        """
-        if self.group.size() == 1:
-            return None
-        found = self._settle()
+    def tell(self, passes: Iterable[Sample], table: CostTable) -> dict[str, Part]:
+        """Take in this rank's passes of a step that was planned with `table`, and return what it tells."""
+        if self.world == 1:
+            return {}
+        told: dict[str, Part] = {}
+        if self.ratio is not None:
+            told["slowest"] = Op.MAX, [self.ratio << 32 | self.rank]
+            self.ratio = None
         self.steps += 1
         if self.steps == 0:
-            return None
+            return told
         for part, direction, tokens, squares, ns in passes:
             self.taken[part] += ns
             self.given[part] += table.parts[part].compute_ns(tokens, squares, direction)
         if self.steps == WINDOW:
             pairs = [(self.taken[part], self.given[part]) for part in self.parts]
             self.own = {part: Spent(*pair) for part, pair in zip(self.parts, pairs, strict=True) if any(pair)}
-            self.sums = self._reduce(pairs, dist.ReduceOp.SUM)
+            told["spent"] = Op.SUM, [ns for pair in pairs for ns in pair]
             self.taken.clear()
             self.given.clear()
             self.steps = 0
-        return found
+        return told
 
-    def _settle(self) -> Slowest | None:
-        if self.largest is not None:
-            (found,) = self._result(self.largest)[0]
-            self.largest = None
-            ratio, rank = found >> 32, found & (2**32 - 1)
+    def hear(self, found: Mapping[str, Sequence[int]]) -> Slowest | None:
+        """Learn what all ranks told of a step. Returns the slowest rank of a window in the step in which that
+        is known, if any rank has peers.
+        """
+        if "spent" in found:
+            pairs = zip(found["spent"][::2], found["spent"][1::2], strict=True)
+            everyone = dict(zip(self.parts, starmap(Spent, pairs), strict=True))
+            self.ratio = min(round(ratio_to_peers(self.own, everyone) * _UNIT), _MOST)
+        if "slowest" in found:
+            ratio, rank = found["slowest"][0] >> 32, found["slowest"][0] & (2**32 - 1)
             return self._follow(rank, ratio / _UNIT) if ratio else None
-        if self.sums is not None:
-            everyone = dict(zip(self.parts, map(Spent._make, self._result(self.sums)), strict=True))
-            self.sums = None
-            ratio = min(round(ratio_to_peers(self.own, everyone) * _UNIT), _MOST)
-            self.largest = self._reduce([(ratio << 32 | self.group.rank(),)], dist.ReduceOp.MAX)
         return None
 
     def _follow(self, rank: int, ratio: float) -> Slowest:
         before = self.slowest.rounds if self.slowest is not None and self.slowest.rank == rank else 0
         self.slowest = Slowest(rank, ratio, before + 1 if ratio >= SLOW else 0)
         return self.slowest
-
-    def _reduce(
-        self, rows: Sequence[Sequence[int]], op: dist.ReduceOp.RedOpType
-    ) -> tuple[torch.Tensor, dist.Work]:
-        values = torch.tensor(rows, dtype=torch.int64)
-        return values, dist.all_reduce(values, op=op, group=self.group, async_op=True)
-
-    def _result(self, pending: tuple[torch.Tensor, dist.Work]) -> list[list[int]]:
-        values, work = pending
-        work.wait()
-        return values.tolist()

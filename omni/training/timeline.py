@@ -11,6 +11,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.step import waiting_at
 from omni.training.figures import StepRun
+from parallel.control import Control
 from pipeline.costs import simulate
 from pipeline.drawing import rows_of, spans_of, team_names
 
@@ -25,19 +26,20 @@ def meet(rank: Rank, step: int) -> tuple[Stay, ...]:
     Raises:
         StallError: if a rank does not come in time.
     """
-    control = rank.groups.control
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
     stays = []
-    with waiting_at(rank, f"step {step}: meeting to compare clocks", control):
+    with waiting_at(rank, f"step {step}: meeting to compare clocks", rank.groups.world):
         for _ in range(_BARRIERS):
             enter = time.perf_counter_ns()
-            dist.barrier(control)
+            dist.barrier(rank.groups.world)
             stays.append((enter, time.perf_counter_ns()))
     return tuple(stays)
 
 
-def record(folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: tuple[Stay, ...]) -> None:
+def record(
+    folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: tuple[Stay, ...], control: Control
+) -> None:
     """Write what this rank did in a step, and if it is its domain's first what was simulated. All ranks have
     written when it returns.
 
@@ -52,6 +54,5 @@ def record(folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: t
         ranks = spec.arrangement.domain_ranks(plan.number)
         simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
         write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))
-    control = rank.groups.control
-    with waiting_at(rank, f"step {plan.step}: writing timelines", control):
-        dist.barrier(control)
+    rank.note(f"step {plan.step}: writing timelines")
+    control.barrier("timelines")

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dataloader.decoders import decoder_versions
 from dataloader.format import visible
@@ -28,30 +27,31 @@ from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.registry import prepare_item
-from omni.planning.loads import Largest, largest, planned_sums
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
-from omni.rank.step import execute, learn_totals, update, waiting_at
+from omni.rank.step import execute, learn_totals, update
 from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
-from omni.training.ahead import OFFERED_AHEAD, Ahead, Prepared
+from omni.training.ahead import Ahead, Prepared
 from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 from omni.training.health import Health
-from omni.training.idle import IdleShares, OfAllRanks
 from omni.training.learning import CostTables
 from omni.training.progression import BadDataError, Progression
 from omni.training.reporter import Reporter
 from omni.training.storage import storage_of
+from omni.training.telling import Spent, Telling
 from omni.training.timeline import meet, record
+from omni.training.vector import OfPlan
 from ops.device import peak_memory_bytes
-from parallel.consensus import Consensus, DivergenceError, explain
+from parallel.consensus import DivergenceError, explain
+from parallel.control_of_run import connected
 from parallel.warmup import warm_up
-from pipeline.laps import DATA, END, idle_of
+from pipeline.laps import DATA, END, PLAN, SAVE, idle_of, whole_ns
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
 from pipeline.stopwatch import Stopwatch
@@ -87,26 +87,25 @@ class Trainer:
         self.first = rank == 0
         world = spec.arrangement.world
         self.say(f"building the model on {world} rank{'s' * (world > 1)}")
+        self.control = connected(rank, world, self.config.train.timeout_s)
         self.rank: Rank = build_rank(spec, rank, device, self.note)
         self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.parts > 1)
         if self.first and world > 1:
             print(self.warmed, flush=True)
-        planner = spec.planner
-        self.consensus = Consensus(
-            self.rank.groups.control, (1, planner.num_groups, spec.arrangement.num_domains)
-        )
         window = self.config.data.window_groups
         self.readers = {name: Reader(index.path, window) for name, index in spec.indexes.items()}
         heldout = {name: Reader(index.path, window) for name, index in spec.heldout.items()}
-        self.tables = CostTables(spec.table, self.rank.groups.control)
-        self.evaluator = Evaluator(spec, self.rank, heldout)
-        self.health = Health(self.config.health, self.rank, spec.table.parts, folder)
+        self.tables = CostTables(spec.table)
+        self.evaluator = Evaluator(spec, self.rank, heldout, self.control)
+        self.health = Health(self.config.health, self.rank, spec.table.parts, folder, self.control)
+        self.telling = Telling(self.control, spec, self.rank, self.tables, self.health)
         keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
-        self.checkpoints = Checkpoints(storage_of(self.config, folder), folder, self.rank, keep)
+        self.checkpoints = Checkpoints(storage_of(self.config, folder), folder, self.rank, self.control, keep)
         self.decoders = decoder_versions()
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = False
         self.progression = Progression(folder.metrics)
+        self.reporter: Reporter | None = None
 
     @property
     def step(self) -> int:
@@ -127,50 +126,45 @@ class Trainer:
             self.saving(report),
             self.ahead() as ahead,
         ):
+            stopped = False
             for step in range(self.step + 1, self.config.train.steps + 1):
                 recorded = self.is_due(step, self.config.train.timeline_every)
                 stays = meet(self.rank, step) if recorded else ()
                 start = time.perf_counter()
-                self.watch = Stopwatch(self.rank.device)
-                prepared = ahead.take(step)
-                self.watch.done(DATA)
+                prepared = self.begin(ahead, step)
+                start += self.save_if_due(report)  # of the step before
                 done = self.run_step(prepared, self.watch)
-                idle = self.idle_shares(done)
                 self.update(done)
-                self.offer(ahead, step + OFFERED_AHEAD)
-                self.learn_costs(done)
-                slowest = self.health.slowest(done)
                 step_s = time.perf_counter() - start
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
                 if recorded:
-                    record(self.folder, self.spec, self.rank, done, stays)
+                    record(self.folder, self.spec, self.rank, done, stays, self.control)
                 report.saved(self.checkpoints.finished())
-                report.step(done, self.settle(idle), self.rank.optimizer, step_s, heldout, slowest, recorded)
+                report.step(done, self.rank.optimizer, step_s, heldout, recorded)
                 self.check_updates(done.totals)
                 every = self.config.train.checkpoint_every or self.config.train.steps
                 self.save_is_due |= done.totals.stop or self.is_due(step, every)
-                if self.save_is_due and self.progression.sound:
-                    self.health.compare_now(step)
-                    report.settle()
-                    self.finish_saving(report)
-                    report.held_up(self.save())
-                if done.totals.stop:
-                    self.finish_saving(report)
-                    report.note(
-                        f"stopped after step {step}: {self.stop.signal_name or 'a signal to another rank'}"
-                    )
-                    return False
-            self.progression.check_end()
+                if stopped := done.totals.stop:
+                    break
+            self.end()
+            self.save_if_due(report)
             self.finish_saving(report)  # first: whatever ends generation, the run is done
-            report.finish(self.transcribe(report))
+            if stopped:
+                report.note(
+                    f"stopped after step {self.step}: {self.stop.signal_name or 'a signal to another rank'}"
+                )
+                return False
+            self.progression.check_end()
+            transcriptions = self.transcribe(report)
+            report.finish(transcriptions, self.control.gather("peaks", peak_memory_bytes()))
         return True
 
     # One step.
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[Ahead]:
-        """Start preparing steps, and offer the digests of the first two."""
+        """Start preparing steps, and tell of the plan of the first one."""
         first, last = self.step + 1, self.config.train.steps
         items = {e.modality: partial(prepare_item, e) for e in self.spec.encoders.values()}
         ahead = Ahead(
@@ -187,86 +181,81 @@ class Trainer:
         )
         try:
             self.say(f"planning and loading step {first}")
-            for step in range(first, first + OFFERED_AHEAD):
-                self.offer(ahead, step)
+            self.telling.open(ahead, first)
             yield ahead
         finally:
             ahead.close()
 
-    def offer(self, ahead: Ahead, step: int) -> None:
-        """Start comparing the plan of a coming step with the other ranks'."""
-        if step <= ahead.last:
-            plan = ahead.plan(step)
-            numbers = (0, plan.group.number, plan.number)
-            self.consensus.offer(step, plan.digests, numbers, largest(self.spec_at(step), plan).packed())
+    def begin(self, ahead: Ahead, step: int) -> Prepared:
+        """Hear what all ranks told of the step before the last one, take the next, and tell of the last: see
+        `Telling`. What is waited for is timed from here on.
+        """
+        self.watch = Stopwatch(self.rank.device)
+        self.hear(step - 2)
+        prepared = ahead.take(step)
+        self.watch.done(DATA)
+        self.telling.tell(step - 1, ahead, prepared)
+        self.watch.done(PLAN)
+        return prepared
 
-    def spec_at(self, step: int) -> RunSpec:
-        """The run with the cost table that a step is planned with."""
-        return replace(self.spec, table=self.tables.at(step))
+    def end(self) -> None:
+        """Tell of the last step that is done, and hear all that is left to hear."""
+        if self.telling.spent is not None:
+            self.hear(self.step - 1)
+            self.telling.tell(self.step, None, None)
+            self.hear(self.step)
 
-    def agree_on(self, plan: StepPlan) -> Largest:
+    def hear(self, number: int) -> None:
+        """Heed what all ranks told in a vector, once, waiting if it is not there yet."""
+        self.where = f"step {number}: hearing what all ranks told of it"
+        heard = self.telling.hear(number)
+        if heard is not None and self.reporter is not None:
+            self.reporter.told(*heard)
+
+    def agree_on(self, plan: StepPlan) -> OfPlan:
         """Settle that all ranks hold the same plans, level by level, before any of them runs.
 
-        Returns the largest loads of the world.
+        Returns what all ranks told of theirs.
         """
-        with waiting_at(self.rank, f"step {plan.step}: comparing plans", self.rank.groups.control):
-            agreement = self.consensus.settle(plan.step)
-        if agreement.divergence is not None:
-            control, behind = self.rank.groups.control, self.spec.policies.behind
-            raise DivergenceError(explain(plan, agreement.divergence, diff, control, behind))
-        return Largest.unpacked(agreement.figures)
+        self.where = f"step {plan.step}: comparing plans"
+        found = self.telling.of_plan(plan.step)
+        if found.divergence is not None:
+            behind = self.spec.policies.behind
+            raise DivergenceError(explain(plan, found.divergence, diff, self.control, behind))
+        return found
+
+    def lost_here(self, plan: StepPlan) -> frozenset[int]:
+        """The samples of this rank's domain that lost an item on any of its ranks."""
+        self.rank.note(f"step {plan.step}: sharing which items are bad")
+        lost = self.telling.lost(plan.step)
+        return frozenset(sample for domain, sample in lost if domain == plan.number)
 
     def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:
         """Run a step once all ranks agree on its plan, and learn its totals, with laps on `watch`."""
         plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
-        most = self.agree_on(plan)
+        of_plan = self.agree_on(plan)
         self.check_failures(prepared)
-        tombstones = Tombstones(self.rank, plan, prepared.failures)
+        tombstones = Tombstones(plan, partial(self.lost_here, plan))
         inputs = replace(prepared.inputs, before_loss=tombstones.mask)
         result = execute(self.rank, plan, inputs, watch)
         differing = self.health.compare(plan.step)
-        lost = len(tombstones.samples)
-        speaks = self.rank.engine.position == 0  # for its domain
-        totals = learn_totals(
-            self.rank,
-            plan,
-            result,
-            planned=planned_sums(self.spec_at(plan.step), plan, counts=speaks),
-            tombstones=lost if speaks else 0,
-            stop=self.stop.requested,
-            differing=differing,
-        )
+        totals = learn_totals(self.rank, plan, result, stop=self.stop.requested, differing=differing)
         self.health.judge(totals.corrupted, compared=differing is not None)
         watch.done(END)
-        table, position = self.tables.at(plan.step), self.rank.engine.position
-        return StepRun(prepared, table, position, result, totals, most)
-
-    def idle_shares(self, done: StepRun) -> IdleShares:
-        """Start summing what ranks spent a step with while they stood still, and gather what they held."""
-        laps = done.result.watch.laps()
-        idle_ns = idle_of(laps, done.prepared.plan.domain, self.rank.position)
-        return IdleShares(idle_ns, laps[-1].end_ns, peak_memory_bytes(), self.rank.groups.control)
-
-    def settle(self, idle: IdleShares) -> OfAllRanks:
-        """Learn what ranks spent the step with while they stood still, and what they have held."""
-        with waiting_at(self.rank, f"step {self.step}: idle times", self.rank.groups.control):
-            return idle.settle()
+        table, lost = self.tables.at(plan.step), len(self.telling.lost(plan.step))
+        return StepRun(prepared, table, self.rank.position, result, totals, of_plan, lost)
 
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""
         plan, totals = done.prepared.plan, done.totals
         updated = update(self.rank, plan, totals)
         self.health.seal()
-        self.progression.advance(plan, totals, updated, self.config.data.max_error_share)
+        laps = done.result.watch.laps()
+        idle_ns = idle_of(laps, plan.domain, self.rank.position)
+        passes = done.passes if self.config.costs.learn else ()
+        self.telling.spent = Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table)
+        self.progression.advance(plan, totals, done.lost, updated, self.config.data.max_error_share)
         self.watchdog.beat()
-
-    def learn_costs(self, done: StepRun) -> None:
-        """Let measured op times correct the cost table of later steps, if `costs.learn` asks for it."""
-        if self.config.costs.learn:
-            step, control = done.prepared.plan.step, self.rank.groups.control
-            with waiting_at(self.rank, f"step {step}: adding up op times", control):
-                self.tables.settle(step)
-            self.tables.offer(done.passes)
 
     def check_updates(self, totals: StepTotals) -> None:
         """Stop a run that no longer learns: all ranks at the same step, since all have the same totals."""
@@ -300,6 +289,10 @@ class Trainer:
         """Say on the screen what is being done while nothing trains yet."""
         if self.first:
             print(f"{what} ...", flush=True)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self.control.close()
 
     # Now and then.
 
@@ -342,6 +335,19 @@ class Trainer:
                     )
                     report.note(f"generation left off at {counts[0]} of {counts[1]} of {name}: {why}")
         return found
+
+    def save_if_due(self, report: Reporter) -> float:
+        """Save the step done last if that is due; return how many seconds that held training up."""
+        if not (self.save_is_due and self.progression.sound):
+            return 0.0
+        start = time.perf_counter()
+        self.hear(self.step)  # its record comes before the checkpoint
+        self.health.compare_now(self.step)
+        report.settle()
+        self.finish_saving(report)
+        report.held_up(self.save())
+        self.watch.done(SAVE)
+        return time.perf_counter() - start
 
     def save(self) -> float:
         """Begin to write a checkpoint of the step just done; return how many seconds that held training up.
@@ -386,7 +392,7 @@ class Trainer:
         """Continue from the last good checkpoint and return its step, or begin and return None."""
         manifest = self.checkpoints.restore(self.check_saved)
         if manifest is None:
-            begin(self.spec, self.rank)
+            begin(self.spec, self.rank, self.control)
             self.progression.cursor = self.config.start.cursor or 0
             return None
         self.progression.restore(manifest)
@@ -407,8 +413,10 @@ class Trainer:
     @contextlib.contextmanager
     def reporting(self, resumed: int | None) -> Iterator[Reporter]:
         """Report on the first rank; close the trackers whatever happens."""
-        dist.barrier(self.rank.groups.control)  # every rank has read the folder before it is written to
-        reporter = Reporter(self.spec, self.folder, self.progression, resumed, active=self.rank.is_first)
+        self.control.barrier("start")  # every rank has read the folder before it is written to
+        reporter = self.reporter = Reporter(
+            self.spec, self.folder, self.progression, resumed, active=self.rank.is_first
+        )
         reporter.began(self.warmed)
         try:
             yield reporter

@@ -95,7 +95,8 @@ def main(config_path: Path) -> int:
     with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
         trainer = Trainer(spec, folder, rank, device, plan_step)
         freeze()
-        done = trainer.run()
+        with contextlib.closing(trainer):
+            done = trainer.run()
         if done and rank == 0:
             end_standing_by(seat)
     return 0 if done else TRY_AGAIN

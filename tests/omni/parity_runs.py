@@ -18,7 +18,6 @@ from omni.config import ComponentOptimConfig, Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
 from omni.planning.prepare import prepare_run
 from omni.training import parity
-from omni.training.ahead import OFFERED_AHEAD
 from omni.training.parity import Difference, Measurement
 from omni.training.trainer import Trainer
 
@@ -116,7 +115,6 @@ def _narrowest_choices(config: Config) -> Iterator[float]:
     with trainer.ahead() as ahead:
         for step in range(1, config.train.steps + 1):
             with routing_margins(trainer.rank.stage.models) as margins:
-                done = trainer.run_step(ahead.take(step))
+                done = trainer.run_step(trainer.begin(ahead, step))
             trainer.update(done)
-            trainer.offer(ahead, step + OFFERED_AHEAD)
             yield min(float(margin) for margin in margins)

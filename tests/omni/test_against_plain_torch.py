@@ -30,7 +30,6 @@ from omni.config import ComponentOptimConfig, Config, MoEConfig, OptimConfig
 from omni.planning.optim_schedule import learning_rate
 from omni.planning.prepare import prepare_run
 from omni.rank.state import Owned, owned
-from omni.training.ahead import OFFERED_AHEAD
 from omni.training.parity import collect, collect_buffers
 from omni.training.trainer import Trainer
 
@@ -121,11 +120,10 @@ def trained(rank: int, config: Config) -> tuple[dict[str, torch.Tensor], list[St
     steps = []
     with trainer.ahead() as ahead:
         for number in range(1, config.train.steps + 1):
-            done = trainer.run_step(ahead.take(number))
+            done = trainer.run_step(trainer.begin(ahead, number))
             totals = done.totals
             gradients = shaped(trainer, lambda own: own.main.grad)
             trainer.update(done)
-            trainer.offer(ahead, number + OFFERED_AHEAD)
             frozen = trainer.rank.optimizer.frozen
             steps.append(
                 Step(

@@ -121,7 +121,7 @@ def targets(rank: int, line: list[str], how: str) -> float:
     fail_on_sample_1(spec.encoders["image"], how)
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
     with trainer.ahead() as ahead:
-        return trainer.run_step(ahead.take(1)).totals.num_targets
+        return trainer.run_step(trainer.begin(ahead, 1)).totals.num_targets
 
 
 @pytest.mark.parametrize("more", [("layout=pp2", "system=stage0"), ("layout=pp2",), ("layout.domain=2",)])

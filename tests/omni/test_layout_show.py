@@ -57,9 +57,7 @@ def test_every_group_of_a_rank_is_explained(show):
         ("image", "tp"): [4, 5],
         ("image", "dp"): [1, 3, 5, 7, 9, 11, 13, 15],
         ("boundary", "domain"): [4, 5, 6, 7, 12, 13, 14, 15],
-        ("control", "domain"): [4, 5, 6, 7, 12, 13, 14, 15],
-        ("control", "world"): everyone,
-        ("saving", "world"): everyone,
+        ("control", "tree"): [0, 5],
         ("totals", "world"): everyone,
     }
     assert "… (16)" in out
@@ -90,7 +88,6 @@ def test_what_a_group_carries_depends_on_the_model_and_the_policies(show):
     assert {name for name, _ in groups(show(*beside, rank=2)[1])} == {
         "boundary",
         "control",
-        "saving",
         "totals",
     }
 

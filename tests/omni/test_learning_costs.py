@@ -5,7 +5,6 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ def _diverge(rank: int, line: list[str]) -> str:
     trainer.tables.since = {0: stated.with_laws(3, {"image": laws})}
     with trainer.ahead() as ahead:
         try:
-            trainer.agree_on(ahead.take(1).plan)
+            trainer.agree_on(trainer.begin(ahead, 1).plan)
         except DivergenceError as error:
             return str(error)
     return "agreed"
@@ -158,16 +157,18 @@ ONE = CostTable(0, {"image": WorkCost(10**8, 10**5, 10**5)}, Links(Link(1, 1), L
 
 
 def alone(stated: CostTable = ONE) -> CostTables:
-    return CostTables(stated, SimpleNamespace(size=lambda: 1))  # type: ignore[arg-type]
+    return CostTables(stated)
 
 
 def steps_of(tables: CostTables, steps: range, factor: int) -> None:
-    """Go through steps in which ops take so many times what is stated."""
+    """Go through steps in which ops take so many times what is stated. What is told of one is heard when the
+    next is done.
+    """
     cost = tables.stated.parts["image"]
     for step in steps:
-        tables.settle(step)
-        sizes = ((100 * n, 10**4 * n) for n in range(1, 5))
-        tables.offer(Sample("image", None, *size, factor * cost.compute_ns(*size)) for size in sizes)
+        sizes = [(100 * n, 10**4 * n) for n in range(1, 5)]
+        told = tables.tell(Sample("image", None, *size, factor * cost.compute_ns(*size)) for size in sizes)
+        tables.hear(step, {name: tuple(sums) for name, (_, sums) in told.items()})
 
 
 def test_a_table_takes_effect_at_the_first_step_whose_plan_is_not_begun() -> None:

@@ -23,7 +23,7 @@ from omni.compose import compose_config
 from omni.planning.plan_process import Planned, PlannerEndedError, PlannerProcess, plan_step, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.training.ahead import OFFERED_AHEAD, Ahead
+from omni.training.ahead import Ahead
 from pipeline.costs import simulate
 from pipeline.verifier import PlanRefusedError
 
@@ -224,7 +224,7 @@ def test_comparing_plans_waits_for_none_that_has_just_been_begun() -> None:
     try:
         assert ahead.take(1).plan.step == 1
         assert slow.wait(20)
-        assert ahead.plan(1 + OFFERED_AHEAD).step == 3, "while that of step 4 is being made"
+        assert ahead.plan(3).step == 3, "while that of step 4 is being made"
         assert ahead.take(2).plan.step == 2
     finally:
         go.set()

@@ -253,7 +253,7 @@ def hold(
     engine._Step.do = watched
     try:
         with trainer.ahead() as ahead:
-            prepared = ahead.take(1)
+            prepared = trainer.begin(ahead, 1)
             trainer.agree_on(prepared.plan)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
                 execute(trainer.rank, prepared.plan, prepared.inputs)

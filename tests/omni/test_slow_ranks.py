@@ -11,6 +11,7 @@ from test_trainer import make_trainer
 
 from infra.run_folder import read_metrics
 from omni.training.slowness import Slowest, SlowRanks, Spent, ratio_to_peers
+from parallel.control_of_run import connected
 from parallel.costs import CostTable, Link, Links, WorkCost
 from parallel.learning import Sample
 
@@ -38,13 +39,16 @@ NAMED_WITHIN = 20
 
 def _watch(rank: int, slow: int, since: int, factor: int) -> dict[int, tuple[Slowest, bool]]:
     """Steps in which the passes of one rank take longer from one of them on; what is found, by step."""
-    watch, found = SlowRanks(TABLE.parts, dist.group.WORLD), {}
+    world = dist.get_world_size()
+    watch, control, found = SlowRanks(TABLE.parts, rank, world), connected(rank, world, 60), {}
     for step in range(1, since + NAMED_WITHIN + 1):
         tokens = 50 * (1 + (step + rank) % 3)
         ns = TABLE.parts["llm/0"].compute_ns(tokens, tokens, None) * (7 + (step + rank) % 2)
         if (rank, step >= since) == (slow, True):
             ns *= factor
-        slowest = watch.step([Sample("llm/0", None, tokens, tokens, ns)], TABLE)
+        # Heard after the next step has been done, and before that is told.
+        slowest = watch.hear(control.settle("step", step - 1)) if step > 1 else None
+        control.offer("step", step, watch.tell([Sample("llm/0", None, tokens, tokens, ns)], TABLE))
         if slowest is not None:
             found[step] = (slowest, slowest.is_slow)
     return found
@@ -91,6 +95,6 @@ def test_a_run_shows_and_records_its_slowest_rank(ranks: RankPool, tmp_path: Pat
     write_mixed(tmp_path / "mixed")
     ranks.run(2, _train, overrides(tmp_path / "mixed", tmp_path / "run", "train.steps=9"))
     records = [m for m in read_metrics(tmp_path / "run" / "metrics.jsonl") if "health/slowest" in m]
-    assert [m["progress/step"] for m in records] == [8]
+    assert [m["progress/step"] for m in records] == [7]
     assert {m["health/slowest_rank"] for m in records} == {1}
     assert all(1.5 < m["health/slowest"] < 6 for m in records)

@@ -17,7 +17,7 @@ from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 from pipeline.costs import simulate
 from pipeline.drawing import rows_of
-from pipeline.laps import CAUSES, DATA, END, HOST
+from pipeline.laps import CAUSES, DATA, END, HOST, PLAN
 
 LAYOUTS = {"pp2": ["layout.llm.pp=2"], "tp2": ["layout.llm.tp=2"], "dp2": []}
 
@@ -58,7 +58,7 @@ def test_a_recorded_step_holds_the_ops_that_its_plan_has_and_what_is_simulated(l
             assert len(recorded.measured) == spec.arrangement.domain_size
             for position, row in enumerate(recorded.measured):
                 ops = [str(op) for op in plan.domain.ops_of(position)]
-                assert list(dict.fromkeys(span.text for span in row.spans)) == [DATA, HOST, *ops, END]
+                assert list(dict.fromkeys(span.text for span in row.spans)) == [DATA, PLAN, HOST, *ops, END]
                 assert {span.cause for span in row.spans if span.cause} <= set(CAUSES)
             expected = rows_of(simulate(plan.domain, spec.table), [row.name for row in recorded.simulated])
             assert recorded.simulated == tuple(expected)

@@ -1,36 +1,30 @@
-"""Digests of the levels of a plan, compared over real ranks."""
+"""Digests of the levels of a plan, compared among the ranks that share each; and what is said of them."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
+import pytest
 
-from parallel.consensus import Consensus, Divergence, explain
+from parallel.consensus import Among, diverging, explain, plain, weighed
+from parallel.control_of_run import connected
 from pipeline.plan import GroupPlan, Taken, diff
 
 LARGEST = 2**63 - 1
-SIZES = (1, 2, 4)  # four ranks: one world, groups of two, and a domain each
 
 
-def numbers_of(rank: int) -> tuple[int, int, int]:
-    return 0, rank // 2, rank
+def among(rank: int) -> tuple[Among, ...]:
+    """Of four ranks: one world, groups of two, and a domain each."""
+    return Among(0, rank, 4), Among(rank // 2, rank % 2, 2), Among(rank, 0, 1)
 
 
-def settle_all(rank, steps):
-    """Offer all steps, each the digests and figures of every rank, before the first is settled."""
-    consensus = Consensus(dist.group.WORLD, SIZES)
-    for step, (digests, figures) in enumerate(steps):
-        consensus.offer(step, digests[rank], numbers_of(rank), figures[rank])
-    answers = [consensus.settle(step) for step in range(len(steps))]
-    assert not consensus.offered
-    return [(answer.divergence, answer.figures) for answer in answers]
-
-
-def settled(ranks, *steps_of_digests) -> list[Divergence | None]:
-    """What four ranks, which must all say the same, learn of the digests in steps."""
-    answers = ranks.run(4, settle_all, [(digests, [()] * 4) for digests in steps_of_digests])
-    assert answers == [answers[0]] * 4
-    return [divergence for divergence, _ in answers[0]]
+def level(digests: list[list[int]]) -> int | None:
+    """The level at which ranks with these digests differ, as their sums say, which wrap as numpy's do."""
+    sums = [0, 0, 0]
+    for rank, own in enumerate(digests):
+        told = weighed(own, among(rank))
+        assert all(-(2**63) <= of < 2**63 for of in told)
+        sums = [a + b for a, b in zip(sums, told, strict=True)]
+    return diverging([of % 2**64 for of in sums])
 
 
 def equal(world: int = 7) -> list[list[int]]:
@@ -44,59 +38,44 @@ def changed(rank: int, level: int, digest: int) -> list[list[int]]:
     return digests
 
 
-def test_levels_that_are_equal_where_they_are_shared_agree(ranks):
-    steps = [equal(0), equal(1), equal(LARGEST), [[LARGEST] * 3] * 4, [[0] * 3] * 4]
-    assert settled(ranks, *steps) == [None] * 5
+@pytest.mark.parametrize("digests", [equal(0), equal(1), equal(LARGEST), [[LARGEST] * 3] * 4, [[0] * 3] * 4])
+def test_levels_that_are_equal_where_they_are_shared_agree(digests: list[list[int]]) -> None:
+    assert level(digests) is None
 
 
-def test_one_differing_digest_is_noticed_on_every_rank_with_its_level_and_number(ranks):
-    steps = [
-        changed(1, 0, 9),  # higher
-        changed(2, 0, 0),  # lower
-        changed(0, 1, LARGEST),
-        changed(3, 1, 0),
-        equal(),
-        [[LARGEST - (rank == 3), 0, 0] for rank in range(4)],  # off by one at the edge
-    ]
-    expected = [(0, 0), (0, 0), (1, 0), (1, 1), None, (0, 0)]
-    assert settled(ranks, *steps) == [of and Divergence(*of) for of in expected]
+@pytest.mark.parametrize(
+    ("digests", "expected"),
+    [
+        (changed(1, 0, 9), 0),  # higher
+        (changed(2, 0, 0), 0),  # lower
+        (changed(0, 1, LARGEST), 1),
+        (changed(3, 1, 0), 1),
+        (changed(2, 2, 0), None),  # alone in its domain
+        ([[LARGEST - (rank == 3), 0, 0] for rank in range(4)], 0),  # off by one at the edge
+        ([[1, 20 + (rank % 2), 5] for rank in range(4)], 1),  # both groups, alike
+        ([[1, 20 + (rank % 2) * (1 - rank // 2 * 2), 5] for rank in range(4)], 1),  # and against each other
+        ([[rank, rank, 5] for rank in range(4)], 0),  # the widest of two
+    ],
+)
+def test_digests_that_differ_are_noticed_with_their_level(
+    digests: list[list[int]], expected: int | None
+) -> None:
+    assert level(digests) == expected
 
 
-def test_the_widest_level_that_differs_is_named_and_its_first_number(ranks):
-    everything = [[rank, rank, 5] for rank in range(4)]
-    groups = [[1, rank, 5] for rank in range(4)]
-    assert settled(ranks, everything, groups) == [Divergence(0, 0), Divergence(1, 0)]
+def test_16384_ranks_that_agree_sum_up_to_0_and_one_that_does_not_is_noticed() -> None:
+    size, digest = 16_384, 0x5DEECE66D1234567
+    sums = sum(weighed([digest], [Among(0, rank, size)])[0] for rank in range(size))
+    assert sums % 2**64 == 0
+    for rank in (0, 1, size - 1):
+        for other in (digest + 1, digest ^ 1 << 62, 0):
+            own, changed = (weighed([of], [Among(0, rank, size)])[0] for of in (digest, other))
+            assert (sums - own + changed) % 2**64 != 0
 
 
-def pairs_of_domains(rank, digests):
-    """Two domains of two ranks in one group."""
-    consensus = Consensus(dist.group.WORLD, (1, 1, 2))
-    consensus.offer(1, (1, 2, digests[rank]), (0, 0, rank // 2))
-    return consensus.settle(1).divergence
-
-
-def test_a_domain_of_several_ranks_is_compared_among_its_own(ranks):
-    assert ranks.run(4, pairs_of_domains, [3, 3, 4, 4]) == [None] * 4
-    assert ranks.run(4, pairs_of_domains, [3, 3, 4, 5]) == [Divergence(2, 1)] * 4
-    assert ranks.run(4, pairs_of_domains, [5, 3, 4, 4]) == [Divergence(2, 0)] * 4
-
-
-def test_figures_are_the_largest_that_any_rank_offered_whether_ranks_agree_or_not(ranks):
-    figures = [(3, 0), (1, 0), (LARGEST, 0), (2, 5)]
-    steps = [(equal(), figures), (changed(1, 0, 9), [(rank,) for rank in range(4)])]
-    for answers in ranks.run(4, settle_all, steps):
-        assert answers == [(None, (LARGEST, 5)), (Divergence(0, 0), (3,))]
-
-
-def settle_alone(rank):
-    consensus = Consensus(dist.group.WORLD, (1, 1, 1))
-    consensus.offer(4, (3, LARGEST, 0), (0, 0, 0), (8, 9))
-    return consensus.settle(4)
-
-
-def test_a_single_rank_agrees_with_itself(ranks):
-    (agreement,) = ranks.run(1, settle_alone)
-    assert (agreement.divergence, agreement.figures) == (None, (8, 9))
+def test_plans_are_compared_as_plain_values_alike() -> None:
+    one, two = (Taken(0, 2, ("text",), (0, 0), (0, 1), (4, length)) for length in (8, 9))
+    assert diff(plain(one), plain(two), "plan") == diff(one, two, "plan") == ["plan.lengths[1]: 8 != 9"]
 
 
 # What is said of a divergence.
@@ -120,14 +99,14 @@ class TwoLevels:
         ]
 
 
-def explain_all(rank, lengths, samples, level, number):
+def explain_all(rank, lengths, samples, level):
     world = Taken(0, 2, ("text",), (0, 0), (0, 1), (4, lengths[rank]))
     plan = TwoLevels(rank, world, GroupPlan(rank // 2, 0, (((0, samples[rank]),),)))
-    return explain(plan, Divergence(level, number), diff, dist.group.WORLD)
+    return explain(plan, level, diff, connected(rank, 4, 60))
 
 
-def explained(ranks, lengths=(8,) * 4, samples=(1,) * 4, level=0, number=0) -> str:
-    (text,) = {*ranks.run(4, explain_all, lengths, samples, level, number)}
+def explained(ranks, lengths=(8,) * 4, samples=(1,) * 4, level=0) -> str:
+    (text,) = {*ranks.run(4, explain_all, lengths, samples, level)}
     return text
 
 
@@ -145,6 +124,6 @@ def test_explain_sends_two_plans_of_many(ranks):
 
 
 def test_explain_compares_a_group_among_its_own_ranks(ranks):
-    text = explained(ranks, samples=[1, 1, 5, 6], level=1, number=1)
+    text = explained(ranks, samples=[1, 1, 5, 6], level=1)
     assert "the plan of group 1: 1 of 2 ranks have that of rank 2, 1 that of rank 3; there are 2" in text
     assert "rank 2 against rank 3: plan.group.replicas[0][0][1]: 5 != 6" in text

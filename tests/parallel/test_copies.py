@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import RankPool
 
+from parallel.control_of_run import connected
 from parallel.copies import Copies, Copy, Noted, differences, sum_of_bits
 
 HOSTS = ["north", "south", "east", "west"]
@@ -110,7 +111,7 @@ def _compare(rank: int, world: int) -> tuple[list[float], str]:
             found.append(float(copies.differing()))
             if step < 8:
                 copies.forget()
-    return found, str(copies.explain(dist.group.WORLD))
+    return found, str(copies.explain(connected(rank, dist.get_world_size(), 60)))
 
 
 @pytest.mark.parametrize("world", [2, 3])
