@@ -10,6 +10,7 @@ import hmac
 import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 
 from infra.relay import BACKLOG, LOOPBACK, Relay
+from parallel.control_links import ADDRESS
 from parallel.handshake import secret_of_run
 
 _PORTS = "OMNI_STORE_PORTS"
@@ -53,7 +55,7 @@ def meet(params: RendezvousParameters) -> "FreshStores":
         store, gate = _meeting_point(relay, host, port, params.get_as_bool("is_host"), timeout_s)
     except (OSError, RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(f"{host}:{port}: {error}") from error
-    return FreshStores(_handler(store, params), relay, gate, timeout_s)
+    return FreshStores(_handler(store, params), relay, gate, timeout_s, params.local_addr)
 
 
 def _meeting_point(
@@ -106,6 +108,15 @@ def _keep_communicators_on_loopback() -> None:
             os.environ.setdefault(name, "lo")
 
 
+def _address_towards(host: str) -> str:
+    """The address of this machine by which it reaches another one. Nothing is sent."""
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, _ENDPOINT_PORT, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    return socket.getfqdn()
+
+
 def _loopback_store(timeout_s: float) -> TCPStore:
     """Return a store that listens on the loopback interface alone; torch's own way is all interfaces."""
     listener = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
@@ -128,10 +139,19 @@ class FreshStores(RendezvousHandler):
     """A rendezvous that gives the workers of each round a store of their own, held by the first agent.
 
     Others reach it through the `relay` of their agent, at the port `gate` of that one; one machine has none.
+    `address` is where other nodes reach this one, if somebody has said so.
     """
 
-    def __init__(self, inner: RendezvousHandler, relay: Relay | None, gate: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        relay: Relay | None,
+        gate: int,
+        timeout_s: float,
+        address: str | None = None,
+    ) -> None:
         self._inner = inner
+        self._address = address
         self._relay = relay
         self._gate = gate
         self._timeout_s = timeout_s
@@ -146,6 +166,8 @@ class FreshStores(RendezvousHandler):
         """Meet the other agents; the store of the round before is closed."""
         info = self._inner.next_rendezvous()
         assert info.bootstrap_store_info is not None
+        # Handed on to the workers, which connect with those of other nodes by themselves.
+        os.environ[ADDRESS] = self._address_of(info.rank, info.bootstrap_store_info.master_addr)
         if info.rank == 0:
             self._store = _loopback_store(self._timeout_s)
             info.store.set(_PORTS, f"{self._gate} {self._store.port}")
@@ -156,6 +178,12 @@ class FreshStores(RendezvousHandler):
             address = info.bootstrap_store_info.master_addr
             port = self._relay.tunnel(address, gate, target, self._timeout_s)
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(LOOPBACK, port))
+
+    def _address_of(self, rank: int, first: str) -> str:
+        """Return where other nodes reach this one; `first` is where they reach the first."""
+        if self._relay is None:
+            return LOOPBACK
+        return self._address or (first if rank == 0 else _address_towards(first))
 
     def get_backend(self) -> str:
         """See RendezvousHandler, as for all that follow."""

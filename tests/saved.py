@@ -21,6 +21,7 @@ from infra.checkpoint import (
 )
 from infra.storage import Storage
 from omni.rank.state import read_state, snapshot, spread_weights
+from parallel.control_of_run import connected
 
 DTYPES = {"F32": np.float32, "U8": np.uint8}
 
@@ -28,10 +29,10 @@ DTYPES = {"F32": np.float32, "U8": np.uint8}
 def save_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
     """Save what all ranks hold as step 1."""
     storage = Storage.at(folder)
-    run = [claim(storage, None, adopt=True) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(run)
+    control = connected(dist.get_rank(), dist.get_world_size(), 60)
+    run = control.broadcast("run", claim(storage, None, adopt=True) if control.rank == 0 else None)
     shard = snapshot(components, names, stage)
-    save_checkpoint(storage, run[0], 1, shard, {}, Keep(1), dist.group.WORLD)
+    save_checkpoint(storage, run, 1, shard, {}, Keep(1), control)
 
 
 def load_components(folder: Path, components: Any, names: Any, stage: Any) -> None:

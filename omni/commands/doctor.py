@@ -133,6 +133,27 @@ def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
     counts = [count_groups(arrangement, LLM, rank) for rank in sorted(some)]
     groups, peers = (max(of) for of in zip(*counts, strict=True))
     yield Finding("process groups", True, f"{_counts(arrangement.describe(), groups, peers)} (counted)")
+    yield _at_scale(config, ranks, groups)
+
+
+def _at_scale(config: "Config", ranks: int, groups: int) -> Finding:
+    """What the first rank of the whole job will send and hold beside training."""
+    from dataloader.tokens import SampleMeta
+    from omni.planning.at_scale import at_scale
+    from omni.planning.prepare import prepare_run
+
+    try:
+        spec = prepare_run(config, ranks, trace=[SampleMeta(0, "none", 1, (), 0)])
+    except ValueError as error:
+        return Finding("control plane", False, str(error), "choose what fits")
+    found = at_scale(spec, groups)
+    said = (
+        f"a rank has {found.connections} connections at most and sends a vector of "
+        f"{found.vector_bytes / 1e3:.1f} kB a step over them, {found.depth} messages deep; a commit brings "
+        f"{found.entries:,} entries, {found.index_bytes / 1e6:.1f} MB, to the first rank; at the start its "
+        f"node takes {found.store_connections:,} connections and {found.store_requests:,} requests (counted)"
+    )
+    return Finding("control plane", True, said, "")
 
 
 def _counts(layout: str, groups: float, peers: float) -> str:

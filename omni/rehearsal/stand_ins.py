@@ -41,9 +41,7 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         def put(owner: Any, name: str, stand_in: Any) -> None:
             stack.enter_context(_replaced(owner, name, stand_in))
 
-        # Groups are all fake, also those that would be gloo's, and every rank says what this one says.
-        new_group = dist.new_group
-        put(dist, "new_group", lambda ranks, timeout, backend, **more: new_group(ranks, timeout, **more))
+        # Every rank says what this one says.
         put(dist, "all_gather_object", _gather_own)
         # Random numbers need values.
         put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
