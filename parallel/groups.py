@@ -6,6 +6,9 @@ world. The order of creation follows from the arrangement alone, hence is the sa
 Invariant: every rank creates the same number of groups. torch names a group that only its members create by
 its ranks and by how many groups the process has; members that count differently wait for each other under
 different names until they time out. A rank that is not in a group therefore makes one of itself instead.
+
+A communicator takes device memory on every rank. So none is made that nothing is sent over, and what is
+summed over the world, always in one order, goes over torch's default group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel.layout import Arrangement, Mesh
+from parallel.layout import Arrangement, Mesh, Staged
 from parallel.megatron import ProcessGroupCollection
 
 
@@ -37,29 +40,49 @@ class Groups:
     components: Mapping[str, ProcessGroupCollection]
 
 
-def make_groups(arrangement: Arrangement, llm: str, timeout: timedelta) -> Groups:
-    """Create all groups of this rank; `llm` is the name of the component with stages."""
+def make_groups(arrangement: Arrangement, llm: Staged, timeout: timedelta) -> Groups:
+    """Create all groups of this rank that something is sent over."""
     return _groups(_Maker(dist.get_rank(), timeout), arrangement, llm)
 
 
-def count_groups(arrangement: Arrangement, llm: str, rank: int) -> tuple[int, int]:
-    """Return how many groups with others `make_groups` creates on a rank, and of how many peers in sum."""
+def count_groups(arrangement: Arrangement, llm: Staged, rank: int) -> tuple[int, int]:
+    """Return how many groups with others `make_groups` gives a rank, and of how many peers in sum."""
     counter = _Counter(rank, timedelta(0))
     _groups(counter, arrangement, llm)
     return len(counter.peers), sum(counter.peers)
 
 
-def _groups(maker: "_Maker", arrangement: Arrangement, llm: str) -> Groups:
+@dataclass(frozen=True)
+class Places:
+    """Where a rank stands along axes of a mesh, in place of a group over which nothing is sent: megatron asks
+    for one and keeps it. Of a use torch would say that this is none.
+    """
+
+    ranks: tuple[int, ...]
+    me: int
+
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """Which of them this one is."""
+        return self.ranks.index(self.me)
+
+
+def _groups(maker: "_Maker", arrangement: Arrangement, llm: Staged) -> Groups:
     everyone = range(arrangement.world)
     domain = arrangement.domain_ranks(arrangement.domain(maker.rank))
     mesh = arrangement.mesh
-    collections = {llm: _llm_collection(maker, arrangement)}
+    world = maker.world(everyone)
+    forward, backward = maker.axes(mesh, "pp", fresh=True), maker.axes(mesh, "pp", fresh=True)
+    collections = {llm.name: _llm_collection(maker, arrangement, llm, forward)}
     for name, encoder_mesh in arrangement.encoder_meshes.items():
         collections[name] = _encoder_collection(maker, encoder_mesh)
     return Groups(
-        world=maker.own(everyone),
-        forward=maker.axes(mesh, "pp", fresh=True),
-        backward=maker.axes(mesh, "pp", fresh=True),
+        world=world,
+        forward=forward,
+        backward=backward,
         ship=maker.own(domain),
         back=maker.own(domain),
         components={name: pg for name, pg in collections.items() if pg is not None},
@@ -78,13 +101,27 @@ class _Maker:
         members = list(ranks) if self.rank in ranks else [self.rank]
         return dist.new_group(members, self.timeout, use_local_synchronization=True)
 
+    def world(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """The default group, which has all `ranks`."""
+        world = dist.group.WORLD
+        assert world is not None
+        assert world.size() == len(ranks), f"a world of {world.size()}, and not {len(ranks)}, ranks"
+        return world
+
+    def places(self, mesh: Mesh, *names: str) -> Places:
+        """Where this rank stands along axes of a mesh."""
+        ranks = mesh.group(self.rank, *names) if self.rank in mesh else (self.rank,)
+        return Places(tuple(sorted(ranks)), self.rank)
+
     def axes(self, mesh: Mesh, *names: str, fresh: bool = False) -> dist.ProcessGroup:
         """The group of this rank along axes of a mesh; `fresh` for one that no other traffic uses."""
         key = (id(mesh), mesh.axes(names))
-        if fresh or key not in self.made:
+        ranks = sorted(mesh.group(self.rank, *names)) if self.rank in mesh else []
+        if fresh:
+            return self.own(ranks)
+        if key not in self.made:
             # Whether it was made before depends on the mesh alone, so all ranks keep count alike.
-            ranks = mesh.group(self.rank, *names) if self.rank in mesh else ()
-            self.made[key] = self.own(sorted(ranks))
+            self.made[key] = self.own(ranks)
         return self.made[key]
 
 
@@ -99,23 +136,37 @@ class _Counter(_Maker):
         if self.rank in ranks and len(ranks) > 1:
             self.peers.append(len(ranks) - 1)
 
+    def world(self, ranks: Sequence[int]) -> Any:
+        return self.own(ranks)
 
-def _llm_collection(maker: _Maker, arrangement: Arrangement) -> ProcessGroupCollection | None:
-    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism."""
+
+def _llm_collection(
+    maker: _Maker, arrangement: Arrangement, llm: Staged, forward: dist.ProcessGroup
+) -> ProcessGroupCollection | None:
+    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism. Of the
+    pipeline it learns which stage this is; messages between stages are the engine's.
+    """
     mesh, experts = arrangement.mesh, arrangement.expert_mesh
     pg = _collection(maker, mesh)
     pg.pool = maker.axes(mesh, "cp", "replica", fresh=True)
-    pg.pp, pg.mp = maker.axes(mesh, "pp"), maker.axes(mesh, "tp", "pp")
-    pg.ep = pg.tp_ep = maker.axes(experts, "ep")
+    pg.pp, pg.mp = forward, maker.places(mesh, "tp", "pp")
     pg.expt_tp = maker.axes(experts)
-    pg.expt_dp = pg.intra_expt_dp = maker.axes(experts, "edp")
-    pg.tp_ep_pp = maker.axes(experts, "ep", "pp")
-    pg.intra_dist_opt = maker.axes(mesh, "tp", "cp", "dp", "pp")
+    pg.tp_ep_pp = maker.places(experts, "ep", "pp")
+    pg.intra_dist_opt = maker.places(mesh, "tp", "cp", "dp", "pp")
+    if llm.experts:
+        pg.ep = pg.tp_ep = maker.axes(experts, "ep")
+        pg.expt_dp = pg.intra_expt_dp = maker.axes(experts, "edp")
+        pg.tp_dp_cp = maker.axes(mesh, "tp", *_replicated(mesh))
+    else:
+        pg.ep = pg.tp_ep = maker.axes(experts)
+        pg.expt_dp = pg.intra_expt_dp = pg.dp
+        pg.tp_dp_cp = maker.places(mesh, "tp", *_replicated(mesh))
     # The first and last stages share the word embedding when it is tied to the output.
     stages = mesh.group(maker.rank, "pp") if maker.rank in mesh else ()
     ends = tuple(dict.fromkeys((stages[0], stages[-1]))) if stages else ()
-    embd = maker.own(ends)
-    pg.embd = embd if maker.rank in ends else None
+    pg.embd = maker.own(ends) if llm.tied else None
+    if maker.rank not in ends:
+        pg.embd = None
     pg.pos_embd = pg.expt_tp if stages and maker.rank == stages[0] else None
     return pg if maker.rank in mesh else None
 
@@ -126,17 +177,19 @@ def _encoder_collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection | N
     pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.tp_ep_pp = pg.embd = pg.pos_embd = maker.axes(mesh)
     pg.mp = pg.tp
     pg.expt_dp = pg.intra_expt_dp = pg.dp
-    pg.intra_dist_opt = maker.axes(mesh, "tp", "dp")
+    pg.tp_dp_cp = pg.intra_dist_opt = maker.places(mesh, "tp", "dp")
     return pg if maker.rank in mesh else None
 
 
 def _collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection:
     """Groups of the dense parts. Gradients are summed over all ranks that differ in tokens: cp and dp."""
-    replicated = ("cp", "dp") if "cp" in mesh.sizes else ("dp",)
     pg = ProcessGroupCollection()
     pg.tp = pg.tp_cp = maker.axes(mesh, "tp")
     pg.cp = maker.axes(mesh)
-    pg.dp = pg.dp_cp = pg.intra_dp_cp = maker.axes(mesh, *replicated)
-    pg.tp_dp_cp = maker.axes(mesh, "tp", *replicated)
+    pg.dp = pg.dp_cp = pg.intra_dp_cp = maker.axes(mesh, *_replicated(mesh))
     pg.inter_dist_opt = None
     return pg
+
+
+def _replicated(mesh: Mesh) -> tuple[str, ...]:
+    return ("cp", "dp") if "cp" in mesh.sizes else ("dp",)

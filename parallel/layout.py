@@ -154,6 +154,17 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Staged:
+    """What of the component with stages decides which groups its ranks need: its name, whether its output is
+    `tied` to its embedding, and whether it has `experts`.
+    """
+
+    name: str
+    tied: bool
+    experts: bool
+
+
+@dataclass(frozen=True)
 class Arrangement:
     """Where every component of a run lives. Make it with `arrange`.
 

@@ -120,7 +120,7 @@ def _limits(ranks: int, here: int) -> Iterator[Finding]:
 
 def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
     """How many process groups a rank of the whole job will have, from the layout alone."""
-    from omni.models.llm import NAME as LLM
+    from omni.models.llm import staged
     from omni.planning.layouts import resolve_layout
     from parallel.groups import count_groups
 
@@ -130,7 +130,7 @@ def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
         yield Finding("process groups", False, str(error), "choose a layout and ranks that fit each other")
         return
     some = {*range(0, ranks, max(1, ranks // 64)), ranks - 1}  # ranks of a stage are alike
-    counts = [count_groups(arrangement, LLM, rank) for rank in sorted(some)]
+    counts = [count_groups(arrangement, staged(config.model.llm), rank) for rank in sorted(some)]
     groups, peers = (max(of) for of in zip(*counts, strict=True))
     yield Finding("process groups", True, f"{_counts(arrangement.describe(), groups, peers)} (counted)")
     yield _at_scale(config, ranks, groups)

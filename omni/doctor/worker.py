@@ -26,7 +26,7 @@ import torch.distributed as dist
 from infra.run_folder import write_json
 from omni.calibration.links import link_times
 from omni.compose import load_config
-from omni.models.llm import NAME as LLM
+from omni.models.llm import staged
 from omni.planning.layouts import resolve_layout
 from omni.training.worker import exit_with
 from ops.device import backend_name, select_device
@@ -82,10 +82,11 @@ def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> di
     Returns the number of groups that this rank is in with others, of peers over all groups, and the seconds
     and MiB that making and warming took.
     """
-    arrangement = resolve_layout(load_config(config_path), dist.get_world_size())
+    config = load_config(config_path)
+    arrangement = resolve_layout(config, dist.get_world_size())
     used = memory_in_use(device)
     start = time.perf_counter()
-    groups = make_groups(arrangement, LLM, timedelta(seconds=timeout_s))
+    groups = make_groups(arrangement, staged(config.model.llm), timedelta(seconds=timeout_s))
     made = time.perf_counter()
     warmed = warm_up(groups, device, wraps=arrangement.llm.parts > 1)
     return {

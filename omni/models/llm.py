@@ -7,7 +7,7 @@ from omni.config import ConfigError, LLMConfig, require
 from omni.models.layer_sizes import check_divisible, check_moe, check_transformer
 from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
-from parallel.layout import Layout, stage_layers
+from parallel.layout import Layout, Staged, stage_layers
 from parallel.work import even_load
 from pipeline.domain_plan import EMBEDDING, Point
 
@@ -87,6 +87,11 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
         raise ConfigError(
             f"layout.llm.ep={layout.ep}, but the model has no experts: set model.llm.moe, or ep=1"
         )
+
+
+def staged(config: LLMConfig) -> Staged:
+    """Return what of the LLM decides which groups its ranks need."""
+    return Staged(NAME, config.tied, config.mixture is not None)
 
 
 def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import torch
 from omni.config import ConfigError
 from omni.models.initialise import initialise
 from omni.models.llm import NAME as LLM
-from omni.models.llm import attach_layer
+from omni.models.llm import attach_layer, staged
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, mark_parallel
 from omni.planning.run_spec import RunSpec
@@ -95,7 +95,8 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
     config, arrangement = spec.config, spec.arrangement
     dtype = dtype_of(config.train.precision)
-    groups = make_groups(arrangement, LLM, timedelta(seconds=config.train.timeout_s))
+    timeout = timedelta(seconds=config.train.timeout_s)
+    groups = make_groups(arrangement, staged(config.model.llm), timeout)
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
     stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None

@@ -45,7 +45,7 @@ from pipeline.stopwatch import Stopwatch
 
 _CPU = torch.device("cpu")
 # Groups by what they carry. One that carries several things has the first of their names.
-_CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd", "pp", "mp")
+_CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd")
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,6 @@ def group_labels(groups: Groups) -> dict[str, str]:
     for component, collection in groups.components.items():
         for carrier in _CARRIERS:
             group = getattr(collection, carrier, None)
-            if group is not None:
+            if isinstance(group, dist.ProcessGroup):
                 labels.setdefault(group.group_name, f"{component} {carrier.replace('expt', 'expert')}")
     return labels

@@ -25,12 +25,14 @@ from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 from parallel.groups import make_groups
-from parallel.layout import Layout, LayoutError, arrange
+from parallel.layout import Layout, LayoutError, Staged, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
 from parallel.packed import Sharding, pack_tokens
 from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
 from parallel.work import even_load
+
+EVERYTHING = Staged("llm", tied=True, experts=True)
 
 CPU = torch.device("cpu")
 LLM = LLMConfig(layers=5, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_multiple=8)
@@ -83,7 +85,7 @@ class Built:
 
 
 def build(case: Case, seed: int) -> Built:
-    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
+    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), EVERYTHING, timedelta(seconds=60))
     groups = made.components["llm"]
     tp, ep = groups.tp.rank(), groups.ep.rank()
     model_parallel_cuda_manual_seed(1, tp_rank=tp, ep_rank=ep, etp_rank=0, force_reset_rng=True)

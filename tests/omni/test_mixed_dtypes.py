@@ -15,8 +15,10 @@ from omni.models.regions import Numbering, mark_parallel
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 from parallel.groups import make_groups
-from parallel.layout import Layout, arrange
+from parallel.layout import Layout, Staged, arrange
 from parallel.placements import COLOCATED
+
+EVERYTHING = Staged("llm", tied=True, experts=True)
 
 VALUES = {"first.weight": 1.0, "fine.weight": 5.0, "last.weight": 2.0}
 
@@ -35,7 +37,7 @@ class Mixed(nn.Module):
 
 def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]]:
     """Save known weights, load them into others, and step: main weights and step sizes by name."""
-    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, COLOCATED, 0), "llm", timedelta(seconds=60))
+    groups = make_groups(arrange(Layout(dp=world), {"x": 1}, COLOCATED, 0), EVERYTHING, timedelta(seconds=60))
 
     def made(fill: dict[str, float]) -> ComponentOptimizer:
         module = Mixed()

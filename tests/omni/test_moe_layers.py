@@ -37,7 +37,7 @@ from omni.models.stack import Stack
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import Owned, owned
 from parallel.groups import make_groups
-from parallel.layout import Layout, arrange, split_evenly
+from parallel.layout import Layout, Staged, arrange, split_evenly
 from parallel.megatron import (
     MoELayer,
     ProcessGroupCollection,
@@ -48,6 +48,8 @@ from parallel.packed import PackedTokens, Sharding, pack_tokens
 from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad, even_load
+
+EVERYTHING = Staged("llm", tied=True, experts=True)
 
 CPU = torch.device("cpu")
 TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-4
@@ -92,7 +94,7 @@ def layers(number: int, recompute: str) -> LayerSizes:
 
 def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numbering]:
     """This rank's layers, as LLMStage makes them, with biases that are not 0."""
-    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), "llm", timedelta(seconds=60))
+    made = make_groups(arrange(case.layout, {}, COLOCATED, 0), EVERYTHING, timedelta(seconds=60))
     groups = made.components["llm"]
     groups.embd = None  # a block has no embedding
     tp, ep, stage = groups.tp, groups.ep, groups.pp.rank()

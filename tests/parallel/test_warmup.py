@@ -14,6 +14,7 @@ from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
+from parallel.groups import Places
 from parallel.warmup import messages
 
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48}"
@@ -83,10 +84,9 @@ def meets(rank: int, config: Config, world: int) -> tuple[int, int, int, int]:
         trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
         made, groups, pairs = noting.made, set(noting.groups), set(noting.pairs)
         assert trainer.run()
-        alone = {id(dist.group.WORLD)}  # the default group: start-up's, and what torch itself uses
         return (
             noting.made - made,
-            len(noting.groups - groups - alone),
+            len(noting.groups - groups),
             len(noting.pairs - pairs),
             trainer.step,
         )
@@ -101,6 +101,13 @@ def test_a_run_makes_no_group_and_meets_no_new_pair(ranks: RankPool, tmp_path: P
     write_mixed(tmp_path / "data")
     line = overrides(tmp_path / "data", tmp_path / "run", *keys, "train.steps=2", "train.checkpoint_every=1")
     assert ranks.run(world, meets, compose_config(line), world) == [(0, 0, 0, 2)] * world
+
+
+def test_torch_refuses_to_send_anything_over_places() -> None:
+    places = Places((1, 5, 9), 5)
+    assert (places.size(), places.rank()) == (3, 1)
+    with pytest.raises((AttributeError, RuntimeError, TypeError, ValueError)):
+        dist.all_reduce(torch.ones(1), group=places)  # type: ignore[arg-type]
 
 
 def test_stages_hand_on_in_turn() -> None:
