@@ -25,6 +25,7 @@ from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config, load_config
 from omni.config import POLICIES, Config, EncoderLayoutConfig
 from omni.planning.prepare import prepare_run
+from parallel.handshake import SECRET, new_secret
 
 HERE = Path(__file__).parent
 SEEDS = ("0", "1", "4242")
@@ -132,7 +133,7 @@ def test_ranks_with_hashes_of_their_own_train_together(config: Config, tmp_path:
     file = write(with_values(config, {"layout.llm.pp": 2, "train.steps": 2}), tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, SECRET: new_secret()}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "omni.training.worker", str(file)],
