@@ -44,6 +44,7 @@ from omni.training.trainer import Trainer
 from ops.device import backend_name, select_device
 from parallel.consensus import DivergenceError
 from parallel.copies import CorruptionError
+from parallel.handshake import secret_of_run
 from parallel.layout import LayoutError
 from parallel.policy import PolicyError
 from parallel.waiting import StallError
@@ -64,6 +65,8 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
     """Join the ranks that train, as one of them, and leave together with all others."""
     config, rank, world = seat.config, seat.rank, seat.world
     assert rank is not None
+    if world > 1:
+        _check_secret()
     spec = prepare_run(config, world)
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
     with contextlib.ExitStack() as held:
@@ -82,6 +85,13 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _check_secret() -> None:
+    try:
+        secret_of_run()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def main(config_path: Path) -> int:

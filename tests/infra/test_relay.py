@@ -63,12 +63,12 @@ def test_a_gate_that_opens_late_is_waited_for(relays, inner):
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.0\r\n\r\n", bytes(200)])
 def test_a_stranger_reaches_nothing(relays, inner, sent):
     head, _ = relays
-    with socket.create_connection((LOOPBACK, head.gate(0)), 5) as stranger:
-        with suppress(OSError):  # reset, since what it sent was not even read
-            stranger.sendall(sent)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(4096):
-                pass
+    stranger = socket.create_connection((LOOPBACK, head.gate(0)), 5)
+    with stranger, suppress(OSError):  # reset, since what it sent was not even read
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(4096):
+            pass
     inner.settimeout(0.3)
     with pytest.raises(TimeoutError):
         inner.accept()
