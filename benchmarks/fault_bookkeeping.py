@@ -14,7 +14,7 @@ from fault_runs import SAVE_EVERY, STEPS, Trial
 from infra.checkpoint import MANIFEST, RUN, _hash, complete, folder_of
 from infra.run_folder import RunFolder
 
-FAILED = 1
+FAILED, MISTAKE = 1, 2
 
 
 def blank_metrics_lines(trial: Trial) -> None:
@@ -69,7 +69,7 @@ def other_run_id(trial: Trial) -> None:
     own = path.read_text()
     path.write_text("0123456789abcdef")
     trial.train()
-    trial.ends_with(FAILED)
+    trial.ends_with(MISTAKE)
     trial.says("holds checkpoints of another run (0123456789abcdef")
     path.write_text(own)
     trial.train()

@@ -6,11 +6,12 @@
     python benchmarks/fault_drill.py --list
 
 Each trial is a run of two ranks on the quickstart's data (make data) of 10 to 40 seconds. The kinds are the
-functions of fault_processes.py, fault_checkpoints.py, fault_inside.py and fault_bookkeeping.py: what each
-does, and what must come of it, stands there. A run that survives ends with the losses and samples of one that
-nobody disturbed, to the bit; afterwards no process is left, and no good checkpoint is lost. For kills, the
-seconds from the kill to the next recorded step are told: at most 8 for a worker and 12 for an agent, on an
-idle machine of two cores; else they count as missed, unless --untimed is given.
+functions of fault_processes.py, fault_checkpoints.py, fault_inside.py, fault_bookkeeping.py, fault_data.py
+and fault_strangers.py: what each does, and what must come of it, stands there. A run that survives ends with
+the losses and samples of one that nobody disturbed, to the bit; afterwards no process is left, and no good
+checkpoint is lost. For kills, the seconds from the kill to the next recorded step are told: at most 8 for a
+worker and 12 for an agent, on an idle machine of two cores; else they count as missed, unless --untimed is
+given.
 
 Prints a line a trial, with --table a table in Markdown, and at last a line of JSON. Leaves with 1 where
 something was missed; the output and the folder of a trial that missed are kept.
@@ -32,8 +33,10 @@ from typing import Any
 
 import fault_bookkeeping
 import fault_checkpoints
+import fault_data
 import fault_inside
 import fault_processes
+import fault_strangers
 from fault_reference import MissError, Reference
 from fault_runs import Trial
 
@@ -45,6 +48,8 @@ KINDS: tuple[Kind, ...] = (
     *fault_inside.KINDS,
     *fault_checkpoints.KINDS,
     *fault_bookkeeping.KINDS,
+    *fault_data.KINDS,
+    *fault_strangers.KINDS,
 )
 QUICK = ("worker", "flipped_moment", "flipped", "closed_pipe")
 MOST_S = {"worker": 8.0, "agent": 12.0, "first_agent": 12.0}

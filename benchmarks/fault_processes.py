@@ -159,14 +159,14 @@ def other_version(trial: Trial) -> None:
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "omni" / "rank" / "totals.py").open("a") as file:
         file.write("\n_CHANGED = True\n")
-    _two_that_differ(trial, {"PYTHONPATH": str(copy)}, "omni")
+    two_that_differ(trial, ({}, None), ({"PYTHONPATH": str(copy)}, None), "omni")
 
 
 def other_environment(trial: Trial) -> None:
     """A node has other variables that decide how numbers are rounded. Must: named with exit code 2 before a
     step.
     """
-    _two_that_differ(trial, {"NVIDIA_TF32_OVERRIDE": "1"}, "NVIDIA_TF32_OVERRIDE")
+    two_that_differ(trial, ({}, None), ({"NVIDIA_TF32_OVERRIDE": "1"}, None), "NVIDIA_TF32_OVERRIDE")
 
 
 # What several of them do.
@@ -231,12 +231,16 @@ def _stopped_after(trial: Trial) -> int:
     return int(words)
 
 
-def _two_that_differ(trial: Trial, extra: dict[str, str], what: str) -> None:
+Node = tuple[dict[str, str], Path | None]  # more of the environment, and the folder that it starts in
+
+
+def two_that_differ(trial: Trial, one: Node, other: Node, what: str) -> None:
+    """Train on two nodes; they must be refused for `what` differs."""
     trial.prepare()
     trial.moment = "start"
     own = {"PYTHONPATH": os.environ.get("PYTHONPATH", "") or str(ROOT)}
-    trial.agents(1, own)
-    trial.agents(1, {**own, **extra})
+    for extra, folder in (one, other):
+        trial.agents(1, {**own, **extra}, folder)
     trial.wait_until(lambda: any(starter.poll() is not None for starter in trial.starters), "end of an agent")
     for starter in trial.starters:
         with suppress(Exception):

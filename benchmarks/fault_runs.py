@@ -100,9 +100,9 @@ class Trial:
         self.moment = f"step {step}, rank {rank}"
         line = ["--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
-        self._agent(line, "fault_worker", {FAULT: f"{name}:{step}:{rank}", "PYTHONPATH": path})
+        self.agent(line, "fault_worker", {FAULT: f"{name}:{step}:{rank}", "PYTHONPATH": path})
 
-    def agents(self, count: int, extra: Mapping[str, str] | None = None) -> None:
+    def agents(self, count: int, extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> None:
         """Start agents of one rank each, of two that meet at a store that this process holds."""
         if self.store is None:
             self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -111,14 +111,23 @@ class Trial:
         line += [f"--rdzv-endpoint=127.0.0.1:{self.gate}"]
         line += ["--rdzv-conf=is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=4"]
         for _ in range(count):
-            self._agent(line, "omni.training.worker", extra or {})
+            self.agent(line, "omni.training.worker", extra or {}, cwd)
 
-    def _agent(self, line: Sequence[str], module: str, extra: Mapping[str, str]) -> None:
+    def agent(
+        self, line: Sequence[str], module: str, extra: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        """Start an agent, with these arguments of torchrun's, of ranks that run a module."""
         line = ["-m", "infra.agent", *line, "--local-addr=127.0.0.1", f"--max-restarts={self.restarts}"]
         own = {STARTED_BY: str(os.getpid()), "PYTHONSAFEPATH": "1", SECRET: self.secret}
-        self._start([*line, "-m", module, str(self.run.config)], {**own, **extra})
+        self._start([*line, "-m", module, str(self.run.config)], {**own, **extra}, cwd=cwd)
 
-    def _start(self, arguments: Sequence[str], extra: Mapping[str, str], out: int | None = None) -> None:
+    def _start(
+        self,
+        arguments: Sequence[str],
+        extra: Mapping[str, str],
+        out: int | None = None,
+        cwd: Path | None = None,
+    ) -> None:
         threads = {"OMP_NUM_THREADS": "1", MARK: str(self.folder)}
         with (self.folder / "log").open("ab") as log:
             self.starters.append(
@@ -128,6 +137,7 @@ class Trial:
                     stdin=subprocess.DEVNULL,
                     stdout=log if out is None else out,
                     stderr=log if out is None else out,
+                    cwd=cwd,
                 )
             )
 

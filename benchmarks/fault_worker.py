@@ -82,6 +82,16 @@ def cut_sockets(step: int) -> None:
     before_steps(range(step, step + 1), lambda _: threading.Thread(target=cut, daemon=True).start())
 
 
+def cut_control(step: int) -> None:
+    """Before a step the connections of the control plane are cut."""
+
+    def cut(trainer: Trainer) -> None:
+        for peer in trainer.control.peers.values():
+            peer.connection.shutdown(socket.SHUT_RDWR)
+
+    before_steps(range(step, step + 1), cut)
+
+
 def slow(step: int) -> None:
     """From a step on all ops of compute take twice as long."""
     do, begun = engine._Step.do, [False]
@@ -209,6 +219,7 @@ def clock(step: int) -> None:
 FAULTS = (
     out_of_memory,
     cut_sockets,
+    cut_control,
     slow,
     read_only,
     stalling,

@@ -31,6 +31,7 @@ PACKAGES = ("torch", "megatron-core", "numpy")
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
+    "LD_PRELOAD",
     "MKL_CBWR",
     "NCCL_ALGO",
     "NCCL_PROTO",
