@@ -19,7 +19,7 @@ from pipeline.builders.filling import fill
 from pipeline.builders.interleaved import interleaved_passes
 from pipeline.builders.one_f_one_b import one_f_one_b_passes
 from pipeline.builders.schedule import Facts, Order, Passes, SchedulePolicy, most_in_flight
-from pipeline.builders.shares import Room, deal_out, share_out
+from pipeline.builders.shares import Room, deal_out, share_out, within
 from pipeline.builders.timed import Boundary, Quantum, most
 from pipeline.builders.zero_bubble import zb_h1_passes, zb_h2_passes
 from pipeline.domain_plan import DomainPlan
@@ -123,7 +123,7 @@ def _deal(
     """Place every quantum in the `rooms` of units, which then hold what it leaves of them, and return the
     ranks of its chunk: one slot's go to any, by shares, those that several share stay.
     """
-    ranks = [chunk.ranks for chunk in domain.chunks]
+    ranks, bounds = [chunk.ranks for chunk in domain.chunks], dict(domain.bounds)
     free: dict[str, list[int]] = defaultdict(list)
     for number, (chunk, quantum) in enumerate(zip(domain.chunks, quanta, strict=True)):
         if chunk.layout.num_members == 1 and chunk.component in facts.slots:
@@ -141,6 +141,9 @@ def _deal(
         shares = dict(zip(several, given, strict=True))
         costs = [one.encode_ns + one.back_ns for one in own]
         dealt = deal_out(costs, [min(shares[unit] for unit in of) for of in units])
+        if component in bounds:
+            sizes, waves = [one.kept for one in own], [one.microbatches[0] for one in own]
+            dealt = within(dealt, sizes, waves, len(units), bounds[component])
         for number, slot, one in zip(numbers, dealt, own, strict=True):
             ranks[number], one.units = facts.slots[component][slot], units[slot]
             _take(rooms, one)

@@ -8,7 +8,7 @@ from domain_plans import BUILDERS, Shape, Work, make_plan
 
 from parallel.work import Grad
 from pipeline.builders import ENCODE_FIRST, JOINT, JOINT_ZERO_BUBBLE_H1, Facts
-from pipeline.builders.shares import Room, deal_out, share_out
+from pipeline.builders.shares import Room, deal_out, share_out, within
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
@@ -143,6 +143,15 @@ def test_what_is_frozen_takes_no_room_in_the_pipeline():
     work = MICROBATCHES * (3 * FORWARD + 300)
     assert makespan(domain, costs) < makespan(domain_of("encode_first", costs, frozen=("image",)), costs)
     assert makespan(domain, costs) >= work
+
+
+def test_a_slot_that_would_hold_too_much_gives_to_one_that_has_room():
+    assert within([0, 0, 0], [6, 5, 3], [0, 0, 0], 2, 10) == [1, 0, 0]
+    assert within([0, 0, 0], [6, 5, 3], [0, 1, 2], 2, 6) == [0, 0, 0], "not held at once"
+    assert within([0, 0, 1], [6, 5, 7], [0, 0, 0], 2, 10) == [0, 0, 1], "nobody has room"
+    assert within([0, 0, 1, 2], [7, 5, 7, 1], [0, 0, 0, 0], 3, 10) == [2, 0, 1, 2]
+    dealt = [0, 1] * 20
+    assert within(dealt, [3] * 40, [n // 8 for n in range(40)], 2, 12) == dealt
 
 
 def test_shares_even_out_what_ranks_do():
