@@ -70,7 +70,7 @@ def other_run_id(trial: Trial) -> None:
     path.write_text("0123456789abcdef")
     trial.train()
     trial.ends_with(MISTAKE)
-    trial.says("holds checkpoints of another run (0123456789abcdef")
+    trial.says("run_id says 0123456789abcdef")
     path.write_text(own)
     trial.train()
     trial.ends_with(0)

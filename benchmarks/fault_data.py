@@ -145,7 +145,7 @@ def concurrent_builds(trial: Trial) -> None:
     codes = [build.returncode for build in builds]
     (trial.folder / "log").write_text("\n".join(said))
     check(0 in codes and set(codes) <= {0, 1, MISTAKE}, f"exit codes {codes}")
-    check(len(Index.open(out)) == len(lines), f"{len(Index(out))} samples")
+    check(len(Index.open(out)) == len(lines), f"{len(Index.open(out))} samples")
     problems = verify_dataset(out, ByteTokenizer(), {}).problems
     check(not problems, f"{problems}")
     trial.moment = f"exit codes {codes}"

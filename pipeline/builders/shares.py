@@ -8,6 +8,7 @@ stay apart from passes, a crew's gaps between its passes count as work (`alone.p
 """
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -91,20 +92,19 @@ def within(
     that holds too much gives its largest quantum for which there is room to the slot that holds least.
     """
     dealt = list(dealt)
-    for wave in sorted(set(waves)):
-        own = sorted((n for n, of in enumerate(waves) if of == wave), key=lambda n: (-sizes[n], n))
+    of_wave: dict[int, list[int]] = defaultdict(list)
+    for number, wave in enumerate(waves):
+        of_wave[wave].append(number)
+    for own in of_wave.values():
         held = [0] * slots
         for number in own:
             held[dealt[number]] += sizes[number]
-        for slot in range(slots):
-            for number in own:
-                least = min(range(slots), key=lambda at: (held[at], at))
-                if held[slot] <= most:
-                    break
-                if dealt[number] == slot and held[least] + sizes[number] <= most:
-                    dealt[number] = least
-                    held[slot] -= sizes[number]
-                    held[least] += sizes[number]
+        for number in sorted(own, key=lambda n: (-sizes[n], n)):
+            slot, least = dealt[number], min(range(slots), key=lambda of: (held[of], of))
+            if held[slot] > most >= held[least] + sizes[number]:
+                dealt[number] = least
+                held[slot] -= sizes[number]
+                held[least] += sizes[number]
     return dealt
 
 
