@@ -381,6 +381,38 @@ def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refus
         first.verify(first.next_step(1, 0, 0))
 
 
+def test_a_bound_on_activations_of_encoders_has_a_say_in_who_encodes_what(monkeypatch):
+    """Whatever the bound, no more steps are refused than if quanta were dealt by their time alone."""
+    world = arrange(Layout(dp=2, pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0, replicas=2)
+    costs = table(2)
+    eye = replace(costs.parts["eye"], kept_token=100)
+
+    def refused(most):
+        own = planner(
+            world=world,
+            policies=policies_of(LPT, JOINT),
+            table=replace(costs, parts={**costs.parts, "eye": eye}),
+            budget=Budget(36, 300, None, "drop"),
+            encoder_bytes=most,
+        )
+        found, cursor = 0, 0
+        for step in range(1, 5):
+            plan = own.next_step(step, cursor, 0)
+            cursor = plan.taken.next_cursor
+            try:
+                own.verify(plan)
+            except ConfigError:
+                found += 1
+        return found
+
+    bounds = range(1600, 3200, 200)
+    heeded = [refused(most) for most in bounds]
+    monkeypatch.setattr("pipeline.builders.joint.within", lambda dealt, *of: list(dealt))
+    unheeded = [refused(most) for most in bounds]
+    assert all(a <= b for a, b in zip(heeded, unheeded, strict=True))
+    assert sum(heeded) < sum(unheeded)
+
+
 # The same samples, whoever computes them.
 
 WORLDS = [
