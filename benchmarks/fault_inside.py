@@ -58,6 +58,13 @@ def stalling(trial: Trial) -> None:
     trial.is_exact()
 
 
+def hung_tracker(trial: Trial) -> None:
+    """Closing a tracker takes longer than ranks wait for each other. Must: nothing; exact."""
+    _start(trial, "hung_tracker", "train.timeout_s=10")
+    trial.ends_with(0)
+    trial.is_exact()
+
+
 def hanging(trial: Trial) -> None:
     """Writes of checkpoints never come to an end. Must: a message that says what is waited for, and a
     non-zero exit code; goes on by hand.
@@ -151,6 +158,7 @@ KINDS = (
     slow_rank,
     read_only,
     stalling,
+    hung_tracker,
     hanging,
     nan_gradient,
     nan_for_ever,

@@ -29,6 +29,7 @@ import torch
 
 from dataloader.loader import Loader
 from infra.storage import Storage
+from infra.tracking import Trackers
 from omni.training import worker
 from omni.training.trainer import Trainer
 from pipeline import engine
@@ -36,7 +37,7 @@ from pipeline.ops import COMPUTE
 
 FAULT = "OMNI_FAULT"
 SPIKE_STEPS = 4
-STALLED_S, HUNG_S = 4.0, 600.0
+STALLED_S, HUNG_S, CLOSED_S = 4.0, 600.0, 15.0
 ROOM = 64 * 2**20
 DAY_S = 86_400
 
@@ -138,6 +139,17 @@ def hanging(step: int) -> None:
     writes(step, lambda _: time.sleep(HUNG_S))
 
 
+def hung_tracker(step: int) -> None:
+    """Closing the trackers takes long."""
+    finish = Trackers.finish
+
+    def late(self: Trackers, exit_code: int) -> None:
+        time.sleep(CLOSED_S)
+        finish(self, exit_code)
+
+    Trackers.finish = late  # type: ignore[method-assign]
+
+
 def _nan_in(trainer: Trainer) -> None:
     run = trainer.rank.engine.run
 
@@ -224,6 +236,7 @@ FAULTS = (
     read_only,
     stalling,
     hanging,
+    hung_tracker,
     nan_gradient,
     nan_for_ever,
     loss_spike,
@@ -232,7 +245,7 @@ FAULTS = (
     decoder,
     clock,
 )
-EVERYWHERE = (loss_spike, clock)
+EVERYWHERE = (loss_spike, clock, hung_tracker)
 
 
 def plant(text: str) -> None:

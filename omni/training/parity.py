@@ -98,6 +98,8 @@ def measure(
             trainer.update(done)
     weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)
+    trainer.control.barrier("the end")
+    trainer.close()
     if gradients is None or weights is None or buffers is None:
         return None
     return Measurement(loss, squares, gradients, weights | buffers)

@@ -423,4 +423,7 @@ class Trainer:
         except BaseException:
             reporter.close(1)
             raise
+        self.where = "the end of the run"
+        self.control.barrier("the end of the run")  # from here on nobody waits for this rank
+        self.where = "closing trackers"
         reporter.close(0)

@@ -62,7 +62,7 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
 
 @contextlib.contextmanager
 def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
-    """Join the ranks that train, as one of them, and leave together with all others."""
+    """Join the ranks that train, as one of them. What is done there ends with a meeting of all ranks."""
     config, rank, world = seat.config, seat.rank, seat.world
     assert rank is not None
     if world > 1:
@@ -83,7 +83,6 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
         dist.init_process_group(backend_name(), timeout=timeout, rank=rank, world_size=world)
         check_alike(config, device, datasets_of(spec))
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
-        dist.barrier()
         dist.destroy_process_group()
 
 
