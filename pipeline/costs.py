@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from parallel.costs import CostTable
+from parallel.costs import CostTable, Link
 from parallel.learning import Sample
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
@@ -19,8 +19,10 @@ Costs = tuple[ComputeCost, MessageCost]
 """Nanoseconds of a compute op or a reduction at a position, and of what an op issues."""
 
 
-def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
-    """Return the costs of a planned domain under a cost table."""
+def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -> Costs:
+    """Return the costs of a planned domain under a cost table. As long as no routes are planned, rows are
+    taken to travel over `link`: the one between nodes, unless given.
+    """
     # Ranks of a stage with the same work take the same time: a pass is timed once for each amount of work.
     times: dict[tuple[object, ...], int] = {}
 
@@ -40,7 +42,7 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     def message(op: Op) -> int:
         if op.kind in COLLECTIVE:
             if not domain.routes:
-                return _guess_ns(domain, table, op.index)
+                return _guess_ns(domain, op.index, link or table.links.across, table.row_bytes)
             route = domain.routes[op.index]
             return route.ns if route else 0
         layout = domain.microbatches[op.index].layout
@@ -50,12 +52,10 @@ def plan_costs(domain: DomainPlan, table: CostTable) -> Costs:
     return compute, message
 
 
-def _guess_ns(domain: DomainPlan, table: CostTable, m: int) -> int:
-    """What the rows of a microbatch take before their route is planned: as if they left all ranks alike, for
-    other nodes.
-    """
+def _guess_ns(domain: DomainPlan, m: int, link: Link, row_bytes: int) -> int:
+    """What the rows of a microbatch take before their route is planned: as if they left all ranks alike."""
     rows = sum(item.rows for item in domain.items if item.microbatch == m)
-    return table.links.across.message_ns(rows * table.row_bytes // domain.num_ranks)
+    return link.message_ns(rows * row_bytes // domain.num_ranks)
 
 
 def measured(

@@ -26,7 +26,7 @@ from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
 from parallel.boundary import Route
-from parallel.costs import CostTable, Links
+from parallel.costs import CostTable, Link, Links
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
@@ -63,6 +63,11 @@ class TransportChoice:
     ranks_per_node: int
     row_bytes: int
     links: Links
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link between global `ranks`: that between nodes, if they are on several."""
+        one_node = len(set(node_map(ranks, self.ranks_per_node))) == 1
+        return self.links.inside if one_node else self.links.across
 
     def choose(self, route: Route, ranks: Sequence[int]) -> Route:
         """Choose the transport of a route over global `ranks`, and note its time."""
@@ -190,7 +195,8 @@ class DomainPlanner:
         domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
         if not policy.quanta:
             domain = self._with_routes(domain, ranks)
-        costs, kept = plan_costs(domain, self.table), plan_memory(domain, self.table)
+        costs = plan_costs(domain, self.table, self.transport.link(ranks))
+        kept = plan_memory(domain, self.table)
         order = policy(domain, Facts(costs, kept, self._slots, frozen, self.single_queue and self.party > 1))
         if policy.quanta:
             domain = self._with_routes(as_ordered(domain, order), ranks)

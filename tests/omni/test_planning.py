@@ -381,6 +381,24 @@ def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refus
         first.verify(first.next_step(1, 0, 0))
 
 
+@pytest.mark.parametrize(("stages", "link"), [(2, "inside"), (4, "across")])
+def test_before_routes_are_planned_rows_travel_over_the_slowest_link_of_their_domain(stages, link):
+    """The made-up nodes are of two ranks."""
+    told = []
+
+    def decide(domain, facts):
+        _, message_ns = facts.costs
+        told.extend((domain, m, message_ns(Op(Kind.SHIP, m))) for m in range(len(domain.microbatches)))
+        return JOINT.decide(domain, facts)
+
+    own = planner(pp=stages, policies=policies_of(LPT, replace(JOINT, decide=decide)))
+    own.next_step(1, 0, 0)
+    assert told
+    for domain, m, ns in told:
+        rows = sum(item.rows for item in domain.items if item.microbatch == m)
+        assert ns == getattr(own.transport.links, link).message_ns(rows * own.table.row_bytes // stages)
+
+
 def test_a_bound_on_activations_of_encoders_has_a_say_in_who_encodes_what(monkeypatch):
     """Whatever the bound, no more steps are refused than if quanta were dealt by their time alone."""
     world = arrange(Layout(dp=2, pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0, replicas=2)
