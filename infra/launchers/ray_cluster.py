@@ -42,9 +42,9 @@ def on_cluster(address: str | None) -> Iterator[Any]:
     """Give the module `ray`, connected inside the block to the cluster at `address`.
 
     That is HOST:PORT, or `auto` for the one that RAY_ADDRESS or else this machine names; this machine must be
-    one of its nodes. None starts a cluster of this machine alone, which nobody else can use, and which ends
-    with the block, or with this process if that is killed. Ray takes SIGTERM for itself: handle signals
-    inside. Ray reports nothing of us.
+    one of its nodes. None starts a cluster of this machine alone, which listens on its loopback interface,
+    obeys nobody else, and ends with the block, or with this process if that is killed. Ray takes SIGTERM for
+    itself: handle signals inside. Ray reports nothing of us.
 
     Raises:
         RayError: if Ray is not installed, or no cluster answers.
@@ -54,8 +54,11 @@ def on_cluster(address: str | None) -> Iterator[Any]:
         raise _unanswered(address, problem)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if address is None:
-        # Ray listens on every interface, and runs what it is sent: this cluster's own obey its token alone.
+        # Ray runs what it is sent: this cluster's own obey its token alone. Without it, one call still ends a
+        # raylet or the GCS (Ray 2.60), so they listen on the loopback interface, as Ray has it where it
+        # supports one machine only.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=new_secret())
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray: Any = importlib.import_module("ray")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     own = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECTS_BYTES}
