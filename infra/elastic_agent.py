@@ -20,7 +20,9 @@ from torch.distributed.run import main
 
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
+from infra.machine import oom_kills
 from infra.meeting import meet
+from infra.progress import beside
 
 
 def run_torchrun(arguments: list[str], server: ForkServer | None) -> int:
@@ -67,11 +69,13 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, server: ForkServer | None, spec: Any, *args: Any, **kwargs: Any) -> None:
         self._server = server
+        self._oom_kills = 0
         super().__init__(spec, *args, **kwargs)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._server:
             self._server.reap()  # what those before left; they have all been waited for
+        self._oom_kills = oom_kills()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -79,6 +83,13 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if any(failure.exitcode == MISTAKE for failure in result.failures.values()):
             self._remaining_restarts = 0
+        if result.failures:
+            rank, first = min(result.failures.items(), key=lambda of: of[1].timestamp)
+            if first.exitcode == -signal.SIGKILL and oom_kills() > self._oom_kills:
+                beside(
+                    f"agent: the kernel killed rank {rank}: out of memory. Give the run more, start fewer "
+                    f"ranks on this machine, or lower data.microbatch_tokens"
+                )
         return result
 
     def _wake_if_one_ended(self) -> None:

@@ -33,6 +33,26 @@ def this_machine() -> Machine:
     return Machine(usable_cores(), min(limits))
 
 
+def oom_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes of this one's control group, which the file `own` names, the kernel has
+    killed for want of memory; 0 where nobody counts them.
+    """
+    counters: list[Path] = []
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        # A container may see its own group as the root, though it is told another path.
+        folders = [Path(path.lstrip("/")), Path()]
+        if not controllers:
+            counters += [root / folder / "memory.events" for folder in folders]
+        elif "memory" in controllers.split(","):
+            counters += [root / "memory" / folder / "memory.oom_control" for folder in folders]
+    for file in counters:
+        counts = dict(line.split() for line in file.read_text().splitlines()) if file.exists() else {}
+        if "oom_kill" in counts:
+            return int(counts["oom_kill"])
+    return 0
+
+
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,6 +16,7 @@ from infra.launchers.ray_cluster import on_cluster
 from infra.launchers.ray_jobs import run_on_ray
 from infra.launchers.ray_nodes import RayNeeds
 from infra.launchers.slurm import submit, wait_for, write_script
+from infra.machine import oom_kills
 from infra.run_folder import RunFolder, write_json
 from infra.screen import keep_going_without
 from omni.commands._jobs import Prepared, in_folder
@@ -100,7 +101,7 @@ def _run_here(prepared: Prepared, parent: int) -> int:
     keep_going_without(RunFolder(prepared.job.folder))
     with in_folder(prepared, launch) as job:
         print(f"starting {job.ranks} rank{'s' * (job.ranks > 1)} on this machine ...", flush=True)
-        start = time.monotonic()
+        start, killed_before = time.monotonic(), oom_kills()
         code = launch_local(
             job.config,
             job.ranks,
@@ -110,8 +111,9 @@ def _run_here(prepared: Prepared, parent: int) -> int:
             launch=launch,
             parent=parent,
         )
-    words = last_words(RunFolder(job.folder), code, prepared.config.train.steps, time.monotonic() - start)
-    print(words, file=sys.stderr)
+    seconds, out_of_memory = time.monotonic() - start, oom_kills() > killed_before
+    steps = prepared.config.train.steps
+    print(last_words(RunFolder(job.folder), code, steps, seconds, out_of_memory), file=sys.stderr)
     return code
 
 

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -79,6 +81,28 @@ def test_agents_that_cannot_meet_say_so_without_a_traceback(monkeypatch, capsys)
         "agent: error: the agents of this launch could not meet (the connection to the store"
     )
     assert "choose a free one" in err
+
+
+@pytest.mark.parametrize(
+    ("codes", "killed", "told"),
+    [({0: -15, 1: -9}, 1, True), ({0: -15, 1: -9}, 0, False), ({1: 1, 0: -9}, 1, False)],
+)
+def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_named(monkeypatch, capsys, codes, killed, told):
+    failures = {rank: ProcessFailure(rank, 1, code, "") for rank, code in sorted(codes.items(), reverse=True)}
+    for later, failure in enumerate(failures.values()):
+        failure.timestamp += later
+    counts = iter([7, 7 + killed])
+    monkeypatch.setattr(elastic_agent, "oom_kills", lambda: next(counts))
+    parent = elastic_agent.LocalElasticAgent
+    monkeypatch.setattr(parent, "__init__", lambda self, spec: setattr(self, "_pcontext", None))
+    monkeypatch.setattr(parent, "_start_workers", lambda self, group: {})
+    monkeypatch.setattr(
+        parent, "_monitor_workers", lambda self, group: RunResult(WorkerState.FAILED, failures=failures)
+    )
+    own = elastic_agent.Agent(None, None)
+    own._start_workers(None)
+    own._monitor_workers(None)
+    assert ("the kernel killed rank 1: out of memory" in capsys.readouterr().err) is told
 
 
 def test_an_agent_of_several_nodes_is_refused_without_the_secret_that_they_share(monkeypatch, capsys):

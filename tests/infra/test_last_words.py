@@ -44,6 +44,15 @@ def test_any_other_end_says_how_to_go_on(folder, code, verdict):
     assert ("once it is mended" in words) == verdict.startswith("FAILED"), "a signal needs no mending"
 
 
+def test_a_kernel_that_wanted_memory_is_told_instead_of_the_signal(folder):
+    trained(folder, 5)
+    words = last_words(folder, 137, 8, 2.0, out_of_memory=True)
+    assert words.startswith("FAILED: out of memory (exit code 137): 5 of 8 steps; ")
+    assert "once it is mended" in words
+    assert last_words(folder, 137, 8, 2.0).startswith("STOPPED by SIGKILL (exit code 137): ")
+    assert "memory" not in last_words(folder, 1, 8, 2.0, out_of_memory=True), "it was another process"
+
+
 def test_tracebacks_of_this_launch_are_pointed_to(folder):
     trained(folder, 5)
     folder.errors.mkdir()
