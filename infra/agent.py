@@ -19,6 +19,7 @@ Seven things differ from torchrun's own agent:
 
 import argparse
 import os
+import socket
 import sys
 import tempfile
 from contextlib import ExitStack, closing
@@ -26,13 +27,17 @@ from contextlib import ExitStack, closing
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
 from infra.lineage import STARTED_BY, end_with_parent
+from infra.relay import LOOPBACK
 from parallel.handshake import SECRET, new_secret, secret_of_run
+
+CONNECT_S = 10.0
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun and return the exit code. What it runs is the module after `-m`."""
     own = arguments[: arguments.index("-m")] if "-m" in arguments else arguments
     try:
+        _check_loopback()
         os.environ[SECRET] = secret_of_run().hex() if _meets_others(own) else new_secret()
     except ValueError as error:
         print(f"agent: error: {error}", file=sys.stderr)
@@ -50,6 +55,18 @@ def run(arguments: list[str]) -> int:
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
         return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts
+
+
+def _check_loopback() -> None:
+    """Raise ValueError if processes of this machine cannot connect to each other: ranks would try long."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            socket.create_connection(listener.getsockname(), CONNECT_S).close()
+    except OSError as error:
+        raise ValueError(
+            f"nothing on this machine can be reached at {LOOPBACK}, where ranks meet ({error}): bring its "
+            f"loopback interface up (ip link set lo up)"
+        ) from error
 
 
 def _meets_others(arguments: list[str]) -> bool:

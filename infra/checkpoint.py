@@ -7,8 +7,10 @@ hashes of its data (`shard_file`), the index of what lies where, and the run tha
 of itself.
 """
 
+import errno
 import hashlib
 import json
+import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ RUN = "run_id"
 FORMAT = 2
 SAVING = "saving a checkpoint"  # among ranks, by the thread that writes
 _PREFIX = "step_"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,10 @@ def save_checkpoint(
                 attempt(lambda: storage.remove(folder, first=MANIFEST))
         problem, size = control.broadcast(SAVING, (problem, size))
     if problem is not None:
-        good = complete(storage)
+        good, full = complete(storage), any(os.strerror(number) in problem for number in _FULL)
         raise CheckpointError(
             f"the checkpoint of step {step} could not be saved in {storage}: {problem}. The last good one is "
-            f"{folder_of(good[-1]) if good else 'none'}; free space and resume."
+            f"{folder_of(good[-1]) if good else 'none'}; {'free space' if full else 'mend that'} and resume."
         )
     if rank == 0 and (problem := attempt(lambda: _sweep(storage, step, keep))) is not None:
         print(f"note: old checkpoints in {storage} could not be removed: {problem}", file=sys.stderr)

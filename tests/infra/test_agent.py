@@ -3,7 +3,10 @@
 import base64
 import os
 import pickle
+import shutil
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -103,6 +106,24 @@ def test_a_rank_that_the_kernel_killed_for_want_of_memory_is_named(monkeypatch, 
     own._start_workers(None)
     own._monitor_workers(None)
     assert ("the kernel killed rank 1: out of memory" in capsys.readouterr().err) is told
+
+
+def _networks_apart() -> bool:
+    unshare = shutil.which("unshare")
+    return unshare is not None and not subprocess.run([unshare, "-n", "true"], capture_output=True).returncode
+
+
+@pytest.mark.skipif(not _networks_apart(), reason="needs to be allowed a network of its own")
+def test_a_machine_without_loopback_is_refused_at_once():
+    done = subprocess.run(
+        ["unshare", "-n", sys.executable, "-m", "infra.agent", "--nproc-per-node=1", "-m", "no.module"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "127.0.0.1" in done.stderr
+    assert "ip link set lo up" in done.stderr
 
 
 def test_an_agent_of_several_nodes_is_refused_without_the_secret_that_they_share(monkeypatch, capsys):

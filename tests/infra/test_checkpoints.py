@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -92,6 +94,20 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_last_good_one
             assert "step_00000010" in answer
         assert sorted(p.name for p in tmp_path.iterdir()) == ["run_id", "step_00000010"]
     assert verify(Storage.at(tmp_path), 10)["step"] == 10
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free space"), (errno.EDQUOT, "free space"), (errno.EIO, "mend that")],
+)
+def test_space_is_asked_for_where_it_lacks_alone(tmp_path: Path, number: int, remedy: str) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number))
+
+    storage, own = Storage.at(tmp_path), shard(1)
+    failing = Shard(own.entries, own.data, own.held, fail)
+    with pytest.raises(CheckpointError, match=rf"\[Errno {number}\].*; {remedy} and resume"):
+        save_checkpoint(storage, claim(storage, None, adopt=True), 20, failing, {}, Keep(1), ALONE)
 
 
 @pytest.mark.parametrize(
