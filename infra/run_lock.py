@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -118,12 +119,11 @@ def holding(folder: RunFolder, launch: str) -> Iterator[None]:
         try:
             yield
         finally:
-            with _alone(folder):
-                if own and read_holder(folder) == own:
-                    (folder.path / FILE).unlink()
+            if own:
+                _release(folder, own)
     finally:
-        if [path.name for path in folder.path.iterdir()] == [folder.checkpoints.name]:
-            with suppress(OSError):  # there are checkpoints
+        with suppress(OSError):  # there are checkpoints, or the folder cannot be read or written any more
+            if [path.name for path in folder.path.iterdir()] == [folder.checkpoints.name]:
                 folder.checkpoints.rmdir()
                 folder.path.rmdir()
 
@@ -148,6 +148,16 @@ def _take(folder: RunFolder, launch: str) -> Holder | None:
     own = this_process(launch)
     write_json(folder.path / FILE, asdict(own))
     return own
+
+
+def _release(folder: RunFolder, own: Holder) -> None:
+    """Remove this process's lock. One that cannot be removed is told: nothing else is wrong with the run."""
+    try:
+        with _alone(folder):
+            if read_holder(folder) == own:
+                (folder.path / FILE).unlink()
+    except OSError as error:
+        print(f"note: the lock of {folder.path} cannot be removed: {error}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,9 +1,13 @@
 """A run folder has one holder; one that is gone is told from one that is not, or may not be."""
 
+import errno
 import json
+import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +63,20 @@ def test_a_lock_is_held_inside_the_block_and_leaves_nothing(folder):
         folder.config.write_text("a: 1")
     assert read_holder(folder) is None
     assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "config.yaml"]
+
+
+def test_a_folder_that_became_read_only_is_told_and_fails_nothing(folder, monkeypatch, capsys):
+    def unlink(path):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with holding(folder, "mine"):
+        monkeypatch.setattr(Path, "unlink", unlink)
+    assert f"the lock of {folder.path} cannot be removed: [Errno 30] Read-only" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_gone_holds_no_lock(folder):
+    with holding(folder, "mine"):
+        shutil.rmtree(folder.path)
 
 
 def test_a_folder_in_which_nothing_was_written_is_removed(folder):
