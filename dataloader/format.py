@@ -103,13 +103,6 @@ class Sample:
     targets: tuple[tuple[int, int], ...] | None = None
 
 
-def visible(text: str) -> str:
-    """A text of data as a terminal may show it: control characters but the end of a line as escapes, since a
-    terminal obeys them.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def validate_sample(sample: Sample) -> None:
     """Raise DataError naming the sample if it breaks the format."""
     name = f"sample {sample.id!r}"

@@ -22,7 +22,7 @@ from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
 from infra.machine import oom_kills
 from infra.meeting import meet
-from infra.progress import beside
+from infra.screen import beside
 
 
 def run_torchrun(arguments: list[str], server: ForkServer | None) -> int:

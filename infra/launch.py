@@ -18,6 +18,7 @@ import psutil
 
 from infra.lineage import STARTED_BY, outlives_parent
 from infra.machine import usable_cores
+from infra.screen import beside
 from parallel.handshake import SECRET, new_secret
 
 WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its workers
@@ -69,7 +70,7 @@ def launch_local(
             code = _run_agent(command, {**environment, AGENTS_BEFORE: str(killed)}, stream, received, parent)
             if code >= 0 or received or killed == max_restarts:
                 break
-            print(f"the agent died of signal {-code}: starting it again", file=sys.stderr, flush=True)
+            beside(f"the agent died of signal {-code}: starting it again")
 
     if code < 0:
         code = 128 - code
@@ -78,7 +79,7 @@ def launch_local(
     if code and log is not None:
         print(_tail(log), file=sys.stderr)
     where = f", output in {log}" if log is not None else ""
-    print(f"run folder {config_path.absolute().parent}: exit code {code}{where}", file=sys.stderr, flush=True)
+    beside(f"run folder {config_path.absolute().parent}: exit code {code}{where}")
     return code
 
 

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dataloader.visible import visible
+
 HEADER_EVERY = 50  # lines
 ETA_STEPS = 20  # the remaining time is estimated from the mean of the last so many steps
 BAR_WIDTH = 30
 QUARTERS = 4
-CLEAR_LINE = "\r\x1b[2K"  # of a terminal
 IMBALANCE = "balance/max_over_mean/"
 LEGEND = {
     "loss": "mean of the step's target tokens, in nats",
@@ -27,15 +28,6 @@ LEGEND = {
     "imbal": "planned work of the busiest rank by the mean, of the worst component: 1 is even",
     "ETA": "time left, without evaluation and saving",
 }
-
-
-def beside(text: str, out: TextIO | None = None) -> None:
-    """Write lines to `out`, stderr by default, as a process that does not draw the bar: in one piece, and in
-    a terminal in the bar's place, which is drawn anew below them.
-    """
-    out = sys.stderr if out is None else out
-    out.write(f"{CLEAR_LINE if out.isatty() else ''}{text}\n")
-    out.flush()
 
 
 class Progress:
@@ -78,8 +70,8 @@ class Progress:
             self._live.update(Text(_bar(step, self._total)))
 
     def note(self, text: str) -> None:
-        """Write a line that is not a step's. Control characters in it become spaces."""
-        self._write("".join(c if c.isprintable() or c == "\n" else " " for c in text))
+        """Write a line that is not a step's. Control characters in it are shown as escapes."""
+        self._write(visible(text))
 
     def task(self, what: str, done: int, of: int) -> None:
         """Show that `done` of `of` parts of something other than steps are done: below the lines in a

@@ -1,4 +1,5 @@
-"""The screen of a process may go away, as a pipe that nobody reads or a log on a full disk: work goes on.
+"""The screen of a process: others write to it, too, and it may go away, as a pipe that nobody reads or a log
+on a full disk. Work goes on then.
 
 What cannot be shown is dropped from then on, with one line in `errors/screen.txt` of the run folder.
 """
@@ -9,7 +10,19 @@ import time
 from contextlib import suppress
 from typing import Any, TextIO
 
+from dataloader.visible import visible
 from infra.run_folder import RunFolder
+
+CLEAR_LINE = "\r\x1b[2K"  # of a terminal
+
+
+def beside(text: str, out: TextIO | None = None) -> None:
+    """Write lines to `out`, stderr by default, as a process that does not draw the bar: in one piece, and in
+    a terminal in the bar's place, which is drawn anew below them. Control characters are shown as escapes.
+    """
+    out = sys.stderr if out is None else out
+    out.write(f"{CLEAR_LINE if out.isatty() else ''}{visible(text)}\n")
+    out.flush()
 
 
 class Screen:

@@ -5,26 +5,38 @@ where it stands: the one who stands elsewhere, or says nothing, is whom they wai
 torchrun's agent restart the group from the last checkpoint.
 """
 
-import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Self, TextIO
+
+from infra.screen import beside
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
 DESCRIBE_S = 5.0  # how long `describe` may take before the process ends without its answer
+
+
+def _stacks() -> Iterator[str]:
+    """The stack of every thread, without its source: to read that may hang as well."""
+    frame: FrameType | None
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for number, frame in sys._current_frames().items():
+        yield f"Thread {names.get(number, number)} (most recent call first):"
+        while frame is not None:
+            yield f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}'
+            frame = frame.f_back
 
 
 class Watchdog:
     """Ends the process with code 75 when nobody called `beat` for `timeout_s` seconds.
 
     Before that, and once already after `report_s` seconds of silence if that is sooner, it writes to `out`
-    (which needs a file descriptor; default stderr) the text of `describe`, which should name the rank, its
-    current op, since when, and whom it waits for, and then the stack of every thread. The time the whole
-    process is stopped (a debugger, a suspended job) does not count. `start` or `with` begins. Raises
-    ValueError if a time is not positive.
+    (default stderr) the text of `describe`, which should name the rank, its current op, since when, and whom
+    it waits for, and then the stack of every thread. The time the whole process is stopped (a debugger, a
+    suspended job) does not count. `start` or `with` begins. Raises ValueError if a time is not positive.
     """
 
     def __init__(
@@ -94,9 +106,8 @@ class Watchdog:
             self.exit_process(EXIT_CODE)
 
     def _report(self, silent_s: float, more: str) -> None:
-        self._out.write(f"\nwatchdog: no progress for {silent_s:g} s{more}: {self._described()}\n")
-        self._out.flush()
-        faulthandler.dump_traceback(self._out, all_threads=True)
+        said = f"watchdog: no progress for {silent_s:g} s{more}: {self._described()}"
+        beside("\n".join([said, *_stacks()]), self._out)
 
     def _described(self) -> str:
         # In a thread of its own: what hangs may hold a lock that `describe` needs.

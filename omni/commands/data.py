@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from dataloader.visible import visible
 from omni.commands import _balance
 
 
@@ -67,14 +68,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         return actions[args.action](args)
     except (ValueError, OSError) as error:
-        from dataloader.format import visible
-
         print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
         return 1
 
 
 def _build(args: argparse.Namespace) -> int:
-    from dataloader.format import visible
     from dataloader.recipes.from_jsonl import build_from_jsonl
     from dataloader.recipes.quickstart import build_quickstart
     from dataloader.tokenizer import get_tokenizer
@@ -104,7 +102,6 @@ def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from dataloader.format import visible
     from dataloader.index import Index
     from dataloader.reader import Reader
 
@@ -153,15 +150,13 @@ def _short(text: str) -> str:
 def _literal(text: str) -> str:
     from rich.markup import escape
 
-    from dataloader.format import visible
-
     return escape(visible(text))
 
 
 def _verify(args: argparse.Namespace) -> int:
     from dataloader.audio import decode_audio
     from dataloader.decode import decode_image
-    from dataloader.format import DataError, read_manifest, visible
+    from dataloader.format import DataError, read_manifest
     from dataloader.tokenizer import get_tokenizer
     from dataloader.verify import verify_dataset
 

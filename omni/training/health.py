@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from infra.progress import beside
 from infra.run_folder import RunFolder
+from infra.screen import beside
 from omni.config import HealthConfig
 from omni.rank.build import Rank
 from omni.rank.step import waiting_at

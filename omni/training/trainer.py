@@ -17,12 +17,11 @@ from typing import Any
 import torch
 
 from dataloader.decoders import decoder_versions
-from dataloader.format import visible
 from dataloader.loader import Loader
 from dataloader.reader import Reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
-from infra.progress import beside
 from infra.run_folder import RunFolder
+from infra.screen import beside
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
@@ -267,7 +266,7 @@ class Trainer:
         """Apply `data.on_error` to items of this rank that could not be decoded."""
         for failure in prepared.failures:
             sample = f"source {failure.source}, sample {failure.sample} ({failure.name!r})"
-            text = f"{sample}, item {failure.item}: {visible(failure.reason)}"
+            text = f"{sample}, item {failure.item}: {failure.reason}"
             if self.config.data.on_error == "fail":
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
             beside(f"rank {self.rank.rank}: skipped {text}")

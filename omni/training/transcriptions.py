@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from dataloader.format import visible
+from dataloader.visible import visible
 from omni.training.evaluate import Transcription
 
 NUM_EXAMPLES = 8

@@ -26,10 +26,9 @@ import torch.distributed as dist
 from dataloader.format import DataError
 from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
-from infra.progress import beside
 from infra.run_folder import RunFolder
 from infra.run_lock import LockedError, holding, launch_of_rank
-from infra.screen import keep_going_without
+from infra.screen import beside, keep_going_without
 from infra.watchdog import EXIT_CODE as TRY_AGAIN
 from omni.compose import load_config
 from omni.config import ConfigError
@@ -163,10 +162,9 @@ def _told(error: BaseException, config_path: Path) -> int:
             return MISTAKE if load_config(config_path).health.on_corruption == "stop" else 1
         return 1
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
-        print(
+        beside(
             f"rank {rank} failed: {error}. If it is {config_path.parent} that cannot be read or written: its "
-            f"last checkpoint stays good; mend that, and start again with the same run.dir",
-            file=sys.stderr,
+            f"last checkpoint stays good; mend that, and start again with the same run.dir"
         )
     else:
         beside(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")

@@ -8,7 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from infra.progress import LEGEND, Progress, beside, header, step_line
+from infra.progress import LEGEND, Progress, header, step_line
+from infra.screen import beside
 
 FULL = {
     "progress/step": 7,
@@ -57,7 +58,7 @@ def test_a_pipe_gets_plain_lines_and_headers():
     assert [i for i, line in enumerate(lines) if "|grad|" in line] == [0, 51, 102]
     assert len(lines) == 120 + 3 + 1
     assert len({len(line) for line in lines[:-1]}) == 1
-    assert lines[-1] == "saved  [31mred "
+    assert lines[-1] == r"saved \x1b[31mred\r"
     assert all(c.isprintable() or c == "\n" for c in out.getvalue())
     assert out.getvalue().isascii()
 
@@ -110,4 +111,5 @@ def test_another_process_writes_in_the_place_of_the_bar_and_not_behind_it():
     assert shown.endswith("%\r\x1b[2Krank 3: skipped a sample\r\n")
     plain = io.StringIO()
     beside("rank 3: skipped a sample", plain)
-    assert plain.getvalue() == "rank 3: skipped a sample\n"
+    beside("of sample '\x1b[2J', line\n2", plain)
+    assert plain.getvalue() == "rank 3: skipped a sample\nof sample '\\x1b[2J', line\n2\n"

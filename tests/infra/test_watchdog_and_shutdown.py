@@ -1,11 +1,13 @@
 """A real stall is broken with a report; a real signal is remembered until the end of the step."""
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 
@@ -46,6 +48,27 @@ def test_a_silent_process_says_where_it_stands_long_before_it_is_ended():
     assert early == "watchdog: no progress for 0.4 s (waits for 2 s): rank 3"
     assert late == "watchdog: no progress for 2 s: rank 3"
     assert done.stderr.count("in stuck_in_a_collective") == 4
+
+
+def test_what_a_rank_says_takes_the_place_of_the_bar_of_another_in_one_piece():
+    class Terminal(io.StringIO):
+        written: ClassVar[list[str]] = []
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            self.written.append(text)
+
+    ended = threading.Event()
+    watchdog = Watchdog(0.1, lambda: "rank 3", out=Terminal())
+    watchdog.exit_process = lambda code: ended.set()
+    with watchdog:
+        assert ended.wait(10)
+    (text,) = Terminal.written
+    assert text.startswith("\r\x1b[2Kwatchdog: no progress for 0.1 s: rank 3\nThread ")
+    assert "in test_what_a_rank_says" in text
+    assert text.endswith("\n")
 
 
 @pytest.mark.parametrize(
