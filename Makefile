@@ -31,6 +31,7 @@ data: .venv/ready ## build the quickstart's datasets from what pip installed
 
 # torch first and by itself: asked for as a dependency, pip may fetch a build for another accelerator.
 .venv/torch:
+	@echo "installing $(TORCH) in .venv, which may be gigabytes to fetch: minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	touch $@

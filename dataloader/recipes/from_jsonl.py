@@ -40,9 +40,9 @@ def build_from_jsonl(
     of images and recordings are read from their headers, and they are decoded, so that damage is found;
     items of other modalities state "format" and "size" themselves.
 
-    Up to `skip_bad` bad lines are left out, and `tell` is called with each. Raises DataError naming the file
-    and the first `_SHOWN` bad lines if there are more; all lines are looked at, until there are `_SHOWN` too
-    many.
+    `tell` is called when building begins, and with each of up to `skip_bad` bad lines, which are left out.
+    Raises DataError naming the file and the first `_SHOWN` bad lines if there are more; all lines are looked
+    at, until there are `_SHOWN` too many.
     """
     jsonl = Path(jsonl)
     allowed = (Path(root) if root is not None else jsonl.parent).resolve()
@@ -57,6 +57,7 @@ def build_from_jsonl(
         ) from None
     if not overwrite and is_intact(out, recipe, tokenizer.name):
         return False
+    tell(f"building {out} from {jsonl} ...")
     with DatasetWriter(out, tokenizer, rows_per_group, groups_per_shard, overwrite, recipe) as writer:
         for text in _add_lines(jsonl, allowed, writer, skip_bad):
             tell(f"left out {text}")

@@ -5,7 +5,7 @@ import io
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -28,7 +28,11 @@ _SKIPPED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages",
 
 
 def build_quickstart(
-    out: str | Path, tokenizer: Tokenizer, seed: int = 0, overwrite: bool = False
+    out: str | Path,
+    tokenizer: Tokenizer,
+    seed: int = 0,
+    overwrite: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, bool]:
     """Build strips_train, strips_heldout, docs_train and docs_heldout under `out`; name → whether built now.
 
@@ -36,6 +40,7 @@ def build_quickstart(
     followed by their names: no digit image is in both parts. Docs are docstrings of Python's standard
     library, split by source file, each text once. Both follow from `seed` and the installed versions alone.
     An intact dataset that is there already is kept, unless `overwrite`; DataError if it is another one.
+    `tell` is called before anything is built, with what that is.
     """
     out = Path(out)
     recipes = {
@@ -47,6 +52,8 @@ def build_quickstart(
         for name, recipe in recipes.items()
         if overwrite or not is_intact(out / name, recipe, tokenizer.name)
     ]
+    if missing:
+        tell(f"building {', '.join(missing)} in {out} ...")
     samples: dict[str, Sequence[Sample]] = {}
     if any(name.startswith("strips") for name in missing):
         samples["strips_train"], samples["strips_heldout"] = _strips(seed)

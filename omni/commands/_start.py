@@ -100,7 +100,8 @@ def _run_here(prepared: Prepared, parent: int) -> int:
     launch = new_launch()
     keep_going_without(RunFolder(prepared.job.folder))
     with in_folder(prepared, launch) as job:
-        print(f"starting {job.ranks} rank{'s' * (job.ranks > 1)} on this machine ...", flush=True)
+        ranks = f"{job.ranks} rank{'s' * (job.ranks > 1)}"
+        print(f"starting {ranks} on this machine, which takes seconds to import torch ...", flush=True)
         start, killed_before = time.monotonic(), oom_kills()
         code = launch_local(
             job.config,

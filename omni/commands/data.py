@@ -77,10 +77,13 @@ def _build(args: argparse.Namespace) -> int:
     from dataloader.recipes.quickstart import build_quickstart
     from dataloader.tokenizer import get_tokenizer
 
+    def tell(text: str) -> None:
+        print(visible(text), file=sys.stderr, flush=True)
+
     tokenizer = get_tokenizer(args.tokenizer)
     out = Path(args.out)
     if args.recipe:
-        names = build_quickstart(out, tokenizer, args.seed, args.overwrite)
+        names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)
         built = {out / name: new for name, new in names.items()}
     else:
         new = build_from_jsonl(
@@ -90,7 +93,7 @@ def _build(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             root=args.root,
             skip_bad=args.skip_bad,
-            tell=lambda text: print(visible(text), file=sys.stderr),
+            tell=tell,
         )
         built = {out: new}
     for path, new in built.items():

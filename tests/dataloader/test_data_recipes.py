@@ -91,7 +91,9 @@ def test_only_what_is_missing_is_built_and_it_is_the_same(quickstart, tmp_path):
     out.mkdir()
     for name in ("strips_train", "docs_train", "docs_heldout"):
         (out / name).symlink_to(quickstart / name)
-    built = build_quickstart(out, BYTES)
+    told = []
+    built = build_quickstart(out, BYTES, tell=told.append)
+    assert told == [f"building strips_heldout in {out} ..."], "seconds pass: it says of what"
     assert [name for name, new in built.items() if new] == ["strips_heldout"]
     for file in (quickstart / "strips_heldout").iterdir():
         assert file.read_bytes() == (out / "strips_heldout" / file.name).read_bytes()
@@ -172,7 +174,8 @@ def omni_data(*arguments):
 
 def test_command_build_inspect_verify(quickstart, tmp_path, capsys):
     assert omni_data("build", "--recipe", "quickstart", "--out", quickstart) == 0
-    assert capsys.readouterr().out.count("nothing to do") == 4
+    said = capsys.readouterr()
+    assert (said.out.count("nothing to do"), said.err) == (4, "")
     assert omni_data("inspect", quickstart / "strips_heldout") == 0
     assert "400 samples" in " ".join(capsys.readouterr().out.split())  # a long path may end its line early
     assert omni_data("verify", quickstart) == 0
@@ -180,7 +183,7 @@ def test_command_build_inspect_verify(quickstart, tmp_path, capsys):
     asked = {"id": "asked", "text": "why? so", "targets": [[5, 7]]}
     file = write_jsonl(tmp_path, {"id": "[red]1", "text": "fine [/blue]"}, asked)
     assert omni_data("build", "--from-jsonl", file, "--out", tmp_path / "set") == 0
-    capsys.readouterr()
+    assert capsys.readouterr().err == f"building {tmp_path / 'set'} from {file} ...\n"
     assert omni_data("inspect", tmp_path / "set") == 0
     rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
     cells = [[cell.strip() for cell in row] for row in rows[-2:]]

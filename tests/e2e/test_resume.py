@@ -46,6 +46,7 @@ def whole(tmp_path_factory, keys) -> Path:
     cwd = tmp_path_factory.mktemp("whole")
     result = train([*keys, "launch.ranks=2"], cwd)
     assert result.code == 0, result.err
+    assert "starting 2 ranks on this machine, which takes seconds to import torch ..." in result.out
     return cwd / "run"
 
 
