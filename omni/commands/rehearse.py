@@ -206,16 +206,26 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
 
 
 def off_lines(found: "Footprint", modelled: "Footprint") -> Iterator[str]:
-    """Say of which kinds the model is further off what was rehearsed than statements of work should be."""
-    for kind, size in found.peak.items():
-        off = modelled.peak[kind] - size
-        if abs(off) > MOST_OFF * found.bytes:
+    """Say of which kinds the model is further off what was rehearsed than statements of work should be, where
+    the rank holds most; else in which pass of an encoder it has too much, wherever that is.
+    """
+    near = MOST_OFF * found.bytes
+    remedy = (
+        "if an encoder of your own is built here, look at the `kept` and `workspace` of its work() "
+        "(docs/encoders.md)"
+    )
+    off = {kind: modelled.peak[kind] - size for kind, size in found.peak.items()}
+    for kind, size in off.items():
+        if abs(size) > near:
             yield (
-                f"  note: the model has {abs(off) / _GIB:.3f} GiB too {'much' if off > 0 else 'little'} "
-                f"{kind}, {abs(off) / found.bytes:.1%} of all (its peak is at {modelled.at}): if "
-                f"an encoder of your own is built here, look at the `kept` and `workspace` of its work() "
-                f"(docs/encoders.md)"
+                f"  note: the model has {abs(size) / _GIB:.3f} GiB too {'much' if size > 0 else 'little'} "
+                f"{kind}, {abs(size) / found.bytes:.1%} of all (its peak is at {modelled.at}): {remedy}"
             )
+    passes = {op: modelled.encoding.get(op, 0) - size for op, size in found.encoding.items()}
+    size, worst = max(((size, str(op)) for op, size in passes.items()), default=(0, ""))
+    if size > near and all(abs(size) <= near for size in off.values()):
+        share = f"{size / found.bytes:.1%} of all at the peak"
+        yield f"  note: the model has {size / _GIB:.3f} GiB too much during {worst}, {share}: {remedy}"
 
 
 def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "ClusterConfig") -> Iterator[str]:
@@ -236,10 +246,3 @@ def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "ClusterConfig") 
             f"{of.products_s(cluster) * 1e3 / each:11.3f}",
         )
         yield f"  {phase:20}{''.join(cells)}  {of.bound(cluster)}"
-
-
-def _place(spec: "RunSpec", rank: int) -> str:
-    if rank not in spec.arrangement.mesh:
-        return "encoders only"
-    at = spec.arrangement.mesh.coordinates(rank)
-    return ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))

@@ -20,6 +20,7 @@ from parallel.axes import group_of
 from parallel.buckets import buckets, by_replicas
 from parallel.work import FP32, INDEX, Grad, Part
 from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.rules.lists import ENCODES
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffers")
 
@@ -34,7 +35,16 @@ Held = dict[tuple[str, int, int], tuple[tuple[str, str], int]]
 def model_peak(spec: RunSpec, work: RankWork) -> tuple[Parts, str]:
     """Model the bytes that a rank holds when it holds most, and the op that then runs."""
     peak, at = max(_walk(work), key=lambda state: state[0].total())
-    return _constant(spec, work) + peak, at
+    return _constant(spec, work) + peak, str(at)
+
+
+def model_encoding(spec: RunSpec, work: RankWork) -> dict[Op, int]:
+    """Model the most bytes that a rank holds during each pass of an encoder."""
+    constant, most = _constant(spec, work).total(), Counter[Op]()
+    for moment, op in _walk(work):
+        if isinstance(op, Op) and op.kind in ENCODES:
+            most[op] = max(most[op], constant + moment.total())
+    return most
 
 
 def by_kind(parts: Mapping[tuple[str, str], int]) -> dict[str, int]:
@@ -73,15 +83,15 @@ def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Parts:
     return held
 
 
-def _walk(work: RankWork) -> Iterator[tuple[Parts, str]]:
+def _walk(work: RankWork) -> Iterator[tuple[Parts, Op | str]]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held: Held = {}
     yield Counter(), "start"
     for op in work.domain.ops_of(work.position):
         for moment in _during(work, op, held):
-            yield moment, str(op)
+            yield moment, op
         _after(work, op, held)
-        yield _sum(held), str(op)
+        yield _sum(held), op
 
 
 def _sum(held: Held) -> Parts:

@@ -7,7 +7,9 @@ itself is not sent. A link is inside a node or between nodes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pipeline.ops import Op
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,15 @@ class Footprint:
     """One rank in one step.
 
     `parameters` counts those it holds by component. `peak` is what it holds at the moment when it holds
-    most, in bytes by kind (`omni/planning/memory.py`), and `at` the op that then runs.
+    most, in bytes by kind (`omni/planning/memory.py`), and `at` the op that then runs. `encoding` is the most
+    bytes that it holds during each pass of an encoder.
     """
 
     parameters: Mapping[str, int]
     peak: Mapping[str, int]
     at: str
     traffic: Traffic
+    encoding: Mapping[Op, int] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:

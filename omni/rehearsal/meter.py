@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from omni.planning.memory import KINDS
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
 from pipeline.ops import Op
+from pipeline.rules.lists import ENCODES
 
 _CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
@@ -47,6 +48,7 @@ class Meter(TorchDispatchMode):
         self.peak = dict(self.live)
         self.at: str | Op = self.where
         self.total = self.most = 0
+        self.encoding: dict[Op, int] = {}  # the most bytes during each pass of an encoder
         self.sent: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
         self._held: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
 
@@ -73,6 +75,7 @@ class Meter(TorchDispatchMode):
         self.labels = labels
         self.peak, self.most, self.at = dict(self.live), self.total, self.where
         self.sent.clear()
+        self.encoding.clear()
 
     def traffic(self) -> Traffic:
         """Return what was sent since the start."""
@@ -104,6 +107,8 @@ class Meter(TorchDispatchMode):
         self.total += size
         if self.total > self.most:
             self.most, self.peak, self.at = self.total, dict(self.live), self.where
+        if isinstance(self.where, Op) and self.where.kind in ENCODES:
+            self.encoding[self.where] = max(self.total, self.encoding.get(self.where, 0))
 
     def _forget(self, key: int) -> None:
         kind, size, _ = self._held.pop(key, (self.kind, 0, None))

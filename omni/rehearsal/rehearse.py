@@ -208,6 +208,7 @@ def _footprint(own: Rank, meter: Meter) -> Footprint:
         peak=meter.peak,
         at=str(meter.at),
         traffic={key: sent for key, sent in meter.traffic().items() if key[0] != "world"},
+        encoding=meter.encoding,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,6 +36,8 @@ from omni.training.trainer import Trainer
 from parallel.layout import Layout
 from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
 from parallel.transports import node_map
+from parallel.work import Grad, Load, Part, Work
+from pipeline.rules.lists import ENCODES
 
 CPU = torch.device("cpu")
 # What the host exchanges to agree and to learn losses is not rehearsed.
@@ -429,3 +432,34 @@ def test_memory_that_a_statement_has_twice_is_noted() -> None:
     assert "work()" in line
     near = replace(found, peak=peak | {"workspace": 31 << 20})
     assert not list(off_lines(found, near)), "1 % of all that is held"
+
+
+class Doubled:
+    """A part whose statement has twice the workspace of its backward."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        work = self.part.backward(load, grad)
+        return replace(work, workspace=2 * work.workspace)
+
+
+def test_a_workspace_stated_twice_is_noted_where_it_is_not_the_most_of_the_step(data: Path) -> None:
+    spec = for_gpus(small_job(data, 1, "model.encoders.image.recompute=full"))
+    plan = plan_of_step(spec, 1)
+    found, modelled = rehearse(spec, plan, 0).footprint, model_footprint(spec, plan, 0)
+    encoding = {op for op in plan.domain.ops[0] if op.kind in ENCODES}
+    assert found.encoding.keys() == modelled.encoding.keys() == encoding
+    for op, size in found.encoding.items():
+        assert modelled.encoding[op] == pytest.approx(size, abs=0.02 * found.bytes)
+    assert not list(off_lines(found, modelled))
+    wrong = replace(spec, work={**spec.work, "image": cast(Part, Doubled(spec.work["image"]))})
+    doubled = model_footprint(wrong, plan, 0)
+    assert doubled.peak == modelled.peak
+    (line,) = off_lines(found, doubled)
+    assert "too much during encode_backward" in line
+    assert "`workspace`" in line
