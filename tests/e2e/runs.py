@@ -193,6 +193,13 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def steps(run: Path) -> list[int]:
+    """Steps in metrics.jsonl so far, a line that is being written left out."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line)["progress/step"] for line in text.splitlines(True) if line.endswith("\n")]
+
+
 def learnt(run: Path) -> list[dict[str, float]]:
     """What must not depend on when a run was interrupted, step by step: losses, norms, counters."""
     kept = ("loss/", "optim/", "progress/", "data/skipped/")

@@ -80,6 +80,18 @@ def slurm(folder: Path, running: int, nodes: int, what: str, more: str = "") -> 
         yield env
 
 
+def launcher(address: str) -> tuple[str, ...]:
+    """Keys of a run of two ranks on two nodes, which meet at an `address` of this machine."""
+    return (
+        "hydra/launcher=slurm",
+        "hydra.launcher.gpus=false",
+        "hydra.launcher.ranks_per_node=1",
+        f"+hydra.launcher.env.OMNI_HEAD={address}",
+        f"+hydra.launcher.env.OMNI_NODE_ADDRESS={address}",
+        "launch.ranks=2",
+    )
+
+
 @contextmanager
 def _daemon_of(command: Sequence[str], env: dict[str, str]) -> Iterator[None]:
     quiet = subprocess.DEVNULL

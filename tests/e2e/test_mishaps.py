@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from runs import TINY, Running, data_keys, omni, read_lines, strip, write
+from runs import TINY, Running, data_keys, omni, steps, strip, write
 
 pytestmark = pytest.mark.slow
 
@@ -14,11 +14,6 @@ pytestmark = pytest.mark.slow
 def keys(tmp_path_factory):
     data = data_keys(write(tmp_path_factory.mktemp("data") / "strips", [strip(i) for i in range(32)]))
     return ["train", *TINY, *data, "launch.ranks=2", "run.dir=run", "health.report_hang_s=3"]
-
-
-def steps(run):
-    file = run / "metrics.jsonl"
-    return [record["progress/step"] for record in read_lines(file)] if file.exists() else []
 
 
 def test_a_second_run_in_a_folder_is_refused_and_a_rank_that_stands_still_is_named(keys, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import TINY, Running, data_keys, omni, read_lines, strip, write
+from runs import TINY, Running, data_keys, omni, steps, strip, write
 
 from infra.checkpoint import complete, verify
 from infra.storage import Storage
@@ -46,11 +46,6 @@ def data(tmp_path_factory):
 def launcher(cluster, *more):
     own = ["hydra/launcher=ray", f"hydra.launcher.address={cluster.address}", "hydra.launcher.gpus=false"]
     return [*own, "hydra.launcher.ranks_per_node=1", *more]
-
-
-def steps(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    return [record["progress/step"] for record in read_lines(file)] if file.exists() else []
 
 
 def test_jobs_of_two_nodes_complete(cluster, data, tmp_path):

@@ -17,6 +17,7 @@ from runs import (
     learnt,
     read_lines,
     start_training,
+    steps,
     strip,
     train,
     write,
@@ -50,13 +51,6 @@ def whole(tmp_path_factory, keys) -> Path:
     return cwd / "run"
 
 
-def steps_of(run: Path) -> list[int]:
-    """Steps in metrics.jsonl so far, a line that is being written left out."""
-    file = run / "metrics.jsonl"
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line)["progress/step"] for line in text.splitlines(True) if line.endswith("\n")]
-
-
 def same_as(run: Path, whole: Path) -> None:
     """Every step once, in order, and everything it learnt equal to the bit."""
     records = learnt(run)
@@ -84,14 +78,14 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not_been(tmp_path, keys
     run = tmp_path / "run"
     running = start_training([*keys, "launch.ranks=2"], tmp_path)
     try:
-        running.wait_until(lambda: len(steps_of(run)) >= 22, "step 22")
+        running.wait_until(lambda: len(steps(run)) >= 22, "step 22")
         running.process.send_signal(signal.SIGTERM)
         stopped = running.finish()
     finally:
         running.end()
     # 128 + n: what the launcher says of a run that a signal ended.
     assert stopped.code == 128 + signal.SIGTERM, stopped.err
-    last = steps_of(run)[-1]
+    last = steps(run)[-1]
     assert 22 <= last < STEPS, "the signal came too late for this test"
     assert f"stopped after step {last}: SIGTERM" in stopped.out
     assert checkpoints(run)[-1] == f"step_{last:08d}", "it saves before it leaves"
@@ -107,7 +101,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     running = start_training([*keys, "launch.ranks=2"], tmp_path)
     try:
         # Between two checkpoints, so that steps are repeated.
-        running.wait_until(lambda: len(steps_of(run)) >= 24, "step 24")
+        running.wait_until(lambda: len(steps(run)) >= 24, "step 24")
         victims = running.descendants()
         assert len(victims) >= 3, "the agent and two ranks"
         for victim in victims:  # the agent first: it would end the ranks in its own way
@@ -120,7 +114,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     assert not [
         victim for victim in victims if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE
     ]
-    reached = steps_of(run)[-1]
+    reached = steps(run)[-1]
     good = max(int(name.removeprefix("step_")) for name in checkpoints(run))
     assert 10 <= good < STEPS  # that of step 20 may not be written yet
     # What a save that was cut short leaves: it must not shadow the good one.

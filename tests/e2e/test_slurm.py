@@ -6,14 +6,14 @@ Where Slurm cannot be started these are skipped, with the reason.
 
 import re
 import subprocess
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import slurm_cluster
-from runs import TINY, Running, data_keys, omni, read_lines, strip, write
+from processes import MARK, marked
+from runs import TINY, Running, data_keys, omni, steps, strip, write
 
 from infra.checkpoint import complete, verify
 from infra.launchers.job import Job
@@ -22,14 +22,7 @@ from infra.storage import Storage
 
 pytestmark = pytest.mark.slow
 
-LAUNCHER = (
-    "hydra/launcher=slurm",
-    "hydra.launcher.gpus=false",
-    "hydra.launcher.ranks_per_node=1",
-    "+hydra.launcher.env.OMNI_HEAD=127.0.0.1",
-    "+hydra.launcher.env.OMNI_NODE_ADDRESS=127.0.0.1",
-    "launch.ranks=2",
-)
+LAUNCHER = slurm_cluster.launcher("127.0.0.1")
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +40,6 @@ def data(tmp_path_factory):
 
 def ask(cluster, *command):
     return subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def steps(run: Path) -> list[int]:
-    file = run / "metrics.jsonl"
-    return [record["progress/step"] for record in read_lines(file)] if file.exists() else []
 
 
 def test_a_sweep_of_jobs_of_two_nodes_completes(cluster, data, tmp_path):
@@ -101,26 +89,15 @@ def test_a_job_of_two_nodes_resumes_when_queued_again_and_saves_when_cancelled(c
     ],
 )
 def test_nothing_of_a_job_outlives_what_is_killed(cluster, data, tmp_path, victim, words):
-    marked = {**cluster, "OMNI_TEST": str(tmp_path)}
+    environment = {**cluster, MARK: str(tmp_path)}
     keys = ["train.steps=100000", "run.dir=run", "hydra.launcher.requeue=false"]
-    done = Running(["-m", "omni", "train", *TINY, *data, *LAUNCHER, *keys], tmp_path, marked).finish()
+    done = Running(["-m", "omni", "train", *TINY, *data, *LAUNCHER, *keys], tmp_path, environment).finish()
     assert done.code == 0, done.err
     slurm_cluster.wait(lambda: steps(tmp_path / "run"), "step", 240)
-    whole = of_test(tmp_path)
+    whole = marked(tmp_path)
     assert sum(process.name().startswith("omni-rank-") for process in whole) == 2
     next(process for process in whole if set(words) <= words_of(process)).kill()
-    slurm_cluster.wait(lambda: not of_test(tmp_path), f"end of all with its {victim}", 10)
-
-
-def of_test(folder: Path) -> list[psutil.Process]:
-    """Processes of jobs that a test submitted, and that have not ended."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            ended = process.status() == psutil.STATUS_ZOMBIE
-            if not ended and process.environ().get("OMNI_TEST") == str(folder):
-                found.append(process)
-    return found
+    slurm_cluster.wait(lambda: not marked(tmp_path), f"end of all with its {victim}", 10)
 
 
 def words_of(process: psutil.Process) -> set[str]:

@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import psutil
 import pytest
-from processes import heed_signals
+from processes import MARK, end_all, heed_signals, marked
 
 from infra.launch import launch_local
 
@@ -102,19 +101,7 @@ def run_folder(tmp_path):
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "calendar.py").write_text("raise ImportError('the calendar of the working folder')")
     yield tmp_path / "run"
-    for process in left(tmp_path / "run"):  # by a failed test
-        with suppress(psutil.Error):
-            process.kill()
-
-
-def left(run_folder):
-    """All processes of launches of a test, the launcher's too."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get("OMNI_TEST") == str(run_folder):
-                found.append(process)
-    return still_running(found)
+    end_all(marked(tmp_path / "run"))
 
 
 def command_of(run_folder, ranks=2, restarts=0):
@@ -124,7 +111,7 @@ def command_of(run_folder, ranks=2, restarts=0):
 
 def start(run_folder, action, ranks=2, restarts=0, command=None, **env):
     path = os.pathsep.join(["", str(run_folder.parent), os.getcwd()])  # the empty entry is the working folder
-    environment = {**os.environ, "ACTION": action, "PYTHONPATH": path, "OMNI_TEST": str(run_folder), **env}
+    environment = {**os.environ, "ACTION": action, "PYTHONPATH": path, MARK: str(run_folder), **env}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command or command_of(run_folder, ranks, restarts),
@@ -272,9 +259,9 @@ linux = pytest.mark.skipif(not psutil.LINUX, reason="a kernel that ends children
 def gone(run_folder, within_s=10):
     """Whether no process of a test's launches is left after a while."""
     deadline = time.monotonic() + within_s
-    while left(run_folder) and time.monotonic() < deadline:
+    while marked(run_folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not left(run_folder)
+    return not marked(run_folder)
 
 
 @linux
@@ -292,7 +279,7 @@ def test_nothing_outlives_a_sudden_end(run_folder, victim, when):
     elif when == "while ranks run":
         wait_for_ranks(run_folder)
     os.kill({"launcher": launcher, "agent": agent.pid, "shell": started.pid}[victim], signal.SIGKILL)
-    assert gone(run_folder), left(run_folder)
+    assert gone(run_folder), marked(run_folder)
     started.communicate(timeout=10)
 
 
