@@ -53,12 +53,33 @@ class MoEConfig:
 
 
 @dataclass
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), none if `kv_rank` is 0.
+
+    Keys and values are made from `kv_rank` numbers of a token, queries from `q_rank` (0: from the stream). A
+    head of queries and keys has `nope_dim` numbers and `rope_dim` rotated ones, which all heads of keys
+    share; a head of values has `value_dim`.
+    """
+
+    q_rank: int = 0
+    kv_rank: int = 0
+    nope_dim: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
     The vocabulary has `vocab` ids, null for those of the tokenizer, rounded up to a multiple of
     `vocab_multiple`. `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers
-    experts.
+    experts. `head_dim: null` is hidden / heads; `gated: false` makes the feed-forward two matrices with a
+    GELU; `qk_norm` norms each head of queries and keys. In the first of every `window_every` layers a token
+    sees `window` tokens, itself among them. `mla` makes queries, keys and values from few numbers a token.
+    `mtp` layers at the end predict one token further each (DeepSeek-V3, section 2.2).
+
+    What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
 
     layers: int = MISSING
@@ -66,6 +87,13 @@ class LLMConfig:
     heads: int = MISSING
     kv_heads: int = MISSING
     ffn: int = MISSING
+    head_dim: int | None = None
+    gated: bool = True
+    qk_norm: bool = False
+    window: int | None = None
+    window_every: int = 1
+    mla: MLAConfig = field(default_factory=MLAConfig)
+    mtp: int = 0
     norm: str = "RMSNorm"
     norm_eps: float = 1e-5
     rotary_base: float = 10000.0
@@ -81,6 +109,18 @@ class LLMConfig:
     def mixture(self) -> MoEConfig | None:
         """The experts, None for a dense model."""
         return self.moe if self.moe.experts else None
+
+    @property
+    def latent(self) -> MLAConfig | None:
+        """Multi-head latent attention, None for a model whose layers attend with whole heads."""
+        return self.mla if self.mla.kv_rank else None
+
+    @property
+    def head_size(self) -> int:
+        """Numbers of a head of queries and keys."""
+        if self.latent is not None:
+            return self.latent.nope_dim + self.latent.rope_dim
+        return self.head_dim or self.hidden // self.heads
 
 
 @dataclass
@@ -323,9 +363,10 @@ class TrainConfig:
     """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
     never. A checkpoint is saved after the last step in any case, with 0 there alone; more than 8 ranks refuse
     0 and take `checkpoint_every: ${train.steps}` for that. `precision: auto` is bf16 on a GPU and fp32 on the
-    CPU. Checkpoints lie in `checkpoint_dir`, an absolute path or a URL of a file system that fsspec knows,
-    null for the run folder; kept are the newest `keep_checkpoints` and those of steps that `keep_every`
-    divides (0: none). Free generation at the end leaves off after `generate_s` seconds.
+    CPU; fp8, mxfp8 and nvfp4 are for plans alone. Checkpoints lie in `checkpoint_dir`, an absolute path or a
+    URL of a file system that fsspec knows, null for the run folder; kept are the newest `keep_checkpoints`
+    and those of steps that `keep_every` divides (0: none). Free generation at the end leaves off after
+    `generate_s` seconds.
     """
 
     steps: int = MISSING

@@ -19,8 +19,9 @@ from omni.models.layer_sizes import (
     check_transformer,
     encoder_layers,
 )
+from omni.models.pieces import linear_weights, norm_weights, plain
 from omni.models.registry import Attention, Encoder, ItemArrays
-from omni.models.stack import Stack, linear_weights, norm_weights, plain
+from omni.models.stack import Stack
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from parallel.work import Block, Collective, Grad, Load, Part, Weight, Work

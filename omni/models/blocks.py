@@ -7,7 +7,8 @@ does around them. Shapes: T tokens, E width of the encoder, R rows, D width of t
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from omni.models.stack import Stack, linear_weights, norm_weights, plain
+from omni.models.pieces import linear_weights, norm_weights, plain
+from omni.models.stack import Stack
 from ops.linear import linear_flops
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape

@@ -11,14 +11,13 @@ width of an expert.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from omni.models.pieces import Linears, exchanges, plain
 from omni.models.stack import (
-    Linears,
     Stack,
     activation_bytes,
-    exchanges,
     kept_between,
     kept_by_attention,
-    plain,
+    kept_by_feed_forward,
     put_off,
 )
 from ops.linear import linear_flops
@@ -105,7 +104,7 @@ class ExpertStack:
         """The sums of divided linears need a tensor of all tokens, and so do rows on their way."""
         sums = load.tokens * self.dense.hidden * self.element
         return Work(
-            flops=self.layers * (self._linears_flops(load.tokens) + self.dense.attention_flops(load)),
+            flops=self.layers * self._linears_flops(load.tokens) + self.dense.attention_flops(load),
             bytes=self.layers * self._layer_bytes(load.tokens),
             collectives=(
                 *self.dense.sums(load.tokens, Grad.BOTH, forward=True, halves=self._halves),
@@ -121,7 +120,7 @@ class ExpertStack:
         router = linear_flops(load.tokens, self.dense.hidden, self.experts) // self.tp
         of_linears = self._linears_flops(load.tokens)
         of_weights = self.layers * (of_linears - router)
-        both = 2 * self.layers * (of_linears + self.dense.attention_flops(load))
+        both = 2 * (self.layers * of_linears + self.dense.attention_flops(load))
         halves = {Grad.BOTH: both, Grad.INPUT: both - of_weights, Grad.WEIGHT: of_weights}
         again = self.recomputation(load, grad)
         once = self.layers * self._layer_bytes(load.tokens)
@@ -220,7 +219,7 @@ class ExpertStack:
         if recompute == "full":
             return self.stream(load.tokens)
         dense = replace(self.dense, recompute=recompute)
-        shared = load.tokens * dense.ffn // self.tp * self.element * 5
+        shared = kept_by_feed_forward(dense, load.tokens)
         return (
             kept_between(dense, load.seen)
             + kept_by_attention(dense, load.seen)
@@ -237,10 +236,11 @@ class ExpertStack:
         return tokens * (scores + chosen + permuted)
 
     def _kept_by_experts(self, rows: int) -> int:
-        """Rows and probabilities; of each row both halves of the first linear's output, the gate, a copy of
-        the other half, the product, and the product weighed.
+        """Rows and probabilities; of each row what a feed-forward keeps, and its product weighed: both halves
+        of the first linear's output, the gate, a copy of the other half, the product.
         """
-        return rows * (self.dense.hidden * self.element + FP32 + 6 * self.ffn * self.element)
+        kept = 6 if self.dense.gated else 3
+        return rows * (self.dense.hidden * self.element + FP32 + kept * self.ffn * self.element)
 
     def _forward_workspace(self, load: Load) -> int:
         """Rows on their way and, in a layer that will be recomputed and so keeps nothing, for the moment rows
@@ -274,8 +274,9 @@ class ExpertStack:
 
     def _kept_for_weights(self, load: Load) -> int:
         """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
-        halves = (self.dense.attention_linears(), self._shared())
-        divided = sum(put_off(self.dense, half, load.tokens) for half in halves if half)
+        shared = self._shared()
+        divided = self.dense.put_off_attention(load.tokens)
+        divided += put_off(self.dense, shared, load.tokens) if shared else 0
         expert = sum(i + o for i, o in self.dense.feed_forward_linears(self.ffn)) * self.element
         return self.layers * (divided + self._received(load) * expert)
 

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from omni.config import ConfigError, LLMConfig, require
-from omni.models.layer_sizes import check_divisible, check_moe, check_transformer
+from omni.config import ConfigError, LLMConfig, MLAConfig, require
+from omni.models.layer_sizes import check_divisible, check_moe, check_transformer, check_window
 from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
 from parallel.layout import Layout, Staged, stage_layers
@@ -18,11 +18,42 @@ _ATTACH = re.compile(r"llm\.layers\.(\d+)")
 
 def check_llm(config: LLMConfig) -> None:
     """Raise ConfigError for sizes that do not fit together."""
-    check_transformer("model.llm", config, rotary_axes=1)
+    own_heads = config.head_dim is not None or config.latent is not None
+    check_transformer("model.llm", config, rotary_axes=1, own_heads=own_heads)
+    check_window("model.llm", config.window, config.recompute)
+    require("model.llm", config, "window_every")
+    require("model.llm", config, "mtp", least=0)
+    require("model.llm.mla", config.mla, *vars(config.mla), least=0)
     require("model.llm", config, "kv_heads", "vocab", "vocab_multiple", "loss_chunk", "rotary_base")
     require("model.llm", config, "norm_eps", least=1e-20)
     if config.heads % config.kv_heads:
         raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
+    if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):
+        raise ConfigError(
+            f"model.llm.head_dim={config.head_dim}: rotation takes pairs; choose an even number"
+        )
+    if config.latent is not None:
+        _check_latent(config, config.latent)
+    elif any(vars(config.mla).values()):
+        raise ConfigError("model.llm.mla.kv_rank=0: latent attention needs it; or set all of mla to 0")
+
+
+def _check_latent(config: LLMConfig, mla: MLAConfig) -> None:
+    require("model.llm.mla", mla, "nope_dim", "rope_dim", "value_dim")
+    if mla.rope_dim % 2:
+        raise ConfigError(
+            f"model.llm.mla.rope_dim={mla.rope_dim}: rotation takes pairs; choose an even number"
+        )
+    for key, value, none in (
+        ("kv_heads", config.kv_heads, config.heads),
+        ("head_dim", config.head_dim, None),
+        ("qk_norm", config.qk_norm, False),
+        ("qkv_bias", config.qkv_bias, False),
+        ("window", config.window, None),
+    ):
+        if value != none:
+            said = "null" if none is None else str(none).lower()
+            raise ConfigError(f"model.llm.{key}={value} with model.llm.mla: set {key}={said}, or kv_rank=0")
 
 
 def padded_vocabulary(config: LLMConfig, vocab_size: int) -> int:
@@ -91,7 +122,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
 
 def staged(config: LLMConfig) -> Staged:
     """Return what of the LLM decides which groups its ranks need."""
-    return Staged(NAME, config.tied, config.mixture is not None)
+    return Staged(NAME, config.tied or config.mtp > 0, config.mixture is not None)
 
 
 def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
@@ -104,7 +135,8 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     output = linear_flops(1, config.hidden, padded_vocabulary(config, vocab_size))
     token = even_load(1, _REFERENCE_TOKENS)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
-    return stage_layers(costs, output, layout.pp, layout.parts)
+    further = costs[-1] + linear_flops(1, 2 * config.hidden, config.hidden) + output
+    return stage_layers(costs, output + config.mtp * further, layout.pp, layout.parts)
 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:

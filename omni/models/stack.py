@@ -14,8 +14,9 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 from dataclasses import dataclass, replace
 
 from omni.models.layer_sizes import LayerSizes
+from omni.models.pieces import Linears, exchanges, linear_weights, linears_flops, norm_weights
 from ops.attention import attention_bytes, attention_flops
-from ops.linear import linear_bytes, linear_flops
+from ops.linear import linear_bytes
 from parallel.tiles import AttentionShape
 from parallel.work import (
     FP32,
@@ -27,27 +28,9 @@ from parallel.work import (
     Work,
     all_gather,
     all_reduce,
-    all_to_all,
+    merged,
     reduce_scatter,
 )
-
-Linears = tuple[tuple[int, int], ...]
-"""Inputs and outputs of linear layers."""
-
-
-def plain(*elements: int) -> tuple[Weight, ...]:
-    """Parameters of so many elements, the same on all tensor-parallel ranks or divided among them."""
-    return tuple(Weight(count) for count in elements)
-
-
-def linear_weights(inputs: int, outputs: int, bias: int) -> tuple[Weight, ...]:
-    """A linear layer's weight and, unless it has none, its bias of so many elements."""
-    return plain(inputs * outputs, bias) if bias else plain(inputs * outputs)
-
-
-def norm_weights(hidden: int, norm: str, partial: bool = False) -> tuple[Weight, ...]:
-    """Parameters of one norm; `partial` where tensor-parallel ranks see different tokens."""
-    return (Weight(hidden, partial=partial),) * (2 if norm == "LayerNorm" else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +52,7 @@ class Stack(LayerSizes):
     @property
     def head_dim(self) -> int:
         """H."""
-        return self.hidden // self.heads
+        return self.head_size or self.hidden // self.heads
 
     @property
     def shape(self) -> AttentionShape:
@@ -91,6 +74,8 @@ class Stack(LayerSizes):
 
     def attention_linears(self) -> Linears:
         """Linears around attention, of all ranks together."""
+        if self.latent is not None:
+            return self.latent.linears()
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
         return (self.hidden, qkv), (self.head_dim * self.heads, self.hidden)
 
@@ -100,12 +85,18 @@ class Stack(LayerSizes):
 
     def attention_weights(self) -> tuple[Weight, ...]:
         """Parameters of the first half of a layer, in the module's order."""
-        attended = self.hidden // self.tp
+        if self.latent is not None:
+            latent = self.latent.weights(self.tp, len(self.one_norm), self.splits_tokens)
+            return (*self.one_norm, *latent)
+        attended = self.heads * self.head_dim // self.tp
         qkv = attended + 2 * self.kv_heads * self.head_dim // self.tp
+        # Ranks norm different heads.
+        of_heads = norm_weights(self.head_dim, self.norm, self.tp > 1) * (2 * self.qk_norm)
         return (
             *self.one_norm,
             *linear_weights(attended, self.hidden, self.hidden * self.bias),
             *linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias)),
+            *of_heads,
         )
 
     def layer_weights(self) -> tuple[Weight, ...]:
@@ -126,9 +117,9 @@ class Stack(LayerSizes):
     def forward(self, load: Load) -> Work:
         """The sum of a divided linear needs a tensor of all tokens before it is scattered."""
         linears = self.attention_linears() + self.feed_forward_linears(self.ffn)
-        flops = linears_flops(linears, load.tokens, self.tp) + self.attention_flops(load)
+        of_linears = self.layers * linears_flops(linears, load.tokens, self.tp)
         return Work(
-            flops=self.layers * flops,
+            flops=of_linears + self.attention_flops(load),
             bytes=self.layers * self._layer_bytes(linears, load.tokens),
             collectives=(
                 *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
@@ -148,16 +139,14 @@ class Stack(LayerSizes):
         once = self.layers * self._layer_bytes(linears, load.tokens)
         inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
         return Work(
-            flops=again.flops
-            + of_linears * (inputs + weights)
-            + 2 * self.layers * self.attention_flops(load) * inputs,
+            flops=again.flops + of_linears * (inputs + weights) + 2 * self.attention_flops(load) * inputs,
             bytes=again.bytes + once * (inputs + weights),
             collectives=(
                 *again.collectives,
                 *self.sums(load.tokens, grad, forward=False, halves=2 * self.layers),
                 *(exchanges(load.seen, self.element, self.layers, forward=False) if inputs else ()),
             ),
-            kept=self._kept_for_weights(linears, load) if grad is Grad.INPUT else 0,
+            kept=self._kept_for_weights(load) if grad is Grad.INPUT else 0,
             workspace=layer_workspace(self, load.seen) if inputs else self._largest_weight(linears),
         )
 
@@ -168,21 +157,41 @@ class Stack(LayerSizes):
         if self.recompute == "full":
             return self.forward(load)
         again = exchanges(load.seen, self.element, self.layers, forward=True)
-        return Work(flops=self.layers * self.attention_flops(load), collectives=again)
+        return Work(flops=self.attention_flops(load), collectives=again)
 
     def attention_flops(self, load: Load) -> int:
-        """FLOPs of the attention of one layer."""
-        return attention_flops(load.squares, self.heads, self.head_dim, self.causal) // self.tp
+        """FLOPs of the attention of all layers. With a window, as in sequences that are longer than it: of
+        each token so many pairs, however long the sequences are.
+        """
+        shape = self.heads, self.head_dim, self.causal
+        full = attention_flops(load.squares, *shape)
+        if self.latent is not None:
+            full = self.latent.pair_flops() * load.squares // 2
+        seen = attention_flops(load.tokens * self.window, self.heads, self.head_dim, causal=False)
+        return (self.layers - self.windowed) * (full // self.tp) + self.windowed * (seen // self.tp)
 
     def sums(self, tokens: int, grad: Grad, *, forward: bool, halves: int) -> tuple[Collective, ...]:
-        """Collectives of tensor parallelism in so many halves of layers: attention or feed-forward."""
-        if not self.splits_tokens:
-            hidden = tokens * self.hidden * self.element
-            return all_reduce("tp", hidden, self.tp, halves) if grad is not Grad.WEIGHT else ()
+        """Collectives of tensor parallelism in so many halves of layers: attention of all, and feed-forward.
+
+        Ahead of a half a forward gathers what a backward scatters; behind it, the other way round. Gradients
+        of weights take what was gathered ahead once more.
+        """
         shard = self.stream(tokens)
-        gathers = 2 * halves if grad is Grad.BOTH and not forward else halves
-        scatters = 0 if grad is Grad.WEIGHT else halves
-        return (*all_gather("tp", shard, self.tp, gathers), *reduce_scatter("tp", shard, self.tp, scatters))
+        if not self.splits_tokens:
+            return all_reduce("tp", shard, self.tp, halves) if grad is not Grad.WEIGHT else ()
+        compressed = 0 if self.latent is None else self.layers
+        narrow = self.between(tokens) * self.element * (self.latent.gathered if self.latent else 0)
+        ahead = ((narrow, compressed), (shard, halves - compressed))
+        inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
+        again = ahead if forward or weights else ()
+        gathered = (*again, *(((shard, halves),) if inputs and not forward else ()))
+        scattered = ((shard, halves),) if forward else ahead if inputs else ()
+        return merged(
+            (
+                *(one for size, calls in gathered for one in all_gather("tp", size, self.tp, calls)),
+                *(one for size, calls in scattered for one in reduce_scatter("tp", size, self.tp, calls)),
+            )
+        )
 
     def _layer_bytes(self, linears: Linears, tokens: int) -> int:
         return (
@@ -190,11 +199,16 @@ class Stack(LayerSizes):
             + sum(linear_bytes(0, i, o, self.element) for i, o in linears) // self.tp
         )
 
-    def _kept_for_weights(self, linears: Linears, load: Load) -> int:
+    def _kept_for_weights(self, load: Load) -> int:
         """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
-        return self.layers * (
-            put_off(self, linears[:2], load.tokens) + put_off(self, linears[2:], load.tokens)
-        )
+        feed_forward = put_off(self, self.feed_forward_linears(self.ffn), load.tokens)
+        return self.layers * (self.put_off_attention(load.tokens) + feed_forward)
+
+    def put_off_attention(self, tokens: int) -> int:
+        """Bytes that the linears around attention hold until gradients of their weights are made."""
+        if self.latent is not None:
+            return self.latent.put_off(tokens, self.between(tokens), self.tp, self.element)
+        return put_off(self, self.attention_linears(), tokens)
 
     def _largest_weight(self, linears: Linears) -> int:
         return max(i * o for i, o in linears) // self.tp * self.element
@@ -209,26 +223,12 @@ def put_off(stack: Stack, half: Linears, tokens: int) -> int:
     return stack.stream(tokens) + divided + tokens * last * stack.element
 
 
-def linears_flops(linears: Linears, tokens: int, tp: int) -> int:
-    """Forward FLOPs of linears on each of `tp` ranks that share them."""
-    return sum(linear_flops(tokens, inputs, outputs) for inputs, outputs in linears) // tp
-
-
 def activation_bytes(linears: Linears, stack: Stack) -> int:
     """Bytes that a token moves in linears and attention, over all ranks."""
     once = sum((i + o) * stack.element for i, o in linears)
+    if stack.latent is not None:
+        return once + stack.latent.token_numbers() * stack.element
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
-
-
-def exchanges(seen: Attended, element: int, layers: int, *, forward: bool) -> tuple[Collective, ...]:
-    """The two exchanges of shared sequences in each layer's attention, or their transposes."""
-    counts = (seen.into, seen.out) if forward else (seen.out_back, seen.into_back)
-    return tuple(
-        exchange
-        for of in counts
-        if of
-        for exchange in all_to_all("pool", [count * element for count in of], layers)
-    )
 
 
 def kept_by_layer(stack: Stack, seen: Attended) -> int:
@@ -252,23 +252,27 @@ def kept_by_feed_forward(stack: Stack, tokens: int) -> int:
 
 def kept_by_attention(stack: Stack, seen: Attended) -> int:
     """Queries, keys and values, before and after rotation, outputs, and what softmax divided by."""
+    if stack.latent is not None:
+        between = stack.between(seen.tokens)
+        return stack.latent.kept(seen.tokens, between, stack.tp, stack.element)
     heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
     qkv = seen.tokens * (heads + 2 * kv_heads) * size
     output = seen.tokens * heads * size
+    rotated = seen.tokens * (heads + kv_heads) * size
+    norms = seen.tokens * (heads + kv_heads) * FP32 * stack.qk_norm
     if stack.recompute == "selective":
         # Queries of several groups lie apart from their keys and values, so they are copied together.
         copied = kv_heads > 1 and heads > kv_heads
-        return (qkv + output + output * copied) * stack.element
-    rotated = seen.tokens * (heads + kv_heads) * size
+        return (qkv + output + output * copied + rotated * stack.qk_norm) * stack.element + norms
     if not seen.into:
-        return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32
+        return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32 + norms
     tiles = 2 * (seen.rows + seen.context) * size * stack.element + seen.rows * FP32
     if seen.runs == 1:  # a view, which keeps what it is a view of
         tiles += (qkv + rotated) * stack.element
     elif seen.runs:
         tiles += seen.local * (heads + 2 * kv_heads) * size * stack.element
     local = seen.local * heads * (size * stack.element + FP32)
-    return tiles + local + output * stack.element
+    return tiles + local + output * stack.element + norms
 
 
 def layer_workspace(stack: Stack, seen: Attended) -> int:

@@ -48,7 +48,7 @@ def sharing_of(
         return sequence_cost(table, part, shape, head_bytes, links.across, links.inside, nodes)
 
     llm = config.model.llm
-    attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.hidden // llm.heads, causal=True)
+    attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.head_size, causal=True)
     # The first stage speaks for all: stages take about equally long.
     tp = arrangement.llm.tp
     members = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]

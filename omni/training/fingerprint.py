@@ -12,6 +12,7 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
+from omni.config import MLAConfig
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -19,6 +20,14 @@ _FREE = re.compile(
     r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped"
     r"|data\.microbatch_tokens"
 )
+# Keys that came after the first checkpoints: at these values, the model is what it was without them.
+_LATER = {
+    "model.llm.gated": True,
+    "model.llm.qk_norm": False,
+    "model.llm.window_every": 1,
+    "model.llm.mtp": 0,
+    **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
+}
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")
 _HASH = re.compile(r"data\.sources\..+\.hash")  # what a checkpoint may not know: of a dataset without hashes
 
@@ -56,7 +65,11 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
             )
         },
     }
-    return {key: value for key, value in sorted(flattened(parts, "")) if not _FREE.fullmatch(key)}
+    return {
+        key: value
+        for key, value in sorted(flattened(parts, ""))
+        if not _FREE.fullmatch(key) and not (key in _LATER and value == _LATER[key])
+    }
 
 
 def _content(index: Index) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from omni.models.stack import linear_weights
+from omni.models.pieces import linear_weights
 from ops.linear import linear_flops
 from parallel.work import INDEX, Grad, Load, Weight, Work
 

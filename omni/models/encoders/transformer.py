@@ -19,7 +19,8 @@ from omni.models.layer_sizes import (
     TransformerEncoderConfig,
     check_divisible,
     check_transformer,
-    encoder_layers,
+    check_window,
+    transformer_layers,
 )
 from omni.models.registry import Attention, ItemArrays
 from omni.models.stack import Stack
@@ -49,7 +50,12 @@ class TransformerEncoder(ABC):
     ) -> None:
         check_transformer("encoder", config, rotary_axes=axes)
         require("encoder", config, "rotary_base")
-        taps = config.taps
+        check_window("encoder", config.window, config.recompute)
+        taps, full = config.taps, config.full_layers
+        if full != sorted(set(full)) or not set(full) <= set(range(config.layers)):
+            raise ConfigError(
+                f"encoder.full_layers={full}: must be layers between 0 and {config.layers - 1}, in order"
+            )
         if taps != sorted(set(taps)) or not set(taps) <= set(range(1, config.layers)):
             raise ConfigError(
                 f"encoder.taps={taps}: must be layers between 1 and {config.layers - 1}, in order"
@@ -94,7 +100,7 @@ class TransformerEncoder(ABC):
         tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element))
         return EncoderPart(
             stem=self.stem_work(element),
-            stack=Stack.of(encoder_layers(c), element, tp),
+            stack=Stack.of(transformer_layers(c), element, tp),
             tail=tail * (1 + len(c.taps)),
             width=width,
             token_bytes=value_bytes(self.values, self.axes),

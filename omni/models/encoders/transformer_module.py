@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
+from omni.models.layer_sizes import TransformerEncoderConfig, transformer_layers
 from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
 from parallel.megatron import ProcessGroupCollection, TransformerBlock
@@ -32,7 +32,7 @@ class TransformerModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        self.config = transformer_config(encoder_layers(config), dtype, tp=groups.tp.size())
+        self.config = transformer_config(transformer_layers(config), dtype, tp=groups.tp.size())
         self.merged = config.hidden * row_tokens
         # Beside the other modules first, so that the stem's weights go by their own names.
         for name, module in stem.named_children():

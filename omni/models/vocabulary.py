@@ -1,0 +1,138 @@
+"""What of the LLM knows the vocabulary, as statements of work: the embedding, and the output with its losses.
+
+All sizes are bytes unless they are called elements. Shapes: T tokens, D width, n targets.
+"""
+
+from dataclasses import dataclass
+
+from ops.linear import linear_flops
+from parallel.work import (
+    FP32,
+    INDEX,
+    Collective,
+    Grad,
+    Load,
+    Weight,
+    Work,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+)
+
+
+@dataclass(frozen=True)
+class WordEmbedding:
+    """Word embeddings of `ids`, this rank's share of the vocabulary; `shared` with an output elsewhere."""
+
+    ids: int
+    hidden: int
+    tp: int
+    element: int
+    shared: bool
+
+    def weights(self) -> tuple[Weight, ...]:
+        """The table."""
+        return (Weight(self.ids * self.hidden, tied=self.shared),)
+
+    def forward(self, load: Load) -> Work:
+        """Each rank looks up its ids among all tokens, and their sums are scattered."""
+        shard = load.tokens // self.tp * self.hidden * self.element
+        looked_up = load.tokens * (INDEX + 1) if self.tp > 1 else 0  # ids of this rank's share, and which
+        return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=shard + looked_up)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """At the end of everything, gradients of all tokens and of the table."""
+        if grad is Grad.WEIGHT:
+            return Work()
+        shard = load.tokens // self.tp * self.hidden * self.element
+        last = (2 * load.tokens + self.ids) * self.hidden * self.element
+        return Work(collectives=all_gather("tp", shard, self.tp), last=last)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The output layer over `ids`, this rank's share of the vocabulary, and the losses, `chunk` targets at a
+    time. It has a weight of its own unless that is the embedding of the same part; it may be `shared` with an
+    embedding elsewhere.
+    """
+
+    ids: int
+    hidden: int
+    tp: int
+    element: int
+    chunk: int
+    owned: bool
+    shared: bool
+
+    def weights(self) -> tuple[Weight, ...]:
+        """The output layer."""
+        return (Weight(self.ids * self.hidden, tied=self.shared),) if self.owned else ()
+
+    def forward(self, load: Load) -> Work:
+        """Hidden states of the targets are gathered; beyond a chunk, probabilities are made anew later."""
+        return Work(
+            flops=self._flops(load.targets),
+            collectives=(*all_gather("tp", self._wanted(load), self.tp), *self._sums(load.targets)),
+            kept=self._kept(load.targets),
+            workspace=self._losses(load.targets)
+            - (self._probabilities(load.targets) if load.targets <= self.chunk else 0),
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Gradients of hidden states and of the weight; of several chunks each is computed anew."""
+        if grad is Grad.WEIGHT:
+            return Work()
+        anew = load.targets > self.chunk
+        return Work(
+            flops=2 * self._flops(load.targets),
+            collectives=(
+                *reduce_scatter("tp", self._wanted(load), self.tp),
+                *(self._sums(load.targets) if anew else ()),
+            ),
+            workspace=self._backward_workspace(load.targets),
+        )
+
+    def _flops(self, targets: int) -> int:
+        return linear_flops(targets, self.hidden, self.ids * self.tp) // self.tp
+
+    def _wanted(self, load: Load) -> int:
+        return load.targets // self.tp * self.hidden * self.element
+
+    def _sums(self, targets: int) -> tuple[Collective, ...]:
+        """Of each chunk the largest logits; the sums of exponents and the targets' logits."""
+        full, rest = divmod(targets, self.chunk)
+        chunks = ((self.chunk, full), (rest, 1 if rest else 0))
+        return tuple(
+            one
+            for rows, calls in chunks
+            for size in (rows * FP32, 2 * rows * FP32)
+            for one in all_reduce("tp", size, self.tp, calls)
+        )
+
+    def _kept(self, targets: int) -> int:
+        """Bytes that losses keep: gathered hidden states, and probabilities if they are not made anew."""
+        hidden = targets * self.hidden * self.element
+        return hidden + (self._probabilities(targets) + targets * (INDEX + 1)) * (targets <= self.chunk)
+
+    def _logits(self, targets: int) -> int:
+        return min(targets, self.chunk) * self.ids * self.element
+
+    def _probabilities(self, targets: int) -> int:
+        return min(targets, self.chunk) * self.ids * FP32
+
+    def _losses(self, targets: int) -> int:
+        """The losses of a chunk: logits, the same in fp32, less the largest (where ranks share them),
+        and probabilities.
+        """
+        copies = 2 + (self.tp > 1)
+        own = self._logits(targets) if self.element < FP32 else 0
+        return own + copies * self._probabilities(targets)
+
+    def _backward_workspace(self, targets: int) -> int:
+        weight = self.ids * self.hidden * self.element
+        if targets <= self.chunk:
+            # Two gradients in fp32 before the logits' own, and then that of the weight.
+            return max(2 * self._probabilities(targets), self._logits(targets) + weight)
+        # The last chunk is computed anew while the gradients of the others and of the weight wait.
+        done = (targets - self.chunk) * self.hidden * self.element
+        return self._losses(targets) + weight + done
