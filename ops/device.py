@@ -4,6 +4,8 @@ import os
 
 import torch
 
+LOWER = ("fp8", "mxfp8", "nvfp4")  # precisions that matrices are multiplied in; what is kept stays bf16
+
 _KERNELS = "32"  # about 0.6 MB each
 
 
@@ -44,15 +46,15 @@ def device_name() -> str:
 
 
 def precision_of(precision: str) -> str:
-    """Return "fp32" or "bf16"; of `precision` "auto" is bf16 on a GPU and fp32 on the CPU."""
+    """Return `precision`, of which "auto" is bf16 on a GPU and fp32 on the CPU."""
     if precision == "auto":
         return "bf16" if device_type() == "cuda" else "fp32"
     return precision
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of `precision`, as `precision_of` reads it."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision_of(precision)]
+    """Return the dtype of weights and activations in `precision`, as `precision_of` reads it."""
+    return torch.float32 if precision_of(precision) == "fp32" else torch.bfloat16
 
 
 def peak_memory_bytes() -> int:

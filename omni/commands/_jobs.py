@@ -80,8 +80,10 @@ def prepare_job(
     from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
     from omni.planning.prepare import prepare_run
+    from omni.planning.trainable import check_trainable
     from omni.training.start import check_start
 
+    check_trainable(config)
     if launcher.kind == "local":
         nodes, per_node = 1, count_ranks(config)
     else:

@@ -55,10 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every finding. Returns 0 if all is as it should be, 1 if not, 2 for a bad configuration."""
     from omni.compose import compose_config
     from omni.planning.layouts import planned_ranks
+    from omni.planning.trainable import check_trainable
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
         ranks = planned_ranks(config)
+        if not arguments.no_ranks:
+            check_trainable(config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -76,10 +76,12 @@ def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | Non
     from omni.compose import compose_config
     from omni.planning.layouts import count_ranks
     from omni.planning.prepare import prepare_run
+    from omni.planning.trainable import check_trainable
     from omni.training.parity import FILE, OVERRIDES, load
 
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]
     config = compose_config([*overrides, *own], config_dir)
+    check_trainable(config)
     ranks = count_ranks(config)
     prepare_run(config, ranks)
     folder = RunFolder.create(path)

@@ -110,7 +110,9 @@ def _rehearse(
     from omni.config import ConfigError
     from omni.planning.layouts import planned_ranks
     from omni.planning.prepare import prepare_run
+    from omni.planning.trainable import check_trainable
 
+    check_trainable(config)
     spec = prepare_run(config, planned_ranks(config))
     # These take seconds to import: a mistake in the configuration should not wait for them.
     import torch

@@ -34,7 +34,7 @@ from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_spec import RunSpec, item_count
 from omni.planning.work import cost_table, part_work, party_size
-from ops.device import device_type, dtype_of
+from ops.device import LOWER, device_type, dtype_of
 from parallel.costs import Cluster
 from parallel.layout import Arrangement
 from parallel.work import Part
@@ -222,7 +222,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     for key, value, known in (
         ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
         ("data.on_error", config.data.on_error, ON_ERROR),
-        ("train.precision", config.train.precision, PRECISIONS),
+        ("train.precision", config.train.precision, (*PRECISIONS, *LOWER)),
         ("health.on_corruption", config.health.on_corruption, ON_CORRUPTION),
         ("tracking.kind", config.tracking.kind, KINDS),
         ("tracking.mode", config.tracking.mode, MODES),

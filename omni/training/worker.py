@@ -36,6 +36,7 @@ from omni.planning.fullest import check_rank
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.planning.trainable import check_trainable
 from omni.training.alike import check_alike, datasets_of
 from omni.training.progression import BadDataError, NoUpdateError
 from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
@@ -66,6 +67,7 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
     assert rank is not None
     if world > 1:
         _check_secret()
+    check_trainable(config)
     spec = prepare_run(config, world)
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
     with contextlib.ExitStack() as held:
