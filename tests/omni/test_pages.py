@@ -8,31 +8,17 @@ import pytest
 from omegaconf import MISSING as UNSET
 from omegaconf import OmegaConf
 
+from omni import policies
 from omni.compose import compose_config, load_config
 from omni.config import POLICIES, Config
-from omni.policies import (
-    BalancePolicy,
-    DealPolicy,
-    PackingPolicy,
-    PairingPolicy,
-    PlacementPolicy,
-    SchedulePolicy,
-    SharingPolicy,
-    TransportPolicy,
-)
-from parallel.policy import registered
+from parallel.policy import Policy, registered
 
 ROOT = Path(__file__).parents[2]
-KINDS = (
-    BalancePolicy,
-    DealPolicy,
-    PackingPolicy,
-    PairingPolicy,
-    PlacementPolicy,
-    SchedulePolicy,
-    SharingPolicy,
-    TransportPolicy,
-)
+KINDS = [
+    kind
+    for kind in vars(policies).values()
+    if isinstance(kind, type) and issubclass(kind, Policy) and kind is not Policy
+]
 
 
 def facts_of_page() -> dict[str, set[str]]:
