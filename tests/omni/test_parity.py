@@ -202,6 +202,21 @@ def test_a_component_that_is_frozen_throughout_does_not_change(
         assert torch.equal(weight, before.weights[name]) == name.startswith("image/"), name
 
 
+@pytest.mark.parametrize(("world", "layout"), [(1, []), (2, ["layout.llm.ep=2"])])
+def test_biases_of_experts_stand_still_while_the_llm_is_frozen(
+    ranks: RankPool, data: Path, tmp_path: Path, world: int, layout: list[str]
+) -> None:
+    def biases(steps: int, *more: str) -> torch.Tensor:
+        line = overrides(data, tmp_path / f"{steps}{len(more)}", MOE, *layout, f"train.steps={steps}", *more)
+        weights = run(ranks, line, world).weights
+        return torch.cat([of for name, of in weights.items() if name.endswith(".expert_bias")])
+
+    first, moved = biases(1), biases(3)
+    assert torch.count_nonzero(first)
+    assert not torch.equal(moved, first)
+    assert torch.equal(biases(3, "+optim.components={llm: {frozen: [[2, 9]]}}"), first)
+
+
 def _refusal(rank: int, config: Config) -> str:
     try:
         measure(rank, config, 1)
