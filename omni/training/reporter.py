@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -49,19 +49,27 @@ NUM_SLOWEST = 5
 SLOWEST_STEPS = 100  # the last steps, of each of which the slowest sample is recorded
 
 
+class Silent:
+    """The reporter of a rank that reports nothing: all but the first. It has every method, and none does a
+    thing.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
 class Reporter:
-    """Writes the run folder and the screen on the first rank; on the others (`active` false) does nothing.
+    """Writes the run folder and the screen, on the first rank.
 
     `resumed` is the step of the checkpoint that was loaded, None for a run from the start.
     """
 
     def __init__(
-        self, spec: RunSpec, folder: RunFolder, progression: Progression, resumed: int | None, active: bool
+        self, spec: RunSpec, folder: RunFolder, progression: Progression, resumed: int | None
     ) -> None:
         self.spec = spec
         self.folder = folder
         self.progression = progression
-        self.active = active
         self.started = time.time()
         self.heldout: dict[str, float] = {}
         self.loss = float("nan")
@@ -71,8 +79,6 @@ class Reporter:
         self.left_out_said = 0
         self.alerts = Alerts()
         self.untold = deque[_Untold]()
-        if not active:
-            return
         self.tracker = _tracker(spec, folder, resumed)
         earlier = tail_metrics(folder.metrics)
         if earlier:  # a run that only lacks its summary takes the last losses from its records
@@ -92,7 +98,7 @@ class Reporter:
 
     def began(self, warmed: Warmed) -> None:
         """Report with the first step what using all communicators once has taken."""
-        if self.active and warmed.groups:
+        if warmed.groups:
             self.beside |= warmed.metrics()
 
     def step(
@@ -106,8 +112,6 @@ class Reporter:
         """Take in one step that took `step_s` seconds, and any held-out losses measured after it. Of a
         `recorded` one the timeline is there. It is reported when all ranks have `told` of it.
         """
-        if not self.active:
-            return
         norms = optimizer.norms(run.totals)
         rates = {name: optimizer.learning_rate(name, run.prepared.plan.step) for name in norms}
         metrics = metrics_of(self.spec, run, norms, rates, self.progression, step_s)
@@ -120,9 +124,8 @@ class Reporter:
         """Report the first step that is not reported yet, with what all ranks told of it, and the slowest
         rank if it has just been found.
         """
-        if self.active:
-            metrics = metrics_of_all(ranks, self.spec.arrangement.world)
-            self._report(self.untold.popleft(), metrics, slow_rank)
+        metrics = metrics_of_all(ranks, self.spec.arrangement.world)
+        self._report(self.untold.popleft(), metrics, slow_rank)
 
     def _report(self, untold: "_Untold", of_all: dict[str, float], slow_rank: Slowest | None) -> None:
         plan, heldout = untold.plan, untold.heldout
@@ -152,10 +155,9 @@ class Reporter:
 
     def settle(self) -> None:
         """Have the records of all steps on the disk, before a checkpoint says that they are done."""
-        if self.active:
-            self.tracker.settle()
-            for records in filter(None, (self.slowest, self.samples)):
-                os.fsync(records.fileno())
+        self.tracker.settle()
+        for records in filter(None, (self.slowest, self.samples)):
+            os.fsync(records.fileno())
 
     def held_up(self, seconds: float) -> None:
         """Count seconds that a save held training up."""
@@ -164,7 +166,7 @@ class Reporter:
 
     def saved(self, saved: Saved | None) -> None:
         """Say that a checkpoint is there, if one has been written since the last step."""
-        if not self.active or saved is None:
+        if saved is None:
             return
         self.beside |= {"perf/save_write_s": saved.seconds, "perf/save_gb": saved.bytes / 1e9}
         self.progress.note(
@@ -175,20 +177,16 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Say something between steps."""
-        if self.active:
-            self.progress.note(text)
+        self.progress.note(text)
 
     def generating(self, source: str, done: int, of: int) -> None:
         """Show how many samples of a source have their text generated."""
-        if self.active:
-            self.progress.task(f"generating texts of held-out {source}", done, of)
+        self.progress.task(f"generating texts of held-out {source}", done, of)
 
     def finish(self, transcriptions: dict[str, list[Transcription]], peaks: Sequence[int]) -> None:
         """Sum up a run that reached its last step, on the screen and in `summary.json`; `peaks` are the most
         bytes that each rank has held.
         """
-        if not self.active:
-            return
         summary: dict[str, object] = {
             "steps": self.spec.config.train.steps,
             "tokens": self.progression.tokens,
@@ -218,8 +216,6 @@ class Reporter:
 
     def close(self, exit_code: int) -> None:
         """Say what was not trained on, if anything, and close all files and trackers."""
-        if not self.active:
-            return
         while self.untold:  # a run that fails: all ranks will not tell of them any more
             self._report(self.untold.popleft(), {}, None)
         if slowest := self._slowest():

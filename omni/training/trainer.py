@@ -41,7 +41,7 @@ from omni.training.fingerprint import check_fingerprint, fingerprint, other_deco
 from omni.training.health import Health
 from omni.training.learning import CostTables
 from omni.training.progression import BadDataError, Progression
-from omni.training.reporter import Reporter
+from omni.training.reporter import Reporter, Silent
 from omni.training.storage import storage_of
 from omni.training.telling import Spent, Telling
 from omni.training.timeline import meet, record
@@ -104,7 +104,7 @@ class Trainer:
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = False
         self.progression = Progression(folder.metrics)
-        self.reporter: Reporter | None = None
+        self.reporter: Reporter | Silent = Silent()
 
     @property
     def step(self) -> int:
@@ -208,7 +208,7 @@ class Trainer:
         """Heed what all ranks told in a vector, once, waiting if it is not there yet."""
         self.where = f"step {number}: hearing what all ranks told of it"
         heard = self.telling.hear(number)
-        if heard is not None and self.reporter is not None:
+        if heard is not None:
             self.reporter.told(*heard)
 
     def agree_on(self, plan: StepPlan) -> OfPlan:
@@ -308,7 +308,7 @@ class Trainer:
             for name, heldout in self.config.data.heldout.items()
         }
 
-    def transcribe(self, report: Reporter) -> dict[str, list[Transcription]]:
+    def transcribe(self, report: Reporter | Silent) -> dict[str, list[Transcription]]:
         """Freely generated transcriptions of the held-out sources that ask for them: as many as there are
         after `train.generate_s` seconds, or when a signal asks to stop.
         """
@@ -335,7 +335,7 @@ class Trainer:
                     report.note(f"generation left off at {counts[0]} of {counts[1]} of {name}: {why}")
         return found
 
-    def save_if_due(self, report: Reporter) -> float:
+    def save_if_due(self, report: Reporter | Silent) -> float:
         """Save the step done last if that is due; return how many seconds that held training up."""
         if not (self.save_is_due and self.progression.sound):
             return 0.0
@@ -367,7 +367,7 @@ class Trainer:
         self.watchdog.beat()
         return time.perf_counter() - start
 
-    def finish_saving(self, report: Reporter) -> None:
+    def finish_saving(self, report: Reporter | Silent) -> None:
         """Wait until the last checkpoint is written, and report it."""
         start = time.perf_counter()
         self.where = f"step {self.step}: waiting until the last checkpoint is written"
@@ -376,7 +376,7 @@ class Trainer:
         self.watchdog.beat()
 
     @contextlib.contextmanager
-    def saving(self, report: Reporter) -> Iterator[None]:
+    def saving(self, report: Reporter | Silent) -> Iterator[None]:
         """Let a checkpoint that is being written be finished also where a run fails."""
         try:
             yield
@@ -410,12 +410,12 @@ class Trainer:
         self.say(f"reading {storage.locate(folder_of(manifest['step']))}")
 
     @contextlib.contextmanager
-    def reporting(self, resumed: int | None) -> Iterator[Reporter]:
+    def reporting(self, resumed: int | None) -> Iterator[Reporter | Silent]:
         """Report on the first rank; close the trackers whatever happens."""
         self.control.barrier("start")  # every rank has read the folder before it is written to
-        reporter = self.reporter = Reporter(
-            self.spec, self.folder, self.progression, resumed, active=self.rank.is_first
-        )
+        if self.rank.is_first:
+            self.reporter = Reporter(self.spec, self.folder, self.progression, resumed)
+        reporter = self.reporter
         reporter.began(self.warmed)
         try:
             yield reporter
