@@ -12,8 +12,8 @@ rank; with --domains N the first N of them, as the table then says.
 The figure is the time of the slowest domain's step over all work of all domains / all ranks. Work is compute
 with the collectives that its layers need in any case (tensor and sequence parallelism); exchanges of shared
 sequences, messages between stages, shipping rows and waiting come on top. Reducing gradients, the same under
-any policy, is apart: the step ends with the last op before it. What the slowest domain takes beyond 1 is the
-sum of five columns, in percent:
+any policy, is apart: `step ms` is of the same lists with reductions that take nothing, `reduce ms` what they
+add at most. What the slowest domain takes beyond 1 is the sum of five columns, in percent:
 
     work        its busiest rank has so much more work than all have on average
     bubble      waiting, were exchanges and messages free and each communicator had a queue of its own
@@ -38,14 +38,15 @@ from dataloader.balance import BalancePolicy
 from dataloader.tokens import SampleMeta
 from dataloader.trace import generate
 from omni.compose import compose_config
+from omni.planning.cut import told
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec, for_gpus
 from parallel.costs import CostTable
 from parallel.policy import find, registered
-from pipeline.costs import part_of, plan_costs, simulate
+from pipeline.costs import Costs, part_of, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COMPUTE, Kind, Op
-from pipeline.simulator import ComputeCost, Timeline, run
+from pipeline.ops import COMPUTE, Op
+from pipeline.simulator import ComputeCost, run
 
 SAMPLES = 16  # of a rank
 LAYOUTS = {
@@ -122,14 +123,19 @@ def work_of(domain: DomainPlan, table: CostTable) -> list[int]:
     return [sum(cost(rank, op) for op in domain.ops_of(rank) if op.kind in COMPUTE) for rank in ranks]
 
 
-def before_reducing(timeline: Timeline) -> int:
-    """When the last op that is no reduction ends."""
-    return max(
-        end
-        for ops, ends in zip(timeline.domain.ops, timeline.ends_ns, strict=True)
-        for op, end in zip(ops, ends, strict=True)
-        if op.kind is not Kind.REDUCE
-    )
+def unreduced_ns(domain: DomainPlan, table: CostTable) -> int:
+    """What a domain's step takes with one queue a rank, were reductions free.
+
+    Waiting for a reduction, and for what stands behind it in the queue, is then none.
+    """
+    compute_ns, message_ns = without_reductions(domain, table)
+    return run(domain, compute_ns, message_ns, True, table.issue_ns).makespan_ns
+
+
+def without_reductions(domain: DomainPlan, table: CostTable) -> Costs:
+    """The costs of a planned domain; reductions take nothing."""
+    compute_ns, message_ns = plan_costs(domain, table)
+    return lambda rank, op: compute_ns(rank, op) if op.kind in COMPUTE else 0, message_ns
 
 
 def measure(spec: RunSpec, most_domains: int | None) -> Figures:
@@ -137,9 +143,9 @@ def measure(spec: RunSpec, most_domains: int | None) -> Figures:
     ends, work, slowest, reducing = [], list[int](), None, 0
     for plan in islice(spec.planner.all_domains(1, 0), most_domains):
         spec.planner.verify(plan)
-        timeline = simulate(plan.domain, spec.table, single_fifo=True)
-        ends.append(before_reducing(timeline))
-        reducing = max(reducing, timeline.makespan_ns - ends[-1])
+        ends.append(unreduced_ns(plan.domain, spec.table))
+        whole = simulate(plan.domain, spec.table, single_fifo=True).makespan_ns
+        reducing = max(reducing, whole - ends[-1])
         if ends[-1] == max(ends):
             slowest = plan.domain
         work += work_of(plan.domain, spec.table)
@@ -158,12 +164,8 @@ def measure(spec: RunSpec, most_domains: int | None) -> Figures:
 
 def parts_of(domain: DomainPlan, table: CostTable, even_ns: float, step_ns: int) -> list[float]:
     """Nanoseconds of a domain's step beyond an even one: work, bubble, exchange, messages, queue."""
-    compute_ns, message_ns = plan_costs(domain, table)
+    unreduced, message_ns = without_reductions(domain, table)
     least_ns = without_exchanges(domain, table)
-
-    def unreduced(rank: int, op: Op) -> int:
-        return compute_ns(rank, op) if op.kind in COMPUTE else 0
-
     upto = [
         even_ns,
         max(work_of(domain, table)),
@@ -217,8 +219,12 @@ def _default() -> str:
     return str(compose_config([]).balance.policy)
 
 
-def by_policy(asked: argparse.Namespace, setting: tuple[str, str, str]) -> dict[str, tuple[Figures, int]]:
-    """Measure a layout, trace and schedule under each policy of balance; also the number of all domains."""
+def by_policy(
+    asked: argparse.Namespace, setting: tuple[str, str, str]
+) -> tuple[str, dict[str, tuple[Figures, int]]]:
+    """Measure a layout, trace and schedule under each policy of balance; also the number of all domains. The
+    samples of the step, the same under any policy, come first.
+    """
     layout, trace, schedule = setting
     spec = prepare(layout, asked.ranks, asked.samples, asked.domain, asked.balance[0], schedule, trace)
     found = {}
@@ -226,7 +232,7 @@ def by_policy(asked: argparse.Namespace, setting: tuple[str, str, str]) -> dict[
         policies = replace(spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy"))
         own = replace(spec, planner=replace(spec.planner, policies=policies))
         found[name] = measure(own, asked.domains), spec.arrangement.num_domains
-    return found
+    return told(spec.planner, spec.planner.take(0)), found
 
 
 def main() -> int:
@@ -239,8 +245,9 @@ def main() -> int:
     )
     settings = list(product(asked.layout, asked.trace, asked.schedule))
     with get_context("spawn").Pool(asked.jobs) as pool:
-        for setting, measured in zip(settings, pool.imap(partial(by_policy, asked), settings), strict=True):
-            layout, trace, schedule = setting
+        found_of = pool.imap(partial(by_policy, asked), settings)
+        for (layout, trace, schedule), (step, measured) in zip(settings, found_of, strict=True):
+            print(f"{layout}, {trace}: {step}")
             for name, (found, domains) in measured.items():
                 table[f"{layout}, {trace}, {name}, {schedule}"] = found
                 columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in parts)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from omni.planning.cut import Cut
     from omni.planning.run_spec import RunSpec
     from omni.rehearsal.estimate import Estimate
 
 _TITLES = (
-    f"{'step ms':>10} {'idle':>6} {'MFU':>6} {'tokens/s':>12} {'GiB':>7}  {'schedule':20} sets (simulated)"
+    f"{'step ms':>10} {'idle':>6} {'MFU':>6} {'tokens/s':>12} {'GiB':>7} {'samples':>8} {'a rank':>7} "
+    f"{'cut':>6}  {'schedule':20} sets (simulated; cut: share of tokens lost)"
 )
 
 
@@ -27,6 +29,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     """
     from omni.commands._plan_estimate import estimated
     from omni.config import ConfigError
+    from omni.planning.cut import cut_of
     from omni.planning.fullest import check_memory
     from pipeline.verifier import PlanRefusedError
 
@@ -40,9 +43,10 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 spec, found, _ = estimated(arguments, overrides, Path(folder))
-            check_memory(spec, found.fullest)
-            rows.append({"sets": sets, **_figures(spec, found)})
-            text = _text(spec, found, sets)
+                check_memory(spec, found.fullest)
+                cut = cut_of(spec.planner, found.plan.taken)
+            rows.append({"sets": sets, **_figures(spec, found, cut)})
+            text = _text(spec, found, cut, sets)
         except (ValueError, PlanRefusedError) as error:
             rows.append({"sets": sets, "refused": str(error)})
             text = f"{'refused':>10} {' '.join(sets)}: {error}"
@@ -80,9 +84,12 @@ def combinations(overrides: Sequence[str]) -> Iterator[tuple[list[str], list[str
         yield list(chosen), [*fixed, *chosen]
 
 
-def _figures(spec: "RunSpec", found: "Estimate") -> dict[str, object]:
-    whole = found.timeline.makespan_ns
+def _figures(spec: "RunSpec", found: "Estimate", cut: "Cut") -> dict[str, object]:
+    whole, taken = found.timeline.makespan_ns, found.plan.taken
     return {
+        "samples": len(taken),
+        "samples_per_rank": len(taken) / spec.arrangement.world,
+        "cut": vars(cut),
         "simulated_step_ns": whole,
         "simulated_idle": found.spent.idle_ns / whole if whole else 0.0,
         "simulated_mfu": found.mfu(spec),
@@ -92,13 +99,14 @@ def _figures(spec: "RunSpec", found: "Estimate") -> dict[str, object]:
     }
 
 
-def _text(spec: "RunSpec", found: "Estimate", sets: Sequence[str]) -> str:
+def _text(spec: "RunSpec", found: "Estimate", cut: "Cut", sets: Sequence[str]) -> str:
     """A row under `_TITLES`."""
     from omni.planning.memory_advice import GIB
 
-    whole = found.timeline.makespan_ns
+    whole, taken = found.timeline.makespan_ns, found.plan.taken
     idle = found.spent.idle_ns / whole if whole else 0.0
     return (
         f"{whole / 1e6:10.1f} {idle:6.1%} {found.mfu(spec):6.1%} {found.tokens_per_s():12,.0f} "
-        f"{found.fullest.bytes / GIB:7.1f}  {found.plan.domain.schedule:20} {' '.join(sets)}"
+        f"{found.fullest.bytes / GIB:7.1f} {len(taken):8,} {len(taken) / spec.arrangement.world:7.4g} "
+        f"{cut.tokens:6.1%}  {found.plan.domain.schedule:20} {' '.join(sets)}"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from omni.planning.cut import told
 from omni.planning.fullest import place
 from omni.planning.memory_advice import GIB, whose
 from omni.planning.run_spec import RunSpec
@@ -32,10 +33,8 @@ def lines(
 ) -> Iterator[str]:
     """Say what a step takes, of the world first, then of the domain of `plan`, whose ranks send `sent`."""
     world, taken = spec.arrangement, plan.taken
-    yield (
-        f"step {plan.step}: {len(taken):,} samples, {taken.tokens:,} tokens (stream positions {taken.cursor} "
-        f"to {taken.next_cursor - 1})"
-    )
+    yield f"step {plan.step}: {told(spec.planner, taken)}"
+    yield f"stream positions {taken.cursor} to {taken.next_cursor - 1}"
     yield f"{world.world:,} ranks, {world.describe()}, {spec.config.train.precision}"
     yield spec.policies.describe()
     yield from _time(spec, found)

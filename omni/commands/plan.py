@@ -129,13 +129,17 @@ def figures(
 ) -> dict[str, object]:
     """What a step amounts to, and what the shown domain's plan is and its ranks send, as plain values."""
     from omni.commands._plan_text import shared
+    from omni.planning.cut import cut_of
     from omni.planning.memory_advice import by_component
 
     domain, taken = plan.domain, plan.taken
     return {
         "step": plan.step,
         "samples": len(taken),
+        "samples_per_rank": len(taken) / spec.arrangement.world,
+        "samples_per_replica": len(taken) / spec.arrangement.llm.dp,
         "tokens": taken.tokens,
+        "cut": vars(cut_of(spec.planner, taken)),
         "stream positions": f"{taken.cursor} to {taken.next_cursor - 1}",
         "ranks": spec.arrangement.world,
         "layout": spec.arrangement.describe(),
