@@ -77,7 +77,12 @@ def slurm(folder: Path, running: int, nodes: int, what: str, more: str = "") -> 
         wait(lambda: _ask(["sinfo", "-h", "-o", "%T"], env) is not None, "the controller")
         idle = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
         wait(lambda: running == 0 or (_ask(idle, env) or "0").strip() == str(running), "the nodes")
-        yield env
+        try:
+            yield env
+        finally:
+            # The daemon of a step reports its end, and waits for ever for those to whom it would.
+            _ask(["scancel", "--user=root"], env)
+            wait(lambda: not (_ask(["squeue", "-h"], env) or "").strip(), "the end of all jobs", 90)
 
 
 def launcher(address: str) -> tuple[str, ...]:
@@ -121,7 +126,7 @@ def wait(condition: Callable[[], object], what: str, seconds: float = 60) -> Non
     """Poll a condition; fails if it does not come to hold in time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come up in {seconds} s"
+        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
         time.sleep(0.2)
 
 
