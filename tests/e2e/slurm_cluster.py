@@ -10,11 +10,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
+PORTS = range(17000, 19000)  # of daemons
 
 CONF = """\
 ClusterName=lab
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
+FirstJobId={job}
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
@@ -63,8 +65,9 @@ def slurm(folder: Path, running: int, nodes: int, what: str, more: str = "") -> 
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     conf = folder / "slurm.conf"
-    ports = {"port": first, "first": first + 1, "last": first + nodes}
-    conf.write_text(CONF.format(host=host, folder=folder, nodes=nodes, what=what, more=more, **ports))
+    # Where nodes of a job meet follows from its number: those of two clusters at a time differ.
+    numbers = {"port": first, "first": first + 1, "last": first + nodes, "job": 1 + (first - PORTS[0]) * 5}
+    conf.write_text(CONF.format(host=host, folder=folder, nodes=nodes, what=what, more=more, **numbers))
     env = {**os.environ, "SLURM_CONF": str(conf)}
     with ExitStack() as up:
         munge = {"socket": "socket", "pid-file": "pid", "seed-file": "seed", "log-file": "log"}
@@ -131,8 +134,12 @@ def wait(condition: Callable[[], object], what: str, seconds: float = 60) -> Non
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
-    for first in range(17000, 19000, count):
+    """The first of so many ports in a row that nobody listens on. Two processes begin to look at others: a
+    while passes before a daemon listens.
+    """
+    rows = range(PORTS[0], PORTS[-1] - count, count)
+    own = os.getpid() % len(rows)
+    for first in (*rows[own:], *rows[:own]):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:
