@@ -67,17 +67,21 @@ def layer_submodules(
     num_layers: int,
     normalization: str,
     causal: bool,
+    qk_norm: bool = False,
     specs: Callable[[ModuleSpec], list[ModuleSpec]] | None = None,
 ) -> TransformerBlockSubmodules:
     """Specify `num_layers` layers with packed attention and our norm, for any device.
 
-    `specs` makes the layers out of the spec of one, where they are not all alike.
+    With `qk_norm` each head of queries and keys is normed. `specs` makes the layers out of the spec of one,
+    where they are not all alike.
     """
     spec = get_gpt_layer_local_spec(normalization=normalization)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention
     attention.submodules.core_attention = PackedCoreAttention
+    if qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
     # The default mask of the spec is causal, for encoders too.
     mask = AttnMaskType.causal if causal else AttnMaskType.no_mask
     attention.params = {**(attention.params or {}), "attn_mask_type": mask}
@@ -106,6 +110,7 @@ def transformer_config(
         hidden_size=sizes.hidden,
         num_attention_heads=sizes.heads,
         num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_size or None,
         ffn_hidden_size=sizes.ffn,
         normalization=sizes.norm,
         layernorm_epsilon=sizes.norm_eps,

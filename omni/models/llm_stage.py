@@ -137,7 +137,7 @@ class LLMStage:
         # megatron numbers layers by pipeline stage. It uses the numbers in what we do not: names are ours.
         model = GPTModel(
             self.transformer,
-            layer_submodules(layers[number], config.norm, causal=True, specs=specs),
+            layer_submodules(layers[number], config.norm, True, config.qk_norm, specs),
             vocab_size=self.vocabulary,
             max_sequence_length=0,
             pre_process=is_first,

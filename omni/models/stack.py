@@ -259,18 +259,20 @@ def kept_by_attention(stack: Stack, seen: Attended) -> int:
     qkv = seen.tokens * (heads + 2 * kv_heads) * size
     output = seen.tokens * heads * size
     rotated = seen.tokens * (heads + kv_heads) * size
+    # Queries of several groups lie apart from their keys and values, so they are copied together.
+    copied = kv_heads > 1 and heads > kv_heads
     norms = seen.tokens * (heads + kv_heads) * FP32 * stack.qk_norm
     if stack.recompute == "selective":
-        # Queries of several groups lie apart from their keys and values, so they are copied together.
-        copied = kv_heads > 1 and heads > kv_heads
         return (qkv + output + output * copied + rotated * stack.qk_norm) * stack.element + norms
+    norms += output * stack.element * copied * stack.qk_norm
     if not seen.into:
         return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32 + norms
     tiles = 2 * (seen.rows + seen.context) * size * stack.element + seen.rows * FP32
     if seen.runs == 1:  # a view, which keeps what it is a view of
         tiles += (qkv + rotated) * stack.element
-    elif seen.runs:
-        tiles += seen.local * (heads + 2 * kv_heads) * size * stack.element
+    else:
+        # Norms keep what they norm, and with it all of what that is a view of.
+        tiles += (seen.local * (heads + 2 * kv_heads) * size + qkv * stack.qk_norm) * stack.element
     local = seen.local * heads * (size * stack.element + FP32)
     return tiles + local + output * stack.element + norms
 

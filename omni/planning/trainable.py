@@ -27,17 +27,11 @@ def _is_set(value: Any) -> bool:
 
 OF_RUN = (
     Missing("train.precision", LOWER.__contains__, "matrix products of that precision", "bf16"),
-    Missing("model.llm.head_dim", _is_set, "heads of a size of their own", "null"),
-    Missing("model.llm.gated", lambda gated: not gated, "LLM without gates", "true"),
-    Missing("model.llm.qk_norm", _is_set, "norms of queries and keys", "false"),
     Missing("model.llm.window", _is_set, "attention with windows", "null"),
     Missing("model.llm.mla.kv_rank", _is_set, "latent attention", "0, and all of model.llm.mla"),
     Missing("model.llm.mtp", _is_set, "prediction of further tokens", "0"),
 )
-OF_ENCODER = (
-    Missing("gated", _is_set, "encoders with gates", "false"),
-    Missing("window", _is_set, "attention with windows", "null"),
-)
+OF_ENCODER = (Missing("window", _is_set, "attention with windows", "null"),)
 
 
 def check_trainable(config: Config) -> None:

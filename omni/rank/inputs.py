@@ -161,7 +161,7 @@ class Assembler:
             torch.cat([torch.arange(run.start, run.stop) for run in runs]),
             heads=self.llm.heads,
             kv_heads=self.llm.kv_heads,
-            head_dim=self.llm.hidden // self.llm.heads,
+            head_dim=self.llm.head_size,
             rotary_base=self.llm.rotary_base,
             causal=True,
             dtype=place.dtype,

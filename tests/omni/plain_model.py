@@ -70,14 +70,18 @@ def attention(
     x: torch.Tensor, weights: Weights, name: str, sizes: SimpleNamespace, positions: torch.Tensor
 ) -> torch.Tensor:
     """Softmax attention of one sequence [T, D]. The projection holds, for each key/value head, its queries,
-    then its key, then its value.
+    then its key, then its value. Where there are such norms, each head of queries and keys is normed.
     """
-    size, queries = sizes.hidden // sizes.heads, sizes.heads // sizes.kv_heads
+    size, queries = sizes.head_dim or sizes.hidden // sizes.heads, sizes.heads // sizes.kv_heads
     qkv = linear(x, weights, f"{name}.linear_qkv").view(len(x), sizes.kv_heads, queries + 2, size)
     hidden = torch.ones(len(x), len(x), dtype=torch.bool).triu(1) & sizes.causal
     heads = []
     for group in qkv.unbind(1):
-        *found, key = rotated(group[:, :-1], positions, sizes.rotary_base).unbind(1)
+        found, key = group[:, :-2], group[:, -2:-1]
+        if sizes.qk_norm:
+            found = norm(found, weights, f"{name}.q_layernorm", sizes.norm_eps)
+            key = norm(key, weights, f"{name}.k_layernorm", sizes.norm_eps)
+        *found, key = rotated(torch.cat([found, key], 1), positions, sizes.rotary_base).unbind(1)
         for query in found:
             scores = (query @ key.T / math.sqrt(size)).masked_fill(hidden, -math.inf)
             heads.append(scores.softmax(-1) @ group[:, -1])
@@ -95,8 +99,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
-def gelu_mlp(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
-    """The MLP of encoders."""
+def mlp(x: torch.Tensor, weights: Weights, name: str, gated: bool) -> torch.Tensor:
+    """The MLP of a layer without experts."""
+    if gated:
+        return swiglu(x, weights, name)
     return linear(gelu(linear(x, weights, f"{name}.linear_fc1")), weights, f"{name}.linear_fc2")
 
 
@@ -129,7 +135,8 @@ def encode(weights: Weights, sizes: SimpleNamespace, patches: torch.Tensor, at: 
             layer = f"{block}.layers.{number}"
             seen = norm(x, weights, f"{layer}.input_layernorm", EPS)
             x = x + attention(seen, weights, f"{layer}.self_attention", sizes, at)
-            x = x + gelu_mlp(norm(x, weights, f"{layer}.pre_mlp_layernorm", EPS), weights, f"{layer}.mlp")
+            seen = norm(x, weights, f"{layer}.pre_mlp_layernorm", EPS)
+            x = x + mlp(seen, weights, f"{layer}.mlp", sizes.gated)
         prefix, of_norm, linear_in, linear_out = end
         windows = norm(x, weights, prefix + of_norm, EPS).reshape(-1, sizes.hidden * sizes.merge**2)
         rows.append(linear(gelu(linear(windows, weights, prefix + linear_in)), weights, prefix + linear_out))
@@ -163,7 +170,7 @@ def losses(
         if f"{layer}.mlp" in chosen:
             x = x + experts(seen, weights, f"{layer}.mlp", sizes.topk, chosen[f"{layer}.mlp"])
         else:
-            x = x + swiglu(seen, weights, f"{layer}.mlp")
+            x = x + mlp(seen, weights, f"{layer}.mlp", sizes.gated)
     x = norm(x, weights, "decoder.final_layernorm", sizes.norm_eps)
     logits = x @ weights.get("output_layer.weight", embedding).T
     own = logits.gather(1, document.labels[:, None])[:, 0]

@@ -73,6 +73,17 @@ CASES: dict[str, dict[str, Any]] = {
         "optim.weight_decay": 0.0,
         "optim.clip": 0.0,
     },
+    "heads of their own size, normed; gates in the encoder alone": {
+        "model.llm.head_dim": 24,
+        "model.llm.qk_norm": True,
+        "model.llm.gated": False,
+        "model.encoders.image.gated": True,
+    },
+    "experts, heads of their own size, normed": {
+        "model.llm.moe": MOE,
+        "model.llm.head_dim": 24,
+        "model.llm.qk_norm": True,
+    },
     "experts, the LLM frozen for a while": {
         "model.llm.moe": MOE,
         "optim.components": {"llm": ComponentOptimConfig(frozen=[[3, 4]])},
@@ -162,7 +173,11 @@ def sizes(config: Config) -> tuple[SimpleNamespace, SimpleNamespace]:
     return (
         SimpleNamespace(**{**vars(llm), **moe, "causal": True}),
         SimpleNamespace(
-            **{"taps": [], "rotary_base": 100.0, "kv_heads": vit["heads"], "causal": False, **vit}
+            **{
+                **{"taps": [], "rotary_base": 100.0, "kv_heads": vit["heads"], "causal": False},
+                **{"head_dim": None, "qk_norm": False, "gated": False},
+                **vit,
+            }
         ),
     )
 

@@ -35,6 +35,7 @@ RECOMPUTED = [
     "optim.max_skipped=3",
 ]
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
+HEADS = ("model.llm.head_dim=24", "model.llm.qk_norm=true", "model.llm.gated=false")
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ MODELS = {
         },
     ),
     "untied": Model(
-        ("model.llm.tied=false", "model.llm.qkv_bias=true", "model.llm.norm=LayerNorm"),
+        ("model.llm.tied=false", "model.llm.qkv_bias=true", "model.llm.norm=LayerNorm", *HEADS),
         (2, ["layout.llm.pp=2"]),
         {"tp2": (2, ["layout.llm.tp=2"])},
     ),

@@ -32,12 +32,16 @@ SELECTIVE = ["model.llm.recompute=selective", "model.encoders.image.recompute=se
 LAYERNORM = ["model.llm.norm=LayerNorm", "model.encoders.image.norm=LayerNorm"]
 MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers: 1}"
 SWITCH = "model.llm.moe={experts: 4, topk: 1, ffn: 48, score: softmax, bias_update_rate: 0}"
+HEADS = ["model.llm.head_dim=24", "model.llm.qk_norm=true"]
+GATES = ["model.llm.gated=false", "+model.encoders.image.gated=true"]
 CHEAP_LINKS = ["cluster.node_link_latency_ns=0", "cluster.node_link_bytes_per_s=1000000000000"]
 CASES = {
     "tp2 pp2": (4, TP2_PP2),
     "tp2 pp2 untied": (4, [*TP2_PP2, "model.llm.tied=false"]),
     "tp2 pp2 qkv bias": (4, [*TP2_PP2, "model.llm.qkv_bias=true"]),
     "tp2 pp2 selective": (4, [*TP2_PP2, *SELECTIVE]),
+    "tp2 pp2 heads and norms": (4, [*TP2_PP2, *HEADS]),
+    "cp2 tp2 heads and norms, no gates": (4, ["layout.llm.cp=2", "layout.llm.tp=2", *HEADS, *GATES]),
     "tp2 enc tp2 layernorm": (2, ["layout.llm.tp=2", "+layout.encoders.image.tp=2", *LAYERNORM]),
     "tp2 loss in chunks": (2, ["layout.llm.tp=2", "model.llm.loss_chunk=16"]),
     "tp2 pp2 larger vocabulary": (4, [*TP2_PP2, "model.llm.vocab=301"]),
@@ -62,6 +66,7 @@ CASES = {
     ),
     "pp2 all_gather": (2, ["layout.llm.pp=2", "boundary.transport=all_gather"]),
     "moe dp2": (2, [MOE]),
+    "moe ep2 heads and norms, no gates": (2, [MOE, "layout.llm.ep=2", *HEADS, *GATES]),
     "moe tp2 ep2 switch": (2, [SWITCH, "layout.llm.tp=2", "layout.llm.ep=2"]),
 }
 # What changes the model must be changed in the reference as well.
@@ -71,7 +76,11 @@ MODEL_KEYS = (
     "model.llm.qkv_bias",
     "model.llm.norm",
     "model.llm.moe",
+    "model.llm.head_dim",
+    "model.llm.qk_norm",
+    "model.llm.gated",
     "model.encoders.image.norm",
+    "+model.encoders.image.gated",
 )
 
 

@@ -51,6 +51,9 @@ MORE = [
 EXPERTS = "model.llm.moe={experts: 12, topk: 2, ffn: 32, shared_ffn: 32, dense_layers: 1}"
 SOFTMAX = [EXPERTS, "model.llm.moe.score=softmax", "model.llm.moe.bias_update_rate=0"]
 
+HEADS = ["model.llm.head_dim=32", "model.llm.qk_norm=true"]
+GATES = ["model.llm.gated=false", "+model.encoders.image.gated=true"]
+
 
 def recomputed(how: str) -> list[str]:
     return [f"model.llm.recompute={how}", f"model.encoders.image.recompute={how}"]
@@ -261,6 +264,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         (4, [2], ["layout.llm.tp=2", "layout.llm.pp=2", *recomputed("selective"), *MORE]),
         (2, [0, 1], ["+optim.components={image: {frozen: [[1, 3]]}}", "layout.llm.pp=2"]),
         (1, [0], [EXPERTS]),
+        (2, [0], [EXPERTS, "layout.llm.ep=2", *HEADS, *GATES]),
         (4, [3], ["layout.llm.ep=4", "layout.llm.tp=2", *recomputed("full"), *SOFTMAX]),
         (8, [6], ["layout.llm.ep=2", "layout.llm.tp=2", "layout.llm.pp=2", EXPERTS]),
         (
@@ -282,6 +286,25 @@ def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
         assert modelled.bytes == pytest.approx(found.bytes, rel=0.025)
         for kind in ("weights", "gradients", "optimizer"):
             assert modelled.peak[kind] == pytest.approx(found.peak[kind], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [
+        (1, [*HEADS, *GATES]),
+        (2, ["layout.llm.cp=2", *HEADS]),
+        (2, ["layout.llm.tp=2", *recomputed("selective"), *HEADS, *GATES]),
+    ],
+)
+def test_heads_of_their_own_size_norms_and_gates_keep_what_is_stated(
+    data: Path, world: int, more: list[str]
+) -> None:
+    spec = for_gpus(small_job(data, world, *more, "model.llm.layers=4"))
+    plan = plan_of_step(spec, 1)
+    found, modelled = rehearse(spec, plan, 0).footprint, model_footprint(spec, plan, 0)
+    assert modelled.traffic == found.traffic
+    assert modelled.parameters == found.parameters
+    assert modelled.peak["activations"] == pytest.approx(found.peak["activations"], rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1"])

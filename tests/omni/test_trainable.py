@@ -16,13 +16,9 @@ from omni.training.worker import joined
 
 ASKED: dict[str, Any] = {
     "train.precision": "mxfp8",
-    "model.llm.head_dim": 64,
-    "model.llm.gated": False,
-    "model.llm.qk_norm": True,
     "model.llm.window": 16,
     "model.llm.mla.kv_rank": 16,
     "model.llm.mtp": 1,
-    "model.encoders.image.gated": True,
     "model.encoders.image.window": 16,
 }
 SMALL = ("tracking=jsonl", "launch.ranks=2", "train.steps=1", "train.precision=auto")
