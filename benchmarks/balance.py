@@ -49,7 +49,8 @@ from typing import Any
 from dataloader.balance import BalancePolicy
 from dataloader.dealing import DealPolicy
 from dataloader.tokens import SampleMeta
-from dataloader.trace import generate, read_trace
+from dataloader.trace import all_as, generate
+from dataloader.trace_file import read_trace
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.balance_score import Step, divide_group, groups_of, place_domain, without_bounds
@@ -85,17 +86,17 @@ def configure(samples: int, deal: str | None = None) -> Config:
 def steps_of(name: str, count: int, seed: int = 0) -> Iterator[tuple[str, list[SampleMeta]]]:
     """A step of `count` samples of a trace, generated or read, by its title; of `shift` one of each phase."""
     if name not in TRACES:
-        trace = read_trace(name)
+        trace = all_as("image", read_trace(name))
         if len(trace) < count:
             raise ValueError(
                 f"{name} has {len(trace)} samples, a step takes {count}: lower --ranks or --samples"
             )
         yield Path(name).stem, trace[:count]
     elif name == "shift":
-        trace = generate(name, 2 * count, seed)
+        trace = all_as("image", generate(name, 2 * count, seed))
         yield from (("shift, before", trace[:count]), ("shift, after", trace[count:]))
     else:
-        yield name, generate(name, count, seed)
+        yield name, all_as("image", generate(name, count, seed))
 
 
 def plan_ms(planner: Planner, step: Step) -> float:

@@ -36,11 +36,12 @@ from multiprocessing import get_context
 
 from dataloader.balance import BalancePolicy
 from dataloader.tokens import SampleMeta
-from dataloader.trace import generate
+from dataloader.trace import all_as, generate
 from omni.compose import compose_config
 from omni.planning.cut import told
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.traces import others
 from parallel.costs import CostTable
 from parallel.policy import find, registered
 from pipeline.costs import Costs, part_of, plan_costs, simulate
@@ -97,7 +98,7 @@ def prepare(
             f"data.step_samples={count}",
         ]
     )  # fmt: skip
-    return for_gpus(prepare_run(config, ranks, trace_of(trace, count)))
+    return for_gpus(prepare_run(config, ranks, all_as("image", trace_of(trace, count))))
 
 
 def without_exchanges(domain: DomainPlan, table: CostTable) -> ComputeCost:
@@ -232,7 +233,9 @@ def by_policy(
         policies = replace(spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy"))
         own = replace(spec, planner=replace(spec.planner, policies=policies))
         found[name] = measure(own, asked.domains), spec.arrangement.num_domains
-    return told(spec.planner, spec.planner.take(0)), found
+    alike = others(trace_of(trace, asked.samples * asked.ranks), ["image"])
+    as_images = f"; counted as images: {alike}" if alike else ""
+    return told(spec.planner, spec.planner.take(0)) + as_images, found
 
 
 def main() -> int:

@@ -6,81 +6,14 @@ every number said to be a guess is ours: the traces span regimes, they do not re
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import exp, sqrt
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dataloader.format import DataError
 from dataloader.tokens import ItemMeta, SampleMeta, length
-
-TRACE_SCHEMA = pa.schema(
-    [
-        pa.field("sample_id", pa.int64(), nullable=False),
-        pa.field("phase", pa.int32(), nullable=False),
-        pa.field("source", pa.string(), nullable=False),
-        pa.field("text_tokens", pa.int32(), nullable=False),
-        pa.field(
-            "items",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("modality", pa.string()),
-                        ("tokens", pa.int32()),
-                        ("rows", pa.int32()),
-                        ("at", pa.int32()),
-                    ]
-                )
-            ),
-            nullable=False,
-        ),
-        pa.field("bytes", pa.int64(), nullable=False),
-    ]
-)
-
-
-def write_trace(path: str | Path, trace: Sequence[SampleMeta]) -> None:
-    """Write a trace as Parquet; the items' sizes are not part of it."""
-    rows = [
-        {
-            "sample_id": meta.id,
-            "phase": meta.phase,
-            "source": meta.source,
-            "text_tokens": meta.text_tokens,
-            "items": [
-                {"modality": i.modality, "tokens": i.tokens, "rows": i.rows, "at": i.at} for i in meta.items
-            ],
-            "bytes": meta.bytes,
-        }
-        for meta in trace
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=TRACE_SCHEMA), Path(path), compression="zstd")
-
-
-def read_trace(path: str | Path) -> list[SampleMeta]:
-    """Read a trace in its order; DataError if the file is missing, damaged or lacks a column."""
-    try:
-        with pq.ParquetFile(Path(path)) as file:
-            rows = file.read().select(TRACE_SCHEMA.names).cast(TRACE_SCHEMA).to_pylist()
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise DataError(
-            f"{path} is not a readable trace ({error}): it needs {', '.join(TRACE_SCHEMA.names)}; "
-            "make one with omni data trace generate"
-        ) from error
-    return [
-        SampleMeta(
-            id=row["sample_id"],
-            source=row["source"],
-            text_tokens=row["text_tokens"],
-            items=tuple(ItemMeta(i["modality"], i["tokens"], i["rows"], i["at"], ()) for i in row["items"]),
-            bytes=row["bytes"],
-            phase=row["phase"],
-        )
-        for row in rows
-    ]
+from dataloader.trace_file import TOKENS_PER_ROW
 
 
 def describe(trace: Sequence[SampleMeta]) -> dict[str, Any]:
@@ -113,6 +46,13 @@ def describe(trace: Sequence[SampleMeta]) -> dict[str, Any]:
     }
 
 
+def all_as(modality: str, trace: Sequence[SampleMeta]) -> list[SampleMeta]:
+    """A trace whose items are all of one modality: for a model whose one encoder takes them all alike."""
+    return [
+        replace(meta, items=tuple(replace(item, modality=modality) for item in meta.items)) for meta in trace
+    ]
+
+
 def _quantiles(values: Sequence[int]) -> dict[str, float]:
     if not values:
         return {}
@@ -124,7 +64,6 @@ def _quantiles(values: Sequence[int]) -> dict[str, float]:
 # --- Generators. A source draws (text tokens, [(modality, encoder tokens, LLM rows, place in 0..1)]). ---
 
 _Drawn = tuple[float, list[tuple[str, int, int, float]]]
-_PATCHES_PER_ROW = 4  # 2×2 merging, in all modalities: a guess at a common choice
 _AUDIO_ROWS_PER_S = 12.5
 _TOKENS_PER_WORD = 1.3
 
@@ -165,7 +104,7 @@ def _meta(number: int, source: str, phase: int, drawn: _Drawn, max_tokens: int) 
     for modality, tokens, rows, place in sorted(items, key=lambda item: item[3]):
         most = free - 1  # the end_of_item
         if rows > most and modality == "video":  # a long video is sampled more coarsely instead
-            rows, tokens = most, most * _PATCHES_PER_ROW
+            rows, tokens = most, most * TOKENS_PER_ROW
         if 0 < rows <= most:
             kept.append(ItemMeta(modality, tokens, rows, int(place * text_tokens), ()))
             free -= rows + 1
@@ -182,7 +121,7 @@ def _lognormal(rng: np.random.Generator, mu: float, sigma: float, z: float | Non
 
 def _image(height: float, width: float, place: float) -> tuple[str, int, int, float]:
     rows = max(1, round(height / 28)) * max(1, round(width / 28))
-    return "image", rows * _PATCHES_PER_ROW, rows, place
+    return "image", rows * TOKENS_PER_ROW, rows, place
 
 
 def _chat(rng: np.random.Generator) -> _Drawn:
@@ -229,7 +168,7 @@ def _long_video(rng: np.random.Generator) -> _Drawn:
 def _video(rng: np.random.Generator, seconds: float, caption: float, rows_per_s: int) -> _Drawn:
     rows = max(1, round(seconds)) * rows_per_s
     words = _lognormal(rng, 2.8, 0.4, caption)
-    return words * _TOKENS_PER_WORD, [("video", rows * _PATCHES_PER_ROW, rows, 0.0)]
+    return words * _TOKENS_PER_WORD, [("video", rows * TOKENS_PER_ROW, rows, 0.0)]
 
 
 def _speech(rng: np.random.Generator) -> _Drawn:
@@ -237,7 +176,7 @@ def _speech(rng: np.random.Generator) -> _Drawn:
     long = rng.random() < 0.75
     seconds = 14.2 + 1.6 * float(rng.standard_normal()) if long else 1.5 + 11.5 * float(rng.random())
     rows = round(min(35.0, max(1.3, seconds)) * _AUDIO_ROWS_PER_S)
-    return 2.7 * seconds * _TOKENS_PER_WORD, [("audio", rows * _PATCHES_PER_ROW, rows, 0.0)]
+    return 2.7 * seconds * _TOKENS_PER_WORD, [("audio", rows * TOKENS_PER_ROW, rows, 0.0)]
 
 
 def _text(rng: np.random.Generator) -> _Drawn:

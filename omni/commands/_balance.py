@@ -26,6 +26,7 @@ runs: times are those of the cost table for forward passes, encoders first, then
 encoder, llm: the slowest rank over the mean of its phase. step: both over the mean of both; in turn: with
 exchanges after the work, elsewhere they overlap with it. off 20 %: where costs are up to that far from those
 planned with. bound: the least that there can be. MiB across: what a rank sends to other nodes on average.
+Items of a trace that no encoder takes are left out of their samples, which is told with their share.
 A policy that cannot be imported or that raises is left out and named on stderr at the end.
 """
 _MOST_DOMAIN = 64
@@ -39,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "data",
-        metavar="TRACE|DATASET",
-        help="a trace's file or name (balanced, longtail, shift), or a dataset",
+        metavar="TRACE|FILE|FOLDER",
+        help="a trace's name (balanced, longtail, shift), a Parquet file of lengths, or a dataset's folder",
     )
     parser.add_argument("--samples", type=int, default=16, help="of a replica in a step (default: 16)")
     parser.add_argument("--draw", type=Path, metavar="FILE", help="histograms of lengths and costs (.svg)")
@@ -54,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
     from omni.config import ConfigError
     from omni.planning.balance_table import TITLES, best, choices, scored, text_of, usable
     from omni.planning.layouts import planned_ranks, resolve_layout
-    from omni.planning.prepare import counted_as_others
     from parallel.policy import registered
 
     if args.samples < 1:
@@ -77,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with signs_of_life(lambda: f"{len(rows)} rows"):
         every = choices(config, ranks, trace, policies, sharings, domains, _GROUPS)
         tried = (each for each in every if each[0].domain > 1 or each[0].sharing == "none")
-        for row, planner, taken in scored(tried, broken):
-            if step is None:
-                for text in counted_as_others(config, planner.encoders):
-                    print(f"note: {text}", file=sys.stderr)
+        for row, _, taken in scored(tried, broken):
             rows.append(row)
             step = taken
             print(text_of(row), flush=True)
@@ -97,17 +94,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
-    """The samples of a trace, by name or file; of a dataset none, but it becomes the only source."""
-    from dataloader.trace import TRACES, generate, read_trace
+    """The samples of a trace, by name or file, without items that no encoder takes, which is told; of a
+    dataset none, but it becomes the only source.
+    """
+    from dataloader.trace import TRACES
     from omni.config import SourceConfig
+    from omni.models.registry import make_encoder
+    from omni.planning.traces import for_encoders, open_trace
 
     longest = config.data.sample_tokens or config.data.microbatch_tokens
-    if data in TRACES:
-        return generate(data, count, config.train.seed, longest)
-    if Path(data).is_dir():
+    if data not in TRACES and Path(data).is_dir():
         config.data.sources, config.data.heldout = {Path(data).name: SourceConfig(path=data)}, {}
         return []
-    return read_trace(data)
+    encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
+    trace, notes = for_encoders(open_trace(data, count, config.train.seed, longest), encoders)
+    for note in notes:
+        print(f"note: trace {data}: {note}", file=sys.stderr)
+    return trace
 
 
 def suggestion(chosen: "Row") -> Iterator[str]:

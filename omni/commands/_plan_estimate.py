@@ -1,7 +1,7 @@
 """The step that `omni plan` was asked about, of one configuration: planned and timed, all domains."""
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def estimated(
-    arguments: argparse.Namespace, overrides: Sequence[str], folder: Path
+    arguments: argparse.Namespace, overrides: Sequence[str], folder: Path, tell: Callable[[str], None]
 ) -> "tuple[RunSpec, Estimate, int]":
     """Plan and time all domains of the step that was asked for, under `overrides`: the run, the estimate, and
-    where the step begins in the stream. A trace is written into the new `folder`.
+    where the step begins in the stream. A trace is written into the new `folder`; `tell` hears what of it
+    cannot be planned.
 
     Raises:
         PlanRefusedError: for a plan that breaks a rule.
@@ -31,7 +32,7 @@ def estimated(
 
     config = compose_config(overrides, arguments.config_dir)
     if arguments.trace:
-        use_trace(config, arguments.trace, folder / "trace")
+        use_trace(config, arguments.trace, folder / "trace", tell=tell)
     spec = _resolve(config)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):

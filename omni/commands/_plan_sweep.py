@@ -37,12 +37,19 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) not in (None, False):
             raise ConfigError(f"--{option} is of one step: leave it out, or leave out -m")
     rows: list[dict[str, object]] = []
+    notes = list[str]()
+
+    def tell(note: str) -> None:
+        if note not in notes:
+            notes.append(note)
+            print(f"note: {note}", file=sys.stderr)
+
     if not arguments.json:
         print(_TITLES)
     for sets, overrides in combinations(arguments.overrides):
         try:
             with tempfile.TemporaryDirectory() as folder:
-                spec, found, _ = estimated(arguments, overrides, Path(folder))
+                spec, found, _ = estimated(arguments, overrides, Path(folder), tell)
                 check_memory(spec, found.fullest)
                 cut = cut_of(spec.planner, found.plan.taken)
             rows.append({"sets": sets, **_figures(spec, found, cut)})

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `omni data`; 0 if all is well, 1 with a message on stderr if not."""
+    """Carry out `omni data`; 0 if all is well, 1 with a message on stderr if not, 2 for a mistake in what
+    `balance` or `trace` are given.
+    """
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
         "inspect": _inspect,
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return actions[args.action](args)
     except (ValueError, OSError) as error:
         print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) and args.action in ("balance", "trace") else 1
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -196,7 +198,8 @@ def _hash(args: argparse.Namespace) -> int:
 def _trace(args: argparse.Namespace) -> int:
     import json
 
-    from dataloader.trace import describe, generate, read_trace, write_trace
+    from dataloader.trace import describe, generate
+    from dataloader.trace_file import read_trace, write_trace
 
     if args.trace_action == "generate":
         trace = generate(args.name, args.num, args.seed, args.max_tokens)

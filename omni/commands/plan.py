@@ -79,13 +79,18 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.commands._plan_text import lines
     from omni.planning.fullest import check_memory
     from omni.planning.pools import without_effect
-    from omni.planning.prepare import counted_as_others
     from omni.rehearsal.estimate import sent_by_ranks
     from pipeline.costs import simulate
     from pipeline.drawing import team_names
 
     check_drawing(arguments.draw)
-    spec, found, cursor = estimated(arguments, arguments.overrides, folder)
+    notes: list[str] = []
+
+    def tell(note: str) -> None:
+        notes.append(note)
+        print(f"note: {note}", file=sys.stderr)
+
+    spec, found, cursor = estimated(arguments, arguments.overrides, folder, tell)
     shown = arguments.domain
     plan, timeline = found.plan, found.timeline
     if shown is not None:
@@ -95,12 +100,11 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
     check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
-    counted = counted_as_others(spec.config, spec.planner.encoders)
-    for text in (*without_effect(spec.planner.sharing), *counted):
-        print(f"note: {text}", file=sys.stderr)
+    for text in without_effect(spec.planner.sharing):
+        tell(text)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:
-        print(json.dumps(figures(spec, found, plan, sent), indent=2))
+        print(json.dumps(figures(spec, found, plan, sent) | {"notes": notes}, indent=2))
         return
     for line in lines(spec, found, plan, timeline, sent):
         print(line)

@@ -54,14 +54,15 @@ PRECISIONS = ("auto", "fp32", "bf16")
 def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
-    With a `trace` steps take its samples in their order, over and over, and no dataset is opened.
+    With a `trace`, of items that the encoders take, steps take its samples in their order, over and over, and
+    no dataset is opened.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
     check_llm(config.model.llm)
     encoders = _make_encoders(config)
-    by_modality = _with_others(_by_modality(encoders), trace)
+    by_modality = _by_modality(encoders)
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
     check_parts(arrangement.llm.parts, policies.pipeline)
@@ -124,6 +125,8 @@ def _open(
     them, and where steps take their samples from.
     """
     if trace:
+        modalities = dict.fromkeys(item.modality for meta in trace for item in meta.items)
+        _check_modalities("the trace", tuple(modalities), by_modality)
         return {}, {}, in_order(trace)
     if not config.data.sources:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
@@ -141,32 +144,6 @@ def _indexed(config: Config, encoders: Mapping[str, Encoder], indexes: Mapping[s
         lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         items=lambda source, ids: indexes[source].item_tokens(ids, counts),
     )
-
-
-def _with_others(by_modality: Mapping[str, str], trace: Sequence[SampleMeta]) -> dict[str, str]:
-    """Give items of a trace that no encoder takes to the first one: it may hold some that the model at hand
-    does not know.
-    """
-    modalities = sorted({item.modality for meta in trace for item in meta.items})
-    if modalities and not by_modality:
-        raise ConfigError(
-            f"model.encoders is empty, and there are {', '.join(modalities)} items: choose a model with "
-            "encoders, such as model=llama3_1b_so400m"
-        )
-    first = next(iter(by_modality.values()), "")
-    return {**dict.fromkeys(modalities, first), **by_modality}
-
-
-def counted_as_others(config: Config, by_modality: Mapping[str, str]) -> list[str]:
-    """Say which items of a trace no encoder of the model takes, and as whose they count. `by_modality` are a
-    planner's encoders.
-    """
-    own = _by_modality(_make_encoders(config))
-    return [
-        f"no encoder of the model takes {modality} items: they count as items of {name}"
-        for modality, name in by_modality.items()
-        if modality not in own
-    ]
 
 
 def _policies(chosen: Chosen) -> Policies:
@@ -296,12 +273,12 @@ def _open_all(
             path = Path(source.path)
             sought = "" if path.is_absolute() or path.exists() else _SOUGHT.format(Path.cwd())
             raise DataError(f"{section}.{name}.path={source.path}{sought}: {error}") from error
-        _check_modalities(f"{section}.{name}", indexes[name], by_modality)
+        _check_modalities(f"{section}.{name}", indexes[name].manifest.modalities, by_modality)
     return indexes
 
 
-def _check_modalities(source: str, index: Index, by_modality: Mapping[str, str]) -> None:
-    for modality in index.manifest.modalities:
+def _check_modalities(source: str, held: Sequence[str], by_modality: Mapping[str, str]) -> None:
+    for modality in held:
         if modality not in by_modality:
             raise ConfigError(
                 f"{source} holds {modality} items, and no encoder of model.encoders takes them "

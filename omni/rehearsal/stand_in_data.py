@@ -1,68 +1,106 @@
 """Data of which only the metadata matters: enough to plan steps and to rehearse them.
 
-A trace (`dataloader/trace.py`) becomes a dataset whose texts repeat one letter and whose items have the sizes
-that the trace implies and no content. What a rank would load for a step is made from metadata, whatever the
-dataset.
+A trace (`omni/planning/traces.py`) becomes a dataset of an index alone, whose items have the sizes that the
+trace says or implies. What a rank would load for a step is made from metadata, whatever the dataset.
 """
 
-from collections.abc import Collection
-from math import isqrt
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dataloader.format import PLACEHOLDER, DataError, Item, Sample
+import pyarrow as pa
+
+from dataloader.format import (
+    FORMAT_VERSION,
+    INDEX_SCHEMA,
+    PLACEHOLDER,
+    DataFile,
+    DatasetTotals,
+    Manifest,
+    Sample,
+    hash_of,
+    write_manifest,
+)
 from dataloader.loader import Fetch, Fetched
 from dataloader.tokenizer import ByteTokenizer
-from dataloader.tokens import ItemMeta, SampleMeta, tokenize
-from dataloader.trace import generate
-from dataloader.writer import DatasetWriter
+from dataloader.tokens import SampleMeta, tokenize
 from omni.config import Config, SourceConfig
 from omni.models.registry import ItemArrays, make_encoder
-from omni.planning.prepare import check_seed
+from omni.planning.prepare import check_seed, tokenizer_of
+from omni.planning.traces import for_encoders, open_trace, with_sizes
 
 NUM_SAMPLES = 1024
-_WINDOW = 28  # pixels of a row's side in the traces
-_AUDIO_RATE, _AUDIO_ROW = 16_000, 1_280  # samples of a second, and of a row at 12.5 rows a second
+_ROWS_PER_GROUP = 32
+_BATCH_ROWS = 65_536
 
 
-def use_trace(config: Config, name: str, path: Path, num_samples: int = NUM_SAMPLES) -> None:
-    """Make a trace the only source of a configuration, written to the new folder `path`."""
+def say(note: str) -> None:
+    """Print what a user must know of a trace."""
+    print(f"note: {note}", file=sys.stderr)
+
+
+def use_trace(
+    config: Config,
+    name: str,
+    path: Path,
+    num_samples: int = NUM_SAMPLES,
+    tell: Callable[[str], None] = say,
+) -> None:
+    """Make a trace the only source of a configuration, written to the new folder `path`: a synthetic one of
+    `num_samples`, a Parquet file, or the folder of a dataset. `tell` hears of items that are left out.
+
+    Raises:
+        DataError: for a trace that is not there or cannot be used.
+    """
     check_seed(config)
-    encoders = [make_encoder(key, options) for key, options in config.model.encoders.items()]
-    modalities = {encoder.modality for encoder in encoders}
-    write_trace_dataset(path, name, config.train.seed, modalities, num_samples)
-    config.data.sources = {name: SourceConfig(path=str(path))}
+    encoders = {key: make_encoder(key, options) for key, options in config.model.encoders.items()}
+    trace, left_out = for_encoders(open_trace(name, num_samples, config.train.seed), encoders)
+    trace, recounted = with_sizes(trace, encoders)
+    for note in (*left_out, *recounted):
+        tell(f"trace {name}: {note}")
+    write_index(path, trace, tokenizer_of(config).name, f"trace {name}")
+    config.data.sources = {Path(name).stem: SourceConfig(path=str(path))}
     config.data.heldout = {}
 
 
-def write_trace_dataset(
-    path: Path, name: str, seed: int, modalities: Collection[str], num_samples: int = NUM_SAMPLES
-) -> None:
-    """Write those of `num_samples` samples of trace `name` whose items are all of `modalities`.
+def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: str, recipe: str) -> None:
+    """Write a dataset of a trace whose items have sizes: an index, and one shard without content."""
+    path.mkdir(parents=True)
+    modalities = tuple(dict.fromkeys(item.modality for meta in trace for item in meta.items))
+    number = {modality: n for n, modality in enumerate(modalities)}
+    rows = [
+        {
+            "text_tokens": meta.text_tokens,
+            "bytes": meta.bytes,
+            "items": [{"modality": number[i.modality], "at": i.at, "size": i.size} for i in meta.items],
+        }
+        for meta in trace
+    ]
+    with pa.ipc.new_file(str(path / "index.arrow"), INDEX_SCHEMA) as index:
+        for at in range(0, len(rows), _BATCH_ROWS):
+            index.write_batch(pa.RecordBatch.from_pylist(rows[at : at + _BATCH_ROWS], schema=INDEX_SCHEMA))
+    (path / "none.parquet").touch()
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        recipe=recipe,
+        tokenizer=tokenizer,
+        num_samples=len(trace),
+        rows_per_group=_ROWS_PER_GROUP,
+        shards=(_file(path / "none.parquet", len(trace)),),
+        index=_file(path / "index.arrow", len(trace)),
+        modalities=modalities,
+        totals=DatasetTotals(
+            sum(meta.text_tokens for meta in trace),
+            sum(meta.bytes for meta in trace),
+            dict(Counter(item.modality for meta in trace for item in meta.items)),
+        ),
+    )
+    write_manifest(path, manifest)
 
-    Items keep their size on screen or in seconds; each encoder makes of it the tokens that it makes.
 
-    Raises:
-        DataError: if no sample is left.
-        ValueError: for an unknown trace.
-    """
-    trace = generate(name, num_samples, seed)
-    usable = [meta for meta in trace if {item.modality for item in meta.items} <= set(modalities)]
-    if not usable:
-        raise DataError(
-            f"trace {name}: every sample has items that no encoder takes (there are encoders for: "
-            f"{', '.join(sorted(modalities)) or 'nothing'}): choose another trace, or add encoders"
-        )
-    with DatasetWriter(path, ByteTokenizer(), recipe=f"trace {name}") as writer:
-        for number, meta in enumerate(usable):
-            writer.add(Sample(str(number), _text(meta), tuple(map(_item, meta.items))))
-
-
-def _item(meta: ItemMeta) -> Item:
-    """An item that fills about as many rows as the trace says."""
-    if meta.modality == "audio":
-        return Item("audio", "wav", (meta.rows * _AUDIO_ROW, _AUDIO_RATE), b"-")
-    high = isqrt(meta.rows)
-    return Item(meta.modality, "png", (high * _WINDOW, -(-meta.rows // high) * _WINDOW), b"-")
+def _file(path: Path, rows: int) -> DataFile:
+    return DataFile(path.name, path.stat().st_size, rows, hash_of(path))
 
 
 def stand_in(fetch: Fetch) -> Fetched[ItemArrays]:

@@ -7,7 +7,8 @@ import pytest
 
 from dataloader.format import DataError
 from dataloader.tokens import ItemMeta, SampleMeta, length
-from dataloader.trace import describe, generate, read_trace, write_trace
+from dataloader.trace import describe, generate
+from dataloader.trace_file import read_trace, write_trace
 
 NAMES = ("balanced", "longtail", "shift")
 
@@ -27,9 +28,50 @@ def test_an_unreadable_trace_is_named(tmp_path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad.parquet is not a readable trace"):
         read_trace(tmp_path / "bad.parquet")
-    pq.write_table(pa.table({"sample_id": [1]}), tmp_path / "few.parquet")
-    with pytest.raises(DataError, match=r"few.parquet is not a readable trace.*text_tokens"):
-        read_trace(tmp_path / "few.parquet")
+
+
+def write(path, **columns):
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_a_table_of_text_tokens_is_a_trace(tmp_path):
+    own = write(tmp_path / "t.parquet", text_tokens=[3, 0], other=["x", "y"], items=[[], [{
+        "modality": "image", "tokens": 9, "size": None
+    }, {"modality": "audio", "tokens": None, "size": [32_000, 16_000]}]])  # fmt: skip
+    items = (ItemMeta("image", 9, 3, 0, ()), ItemMeta("audio", 0, 0, 0, (32_000, 16_000)))
+    assert read_trace(own) == [SampleMeta(0, "trace", 3, (), 0), SampleMeta(1, "trace", 0, items, 0)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"length": [5], "id": [1]},
+            "a trace without lengths: it has the columns length, id, and needs text_t",
+        ),
+        ({"text_tokens": pa.array([], pa.int32())}, "a trace without rows"),
+        ({"text_tokens": [7, -5]}, r"row 1: text_tokens is -5, and must be from 0 to \d+: mend the row"),
+        ({"text_tokens": [7, None]}, "row 1: text_tokens is None"),
+        ({"text_tokens": [2**31]}, "row 0: text_tokens is 2147483648"),
+        ({"text_tokens": ["7"]}, "column text_tokens is of type string, and must be of integers"),
+        ({"text_tokens": [0]}, "row 0: a sample without text and items: leave it out"),
+        ({"text_tokens": [1], "items": [3]}, "column items is of type int64, and must be a list of structs"),
+        ({"text_tokens": [1], "items": [[{"modality": "image"}]]}, "modality and either size or tokens"),
+        ({"text_tokens": [1], "items": [[{"modality": "", "tokens": 4}]]}, "item 0: its modality is ''"),
+        (
+            {"text_tokens": [1], "items": [[{"modality": "image", "tokens": -4}]]},
+            r"tokens \(it has no size\) is",
+        ),
+        ({"text_tokens": [1], "items": [[{"modality": "image", "size": [8, -8]}]]}, "item 0: size is -8"),
+        ({"text_tokens": [1], "items": [[{"modality": "image", "tokens": 4, "rows": 0}]]}, "rows is 0"),
+        ({"text_tokens": [1], "items": [[{"modality": "image", "tokens": 4, "at": 2}]]}, "items stand after"),
+    ],
+)
+def test_what_is_no_trace_is_refused_with_what_is_there_and_what_is_needed(tmp_path, columns, message):
+    with pytest.raises(DataError, match=message) as caught:
+        read_trace(write(tmp_path / "mine.parquet", **columns))
+    assert "mine.parquet" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", NAMES)

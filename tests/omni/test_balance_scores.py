@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataloader.tokens import ItemMeta, SampleMeta
-from dataloader.trace import generate
+from dataloader.trace import all_as, generate
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.balance_score import (
@@ -38,7 +38,7 @@ def configure(ranks: int, *more: str) -> Config:
 
 
 def planner(ranks: int, domain: int, sharing: str = "none") -> Planner:
-    trace = generate("longtail", 8 * ranks, 1)
+    trace = all_as("image", generate("longtail", 8 * ranks, 1))
     return planner_of(configure(ranks), ranks, trace, Choice("lpt", sharing, domain, 1))
 
 
@@ -112,7 +112,7 @@ def test_equal_samples_are_even_and_one_long_video_is_as_uneven_as_the_bound_say
     step = step_of(own)
     (found,) = score_step(own, step, [as_planned(step.metas)])
     assert found.overlapped == found.encoder == found.llm == found.bound == 1
-    video = replace(alike[0], items=(ItemMeta("video", 400_000, 100_000, 0, ()),))
+    video = replace(alike[0], items=(ItemMeta("image", 400_000, 100_000, 0, ()),))
     own = planner_of(configure(8), 8, [video, *alike[1:]], Choice("lpt", "none", 1, 1))
     step = step_of(own)
     (found,) = score_step(own, step, [as_planned(step.metas)])
@@ -123,7 +123,7 @@ def test_equal_samples_are_even_and_one_long_video_is_as_uneven_as_the_bound_say
 @pytest.mark.parametrize(("domain", "group"), [(1, 4), (2, 2), (4, 1), (4, 4)])
 def test_samples_are_scored_where_plans_have_them(domain: int, group: int):
     config = configure(16, f"layout.domain={domain}", f"balance.group={group}")
-    own = prepare_run(config, 16, generate("longtail", 128, 0)).planner
+    own = prepare_run(config, 16, all_as("image", generate("longtail", 128, 0))).planner
     step, scored = step_of(own), []
     for number, samples in enumerate(groups_of(own, step.taken)):
         scored += divide_group(own, number, samples, step.costs.take(samples))
@@ -134,7 +134,7 @@ def test_samples_are_scored_where_plans_have_them(domain: int, group: int):
 
 
 def test_no_step_is_below_its_bound_and_exchanges_in_turn_take_no_less():
-    config, trace = configure(16), generate("longtail", 128, 5)
+    config, trace = configure(16), all_as("image", generate("longtail", 128, 5))
     rows = 0
     for _, own, step in choices(config, 16, trace, ["none", "lpt"], ["none", "dynamic"], [2, 16], [4, 99]):
         (found,) = score_step(own, step, [as_planned(step.metas)])
@@ -146,7 +146,7 @@ def test_no_step_is_below_its_bound_and_exchanges_in_turn_take_no_less():
 
 
 def test_choices_scored_once_leave_the_same_step():
-    config, trace = configure(8), generate("longtail", 64, 5)
+    config, trace = configure(8), all_as("image", generate("longtail", 64, 5))
     every = list(choices(config, 8, trace, ["none", "lpt"], ["none", "dynamic"], [1, 4], [1, 8]))
     rows = [row for row, _, _ in scored(iter(every))]
     assert [row.choice for row in rows] == [choice for choice, _, _ in every]
@@ -168,15 +168,13 @@ def test_the_smallest_domain_near_the_best_is_chosen():
     assert best([*rows[:2], row("d", "dynamic", 8, 1.0401)]).choice.policy == "d"
 
 
-def test_items_that_no_encoder_takes_go_to_the_first_one():
+def test_items_that_no_encoder_takes_are_refused_where_nobody_left_them_out():
     trace = generate("longtail", 64, 0)
-    assert {item.modality for meta in trace for item in meta.items} > {"image"}
-    spec = prepare_run(configure(8), 8, trace)
-    assert set(spec.planner.encoders.values()) == {"image"}
-    config = configure(8)
-    config.model.encoders = {}
-    with pytest.raises(ValueError, match=r"model\.encoders is empty, and there are audio, image, video"):
-        prepare_run(config, 8, trace)
+    with pytest.raises(
+        ValueError, match=r"the trace holds (audio|video) items, and no encoder of model\.enc"
+    ):
+        prepare_run(configure(8), 8, trace)
+    assert prepare_run(configure(8), 8, all_as("image", trace)).planner.encoders == {"image": "image"}
 
 
 def test_a_trace_is_taken_in_its_order_over_and_over():

@@ -37,7 +37,7 @@ def test_few_samples_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_long_reduction_and_uneven_work_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("--trace", "longtail", *KEYS[2:], "launch.ranks=4", "data.microbatch_tokens=8192")
-    keys = (*keys, "data.step_tokens=16384", "data.on_long=truncate")
+    keys = (*keys, "data.step_tokens=24576", "data.on_long=truncate")
     slow = ("cluster.link_bytes_per_s=1000000000", "cluster.node_link_bytes_per_s=1000000000")
     out = plan(capsys, *keys, *slow)
     assert re.search(r"reducing gradients takes \d\d% of the step", out)

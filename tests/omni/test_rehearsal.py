@@ -322,6 +322,7 @@ def test_the_backward_of_a_frozen_llm_sends_what_gradients_of_its_inputs_take(
 
 def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     cut = ["model.llm.layers=8", "model.encoders.image.layers=2", "data.step_tokens=65536"]
+    cut += ["train.seed=1"]  # in this step the largest microbatch is the one in flight at the fullest moment
     config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
     use_trace(config, "longtail", tmp_path / "trace")
     spec = for_gpus(prepare_run(config, 128))
@@ -386,11 +387,8 @@ def test_what_cannot_be_rehearsed_is_refused(data: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="there are ranks 0 to 1"):
         rehearse(spec, plan, 2)
     config = compose_config(overrides(data, tmp_path))
-    with pytest.raises(ValueError, match="unknown trace 'other': known are"):
+    with pytest.raises(ValueError, match="trace other: there is no such file or folder"):
         use_trace(config, "other", tmp_path / "other")
-    config.model.encoders = {}
-    with pytest.raises(ValueError, match="every sample has items that no encoder takes"):
-        use_trace(config, "balanced", tmp_path / "balanced")
 
 
 def test_the_command_prints_what_a_rank_holds_and_sends(
