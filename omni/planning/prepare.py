@@ -54,8 +54,7 @@ PRECISIONS = ("auto", "fp32", "bf16")
 def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it.
 
-    With a `trace`, of items that the encoders take, steps take its samples in their order, over and over, and
-    no dataset is opened.
+    With a `trace` steps take its samples in their order, over and over, and no dataset is opened.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
