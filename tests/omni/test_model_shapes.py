@@ -163,6 +163,26 @@ def test_a_token_multiplies_with_the_parameters_that_are_published(name: str, pu
     assert (used + llm.vocab * llm.hidden) / B == pytest.approx(published, rel=0.02)
 
 
+# FLOP/s and tokens/s of a GPU, as Megatron-Bridge publishes them (docs/performance-summary.md and its archive):
+# containers 25.11, 26.06, 25.11, 26.08 and 26.08.
+@pytest.mark.parametrize(
+    ("name", "length", "teraflops", "tokens_per_s"),
+    [
+        ("llama3_8b", 8192, 1933, 37_556),
+        ("llama3_405b", 8192, 2403, 952),
+        ("deepseek_v3", 4096, 961, 3848),
+        ("gpt_oss_120b", 4096, 1077, 33_024),
+        ("qwen3_30b_a3b", 4096, 1029, 44_544),
+    ],
+)
+def test_a_token_takes_the_flops_that_published_runs_count(
+    name: str, length: int, teraflops: int, tokens_per_s: int
+) -> None:
+    (part,) = llm_work(llm_of(name, **KEYS.get(name, {})), 260, Layout(), 2)
+    load = even_load(length, length**2, targets=length, routed=(length,) * part.ep)
+    assert 3 * part.forward(load).flops / length == pytest.approx(1e12 * teraflops / tokens_per_s, rel=0.005)
+
+
 PLANNED = {
     "deepseek_v3": ["layout.llm.tp=2", "layout.llm.pp=4", "layout.llm.ep=16", "train.precision=fp8"],
     "gpt_oss_120b": ["layout.llm.pp=2", "layout.llm.ep=8", "train.precision=mxfp8"],
