@@ -116,10 +116,12 @@ def _items(where: str, items: Sequence[Mapping[str, Any]]) -> Iterator[ItemMeta]
     for place, item in enumerate(items):
         own = f"{where}, item {place}"
         modality, at = item["modality"], item.get("at")
-        if not modality:
+        if not modality or not isinstance(modality, str):
             raise DataError(f"{own}: its modality is {modality!r}: name one, such as image")
         at = _whole(own, "at", 0 if at is None else at, 0)
         size = item.get("size")
+        if size and not isinstance(size, list):
+            raise DataError(f"{own}: size is {size!r}: give a list, such as [height, width] of an image")
         if size:
             yield ItemMeta(modality, 0, 0, at, tuple(_whole(own, "size", side, 1) for side in size))
             continue

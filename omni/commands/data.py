@@ -207,7 +207,14 @@ def _trace(args: argparse.Namespace) -> int:
         write_trace(args.out, trace)
         print(f"{args.out}: {len(trace)} samples of {args.name}, seed {args.seed}")
     else:
-        print(json.dumps(describe(read_trace(args.file)), indent=2))
+        trace = read_trace(args.file)
+        if sized := sum(bool(item.size) for meta in trace for item in meta.items):
+            print(
+                f"note: {sized:,} items are given by size: a model's encoder makes tokens and rows of them, none "
+                "are counted here",
+                file=sys.stderr,
+            )
+        print(json.dumps(describe(trace), indent=2))
     return 0
 
 

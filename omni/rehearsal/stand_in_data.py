@@ -60,7 +60,7 @@ def use_trace(
     for note in (*left_out, *recounted):
         tell(f"trace {name}: {note}")
     write_index(path, trace, tokenizer_of(config).name, f"trace {name}")
-    config.data.sources = {Path(name).stem: SourceConfig(path=str(path))}
+    config.data.sources = {Path(name).resolve().stem: SourceConfig(path=str(path))}
     config.data.heldout = {}
 
 

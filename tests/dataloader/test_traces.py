@@ -59,6 +59,11 @@ def test_a_table_of_text_tokens_is_a_trace(tmp_path):
         ({"text_tokens": [1], "items": [3]}, "column items is of type int64, and must be a list of structs"),
         ({"text_tokens": [1], "items": [[{"modality": "image"}]]}, "modality and either size or tokens"),
         ({"text_tokens": [1], "items": [[{"modality": "", "tokens": 4}]]}, "item 0: its modality is ''"),
+        ({"text_tokens": [1], "items": [[{"modality": 3, "tokens": 4}]]}, "item 0: its modality is 3"),
+        (
+            {"text_tokens": [1], "items": [[{"modality": "image", "size": 8}]]},
+            "item 0: size is 8: give a list",
+        ),
         (
             {"text_tokens": [1], "items": [[{"modality": "image", "tokens": -4}]]},
             r"tokens \(it has no size\) is",

@@ -126,6 +126,8 @@ def test_balancing_takes_the_same_files(tmp_path: Path, capsys: pytest.CaptureFi
     line = ["--samples", "2", *KEYS]
     assert main(["data", "balance", str(own), *line]) == 0
     assert "suggested: balance=" in capsys.readouterr().out
+    assert main(["data", "trace", "describe", str(own)]) == 0
+    assert "note: 8 items are given by size" in capsys.readouterr().err
     pq.write_table(pa.table({"lengths": [100] * 8}), own)
     assert main(["data", "balance", str(own), *line]) == 2
     assert "needs text_tokens" in capsys.readouterr().err
