@@ -210,7 +210,7 @@ def _trace(args: argparse.Namespace) -> int:
         trace = read_trace(args.file)
         if sized := sum(bool(item.size) for meta in trace for item in meta.items):
             print(
-                f"note: {sized:,} items are given by size: a model's encoder makes tokens and rows of them, none "
+                f"note: {sized:,} items are given by size: an encoder makes tokens and rows of them, none "
                 "are counted here",
                 file=sys.stderr,
             )
