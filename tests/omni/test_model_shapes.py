@@ -163,8 +163,8 @@ def test_a_token_multiplies_with_the_parameters_that_are_published(name: str, pu
     assert (used + llm.vocab * llm.hidden) / B == pytest.approx(published, rel=0.02)
 
 
-# FLOP/s and tokens/s of a GPU, as Megatron-Bridge publishes them (docs/performance-summary.md and its archive):
-# containers 25.11, 26.06, 25.11, 26.08 and 26.08.
+# FLOP/s and tokens/s of a GPU, as Megatron-Bridge publishes them (docs/performance-summary.md, its archive),
+# for containers 25.11, 26.06, 25.11, 26.08 and 26.08.
 @pytest.mark.parametrize(
     ("name", "length", "teraflops", "tokens_per_s"),
     [
