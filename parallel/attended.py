@@ -25,25 +25,23 @@ def attended(
     groups = plan.groups if plan else own_groups(layout, tiles, rank, shape)
     tokens = layout.local_tokens(rank) + tail
     if groups is None:
-        return Attended(tokens, tokens, 1)
-    local = runs = 0
-    before = True  # whether the tokens just before were exchanged
+        return Attended(tokens, tokens)
+    local = 0
     pieces = [
         (bool(of), sum(shard.length for shard in shards if shard.member == rank))
         for shards, of in zip(layout.shards, tiles, strict=True)
     ]
     for shared, length in [*pieces, (False, tail)]:
         if length and not shared:
-            local, runs = local + length, runs + before
-        before = shared if length else before
+            local += length
     rows = sum(span.rows * group.heads for group in groups for span in group.spans)
     context = sum(span.context * group.kv_heads for group in groups for span in group.spans)
     nothing = (0,) * layout.num_members
     if plan is None:
-        return Attended(tokens, local, runs, rows, context, nothing, nothing, nothing, nothing)
+        return Attended(tokens, local, rows, context, nothing, nothing, nothing, nothing)
     incoming, outgoing = plan.incoming, plan.outgoing
     sides = (incoming.source, outgoing.source, incoming.target, outgoing.target)
     into, out, into_back, out_back = (
         tuple(0 if to == rank else count for to, count in enumerate(side.counts)) for side in sides
     )
-    return Attended(tokens, local, runs, rows, context, into, out, into_back, out_back)
+    return Attended(tokens, local, rows, context, into, out, into_back, out_back)

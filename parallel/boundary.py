@@ -101,6 +101,14 @@ class Route:
         """Rows that cross between ranks: the least that any transport can send."""
         return sum(s.length for s in self.segments if s.source != s.destination)
 
+    @property
+    def block(self) -> int:
+        """Rows of each rank's share of the buffer of a reduce-scatter or all-gather."""
+        rows: Counter[int] = Counter()
+        for s in self.segments:
+            rows[s.source if self.transport == "all_gather" else s.destination] += s.length
+        return max(rows.values(), default=0)
+
     def over(self, transport: str, nodes: Sequence[int] = (), ns: int = 0) -> "Route":
         """Return the same route over another transport, which takes `ns`; `nodes` may be left out if that
         needs none.

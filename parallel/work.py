@@ -43,15 +43,14 @@ class Grad(StrEnum):
 class Attended:
     """Attention of one rank over one pack.
 
-    Of `tokens`, `local` are attended where they are, in `runs` of neighbours. For shared sequences the rank
-    computes tiles of `rows` query rows and `context` key rows, each times its heads. `into` and `out` are the
+    Of `tokens`, `local` are attended where they are. For shared sequences the rank computes tiles of `rows`
+    query rows and `context` key rows, each times its heads. `into` and `out` are the
     numbers that it sends to each member of the pool (itself 0) in the exchanges before and after the tiles,
     `out_back` and `into_back` in their transposes; they are empty if nothing is shared.
     """
 
     tokens: int
     local: int
-    runs: int
     rows: int = 0
     context: int = 0
     into: tuple[int, ...] = ()
@@ -68,6 +67,7 @@ class Load:
     that give losses (padded, over its tensor-parallel ranks), `rows` what this rank of an encoder passes on
     and `most_rows` the most of any rank that shares its layers. `routed` are the tokens that each rank of its
     expert group sends to experts, of which this rank is number `router`; empty where there are no experts.
+    `frozen` says that no weight learns, so that only what gradients of inputs take is kept.
     """
 
     seen: Attended
@@ -78,6 +78,7 @@ class Load:
     most_rows: int = 0
     routed: tuple[int, ...] = ()
     router: int = 0
+    frozen: bool = False
 
     @property
     def tokens(self) -> int:
@@ -89,7 +90,7 @@ def even_load(
     tokens: int, squares: int = 0, *, targets: int = 0, rows: int = 0, routed: Sequence[int] = ()
 ) -> Load:
     """Return a load of `tokens` that nobody shares."""
-    seen = Attended(tokens, tokens, 1)
+    seen = Attended(tokens, tokens)
     return Load(seen, squares, targets=targets, rows=rows, most_rows=rows, routed=tuple(routed))
 
 
@@ -225,8 +226,12 @@ class Part(Block, Protocol):
         """Bytes of the input tensors of a pass, which a rank holds throughout a step."""
         ...
 
-    def scratch_bytes(self, load: Load) -> int:
-        """Bytes that a pass leaves behind and the next one takes over."""
+    def shared_bytes(self, load: Load) -> int:
+        """Bytes of those input tensors that passes of one microbatch through several parts share."""
+        ...
+
+    def gathered_bytes(self, load: Load) -> int:
+        """Bytes of the tensor that all parts of a rank gather tokens in."""
         ...
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:

@@ -118,7 +118,9 @@ class Projector:
         if grad is Grad.WEIGHT:
             return Work()
         rows = load.tokens // self.merge
-        start = rows * (self.width + self.merged) + self.width * self.merged
+        second = self.width * self.merged
+        # Or a moment later, when the weight's gradient is copied as the parameter's.
+        start = rows * self.merged + second + max(rows * self.width, second)
         return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
 
 
@@ -192,8 +194,12 @@ class EncoderPart:
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 
-    def scratch_bytes(self, load: Load) -> int:
-        """None."""
+    def shared_bytes(self, load: Load) -> int:
+        """None: an encoder is one part."""
+        return 0
+
+    def gathered_bytes(self, load: Load) -> int:
+        """None: ranks do not divide the tokens."""
         return 0
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:

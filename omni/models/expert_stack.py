@@ -144,10 +144,6 @@ class ExpertStack:
             return self.forward(load)
         return self.dense.recomputation(load, grad)
 
-    def scratch_bytes(self, load: Load) -> int:
-        """What the dispatcher of each layer holds on to until its next pass: probabilities and the map."""
-        return self.layers * self.dense.between(load.tokens) * self.experts * (FP32 + 1)
-
     # FLOPs and bytes.
 
     def _shared(self) -> Linears:
@@ -230,7 +226,7 @@ class ExpertStack:
 
     def _kept_by_router(self, tokens: int) -> int:
         """Scores, choices and their weights; in front of the experts, all probabilities and the map."""
-        scores = self.experts * FP32 if self.sigmoid else 0
+        scores = self.experts * FP32 if self.sigmoid or self.topk == 1 else 0
         chosen = self.topk * (FP32 + INDEX) + (FP32 if self.sigmoid and self.topk > 1 else 0)
         permuted = self.experts * (FP32 + 1) + self.topk * INDEX
         return tokens * (scores + chosen + permuted)
@@ -267,7 +263,9 @@ class ExpertStack:
         row, out = self.dense.hidden * self.element, self.stream(load.tokens)
         rows = self._received(load)
         expert = (-(-rows // self.local) + self.dense.hidden) * self.ffn * self.element
-        start = rows * row + max(rows * row, expert)
+        # Products are weighed in fp32: gradients of the weighed product, of the product and of its weight.
+        weighed = -(-rows // self.local) * self.ffn * 3 * FP32
+        start = rows * row + max(rows * row, expert, weighed)
         if self.dense.recompute != "full":
             return out + start
         return out + max(start, self._on_their_way(load)) + self._kept(load, "none")

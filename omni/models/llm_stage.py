@@ -18,6 +18,7 @@ from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
 from omni.models.moe import (
     expert_biases,
     first_expert,
+    forget_passes,
     layer_specs,
     load_expert_biases,
     moe_settings,
@@ -147,6 +148,7 @@ class LLMStage:
             pg_collection=groups,
         ).to(self.device)
         put_off_in(model.decoder, self.deferral)
+        forget_passes(model.decoder)
         numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,
@@ -199,6 +201,7 @@ class LLMStage:
             return out.squeeze(1)
         assert inputs.wanted is not None
         wanted = out.squeeze(1).index_select(0, inputs.wanted)
+        del out  # the most memory of a step is often that of its losses
         if self.tp_group.size() > 1:
             wanted = gather_from_sequence_parallel_region(wanted, group=self.tp_group)
         weight = self.output_weight

@@ -28,6 +28,23 @@ from parallel.work import (
 
 
 @dataclass(frozen=True)
+class _Received:
+    """Layers whose output's gradient comes in a message, which is counted as such."""
+
+    stack: Stack | ExpertStack
+
+    def weights(self) -> tuple[Weight, ...]:
+        return self.stack.weights()
+
+    def forward(self, load: Load) -> Work:
+        return self.stack.forward(load)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        work = self.stack.backward(load, grad)
+        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens))
+
+
+@dataclass(frozen=True)
 class LLMPart:
     """A part of the LLM on one rank: layers, after the embedding in the first, before losses in the last and,
     after these, what predicts `further` tokens.
@@ -88,20 +105,25 @@ class LLMPart:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Further losses, losses, layers, embedding."""
-        return self._chain.backward(load, grad)
+        if self.losses is not None or grad is Grad.WEIGHT:
+            return self._chain.backward(load, grad)
+        ends = (self.embedding, *self.stacks[:-1], _Received(self.stacks[-1]))
+        return Chain(tuple(block for block in ends if block is not None)).backward(load, grad)
 
     def input_bytes(self, load: Load) -> int:
         """Rotation, ids, and what each target needs."""
-        rotary = load.tokens * self.head_dim * self.element
         ids = load.tokens * INDEX if self.embedding else 0
         targets = load.targets * (3 * INDEX + FP32) + load.targets // self.stacks[0].tp * INDEX
-        return rotary + ids + (targets if self.losses else 0)
+        return self.shared_bytes(load) + ids + (targets if self.losses else 0)
 
-    def scratch_bytes(self, load: Load) -> int:
-        """Gathered tokens, in a tensor that all layers use, and what dispatchers to experts hold."""
-        gathered = load.tokens * self.stacks[0].hidden * self.element if self.tp > 1 else 0
-        held = (stack.scratch_bytes(load) for stack in self._stacks if isinstance(stack, ExpertStack))
-        return gathered + sum(held)
+    def shared_bytes(self, load: Load) -> int:
+        """The rotation."""
+        return load.tokens * self.head_dim * self.element
+
+    def gathered_bytes(self, load: Load) -> int:
+        """Tokens of all ranks of tp; frozen layers gather them in tensors of their own."""
+        divided = self.tp > 1 and not load.frozen
+        return load.tokens * self.stacks[0].hidden * self.element if divided else 0
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
         """Gradients and weights; the tokens of each expert are counted over all ranks of a stage."""
@@ -121,15 +143,15 @@ def llm_part(
     """State part `number` of an LLM whose parts have so many `layers` each; `vocabulary` is padded."""
     tp, ids = layout.tp, vocabulary // layout.tp
     first, last = number == 0, number == len(layers) - 1
-    # The last part looks up what is further ahead, too.
-    apart = (config.tied or config.mtp > 0) and not (first and last)
+    # The last part looks up what is further ahead, too. A rank that holds both ends has one embedding.
+    apart = (config.tied or config.mtp > 0) and layout.pp > 1
     losses = Losses(
         ids,
         config.hidden,
         tp,
         element,
         config.loss_chunk,
-        owned=not config.tied or not first,
+        owned=not config.tied or layout.pp > 1,
         shared=config.tied and apart,
     )
     return LLMPart(

@@ -107,6 +107,21 @@ def _grouped(device: torch.device) -> bool:
     return device.type == "cuda" and HAVE_TE
 
 
+def forget_passes(model: torch.nn.Module) -> None:
+    """Let dispatchers hold on to nothing of a pass that is done: they would hold its graph, and with it the
+    inputs and gradients at its ends, until the next one.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.register_forward_hook(_forget)
+
+
+def _forget(layer: Any, inputs: object, output: object) -> None:
+    dispatcher = layer.token_dispatcher
+    dispatcher.probs = dispatcher.routing_map = None
+    dispatcher.reversed_local_input_permutation_mapping = None
+
+
 class SequentialExperts(SequentialMLP):
     """The experts of this rank, one after the other."""
 

@@ -13,6 +13,7 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 
 from dataclasses import dataclass, replace
 
+from omni.models.layer_moments import most_in_backward
 from omni.models.layer_sizes import LayerSizes
 from omni.models.pieces import Linears, exchanges, linear_weights, linears_flops, norm_weights
 from ops.attention import attention_bytes, attention_flops
@@ -125,7 +126,7 @@ class Stack(LayerSizes):
                 *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
                 *exchanges(load.seen, self.element, self.layers, forward=True),
             ),
-            kept=self.layers * kept_by_layer(self, load.seen),
+            kept=self.layers * kept_by_layer(self, load.seen, load.frozen),
             workspace=load.tokens * self.hidden * self.element,
         )
 
@@ -146,8 +147,8 @@ class Stack(LayerSizes):
                 *self.sums(load.tokens, grad, forward=False, halves=2 * self.layers),
                 *(exchanges(load.seen, self.element, self.layers, forward=False) if inputs else ()),
             ),
-            kept=self._kept_for_weights(load) if grad is Grad.INPUT else 0,
-            workspace=layer_workspace(self, load.seen) if inputs else self._largest_weight(linears),
+            kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
+            workspace=layer_workspace(self, load, grad) if inputs else self._largest_weight(linears),
         )
 
     def recomputation(self, load: Load, grad: Grad) -> Work:
@@ -231,11 +232,17 @@ def activation_bytes(linears: Linears, stack: Stack) -> int:
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
 
 
-def kept_by_layer(stack: Stack, seen: Attended) -> int:
-    """Bytes that a layer keeps for its backward, its output included and its input not."""
+def kept_by_layer(stack: Stack, seen: Attended, frozen: bool = False) -> int:
+    """Bytes that a layer keeps for its backward, its output included and its input not. If it is `frozen`,
+    inputs of linears are not among them: what norms put out, what the second linear takes, and what attention
+    puts out where it keeps none or its pieces.
+    """
     if stack.recompute == "full":
         return stack.stream(seen.tokens)
-    return (
+    attended = stack.heads * stack.head_dim if seen.into or stack.recompute == "selective" else 0
+    divided = seen.tokens * (stack.ffn + attended) // stack.tp * stack.element
+    inputs = 2 * stack.stream(seen.tokens) + divided
+    return -inputs * frozen + (
         kept_between(stack, seen) + kept_by_attention(stack, seen) + kept_by_feed_forward(stack, seen.tokens)
     )
 
@@ -268,23 +275,18 @@ def kept_by_attention(stack: Stack, seen: Attended) -> int:
     if not seen.into:
         return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32 + norms
     tiles = 2 * (seen.rows + seen.context) * size * stack.element + seen.rows * FP32
-    if seen.runs == 1:  # a view, which keeps what it is a view of
-        tiles += (qkv + rotated) * stack.element
-    else:
-        # Norms keep what they norm, and with it all of what that is a view of.
-        tiles += (seen.local * (heads + 2 * kv_heads) * size + qkv * stack.qk_norm) * stack.element
+    # Copies of what is attended here, or all tokens. Norms keep what they norm, and all that it is a view of.
+    divided = seen.local * (heads + 2 * kv_heads) * size + qkv * stack.qk_norm
+    tiles += (divided if seen.local < seen.tokens else qkv + rotated) * stack.element
     local = seen.local * heads * (size * stack.element + FP32)
     return tiles + local + output * stack.element + norms
 
 
-def layer_workspace(stack: Stack, seen: Attended) -> int:
-    """Bytes that the backward of a layer needs at most, beside what was kept.
-
-    That is at its start: the gradients of the feed-forward's second linear for all tokens, of its weight and
-    of its input; and with full recomputation, what the layer would have kept.
+def layer_workspace(stack: Stack, load: Load, grad: Grad) -> int:
+    """Bytes that the backward of a layer needs at most, beside what was kept: with full recomputation, what
+    the layer would have kept too.
     """
-    tokens, inner = seen.tokens, stack.ffn // stack.tp
-    start = (tokens * stack.hidden + stack.hidden * inner + tokens * inner) * stack.element
+    start = most_in_backward(stack, load.seen, now=grad is Grad.BOTH, frozen=load.frozen)
     if stack.recompute != "full":
         return start
-    return start + kept_by_layer(replace(stack, recompute="none"), seen)
+    return start + kept_by_layer(replace(stack, recompute="none"), load.seen, load.frozen)

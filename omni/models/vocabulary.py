@@ -38,7 +38,8 @@ class WordEmbedding:
         """Each rank looks up its ids among all tokens, and their sums are scattered."""
         shard = load.tokens // self.tp * self.hidden * self.element
         looked_up = load.tokens * (INDEX + 1) if self.tp > 1 else 0  # ids of this rank's share, and which
-        return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=shard + looked_up)
+        kept = shard + looked_up * (not load.frozen)
+        return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """At the end of everything, gradients of all tokens and of the table."""
@@ -46,7 +47,7 @@ class WordEmbedding:
             return Work()
         shard = load.tokens // self.tp * self.hidden * self.element
         last = (2 * load.tokens + self.ids) * self.hidden * self.element
-        return Work(collectives=all_gather("tp", shard, self.tp), last=last)
+        return Work(collectives=all_gather("tp", shard, self.tp), last=0 if load.frozen else last)
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,10 @@ class Losses:
         return Work(
             flops=self._flops(load.targets),
             collectives=(*all_gather("tp", self._wanted(load), self.tp), *self._sums(load.targets)),
-            kept=self._kept(load.targets),
+            kept=self._kept(load.targets) - self._hidden(load.targets) * load.frozen,
             workspace=self._losses(load.targets)
+            + self._hidden(load.targets) * load.frozen
+            + self._reduced(load.targets)
             - (self._probabilities(load.targets) if load.targets <= self.chunk else 0),
         )
 
@@ -89,7 +92,7 @@ class Losses:
                 *reduce_scatter("tp", self._wanted(load), self.tp),
                 *(self._sums(load.targets) if anew else ()),
             ),
-            workspace=self._backward_workspace(load.targets),
+            workspace=self._backward_workspace(load.targets, 0 if load.frozen else 1),
         )
 
     def _flops(self, targets: int) -> int:
@@ -109,10 +112,14 @@ class Losses:
             for one in all_reduce("tp", size, self.tp, calls)
         )
 
+    def _hidden(self, targets: int) -> int:
+        return targets * self.hidden * self.element
+
     def _kept(self, targets: int) -> int:
         """Bytes that losses keep: gathered hidden states, and probabilities if they are not made anew."""
-        hidden = targets * self.hidden * self.element
-        return hidden + (self._probabilities(targets) + targets * (INDEX + 1)) * (targets <= self.chunk)
+        return self._hidden(targets) + (self._probabilities(targets) + targets * (INDEX + 1)) * (
+            targets <= self.chunk
+        )
 
     def _logits(self, targets: int) -> int:
         return min(targets, self.chunk) * self.ids * self.element
@@ -128,11 +135,20 @@ class Losses:
         own = self._logits(targets) if self.element < FP32 else 0
         return own + copies * self._probabilities(targets)
 
-    def _backward_workspace(self, targets: int) -> int:
-        weight = self.ids * self.hidden * self.element
+    def _reduced(self, targets: int) -> int:
+        """What ranks that share the vocabulary find for each target: the largest logit, two sums, and both
+        sums together.
+        """
+        return min(targets, self.chunk) * 5 * FP32 if self.tp > 1 else 0
+
+    def _backward_workspace(self, targets: int, learns: int) -> int:
+        weight = learns * self.ids * self.hidden * self.element
         if targets <= self.chunk:
             # Two gradients in fp32 before the logits' own, and then that of the weight.
             return max(2 * self._probabilities(targets), self._logits(targets) + weight)
-        # The last chunk is computed anew while the gradients of the others and of the weight wait.
+        # The last chunk is computed anew while the gradients of the others and of the weight wait. Its own
+        # gradient of the weight is then added to theirs, into a third tensor.
         done = (targets - self.chunk) * self.hidden * self.element
-        return self._losses(targets) + weight + done
+        # One rank with all of the vocabulary has its probabilities and two gradients at once.
+        anew = max(self._losses(targets), 3 * self._probabilities(targets) if self.tp == 1 else 0)
+        return max(anew + weight, 3 * weight) + done + targets * FP32

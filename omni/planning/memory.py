@@ -17,6 +17,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.rank_work import RankWork
 from omni.planning.run_spec import RunSpec
 from parallel.axes import group_of
+from parallel.boundary import Route
 from parallel.buckets import buckets, by_replicas
 from parallel.work import FP32, INDEX, Grad, Part
 from pipeline.ops import BACKWARDS, Kind, Op
@@ -58,15 +59,26 @@ def _constant(spec: RunSpec, work: RankWork) -> Parts:
     for name, parts in work.components.items():
         for part in parts.values():
             held += _state(spec, work, name, part)
-    for (_, number), load in work.passes.items():
-        held["buffers", LLM] += work.llm[number].input_bytes(load)
-    for number, part in work.llm.items():
-        loads = (load for (_, p), load in work.passes.items() if p == number)
-        held["buffers", LLM] += max((part.scratch_bytes(load) for load in loads), default=0)
+    held["buffers", LLM] += _inputs(work) + _scratch(work)
     for c, load in work.encodings.items():
         name = work.domain.chunks[c].component
         held["buffers", name] += work.encoders[name].input_bytes(load)
     return held
+
+
+def _inputs(work: RankWork) -> int:
+    """Inputs of all passes of the LLM, of which parts share some."""
+    first = min(work.llm, default=0)
+    return sum(
+        work.llm[p].input_bytes(load) - (work.llm[p].shared_bytes(load) if p != first else 0)
+        for (_, p), load in work.passes.items()
+    )
+
+
+def _scratch(work: RankWork) -> int:
+    """The one tensor that all parts gather tokens in: the largest, as passes take it over."""
+    loads = work.passes.items()
+    return max((work.llm[p].gathered_bytes(load) for (_, p), load in loads), default=0)
 
 
 def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Parts:
@@ -106,9 +118,15 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
     if op.kind in (Kind.FORWARD, Kind.ENCODE):
         component, part, load = work.of(op)
         forward = part.forward(load)
-        if component in work.trained:
+        if _goes_back(work, op):
             yield _sum(held) + _one("activations", component, forward.kept + forward.workspace)
+    elif op.kind in (Kind.SHIP, Kind.RETURN):
+        ends = (work.rows_in[op.index] + work.rows_out[op.index]) * work.row_bytes
+        if not _route(work, op).is_local:
+            yield _sum(held) + _one("buffers", BETWEEN, ends + sum(_moved(work, op)))
     elif op.kind in BACKWARDS:
+        if not _goes_back(work, op):
+            return
         component, part, load = work.of(op)
         grad = work.domain.made_by(op)
         assert grad is not None
@@ -122,6 +140,15 @@ def _one(kind: str, component: str, size: int) -> Parts:
     return Counter({(kind, component): size})
 
 
+def _goes_back(work: RankWork, op: Op) -> bool:
+    """Whether a pass keeps what a backward takes: unless nothing that it takes in or goes through learns."""
+    if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
+        return work.domain.chunks[op.index].component in work.trained
+    return (
+        LLM in work.trained or op.part > 0 or Op(Kind.RETURN, op.index) in work.domain.ops_of(work.position)
+    )
+
+
 def _kept(op: Op) -> tuple[str, int, int]:
     """What a pass keeps, as it is called among what is held."""
     return "encoded" if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else "kept", op.index, op.part
@@ -133,16 +160,17 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
     row = work.row_bytes
     if kind in (Kind.FORWARD, Kind.ENCODE):
         component, part, load = work.of(op)
-        trained = component in work.trained or kind is Kind.FORWARD
-        kept = part.forward(load).kept if trained else load.rows * row
+        kept = part.forward(load).kept if _goes_back(work, op) else load.rows * row
         held[_kept(op)] = ("activations", component), kept
     elif kind in BACKWARDS:
         _backward(work, op, held)
     elif kind in (Kind.SHIP, Kind.RETURN):
         rows_in, rows_out = work.rows_in[m], work.rows_out[m]
         arriving, leaving = (rows_in, rows_out) if kind is Kind.SHIP else (rows_out, rows_in)
-        held[f"{kind} out", m, 0] = ("buffers", BETWEEN), leaving * row
+        local = _route(work, op).is_local  # then what arrives is what left
+        held[f"{kind} out", m, 0] = ("buffers", BETWEEN), 0 if local else leaving * row
         held[f"{kind} in", m, 0] = ("buffers", BETWEEN), arriving * row
+        held[f"{kind} all", m, 0] = ("buffers", BETWEEN), _moved(work, op)[0]
         if kind is Kind.RETURN:  # the gradients leave as they are
             held.pop(("row gradients", m, 0), None)
         else:
@@ -151,6 +179,26 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
         held[str(kind), m, op.part] = ("buffers", LLM), _message(work, op)
     elif kind is Kind.WAIT:
         _waited(op, held)
+
+
+def _route(work: RankWork, op: Op) -> Route:
+    """The way of rows of a microbatch, or of their gradients."""
+    route = work.domain.routes[op.index]
+    assert route is not None
+    return route if op.kind is Kind.SHIP else route.transpose()
+
+
+def _moved(work: RankWork, op: Op) -> tuple[int, int]:
+    """Bytes of the buffers in which a collective moves the rows of all ranks: until it is waited for, and for
+    a moment.
+    """
+    route = _route(work, op)
+    block = 0 if route.is_local else route.block * work.row_bytes
+    if route.transport == "reduce_scatter":
+        return block, block * route.num_ranks
+    if route.transport == "all_gather":
+        return block * route.num_ranks, block
+    return 0, 0
 
 
 def _message(work: RankWork, op: Op) -> int:
@@ -179,6 +227,7 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
         return
     for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
         held.pop((what, m, p), None)
+    held.pop(("gradient", m, p + 1), None)  # of a part that this rank holds too
     if p:
         held["gradient", m, p] = ("workspace", LLM), _message(work, op)
     if p == min(work.llm):
@@ -200,6 +249,7 @@ def _waited(op: Op, held: Held) -> None:
         held.pop(("gradient", m, op.part), None)
     elif op.on in (Kind.SHIP, Kind.RETURN):
         held.pop((f"{op.on} out", m, 0), None)
+        held.pop((f"{op.on} all", m, 0), None)
         if op.on is Kind.RETURN:
             arrived = held.pop((f"{op.on} in", m, 0), None)
             if arrived:

@@ -4,7 +4,7 @@ From a plan and the statements of work of the run's parts; nothing is built.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
@@ -75,7 +75,10 @@ def rank_work(spec: RunSpec, plan: StepPlan, rank: int, *, messages: bool = True
             name: spec.work[name] for name in spec.encoders if rank in arrangement.encoder_meshes[name]
         },
         passes={
-            (m, p): pass_load(domain, m, position, part, losses=p == domain.num_parts - 1, messages=messages)
+            (m, p): replace(
+                pass_load(domain, m, position, part, losses=p == domain.num_parts - 1, messages=messages),
+                frozen=not plan.trains(LLM),
+            )
             for m in range(len(domain.microbatches))
             for p, part in llm.items()
         },

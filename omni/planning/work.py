@@ -52,7 +52,7 @@ def collectives_of_passes(part: Part, pool: int = 1) -> Iterator[Collective]:
     tokens = part.tp * 64
     one_each = (1,) * pool if pool > 1 else ()
     load = Load(
-        Attended(tokens, tokens, 1, 0, 0, one_each, one_each, one_each, one_each),
+        Attended(tokens, tokens, 0, 0, one_each, one_each, one_each, one_each),
         targets=tokens,
         rows=1,
         most_rows=1,

@@ -4,7 +4,7 @@ Collectives inside parts and of their gradients are the parts' statements; this 
 parts, and says who receives. Counted as `footprint.py` says.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
@@ -12,7 +12,6 @@ from omni.planning.rank_work import RankWork
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
 from parallel.axes import group_of
-from parallel.boundary import Route
 from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
 from parallel.work import Collective
@@ -97,17 +96,9 @@ def _boundary_calls(spec: RunSpec, work: RankWork, op: Op) -> Iterator[Call]:
     if route.is_local:
         return
     if route.transport in ("reduce_scatter", "all_gather"):
-        size = (len(ranks) - 1) * _block(route) * work.row_bytes
+        size = (len(ranks) - 1) * route.block * work.row_bytes
         yield label, route.transport, {ring(ranks, work.rank): size}, 1
         return
     for hop in hops(route.transport, route.traffic(), route.nodes):
         sent = {ranks[to]: rows * work.row_bytes for (by, to), rows in hop.items() if by == work.position}
         yield label, "all_to_all", sent, 1
-
-
-def _block(route: Route) -> int:
-    """Rows of each rank's share of the buffer of a reduce-scatter or all-gather."""
-    rows: Counter[int] = Counter()
-    for segment in route.segments:
-        rows[segment.source if route.transport == "all_gather" else segment.destination] += segment.length
-    return max(rows.values(), default=0)

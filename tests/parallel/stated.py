@@ -51,7 +51,10 @@ class Stated:
     def input_bytes(self, load: Load) -> int:
         return 0
 
-    def scratch_bytes(self, load: Load) -> int:
+    def shared_bytes(self, load: Load) -> int:
+        return 0
+
+    def gathered_bytes(self, load: Load) -> int:
         return 0
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:

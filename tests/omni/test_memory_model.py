@@ -1,0 +1,89 @@
+"""What once made the model of memory differ from rehearsals, one case a cause."""
+
+from pathlib import Path
+
+import pytest
+from small import overrides, write_mixed
+
+from omni.commands.plan import plan_of_step
+from omni.compose import compose_config
+from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import for_gpus
+from omni.rehearsal.footprint_model import model_footprint
+from omni.rehearsal.rehearse import rehearse
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("memory") / "mixed"
+    write_mixed(path)
+    return path
+
+
+MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
+CAUSES = {
+    "parts share the rotation and gathered tokens": (
+        4,
+        [0, 3],
+        ["layout.llm.tp=2", "layout.llm.pp=2", "layout.llm.parts=2", "pipeline=interleaved"],
+    ),
+    "gradients of the output are added up chunk by chunk": (
+        2,
+        [1],
+        ["layout.llm.tp=2", "model.llm.loss_chunk=16", "model.llm.tied=false", "model.llm.vocab=8192"],
+    ),
+    "a gate has two gradients": (1, [0], ["model.llm.ffn=2048"]),
+    "a message is the gradient of the last layer's output": (
+        2,
+        [0],
+        ["layout.llm.pp=2", "model.llm.ffn=256"],
+    ),
+    "collectives move rows in buffers of all ranks": (
+        4,
+        [0, 3],
+        [
+            "placement=disaggregated",
+            "placement.ranks=3",
+            "pipeline=one_f_one_b",
+            "boundary.transport=all_gather",
+        ],
+    ),
+    "experts weigh their products in single precision": (1, [0], [MOE]),
+    "no dispatcher holds a pass that is done": (1, [0], [MOE, "model.llm.recompute=full"]),
+    "a rank attends to some tokens of its own beside shared ones": (
+        2,
+        [0, 1],
+        ["llm_sp=dynamic", "encoder_sp=long_short", "layout.domain=2", "cluster.link_latency_ns=0"],
+    ),
+    "a frozen LLM keeps no inputs of its linears": (
+        1,
+        [0],
+        ["+optim.components={llm: {frozen: [[1, 9]]}}", "model.llm.ffn=4096"],
+    ),
+    "one rank with all of the vocabulary has three tensors of its chunk": (
+        1,
+        [0],
+        ["model.llm.loss_chunk=64", "model.llm.vocab=8192"],
+    ),
+    "a rank with both ends has one embedding": (
+        1,
+        [0],
+        ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.vocab=8192"],
+    ),
+    "parts of one rank hand gradients on without a message": (
+        1,
+        [0],
+        ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.recompute=full"],
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
+    world, ranks, more = CAUSES[cause]
+    line = overrides(data, data / "run", "model.llm.layers=4", "train.precision=bf16", *more)
+    spec = for_gpus(prepare_run(compose_config(line), world))
+    for rank in ranks:
+        plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
+        found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
+        assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
