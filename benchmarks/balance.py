@@ -4,7 +4,7 @@
         [--policy none,lpt] [--sharing none,dynamic] [--domains 1,8,64] [--groups 1,256] [--samples 16]
         [--deal by_length] [--seeds 20] [--jobs 2]
 
-A model of 1 B with a ViT of 0.4 B (llama3_1b_so400m, tp=pp=1) on `cluster=h100_8x8`, 16 samples a rank, full
+A model of 1 B with a ViT of 0.4 B (llama3_1b_so400m, tp=pp=1) on `cluster=h100`, 16 samples a rank, full
 attention over whole images, videos and recordings, which the ViT takes all alike. Every registered policy of
 balance, sequences shared by `dynamic`, by `dhp` and by none; domains of 1 to 64 ranks (of 1, 8 and 64 from
 4,096 ranks on); samples reordered in groups of one domain (not at all), of 256 ranks (the default) and of
@@ -76,7 +76,7 @@ def configure(samples: int, deal: str | None = None) -> Config:
     """
     return compose_config(
         [
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "data.microbatch_tokens=131072",
+            "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.microbatch_tokens=131072",
             "train.steps=1", "train.precision=bf16", "data.step_tokens=null", f"data.step_samples={samples}",
             "+data.sources.trace.path=none", *([f"deal={deal}"] if deal else []),
         ]

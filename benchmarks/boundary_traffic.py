@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.boundary import Route, Rows, make_route
-from parallel.costs import Link, Links
+from parallel.cluster import Link, Links
 from parallel.sequence import SequenceLayout, Shard
 from parallel.shipping import make_ends, ship
 from parallel.transports import choose_transport, node_map, route_bytes

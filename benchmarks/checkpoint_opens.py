@@ -123,7 +123,7 @@ def specs(folder: Path) -> tuple[list[str], RunSpec, RunSpec]:
     small += ["model.llm.ffn=1408", "layout.llm.tp=2", "layout.llm.pp=2", "train.precision=fp32"]
     small += ["data.step_samples=2"]
     large = [*common, "model=llama3_70b_vit_2b4", "layout=tp8_pp4", "data.step_samples=128"]
-    large += ["cluster=h100_8x8"]
+    large += ["cluster=h100"]
     return small, prepare_run(compose_config(small), REAL), prepare_run(compose_config(large), WORLD)
 
 

@@ -28,7 +28,7 @@ from omni.config import SourceConfig
 from omni.planning.fullest import check_memory
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.estimate import estimate
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
@@ -89,7 +89,7 @@ def prepare(folder: Path) -> RunSpec:
     config.data.sources["trace"] = config.data.sources.pop("longtail")
     config.data.sources["trace"].weight = 15
     config.data.sources["texts"] = SourceConfig(path=str(folder / "longest"))
-    return for_gpus(prepare_run(config, planned_ranks(config)))
+    return prepare_run(config, planned_ranks(config))
 
 
 def plan(spec: RunSpec) -> dict[str, Any]:

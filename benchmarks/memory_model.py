@@ -19,7 +19,7 @@ from omni.compose import compose_config
 from omni.planning.layouts import planned_ranks
 from omni.planning.memory import KINDS
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import owned_parameters, rehearse
@@ -66,7 +66,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])
         use_trace(config, arguments.trace, Path(folder) / "trace")
-        spec = for_gpus(prepare_run(config, planned_ranks(config)))
+        spec = prepare_run(config, planned_ranks(config))
         plans = dict(enumerate(spec.planner.all_domains(1, 0)))
         for plan in plans.values():
             spec.planner.verify(plan)

@@ -25,7 +25,7 @@ from infra.run_folder import write_text
 from omni.compose import compose_config
 from omni.config import SourceConfig
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from pipeline.costs import plan_costs, simulate
 from pipeline.drawing import Row, rows_of, svg
 from pipeline.ops import COMPUTE
@@ -45,7 +45,7 @@ SYSTEMS = {
 DRAWN = ("stage0", "joint, split")
 OVERRIDES = (
     "model=llama3_1b_so400m",
-    "cluster=h100_8x8",
+    "cluster=h100",
     "train.precision=bf16",
     f"layout.llm.pp={STAGES}",
     f"data.microbatch_tokens={MICROBATCH}",
@@ -76,7 +76,7 @@ def prepare(folder: Path, weights: Sequence[int], overrides: Sequence[str], besi
         for name, weight in zip(("images", "text"), weights, strict=True)
     }
     config.data.heldout = {}
-    return for_gpus(prepare_run(config, STAGES + beside))
+    return prepare_run(config, STAGES + beside)
 
 
 def measure(spec: RunSpec) -> tuple[Timeline, float, float]:

@@ -31,7 +31,7 @@ from typing import Any
 from omni.compose import compose_config
 from omni.planning.fullest import check_rank
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 
@@ -66,7 +66,7 @@ def prepare(folder: Path, gpus: int, replicas: int, schedule: str | None) -> Run
         config.data.heldout = {}
     else:
         use_trace(config, "longtail", path, SAMPLES)
-    return for_gpus(prepare_run(config, gpus))
+    return prepare_run(config, gpus)
 
 
 def measure(spec: RunSpec, steps: int) -> dict[str, Any]:

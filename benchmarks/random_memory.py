@@ -28,7 +28,7 @@ from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.fullest import fullest_rank
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.rehearsal.stand_in_data import write_trace_dataset
@@ -152,6 +152,7 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
 def compose(folder: Path, case: Case) -> Config:
     """The configuration of a case."""
     fixed = ["~experiment", "model=tiny", "data.on_long=truncate", "train.steps=3", "train.precision=bf16"]
+    fixed += ["cluster.queues=one"]  # as GPUs have it
     data = [f"+data.sources.trace.path={folder / case.trace}", f"run.dir={folder / 'run'}"]
     return compose_config([*fixed, *data, *case.keys])
 
@@ -189,7 +190,7 @@ def main() -> int:
             rng, number = random.Random(f"{given.seed} {number}"), number + 1
             case = draw(rng, policies)
             try:
-                spec = for_gpus(prepare_run(compose(Path(name), case), case.world))
+                spec = prepare_run(compose(Path(name), case), case.world)
                 found = deviations(spec, rng)
             except ValueError as error:
                 key = KEY.search(str(error))

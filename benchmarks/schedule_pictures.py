@@ -16,7 +16,7 @@ from pathlib import Path
 from infra.run_folder import write_text
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
 from pipeline.drawing import Row, idle_ns, rows_of, svg
@@ -25,7 +25,7 @@ from pipeline.simulator import Timeline
 STAGES = 4
 OVERRIDES = (
     "model=llama3_1b_so400m",
-    "cluster=h100_8x8",
+    "cluster=h100",
     "train.precision=bf16",
     f"launch.ranks={STAGES}",
     f"layout.llm.pp={STAGES}",
@@ -50,7 +50,7 @@ def prepare(folder: Path, trace: str, overrides: list[str]) -> RunSpec:
     """The run as GPUs would have it, on samples of a trace."""
     config = compose_config([*OVERRIDES, f"run.dir={folder / 'run'}", *overrides])
     use_trace(config, trace, folder / trace)
-    return for_gpus(prepare_run(config, STAGES))
+    return prepare_run(config, STAGES)
 
 
 def timeline_of(spec: RunSpec) -> Timeline:

@@ -3,7 +3,7 @@
     python benchmarks/sequence_policies.py [--batches 8] [--samples 16]
 
 Every image and video of the `longtail` trace is one sequence of a ViT so400m with full attention, up to
-460,800 patches, on the ranks of `cluster=h100_8x8`: 8, 32 and 64 ranks in one pool, 16 samples a rank and
+460,800 patches, on the ranks of `cluster=h100`: 8, 32 and 64 ranks in one pool, 16 samples a rank and
 batch. Nothing is measured but the planning time; the times are those of the cost table, for one forward pass
 in bf16. That is the harder case: in a training step, exchanges double where work triples.
 
@@ -27,7 +27,9 @@ from dataclasses import replace
 from dataloader.trace import generate
 from omni.compose import compose_config
 from omni.models.registry import make_encoder
-from parallel.costs import Cluster, table_from_work
+from omni.planning.clusters import cluster_of
+from parallel.cluster import Cluster
+from parallel.costs import table_from_work
 from parallel.policies import Pool, SharingPolicy, make_pool
 from parallel.policies.pool import degree_times
 from parallel.policy import find, registered
@@ -49,12 +51,12 @@ def so400m_on_h100() -> tuple[SequenceCost, int, Cluster]:
     """Cost of the vision encoder's sequences between nodes, its splittable unit, and the cluster."""
     config = compose_config(
         [
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "data.microbatch_tokens=131072",
+            "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.microbatch_tokens=131072",
             "train.steps=1", "+data.sources.trace.path=none",
         ]
     )  # fmt: skip
     encoder = make_encoder("image", config.model.encoders["image"])
-    cluster = Cluster(**config.cluster.figures)
+    cluster = cluster_of(config.cluster, "bf16")
     attention = encoder.attention()
     width = config.model.llm.hidden
     table = table_from_work({"image": encoder.work(width, BF16)}, cluster, width * BF16)

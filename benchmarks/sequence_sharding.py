@@ -26,11 +26,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from omni.compose import compose_config
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.layer_sizes import encoder_layers
 from omni.models.layers import layer_submodules, transformer_config
+from omni.planning.clusters import cluster_of
 from omni.planning.sharing import Sharing
-from parallel.costs import Cluster, table_from_work
+from parallel.costs import table_from_work
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, model_parallel_cuda_manual_seed
 from parallel.packed import PackedTokens, Sharding
 from parallel.policies import SharingPolicy, make_pool
@@ -46,7 +48,7 @@ POLICIES = {
     if not (policy := find(SharingPolicy, name, "policy")).within_replica
 }
 ENCODER = ViTEncoder(ViTConfig(layers=4, hidden=128, heads=8, ffn=512, max_side=4096))
-CPU = Cluster("cpu", 80 * 10**9, 0.6, 10**10, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 0)
+CPU = cluster_of(compose_config(["cluster.op_overhead_ns=0"]).cluster, "fp32")
 FP32 = 4
 EXTRA_STEPS = 2
 LONGEST = 4096  # tokens

@@ -30,7 +30,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import prepare_run
 from omni.planning.rank_work import RankWork, rank_work
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.planning.work import part_axes
 from omni.rehearsal.rehearse import rehearse
 from omni.rehearsal.stand_in_data import use_trace
@@ -143,7 +143,7 @@ def check(name: str, line: list[str], seed: int, num_ranks: int) -> dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*line, f"run.dir={folder}"])
         use_trace(config, "balanced", Path(folder) / "trace")
-        spec = for_gpus(prepare_run(config, planned_ranks(config)))
+        spec = prepare_run(config, planned_ranks(config))
         axes = part_axes(spec.work, spec.encoders, spec.arrangement, spec.cluster)
         world = spec.arrangement.world
         ranks = sorted(Random(seed).sample(range(world), min(num_ranks, world)))

@@ -3,7 +3,7 @@
     python benchmarks/whole_step.py [--layout tp8_pp4,tp2_pp4] [--trace longtail,shift] [--balance lpt,…]
         [--schedule joint,…] [--ranks 512] [--samples 16] [--domain 1] [--domains N] [--jobs 1] [--quick]
 
-Two layouts on `cluster=h100_8x8`, 16 samples a rank, sequences shared by `dynamic`: Llama 3 70B with a ViT
+Two layouts on `cluster=h100`, 16 samples a rank, sequences shared by `dynamic`: Llama 3 70B with a ViT
 of 2.4 B, both tp 8, pp 4; and a model of 1 B with a ViT of 0.4 B, both tp 2, pp 4. The ViT takes images,
 videos and recordings alike; of a sample longer than `data.microbatch_tokens` a prefix is kept. `shift` is the
 step after the jump. Every domain is planned, as all its ranks would, and run by the machine with one queue a
@@ -40,7 +40,7 @@ from dataloader.trace import all_as, generate
 from omni.compose import compose_config
 from omni.planning.cut import told
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.planning.traces import others
 from parallel.costs import CostTable
 from parallel.policy import find, registered
@@ -53,7 +53,7 @@ SAMPLES = 16  # of a rank
 LAYOUTS = {
     "tp8_pp4": ("experiment=llama3_70b", "layout=tp8_pp4", "+data.sources.trace.path=none"),
     "tp2_pp4": (
-        "~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "layout=tp2",
+        "~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1", "layout=tp2",
         "layout.llm.pp=4", "+layout.encoders.image.tp=2", "data.microbatch_tokens=16384",
         "data.on_long=truncate", "train.precision=bf16", "+data.sources.trace.path=none",
     ),
@@ -98,7 +98,7 @@ def prepare(
             f"data.step_samples={count}",
         ]
     )  # fmt: skip
-    return for_gpus(prepare_run(config, ranks, all_as("image", trace_of(trace, count))))
+    return prepare_run(config, ranks, all_as("image", trace_of(trace, count)))
 
 
 def without_exchanges(domain: DomainPlan, table: CostTable) -> ComputeCost:

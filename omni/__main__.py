@@ -12,7 +12,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni train experiment=quickstart         train; every key of the configuration may follow
   omni train --help                        configuration groups and all keys with their values
   omni resume runs/NAME                    go on with a run; with --fork FOLDER begin a stage with its weights
-  omni plan --trace longtail cluster=h100_8x8 launch.ranks=64   time, MFU and memory of a step, without ranks
+  omni plan --trace longtail cluster=h100 launch.ranks=64   time, MFU and memory of a step, without ranks
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file

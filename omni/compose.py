@@ -85,11 +85,29 @@ def load_config(path: Path) -> Config:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
     try:
-        if isinstance(loaded, DictConfig) and "deal" not in loaded:
-            loaded["deal"] = {"policy": "by_length"}  # saved before there was a choice
+        if isinstance(loaded, DictConfig):
+            _convert(loaded)
         return _typed(loaded)
     except ConfigError as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
+
+
+def _convert(saved: DictConfig) -> None:
+    """Bring what earlier versions saved to the keys of this one."""
+    if "deal" not in saved:
+        saved["deal"] = {"policy": "by_length"}
+    cluster = saved.get("cluster") or {}
+    if isinstance(cluster.get("efficiency"), float):  # one peak and one share, of the run's own precision
+        share, peak = cluster["efficiency"], cluster["flops"]
+        both = ("fp32", "bf16")
+        cluster["flops"] = dict.fromkeys(both, peak)
+        cluster["efficiency"] = {
+            "products": dict.fromkeys(both, share),
+            "attention": share,
+            "attention_backward": share,
+        }
+        cluster["device"] = "cpu" if cluster["name"] == "cpu" else "cuda"
+        cluster["queues"] = "per_communicator" if cluster["name"] == "cpu" else "one"
 
 
 def _typed(values: DictConfig | ListConfig) -> Config:

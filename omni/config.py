@@ -307,31 +307,53 @@ class OptimConfig:
 
 
 @dataclass
+class EfficiencyConfig:
+    """Shares that work reaches: products of large matrices of the peak of their precision; attention of that
+    of activations, in a backward counted as twice a forward; whatever moves bytes of the rates of memory and
+    links.
+    """
+
+    products: dict[str, float] = MISSING
+    attention: float = MISSING
+    attention_backward: float = MISSING
+    memory: float = 1.0
+    node_link: float = 1.0
+    link: float = 1.0
+
+
+@dataclass
 class ClusterConfig:
-    """What a rank, its memory and its links can do: FLOP/s, bytes/s, nanoseconds. `link` is between nodes of
-    `ranks_per_node` neighbouring ranks, `node_link` inside one. `issue_ns` is what a rank that computes
-    itself spends on each communication that it issues or takes in. `memory_bytes: null` is not checked. `env`
-    are variables that ranks find in their environment there, such as NCCL's.
+    """What a rank, its memory and its links can do: peak FLOP/s by precision, bytes/s, nanoseconds.
+
+    `node_link` is inside a node of `ranks_per_node` neighbouring ranks, `link` between nodes and `far_link`
+    between rails of `ranks_per_rail` ranks; null: all are on one. `issue_ns` is what a rank that computes
+    itself spends on each communication that it issues or takes in. Communicators of a rank run in `queues`,
+    `one` for all or `per_communicator`. `memory_bytes: null` is not checked, `price_per_hour` that of a rank
+    in any currency. `device` is "cpu" or "cuda". `env` are variables that ranks find in their environment
+    there, such as NCCL's.
     """
 
     name: str = MISSING
-    flops: int = MISSING
-    efficiency: float = MISSING
+    device: str = "cuda"
+    flops: dict[str, int] = MISSING
+    efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
     memory_bytes_per_s: int = MISSING
-    link_bytes_per_s: int = MISSING
-    link_latency_ns: int = MISSING
     ranks_per_node: int = MISSING
     node_link_bytes_per_s: int = MISSING
     node_link_latency_ns: int = MISSING
+    link_bytes_per_s: int = MISSING
+    link_latency_ns: int = MISSING
+    ranks_per_rail: int | None = None
+    far_link_bytes_per_s: int | None = None
+    far_link_latency_ns: int | None = None
     op_overhead_ns: int = MISSING
-    memory_bytes: int | None = None
+    launch_ns: int = 0
+    dispatch_ns: int = 0
     issue_ns: int = 0
+    queues: str = "one"
+    memory_bytes: int | None = None
+    price_per_hour: float | None = None
     env: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """All but the environment: the fields of `parallel.costs.Cluster`."""
-        return {key: value for key, value in vars(self).items() if key != "env"}
 
 
 @dataclass

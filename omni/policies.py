@@ -7,7 +7,7 @@ from dataloader.balance import BalancePolicy, Bins, SampleCosts
 from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
-from parallel.costs import Link, Links
+from parallel.cluster import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
 from parallel.policies import Pool, SharingPolicy
 from parallel.policy import Policy, PolicyError

@@ -1,80 +1,21 @@
-"""What work costs: clusters, and a numbered table of integer nanoseconds that every planner reads.
+"""What work costs: a numbered table of integer nanoseconds that every planner reads.
 
 No floating point enters a decision. Coefficients are integers in femtoseconds, results integers in
 nanoseconds, so all ranks, machines and Python versions agree on them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parallel.cluster import Cluster, Link, Links
 from parallel.laws import FS_PER_NS, Direction, Law, Laws
-from parallel.work import Collective, Grad, Load, Part, even_load, part_name
+from parallel.work import Collective, Grad, Load, Part, Work, even_load, part_name
 
 # Tokens at which a statement is asked what a token takes: so many, of all usual sizes multiples, that integer
 # divisions by tensor-parallel ranks and merge windows leave nothing.
 _REFERENCE = 720_720 * 64
-
-
-@dataclass(frozen=True)
-class Link:
-    """What one message costs between two ranks."""
-
-    latency_ns: int
-    bytes_per_s: int
-
-    def bytes_ns(self, num_bytes: int) -> int:
-        """Nanoseconds that so many bytes take, latency apart."""
-        return num_bytes * 10**9 // self.bytes_per_s
-
-    def message_ns(self, num_bytes: int) -> int:
-        """Nanoseconds of one message."""
-        return self.latency_ns + self.bytes_ns(num_bytes)
-
-
-@dataclass(frozen=True)
-class Links:
-    """The links of a rank: `inside` its node and `across` nodes.
-
-    Both kinds work at the same time, and in both directions.
-    """
-
-    inside: Link
-    across: Link
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """What a rank and the links between ranks can do.
-
-    `flops` is the peak of one rank in FLOP/s at the training precision and `efficiency` the share of it that
-    layers reach; `memory_bytes_per_s` is what it reads and writes its own memory at; `link_bytes_per_s` and
-    `link_latency_ns` describe one message between two nodes, the `node_link` ones one inside a node of
-    `ranks_per_node` neighbouring ranks; `op_overhead_ns` is what starting any op costs, and `issue_ns` what a
-    rank that computes itself spends on issuing a communication, and again on taking in what came (0 where a
-    host does that meanwhile). A rank's device holds `memory_bytes`, None if that is not to be checked.
-    """
-
-    name: str
-    flops: int
-    efficiency: float
-    memory_bytes_per_s: int
-    link_bytes_per_s: int
-    link_latency_ns: int
-    ranks_per_node: int
-    node_link_bytes_per_s: int
-    node_link_latency_ns: int
-    op_overhead_ns: int
-    memory_bytes: int | None = None
-    issue_ns: int = 0
-
-    @property
-    def links(self) -> Links:
-        """The links inside a node and between nodes."""
-        return Links(
-            Link(self.node_link_latency_ns, self.node_link_bytes_per_s),
-            Link(self.link_latency_ns, self.link_bytes_per_s),
-        )
+_HALVES = (Grad.INPUT, Grad.WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -93,42 +34,23 @@ class Talk:
 class WorkCost:
     """Time of passes through a part, linear in tokens and in the sum of squared lengths.
 
-    Compute takes what the `learnt` laws say, if there are any, else what was stated: a backward takes
-    `backward_factor` forwards, those of recomputation included, and `attention_again` times the attention
-    alone, and its gradients of weights that can be put off `weight_fs` for a token, as much as a forward
-    unless given. Each of `exchanges` layers exchanges shared sequences, once in and once out. What ranks of a
-    layer tell each other otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves
-    of a backward. Reducing gradients and gathering weights, once a step, takes `reduce_ns`. A forward keeps
-    `kept_token` bytes for each token until its backward.
+    Compute takes what the `learnt` laws say, if there are any, else the `stated` ones, recomputation being
+    part of the backward for inputs. Layers exchange shared sequences `exchanges` times in a forward and
+    `back_exchanges` times in a backward, each time in and out. What ranks of a layer tell each other
+    otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves of a backward.
+    Reducing gradients and gathering weights, once a step, takes `reduce_ns`. A forward keeps `kept_token`
+    bytes for each token until its backward.
     """
 
-    token_fs: int
-    square_fs: int
-    overhead_ns: int
-    backward_factor: int = 2
+    stated: Laws
     exchanges: int = 0
-    attention_again: int = 0
+    back_exchanges: int = 0
     forward_talk: Talk = Talk()
     input_talk: Talk = Talk()
     weight_talk: Talk = Talk()
     reduce_ns: int = 0
-    weight_fs: int | None = None
     kept_token: int = 0
     learnt: Laws | None = None
-
-    @cached_property
-    def stated(self) -> Laws:
-        """The laws of compute that the statement gives."""
-        weight_fs = self.token_fs if self.weight_fs is None else self.weight_fs
-        return Laws(
-            forward=Law(self.token_fs, self.square_fs, self.overhead_ns),
-            input=Law(
-                max(0, self.backward_factor * self.token_fs - weight_fs),
-                (self.backward_factor + self.attention_again) * self.square_fs,
-                (self.backward_factor - 1) * self.overhead_ns,
-            ),
-            weight=Law(weight_fs, 0, self.overhead_ns),
-        )
 
     @property
     def laws(self) -> Laws:
@@ -141,18 +63,9 @@ class WorkCost:
 
     def compute_ns(self, tokens: int, squares: int, direction: Direction = None) -> int:
         """Nanoseconds of a pass over `tokens` in sequences whose squared lengths sum to `squares`, what its
-        layers communicate apart. Recomputation is part of the backward for inputs.
+        layers communicate apart.
         """
-        if self.learnt is not None:
-            return self.learnt.ns(tokens, squares, direction)
-        forward = self.stated.forward.ns(tokens, squares)
-        if direction is None:
-            return forward
-        weight = self.stated.weight.ns(tokens, squares)
-        if direction is Grad.WEIGHT:
-            return weight
-        both = self.backward_factor * forward + self.attention_again * self.square_fs * squares // FS_PER_NS
-        return both if direction is Grad.BOTH else both - weight
+        return self.laws.ns(tokens, squares, direction)
 
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass; what a layer exchanges takes `exchange_ns`."""
@@ -176,9 +89,8 @@ class WorkCost:
             return self.forward_talk.ns(tokens) + self.exchanges * exchange_ns
         if grad is Grad.WEIGHT:
             return self.weight_talk.ns(tokens)
-        exchanged = (self.backward_factor - 1 + self.attention_again) * self.exchanges * exchange_ns
         later = self.weight_talk.ns(tokens) if grad is Grad.BOTH else 0
-        return self.input_talk.ns(tokens) + later + exchanged
+        return self.input_talk.ns(tokens) + later + self.back_exchanges * exchange_ns
 
 
 @dataclass(frozen=True)
@@ -219,10 +131,17 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks of a group, and the link that its slowest member talks over."""
+    """The ranks of a group, the link that its rings go over, and that on which each sends to each
+    (all-to-all), which is the same unless given.
+    """
 
     ranks: int
     link: Link
+    pairs: Link | None = None
+
+    def of(self, kind: str) -> Link:
+        """Return the link of a kind of collective."""
+        return self.pairs or self.link if kind == "all_to_all" else self.link
 
 
 Axes = Mapping[str, Axis]
@@ -235,7 +154,9 @@ def collectives_ns(collectives: Iterable[Collective], axes: Axes) -> int:
     Exchanges of shared sequences are not among them: a plan knows their time.
     """
     return sum(
-        one.calls * axes[one.axis].link.message_ns(one.bytes) for one in collectives if one.axis != "pool"
+        one.calls * axes[one.axis].of(one.kind).message_ns(one.bytes)
+        for one in collectives
+        if one.axis != "pool"
     )
 
 
@@ -250,52 +171,112 @@ def table_from_work(
 ) -> CostTable:
     """Derive the first table from statements and the cluster's figures; `learning.py` corrects it.
 
-    A roofline (Williams, Waterman and Patterson, 2009): a token takes the longer of its arithmetic and its
-    memory traffic. All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width,
-    `axes` are the groups of each part.
+    All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width, `axes` are the
+    groups of each part.
     """
-    costs = {name: work_cost(part, cluster, (axes or {}).get(name, {})) for name, part in parts.items()}
+    costs = of_each(parts, axes or {}, lambda name, own: work_cost(parts[name], cluster, own))
     return CostTable(number, costs, cluster.links, row_bytes, components, between, cluster.issue_ns)
 
 
+def of_each(
+    parts: Mapping[str, Part], axes: Mapping[str, Axes], read: Callable[[str, Axes], WorkCost]
+) -> dict[str, WorkCost]:
+    """Return what is read off each part, by its name and groups: once for equal parts, as virtual stages."""
+    read_before: list[tuple[Part, Axes, WorkCost]] = []
+    found = {}
+    for name, part in parts.items():
+        own = axes.get(name, {})
+        cost = next((cost for other, of, cost in read_before if of is own and other == part), None)
+        if cost is None:
+            cost = read(name, own)
+            read_before.append((part, own, cost))
+        found[name] = cost
+    return found
+
+
 def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
-    """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none."""
-    effective = max(1, int(cluster.flops * cluster.efficiency))
-    many, long, none = _load(part, _REFERENCE), _load(part, 0, _REFERENCE), _load(part, 0)
-    of_tokens, of_squares, of_nothing = (part.forward(load) for load in (many, long, none))
-    token_bytes = of_tokens.bytes - of_nothing.bytes
-    back_tokens, back_squares = (part.backward(load, Grad.BOTH).flops for load in (many, long))
-    factor = -(-back_tokens // of_tokens.flops) if of_tokens.flops else 2
-    again = -(-back_squares // of_squares.flops) - factor if of_squares.flops else 0
+    """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none.
 
-    def talk(of_many: Iterable[Collective], of_none: Iterable[Collective]) -> Talk:
-        fixed = collectives_ns(of_none, axes)
-        return Talk((collectives_ns(of_many, axes) - fixed) * FS_PER_NS // _REFERENCE, fixed)
-
-    halves = (
-        talk(part.backward(many, half).collectives, part.backward(none, half).collectives)
-        for half in (Grad.INPUT, Grad.WEIGHT)
-    )
+    Products, attention and memory traffic take their times one after the other. A roofline (Williams,
+    Waterman and Patterson, 2009) takes the longest of them; kernels overlap them in part, and products that
+    are small reach less of the peak by as much as they move for each FLOP, which a sum says and a maximum
+    does not.
+    """
+    many, long, none = (_load(part, *of) for of in ((_REFERENCE,), (0, _REFERENCE), (0,)))
+    forward = [part.forward(load) for load in (many, long, none)]
+    input_, weight = ([part.backward(load, half) for load in (many, long, none)] for half in _HALVES)
+    # Of the attention in a backward two forwards' FLOPs are its own, and more of them recomputation.
+    of_squares, back_squares = forward[1].flops, input_[1].flops + weight[1].flops
+    again = max(0, -(-back_squares // of_squares) - 2) if of_squares else 0
+    passes = -(-(input_[0].flops + weight[0].flops) // forward[0].flops) if forward[0].flops else 2
+    square_fs = _fs(of_squares, cluster.attention)
+    back_fs = _fs(back_squares - again * of_squares, cluster.attention_backward) + again * square_fs
     sizes = {name: axis.ranks for name, axis in axes.items()}
-    token_fs = max(
-        of_tokens.flops * 10**15 // (_REFERENCE * effective),
-        token_bytes * 10**15 // (_REFERENCE * cluster.memory_bytes_per_s),
-    )
-    put_off = part.backward(many, Grad.WEIGHT).flops
+    forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks_by_axis(part, axes))
     return WorkCost(
-        token_fs=token_fs,
-        square_fs=of_squares.flops * 10**15 // (_REFERENCE * effective),
-        overhead_ns=cluster.op_overhead_ns + of_nothing.bytes * 10**9 // cluster.memory_bytes_per_s,
-        backward_factor=factor,
+        Laws(
+            forward=_law(forward, cluster, square_fs, passes=1),
+            input=_law(input_, cluster, back_fs, passes=passes - 1),
+            weight=_law(weight, cluster, 0, passes=1),
+        ),
         exchanges=part.layers,
-        attention_again=max(0, again),
-        forward_talk=talk(of_tokens.collectives, of_nothing.collectives),
-        input_talk=next(halves),
-        weight_talk=next(halves),
+        back_exchanges=part.layers * (1 + max(passes - 2, again)),
+        forward_talk=forward_talk,
+        input_talk=input_talk,
+        weight_talk=weight_talk,
         reduce_ns=collectives_ns(part.reduction(sizes), axes),
-        weight_fs=token_fs * put_off // of_tokens.flops if of_tokens.flops else 0,
-        kept_token=-(-of_tokens.kept // _REFERENCE),
+        kept_token=-(-forward[0].kept // _REFERENCE),
     )
+
+
+def _law(works: Sequence[Work], cluster: Cluster, square_fs: int, passes: int) -> Law:
+    """The law of passes that take such works for many tokens, for a long sequence, and for none."""
+    many, _, none = works
+    token_fs = (
+        _fs(many.flops - many.plain_flops, cluster.products)
+        + _fs(many.plain_flops, cluster.plain_products)
+        + _fs(many.bytes - none.bytes, cluster.moved_per_s)
+    )
+    fixed_ns = (
+        passes * cluster.op_overhead_ns
+        + none.launches * cluster.launch_ns
+        + none.dispatches * cluster.dispatch_ns
+        + none.bytes * 10**9 // cluster.moved_per_s
+    )
+    return Law(token_fs, square_fs, fixed_ns)
+
+
+def _fs(amount: int, per_s: int) -> int:
+    """Femtoseconds that a token's share of what `_REFERENCE` tokens take lasts."""
+    return amount * 10**15 // (_REFERENCE * per_s)
+
+
+def talks_by_axis(part: Part, axes: Axes) -> tuple[dict[str, Talk], dict[str, Talk], dict[str, Talk]]:
+    """Return what a forward and the two halves of a backward communicate in a part's layers, by axis."""
+    many, none = _load(part, _REFERENCE), _load(part, 0)
+    of_passes = (
+        [part.forward(load), *(part.backward(load, half) for half in _HALVES)] for load in (many, none)
+    )
+    talks = []
+    for of_many, of_none in zip(*of_passes, strict=True):
+        names = dict.fromkeys(one.axis for one in (*of_many.collectives, *of_none.collectives))
+        talks.append({axis: _talk(axis, of_many, of_none, axes) for axis in names})
+    forward, input_, weight = talks
+    return forward, input_, weight
+
+
+def _talk(axis: str, of_many: Work, of_none: Work, axes: Axes) -> Talk:
+    many, none = (
+        collectives_ns([one for one in work.collectives if one.axis == axis], axes)
+        for work in (of_many, of_none)
+    )
+    return Talk((many - none) * FS_PER_NS // _REFERENCE, none)
+
+
+def sum_talks(talks: Iterable[Talk]) -> Talk:
+    """Return what several communicate one after the other."""
+    all_of_them = list(talks)
+    return Talk(sum(of.token_fs for of in all_of_them), sum(of.fixed_ns for of in all_of_them))
 
 
 def _load(part: Part, tokens: int, squares: int = 0) -> Load:

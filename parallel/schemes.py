@@ -10,7 +10,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from parallel.costs import CostTable, Link
+from parallel.cluster import Link
+from parallel.costs import CostTable
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
     AttentionShape,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from parallel.costs import Links
+from parallel.cluster import Links
 from parallel.policy import Policy
 from parallel.transports import TRANSPOSED, RowCounts, choose_transport
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parallel.costs import Links
+from parallel.cluster import Links
 
 # Each transport and the one that carries the transposed route.
 TRANSPOSED: Mapping[str, str] = {

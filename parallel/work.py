@@ -137,6 +137,8 @@ def all_to_all(axis: str, to: Sequence[int], calls: int = 1) -> tuple[Collective
 class Work:
     """What a pass takes on one rank: FLOPs (recomputation included), bytes read and written, collectives.
 
+    `plain_flops` are those of `flops` whose products no format of 8 bits or less takes. `launches` are layers
+    whose kernels are started, `dispatches` those of them that sort tokens by their experts.
     `kept` is what stays in memory for the backward when a forward is done, or for gradients of weights that
     are put off when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a
     moment when all that it finds kept is still there; `last` what the end of a backward needs, when all is
@@ -149,6 +151,9 @@ class Work:
     kept: int = 0
     workspace: int = 0
     last: int = 0
+    plain_flops: int = 0
+    launches: int = 0
+    dispatches: int = 0
 
 
 @dataclass(frozen=True)
@@ -276,6 +281,9 @@ def _summed(works: Sequence[Work], workspace: int) -> Work:
         kept=sum(work.kept for work in works),
         workspace=workspace,
         last=works[0].last if works else 0,
+        plain_flops=sum(work.plain_flops for work in works),
+        launches=sum(work.launches for work in works),
+        dispatches=sum(work.dispatches for work in works),
     )
 
 

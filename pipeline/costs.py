@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from parallel.costs import CostTable, Link
+from parallel.cluster import Link
+from parallel.costs import CostTable
 from parallel.learning import Sample
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op

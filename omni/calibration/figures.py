@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from parallel.costs import Link
+from parallel.cluster import Link
 
 _UNSURE = " (unsure: bytes not told from latency; measure again with nothing beside it)"
 
@@ -16,15 +16,15 @@ _UNSURE = " (unsure: bytes not told from latency; measure again with nothing bes
 class Measured:
     """What one rank measured.
 
-    FLOP/s of matrix products by their size, of attention by tokens, and of a layer; bytes that memory reads
-    and writes in a second; nanoseconds of a pass over one token, and those that issuing a message, or taking
-    one in, keeps a rank from computing. `inside` and `across` are, by kind of collective, pairs of the bytes
-    that a rank sends and the nanoseconds that this takes, inside its node and between nodes; empty where
-    there is nobody to talk to.
+    FLOP/s of matrix products by their size, of attention by tokens, in a forward and a backward, and of a
+    layer's products; bytes that memory reads and writes in a second; nanoseconds of a pass over one token,
+    and those that issuing a message, or taking one in, keeps a rank from computing. `inside` and `across`
+    are, by kind of collective, pairs of the bytes that a rank sends and the nanoseconds that this takes,
+    inside its node and between nodes; empty where there is nobody to talk to.
     """
 
     products: Mapping[int, int]
-    attention: Mapping[int, int]
+    attention: Mapping[int, tuple[int, int]]
     layer: int
     memory_bytes_per_s: int
     memory_bytes: int | None
@@ -74,8 +74,11 @@ def typical(links: Mapping[str, Link]) -> Link | None:
     return Link(median_low([one.latency_ns for one in of]), median_low([one.bytes_per_s for one in of]))
 
 
-def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what: str) -> str:
-    """Return the text of a cluster file: figures of `ranks`, the first line saying `what` was measured.
+def cluster_file(
+    name: str, device: str, precision: str, ranks: Sequence[Measured], ranks_per_node: int, what: str
+) -> str:
+    """Return the text of a cluster file: figures of `ranks` on a device, "cpu" or "cuda", in a precision,
+    "fp32" or "bf16", the first line saying `what` was measured.
 
     Links that nobody could measure are noted, and stand for the next slower thing that was: one between nodes
     for one inside, one inside for a rank's own memory.
@@ -91,17 +94,21 @@ def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what
     lines = [f"# {what} Figures of the slowest rank; written by omni calibrate."]
     lines += [f"# products of {n} x {n}: {_least(ranks, n) / 1e9:.1f} GFLOP/s" for n in ranks[0].products]
     for tokens in ranks[0].attention:
-        rate = min(one.attention[tokens] for one in ranks)
-        lines.append(f"# attention of {tokens} tokens: {rate / 1e9:.1f} GFLOP/s")
+        there, back = (min(one.attention[tokens][way] for one in ranks) for way in (0, 1))
+        lines.append(f"# attention of {tokens} tokens: {there / 1e9:.1f} GFLOP/s, back {back / 1e9:.1f}")
     for where, times in by_kind.items():
         lines += _links_said(where, times)
         if not any(times):
             stands = "that inside one" if near else "a rank's own memory"
             lines.append(f"# links {where}: not measured, nobody to talk to; {stands} stands for them")
+    longest = max(ranks[0].attention)
+    there, back = (min(one.attention[longest][way] for one in ranks) for way in (0, 1))
     values = {
         "name": name,
-        "flops": flops,
-        "efficiency": f"{min(1.0, min(one.layer for one in ranks) / flops):.3f}",
+        "device": device,
+        "flops": f"{{{precision}: {flops}}}",
+        "efficiency": f"{{products: {{{precision}: {_share(min(one.layer for one in ranks), flops)}}}, "
+        f"attention: {_share(there, flops)}, attention_backward: {_share(back, flops)}}}",
         "memory_bytes_per_s": memory,
         "link_bytes_per_s": across.bytes_per_s,
         "link_latency_ns": across.latency_ns,
@@ -110,6 +117,7 @@ def cluster_file(name: str, ranks: Sequence[Measured], ranks_per_node: int, what
         "node_link_latency_ns": inside.latency_ns,
         "op_overhead_ns": overhead,
         "issue_ns": max(one.issue_ns for one in ranks),
+        "queues": "per_communicator" if device == "cpu" else "one",
         "memory_bytes": min(sizes) if sizes else "null",
     }
     return "\n".join([*lines, *(f"{key}: {value}" for key, value in values.items()), ""])
@@ -123,6 +131,10 @@ def _links_said(where: str, ranks: Sequence[Mapping[str, Sequence[tuple[int, int
         gigabytes = link.bytes_per_s / 1e9
         said.append(f"# {kind} {where}: {gigabytes:.2f} GB/s, latency {link.latency_ns / 1e3:.0f} us{unsure}")
     return said
+
+
+def _share(rate: int, peak: int) -> str:
+    return f"{min(1.0, rate / peak):.3f}"
 
 
 def _least(ranks: Sequence[Measured], size: int) -> int:

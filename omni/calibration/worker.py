@@ -32,7 +32,7 @@ from omni.calibration.machine import (
     product_rates,
 )
 from omni.training.worker import exit_with
-from ops.device import backend_name, dtype_of, select_device
+from ops.device import backend_name, dtype_of, precision_of, select_device
 
 TIMEOUT_S = 300.0
 
@@ -57,11 +57,15 @@ def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Me
 
     node = nodes[rank // ranks_per_node]
     with torch.no_grad():
+        products = timed("matrix products", lambda: product_rates(device, dtype))
+        attention = timed("attention", lambda: attention_rates(device, dtype))
+        memory = timed("memory", lambda: memory_rate(device))
+        longest, _ = attention[max(attention)]
         one = Measured(
-            products=timed("matrix products", lambda: product_rates(device, dtype)),
-            attention=timed("attention", lambda: attention_rates(device, dtype)),
-            layer=timed("a whole layer", lambda: layer_rate(device, dtype)),
-            memory_bytes_per_s=timed("memory", lambda: memory_rate(device)),
+            products=products,
+            attention=attention,
+            layer=timed("a whole layer", lambda: layer_rate(device, dtype, longest, memory)),
+            memory_bytes_per_s=memory,
             memory_bytes=memory_bytes(device),
             op_overhead_ns=timed("what starting an op costs", lambda: overhead_ns(device, dtype)),
             issue_ns=timed("what starting a collective costs", lambda: issuing_ns(node, device)),
@@ -86,9 +90,9 @@ def calibrate(out: Path, precision: str, device: torch.device, ranks_per_node: i
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     dtype_name, nodes = str(dtype).removeprefix("torch."), -(-world // ranks_per_node)
     what = f"{world} rank(s) on {nodes} node(s), {kind}, {dtype_name}, {backend_name()}."
-    # Plans for the cluster called cpu are made as for this machine, others as for GPUs.
-    name = out.stem if device.type == "cuda" else "cpu"
-    write_text(out, cluster_file(name, [one for one in found if one is not None], ranks_per_node, what))
+    ranks = [one for one in found if one is not None]
+    format_ = precision_of(precision)
+    write_text(out, cluster_file(out.stem, device.type, format_, ranks, ranks_per_node, what))
 
 
 def main(job_path: Path) -> None:

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     config = compose_config(args.overrides, args.config_dir)
     ranks = planned_ranks(config)
     replicas = resolve_layout(config, ranks).llm.dp
-    if config.cluster.name != "cpu" and config.train.precision == "auto":
+    if config.cluster.device == "cuda" and config.train.precision == "auto":
         config.train.precision = "bf16"
     config.data.step_tokens, config.data.step_samples = None, args.samples * replicas
     trace = samples_of(config, args.data, args.samples * replicas)

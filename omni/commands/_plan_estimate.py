@@ -33,7 +33,7 @@ def estimated(
     config = compose_config(overrides, arguments.config_dir)
     if arguments.trace:
         use_trace(config, arguments.trace, folder / "trace", tell=tell)
-    spec = _resolve(config)
+    spec = _resolve(config, arguments.framework)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
         raise ConfigError(
@@ -45,17 +45,16 @@ def estimated(
     return spec, estimate(spec, plans), cursor
 
 
-def _resolve(config: "Config") -> "RunSpec":
-    """The run as it is planned where the cluster is."""
+def _resolve(config: "Config", framework: str | None) -> "RunSpec":
+    """The run as it is planned where the cluster is, of our steps or as a framework overlaps them."""
+    from omni.planning.frameworks import framework_called
     from omni.planning.layouts import planned_ranks
     from omni.planning.prepare import prepare_run
-    from omni.planning.run_spec import for_gpus
 
-    on_gpus = config.cluster.name != "cpu"
-    if on_gpus and config.train.precision == "auto":
+    if config.cluster.device == "cuda" and config.train.precision == "auto":
         config.train.precision = "bf16"
-    spec = prepare_run(config, planned_ranks(config))
-    return for_gpus(spec) if on_gpus else spec
+    under = framework_called(framework) if framework else None
+    return prepare_run(config, planned_ranks(config), framework=under)
 
 
 def _counted(plans: Iterable["StepPlan"], domains: int) -> Iterator["StepPlan"]:

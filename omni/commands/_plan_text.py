@@ -60,6 +60,11 @@ def _time(spec: RunSpec, found: Estimate) -> Iterator[str]:
         yield f"    {name:30} {ns / 1e6:10.1f} {ns / whole if whole else 0:10.1%}"
     yield f"  {'tokens/s':32} {found.tokens_per_s():10,.0f}"
     yield f"  {'MFU':32} {found.mfu(spec):10.1%}"
+    price = spec.config.cluster.price_per_hour
+    if price is not None:
+        of_step = price * spec.arrangement.world * found.step_s / 3600
+        a_million = of_step / found.plan.taken.tokens * 1e6
+        yield f"  {'price of a step':32} {of_step:10.4g}   {a_million:.4g} a million tokens"
 
 
 def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:

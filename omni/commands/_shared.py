@@ -32,10 +32,11 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     """Declare a trace."""
     parser.add_argument(
         "--trace",
-        metavar="NAME|FILE|FOLDER",
-        help="samples in place of data.sources: a synthetic trace (balanced, longtail, shift), a Parquet "
-        "file of lengths (columns: docs/data.md) or a dataset's folder, of which the index is read. Items "
-        "that no encoder takes are left out of their samples; a note says how many, of which share of tokens",
+        metavar="NAME|TOKENS|FILE|FOLDER",
+        help="samples in place of data.sources: a synthetic trace (balanced, longtail, shift), texts of so "
+        "many tokens each, a Parquet file of lengths (columns: docs/data.md) or a dataset's folder, of which "
+        "the index is read. Items that no encoder takes are left out of their samples; a note says how many, "
+        "of which share of tokens",
     )
 
 

@@ -26,8 +26,10 @@ as for `omni train`; launch.ranks is two unless given. With cluster=cpu, number 
 this machine's device, with any other cluster those of GPUs.
 
   omni plan --trace longtail experiment=llama3_70b launch.ranks=1024
-  omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100_8x8 --step 3 --draw step.svg
+  omni plan launch.ranks=8 layout.llm.pp=4 cluster=h100 --step 3 --draw step.svg
   omni plan -m --trace longtail experiment=llama3_70b launch.ranks=1024 layout=tp8_pp4,tp8_cp2_pp4
+  omni plan --trace 8192 --framework megatron ~experiment +model/llm=llama3_8b cluster=h100 launch.ranks=8 \
+      data.microbatch_tokens=8192 data.step_samples=64 optim.lr=1e-4 train.steps=1
 
 Where a step wastes time (ranks idle, reductions, uneven work), the end says what other keys bring.
 With -m overrides may list values, as for `omni train -m`: each combination is planned and gets a row.
@@ -48,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument(
+        "--framework",
+        metavar="NAME",
+        help="time the lists as another framework overlaps communication, to compare with what it publishes: "
+        "megatron, megatron_2023, megascale, torchtitan, torchtitan_async_tp",
+    )
     add_trace(parser)
     add_configuration(parser)
 
@@ -149,6 +157,7 @@ def figures(
         "layout": spec.arrangement.describe(),
         "policies": spec.policies.describe(),
         "cluster": spec.cluster.name,
+        "queues": spec.cluster.queues,
         "precision": spec.config.train.precision,
         "verifier": "accepted, rules R1 to R7",
         "domains": spec.arrangement.num_domains,

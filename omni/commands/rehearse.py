@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
-    from omni.config import ClusterConfig, Config
+    from omni.config import Config
     from omni.planning.run_spec import RunSpec
     from omni.rehearsal.footprint import Footprint
     from omni.rehearsal.launches import Launches
     from omni.rehearsal.rehearse import Rehearsal
+    from parallel.cluster import Cluster
 
 MOST_OFF = 0.02  # of all that a rank holds: what is more is said
 _GIB = 1 << 30
@@ -30,7 +31,7 @@ is bound by, at the speeds of `cluster`, and exits with 1 if the host would wait
 Overrides as for `omni train`; launch.ranks is two unless given.
 
   omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
-  omni rehearse --dry --device cuda model=llama3_1b_so400m layout=pp2 cluster=h100_8x8
+  omni rehearse --dry --device cuda model=llama3_1b_so400m layout=pp2 cluster=h100
 """
 
 
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         config = compose_config(arguments.overrides, arguments.config_dir)
         if config.train.precision == "auto":
             config.train.precision = "bf16"  # what it is on GPUs
+        if config.cluster.device == "cpu":
+            config.cluster.queues = "one"  # as GPUs have it
         what = f"rank {arguments.rank}" if ranks else "the fullest rank"
         with tempfile.TemporaryDirectory() as folder, signs_of_life(lambda: f"rehearsing {what}"):
             if arguments.trace:
@@ -118,11 +121,10 @@ def _rehearse(
     import torch
 
     from omni.planning.fullest import fullest_rank
-    from omni.planning.run_spec import for_gpus
     from omni.rehearsal.footprint_model import model_footprint
     from omni.rehearsal.rehearse import rehearse
 
-    spec, step = for_gpus(spec), arguments.step
+    step = arguments.step
     if step < 1:
         raise ConfigError(f"--step {step}: steps begin at 1")
     if ranks is None:
@@ -143,12 +145,12 @@ def _rehearse(
         rehearsal = rehearse(spec, plan, rank, device)
         modelled = model_footprint(spec, plan, rank)
         if arguments.json:
-            yield rehearsal, json.dumps(figures(rehearsal, modelled, config.cluster))
+            yield rehearsal, json.dumps(figures(rehearsal, modelled, spec.cluster))
         else:
             yield rehearsal, "\n".join(_lines(spec, rehearsal, modelled))
 
 
-def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "ClusterConfig") -> dict[str, object]:
+def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "Cluster") -> dict[str, object]:
     """What a rehearsal amounts to, as plain values."""
     found = rehearsal.footprint
     out: dict[str, object] = {
@@ -201,7 +203,7 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
     total = sum(sent.total for sent in modelled.traffic.values())
     yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
     if rehearsal.launches:
-        yield from _launch_lines(rehearsal.launches, spec.config.cluster)
+        yield from _launch_lines(rehearsal.launches, spec.cluster)
         yield "\ntimes  the host waits, or float64"
         yield from (f"{count:5}  {found}" for found, count in sorted(rehearsal.findings.items()))
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
@@ -230,7 +232,7 @@ def off_lines(found: "Footprint", modelled: "Footprint") -> Iterator[str]:
         yield f"  note: the model has {size / _GIB:.3f} GiB too much during {worst}, {share}: {remedy}"
 
 
-def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "ClusterConfig") -> Iterator[str]:
+def _launch_lines(by_phase: "Mapping[str, Launches]", cluster: "Cluster") -> Iterator[str]:
     """What an op of each kind launches, on average, and all of the step together."""
     from omni.rehearsal.launches import of_step
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 
 from omni.models.pieces import Linears, exchanges, plain
 from omni.models.stack import (
+    BETWEEN,
     Stack,
     activation_bytes,
     kept_between,
     kept_by_attention,
     kept_by_feed_forward,
+    pointwise_bytes,
     put_off,
 )
 from ops.linear import linear_flops
@@ -33,6 +35,8 @@ from parallel.work import (
     all_gather,
     all_to_all,
 )
+
+_COPIES = 5  # times that a row is read or written on its way to an expert and back
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,8 @@ class ExpertStack:
             ),
             kept=self.layers * self._kept(load, self.dense.recompute),
             workspace=max(sums, self._forward_workspace(load)),
+            launches=self.layers,
+            dispatches=self.layers,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
@@ -136,6 +142,8 @@ class ExpertStack:
             ),
             kept=self._kept_for_weights(load) if grad is Grad.INPUT else 0,
             workspace=self._workspace(load) if inputs else self._largest_weight(),
+            launches=again.launches + self.layers * (inputs + weights),
+            dispatches=again.dispatches + self.layers * (inputs + weights),
         )
 
     def recomputation(self, load: Load, grad: Grad) -> Work:
@@ -161,13 +169,16 @@ class ExpertStack:
         return sum(linear_flops(tokens, i, o) for i, o in self._active()) // self.tp
 
     def _layer_bytes(self, tokens: int) -> int:
-        """A pass reads the weights of all experts that the rank holds."""
+        """A pass reads the weights of all experts that the rank holds. The rows of a token are copied into
+        the order of experts, sent, and put together again.
+        """
         dense = self.dense
-        moved = activation_bytes(self._active(), dense)
+        rows = self.topk * (_COPIES * dense.hidden + 3 * self.ffn) * self.element
+        moved = activation_bytes(self._active(), dense) + pointwise_bytes(dense, dense.ffn) + rows
         divided = (*dense.attention_linears(), *self._shared())
         whole = ((dense.hidden, self.experts), *dense.feed_forward_linears(self.ffn) * self.local)
         weights = sum(i * o for i, o in divided) // self.tp + sum(i * o for i, o in whole)
-        return tokens * moved // self.tp + weights * self.element
+        return BETWEEN * self.stream(tokens) + tokens * moved // self.tp + weights * self.element
 
     # Tokens to experts and back.
 

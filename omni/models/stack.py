@@ -33,6 +33,9 @@ from parallel.work import (
     reduce_scatter,
 )
 
+BETWEEN = 10
+"""Times that a layer reads or writes the stream between its halves: two norms, and two sums of two."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(LayerSizes):
@@ -128,6 +131,7 @@ class Stack(LayerSizes):
             ),
             kept=self.layers * kept_by_layer(self, load.seen, load.frozen),
             workspace=load.tokens * self.hidden * self.element,
+            launches=self.layers,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
@@ -149,6 +153,7 @@ class Stack(LayerSizes):
             ),
             kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
             workspace=layer_workspace(self, load, grad) if inputs else self._largest_weight(linears),
+            launches=again.launches + self.layers * (inputs + weights),
         )
 
     def recomputation(self, load: Load, grad: Grad) -> Work:
@@ -195,8 +200,10 @@ class Stack(LayerSizes):
         )
 
     def _layer_bytes(self, linears: Linears, tokens: int) -> int:
+        between = tokens * (activation_bytes(linears, self) + pointwise_bytes(self, self.ffn)) // self.tp
         return (
-            tokens * activation_bytes(linears, self) // self.tp
+            BETWEEN * self.stream(tokens)
+            + between
             + sum(linear_bytes(0, i, o, self.element) for i, o in linears) // self.tp
         )
 
@@ -230,6 +237,14 @@ def activation_bytes(linears: Linears, stack: Stack) -> int:
     if stack.latent is not None:
         return once + stack.latent.token_numbers() * stack.element
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
+
+
+def pointwise_bytes(stack: Stack, ffn: int) -> int:
+    """Bytes that a token moves, over all ranks, where queries and keys are rotated and a feed-forward of
+    width `ffn` is activated: read and written once each.
+    """
+    rotated = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
+    return (rotated + ffn * (3 if stack.gated else 2)) * stack.element
 
 
 def kept_by_layer(stack: Stack, seen: Attended, frozen: bool = False) -> int:

@@ -5,7 +5,7 @@ All sizes are bytes unless they are called elements. Shapes: T tokens, D width, 
 
 from dataclasses import dataclass
 
-from ops.linear import linear_flops
+from ops.linear import linear_bytes, linear_flops
 from parallel.work import (
     FP32,
     INDEX,
@@ -73,6 +73,8 @@ class Losses:
         """Hidden states of the targets are gathered; beyond a chunk, probabilities are made anew later."""
         return Work(
             flops=self._flops(load.targets),
+            plain_flops=self._flops(load.targets),
+            bytes=self._bytes(load.targets),
             collectives=(*all_gather("tp", self._wanted(load), self.tp), *self._sums(load.targets)),
             kept=self._kept(load.targets) - self._hidden(load.targets) * load.frozen,
             workspace=self._losses(load.targets)
@@ -88,6 +90,8 @@ class Losses:
         anew = load.targets > self.chunk
         return Work(
             flops=2 * self._flops(load.targets),
+            plain_flops=2 * self._flops(load.targets),
+            bytes=2 * self._bytes(load.targets),
             collectives=(
                 *reduce_scatter("tp", self._wanted(load), self.tp),
                 *(self._sums(load.targets) if anew else ()),
@@ -97,6 +101,11 @@ class Losses:
 
     def _flops(self, targets: int) -> int:
         return linear_flops(targets, self.hidden, self.ids * self.tp) // self.tp
+
+    def _bytes(self, targets: int) -> int:
+        """Of the product, and of the logits, which become probabilities in fp32."""
+        product = linear_bytes(targets, self.hidden, self.ids, self.element)
+        return product + targets * self.ids * FP32
 
     def _wanted(self, load: Load) -> int:
         return load.targets // self.tp * self.hidden * self.element

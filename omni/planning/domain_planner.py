@@ -26,7 +26,8 @@ from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
 from parallel.boundary import Route
-from parallel.costs import CostTable, Link, Links
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable
 from parallel.layout import Arrangement
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns

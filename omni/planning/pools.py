@@ -7,7 +7,8 @@ from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen
 from omni.planning.sharing import Sharing
-from parallel.costs import Cluster, CostTable
+from parallel.cluster import Cluster
+from parallel.costs import CostTable
 from parallel.layout import Arrangement
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import SequenceCost, sequence_cost

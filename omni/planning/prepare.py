@@ -26,7 +26,9 @@ from omni.models.llm import (
 )
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.choices import Chosen, chosen_policies
+from omni.planning.clusters import check_cluster, cluster_of
 from omni.planning.domain_planner import Policies, TransportChoice
+from omni.planning.frameworks import Framework
 from omni.planning.fullest import asking_what_fits
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_optim, frozen_components
@@ -34,8 +36,8 @@ from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_spec import RunSpec, item_count
 from omni.planning.work import cost_table, part_work, party_size
-from ops.device import LOWER, device_type, dtype_of
-from parallel.costs import Cluster
+from ops.device import LOWER, dtype_of
+from parallel.cluster import Cluster
 from parallel.layout import Arrangement
 from parallel.work import Part
 from pipeline.domain_plan import EMBEDDING, Point
@@ -51,10 +53,11 @@ _SOUGHT = (
 PRECISIONS = ("auto", "fp32", "bf16")
 
 
-def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) -> RunSpec:
-    """Check a configuration against its data and `world` ranks, and resolve it.
-
-    With a `trace` steps take its samples in their order, over and over, and no dataset is opened.
+def prepare_run(
+    config: Config, world: int, trace: Sequence[SampleMeta] = (), framework: Framework | None = None
+) -> RunSpec:
+    """Check a configuration against its data and `world` ranks, and resolve it. Steps take the samples of a
+    `trace` over and over, if there is one, and last as another `framework` would have them, to be simulated.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
@@ -73,8 +76,8 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
     check_layout(config, encoders, arrangement, tokenizer.vocab_size)
     element = dtype_of(config.train.precision).itemsize
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
-    cluster = Cluster(**config.cluster.figures)
-    table = cost_table(config, work, encoders, arrangement, cluster, element)
+    cluster = _cluster(config, arrangement, framework)
+    table = cost_table(config, work, encoders, arrangement, cluster, element, framework)
     share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
     sharing = share(table)
     planner = Planner(
@@ -93,8 +96,7 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
         frozen=partial(frozen_components, config.optim.components),
         group_size=_group_size(config, arrangement),
         share=share,
-        # Until several GPUs have shown that separate communicators never block each other.
-        single_queue=arrangement.domain_size > 1 and device_type() == "cuda",
+        single_queue=arrangement.domain_size > 1 and cluster.queues == "one",
         encoder_bytes=config.pipeline.encoder_bytes,
     )
     spec = RunSpec(
@@ -111,6 +113,12 @@ def prepare_run(config: Config, world: int, trace: Sequence[SampleMeta] = ()) ->
         cluster=cluster,
     )
     return asking_what_fits(spec)
+
+
+def _cluster(config: Config, arrangement: Arrangement, framework: Framework | None) -> Cluster:
+    """What ranks and links reach, under our kernels or those of another framework."""
+    cluster = cluster_of(config.cluster, config.train.precision)
+    return cluster if framework is None else framework.on(cluster, arrangement.llm.cp)
 
 
 def _open(
@@ -217,18 +225,7 @@ def _check_choices(config: Config, components: tuple[str, ...]) -> None:
     require("launch", config.launch, "max_restarts", least=0)
     require("start", config.start, "cursor", least=0)
     require("tracking", config.tracking, "prometheus_port", least=0)
-    require("cluster", config.cluster, "flops", "memory_bytes_per_s", "link_bytes_per_s")
-    require("cluster", config.cluster, "ranks_per_node", "node_link_bytes_per_s", "memory_bytes")
-    require(
-        "cluster",
-        config.cluster,
-        "link_latency_ns",
-        "node_link_latency_ns",
-        "op_overhead_ns",
-        "issue_ns",
-        least=0,
-    )
-    require("cluster", config.cluster, "efficiency", least=1e-6)
+    check_cluster(config.cluster)
     require("pipeline", config.pipeline, "encoder_bytes")
     check_optim(config.optim, components, config.train.steps)
     for name, source in config.data.sources.items():

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from dataloader.index import Index
@@ -15,7 +15,8 @@ from omni.models.llm import NAME as LLM
 from omni.models.registry import Encoder, naming
 from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
-from parallel.costs import Cluster, CostTable
+from parallel.cluster import Cluster
+from parallel.costs import CostTable
 from parallel.layout import Arrangement, Layout
 from parallel.work import Part
 
@@ -61,9 +62,3 @@ def item_count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, 
     name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
     with naming(name):
         return encoders[name].count(size)
-
-
-def for_gpus(spec: RunSpec) -> RunSpec:
-    """Return the run as it is planned where GPUs are: op lists that are safe with one queue a rank."""
-    planner = replace(spec.planner, single_queue=spec.arrangement.domain_size > 1)
-    return replace(spec, planner=planner)

@@ -20,8 +20,9 @@ _NEAR = 0.01
 
 
 def open_trace(name: str, num_samples: int, seed: int, max_tokens: int = MAX_TOKENS) -> list[SampleMeta]:
-    """The samples of a trace: `num_samples` of a synthetic one, those of a Parquet file, or those that the
-    index of a dataset's folder lists, whose items have sizes and no tokens yet.
+    """The samples of a trace: `num_samples` of a synthetic one, or texts of as many tokens as a number says;
+    those of a Parquet file, or those that the index of a dataset's folder lists, whose items have sizes and
+    no tokens yet.
 
     Raises:
         DataError: if there is no such trace, file or dataset, or it cannot be used.
@@ -29,6 +30,9 @@ def open_trace(name: str, num_samples: int, seed: int, max_tokens: int = MAX_TOK
     path = Path(name)
     if name in TRACES:
         return generate(name, num_samples, seed, max_tokens)
+    if name.isdecimal() and int(name) > 0:
+        texts = int(name) - 1  # the first token is bos
+        return [SampleMeta(i, name, texts, (), 0) for i in range(num_samples)]
     if path.is_dir():
         index = Index.open(path)
         return [index.meta(i, path.name, lambda modality, size: (0, 0)) for i in range(len(index))]
@@ -36,7 +40,7 @@ def open_trace(name: str, num_samples: int, seed: int, max_tokens: int = MAX_TOK
         return read_trace(path)
     raise DataError(
         f"trace {name}: there is no such file or folder: give a Parquet file of lengths (its columns: "
-        f"docs/data.md), a dataset's folder, or a synthetic trace: {', '.join(TRACES)}"
+        f"docs/data.md), a dataset's folder, a number of tokens, or a synthetic trace: {', '.join(TRACES)}"
     )
 
 

@@ -6,8 +6,10 @@ from omni.config import Config, LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
 from omni.models.registry import Encoder
+from omni.planning.frameworks import Framework, table_under
 from parallel.axes import axes_names, axes_of, group_of
-from parallel.costs import Axes, Cluster, CostTable, table_from_work
+from parallel.cluster import Cluster
+from parallel.costs import Axes, CostTable, table_from_work
 from parallel.layout import Arrangement, Layout
 from parallel.work import Attended, Collective, Grad, Load, Part, part_name
 
@@ -40,8 +42,8 @@ def part_axes(
     parts: Mapping[str, Part], encoders: Mapping[str, Encoder], arrangement: Arrangement, cluster: Cluster
 ) -> dict[str, Axes]:
     """Return the groups of every part, by axis."""
-    of_llm = axes_of(arrangement, None, cluster.ranks_per_node, cluster.links)
-    own = {name: axes_of(arrangement, name, cluster.ranks_per_node, cluster.links) for name in encoders}
+    of_llm = axes_of(arrangement, None, cluster)
+    own = {name: axes_of(arrangement, name, cluster) for name in encoders}
     return {name: own.get(name, of_llm) for name in parts}
 
 
@@ -88,10 +90,11 @@ def cost_table(
     arrangement: Arrangement,
     cluster: Cluster,
     element: int,
+    framework: Framework | None = None,
 ) -> CostTable:
-    """Read the first cost table off the statements."""
+    """Read the first cost table off the statements: of our steps, or of another framework's."""
     axes = part_axes(parts, encoders, arrangement, cluster)
-    return table_from_work(
+    table = table_from_work(
         parts,
         cluster,
         config.model.llm.hidden * element,
@@ -99,3 +102,7 @@ def cost_table(
         between=axes[part_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
     )
+    if framework is None:
+        return table
+    tokens = config.data.microbatch_tokens // arrangement.llm.cp
+    return table_under(table, parts, axes, framework, tokens, arrangement.llm.pp)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from omni.config import ClusterConfig
+from parallel.cluster import Cluster
 
 LAUNCH_S = 6e-6
 BESIDE = ("build", "assemble", "checkpoint", "restore")  # not what the engine's thread does each step
@@ -38,15 +38,15 @@ class Launches:
         """Seconds that the host takes to launch."""
         return self.total * LAUNCH_S
 
-    def memory_s(self, cluster: ClusterConfig) -> float:
+    def memory_s(self, cluster: Cluster) -> float:
         """Seconds that operators bound by memory take."""
-        return self.bytes / cluster.memory_bytes_per_s
+        return self.bytes / cluster.moved_per_s
 
-    def products_s(self, cluster: ClusterConfig) -> float:
+    def products_s(self, cluster: Cluster) -> float:
         """Seconds that products take."""
-        return self.flops / (cluster.flops * cluster.efficiency)
+        return self.flops / cluster.products
 
-    def bound(self, cluster: ClusterConfig) -> str:
+    def bound(self, cluster: Cluster) -> str:
         """Return what takes longest: "launches" where the host is slower than the device, else "memory" or
         "products".
         """

@@ -128,7 +128,7 @@ def metrics_of(
         layers = spec.config.model.llm.layers - moe.dense_layers
         metrics["balance/max_over_mean/experts"] = totals.expert_load / layers
     on_gpu = device_type() == "cuda"
-    if not (on_gpu and spec.cluster.name == "cpu"):  # figures of a CPU core say nothing about a GPU
+    if not (on_gpu and spec.config.cluster.device == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
     return metrics | _predictions(run)

@@ -10,7 +10,6 @@ from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import for_gpus
 from omni.rehearsal.rehearse import Rehearsal, rehearse
 
 GPU = torch.device("cuda", 0)
@@ -34,6 +33,7 @@ def run_line(line: list[str], world: int, rank: int, device: torch.device = GPU)
 
 
 def run_config(config: Config, world: int, rank: int, device: torch.device = GPU) -> Rehearsal:
-    spec = for_gpus(prepare_run(config, world))
+    config.cluster.queues = "one"  # as GPUs have it
+    spec = prepare_run(config, world)
     plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
     return rehearse(spec, plan, rank, device)

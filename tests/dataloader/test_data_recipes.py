@@ -217,7 +217,7 @@ def test_command_trace(tmp_path, capsys):
     capsys.readouterr()
     assert omni_data("trace", "describe", tmp_path / "t.parquet") == 0
     assert json.loads(capsys.readouterr().out)["phases"] == {"0": 50, "1": 50}
-    assert omni_data("trace", "describe", tmp_path / "no.parquet") == 1
+    assert omni_data("trace", "describe", tmp_path / "no.parquet") == 2
     assert "no.parquet" in capsys.readouterr().err
 
 

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 from hypothesis import strategies as st
 from own_policies import own
+from work_costs import work_cost
 
 from dataloader.balance import BalancePolicy
 from dataloader.balance.simple import LPT, NONE
@@ -22,7 +23,8 @@ from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 from omni.planning.domain_planner import Policies, TransportChoice
 from omni.planning.planner import ItemTokens, Planner
 from omni.planning.sharing import Sharing
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable
 from parallel.layout import Arrangement, Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, PlacementPolicy
 from parallel.policies import SharingPolicy, make_pool
@@ -85,10 +87,10 @@ def items_of(metas: Callable[[str, int], SampleMeta]) -> ItemTokens:
 
 
 def table(stages: int) -> CostTable:
-    parts = {f"llm/{stage}": WorkCost(2_000_000, 1_000, 10, exchanges=2) for stage in range(stages)}
+    parts = {f"llm/{stage}": work_cost(2_000_000, 1_000, 10, exchanges=2) for stage in range(stages)}
     parts |= {
-        "eye": WorkCost(1_000_000, 3_000, 10, exchanges=2),
-        "ear": WorkCost(500_000, 100, 10, exchanges=2),
+        "eye": work_cost(1_000_000, 3_000, 10, exchanges=2),
+        "ear": work_cost(500_000, 100, 10, exchanges=2),
     }
     return CostTable(4, parts, Links(LINK, LINK), 64, COMPONENTS)
 

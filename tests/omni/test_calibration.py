@@ -11,7 +11,8 @@ from omni.__main__ import main
 from omni.calibration import links, machine, worker
 from omni.calibration.figures import Measured, cluster_file, link_of
 from omni.compose import compose_config
-from parallel.costs import Cluster, Link
+from omni.planning.clusters import cluster_of
+from parallel.cluster import Cluster, Link
 
 CPU = torch.device("cpu")
 
@@ -23,7 +24,7 @@ def times(link: Link) -> tuple[tuple[int, int], ...]:
 NEAR, FAR = Link(2_000, 10**10), Link(30_000, 10**9)
 FAST = Measured(
     {128: 5 * 10**9, 1024: 8 * 10**10},
-    {256: 10**9},
+    {256: (10**9, 2 * 10**9)},
     4 * 10**10,
     10**10,
     None,
@@ -33,7 +34,15 @@ FAST = Measured(
     {},
 )
 SLOW = Measured(
-    {128: 4 * 10**9, 1024: 5 * 10**10}, {256: 10**9}, 3 * 10**10, 9 * 10**9, None, 2 * 10**6, 0, {}, {}
+    {128: 4 * 10**9, 1024: 5 * 10**10},
+    {256: (10**9, 2 * 10**9)},
+    3 * 10**10,
+    9 * 10**9,
+    None,
+    2 * 10**6,
+    0,
+    {},
+    {},
 )
 
 
@@ -42,7 +51,7 @@ def read(folder: Path, text: str) -> Cluster:
     (folder / "cluster").mkdir()
     (folder / "cluster" / "mine.yaml").write_text(text)
     config = compose_config(["cluster=mine"], str(folder))
-    return Cluster(**config.cluster.figures)
+    return cluster_of(config.cluster, "fp32")
 
 
 @pytest.mark.parametrize("link", [NEAR, FAR])
@@ -59,7 +68,7 @@ def test_what_disturbs_a_small_message_makes_no_link_fast(tmp_path: Path) -> Non
     assert link_of(disturbed[::2]).bytes_per_s == 2**20 * 10**9 // 250_000
     assert link_of(disturbed).message_ns(2**20) >= 500_000, "never less than what was seen"
     busy = Measured(**{**vars(FAST), "inside": {"message": disturbed, "all_gather": times(NEAR)}})
-    text = cluster_file("cpu", [busy, FAST], 2, "Two ranks.")
+    text = cluster_file("mine", "cpu", "fp32", [busy, FAST], 2, "Two ranks.")
     message, gather = (
         next(line for line in text.splitlines() if kind in line) for kind in ("message", "all_g")
     )
@@ -69,27 +78,29 @@ def test_what_disturbs_a_small_message_makes_no_link_fast(tmp_path: Path) -> Non
 
 
 def test_a_file_has_the_figures_of_the_slowest_rank(tmp_path: Path) -> None:
-    cluster = read(tmp_path, cluster_file("cpu", [FAST, SLOW], 2, "Two ranks."))
-    assert (cluster.name, cluster.ranks_per_node, cluster.memory_bytes) == ("cpu", 2, None)
-    assert (cluster.flops, cluster.memory_bytes_per_s, cluster.op_overhead_ns) == (
+    cluster = read(tmp_path, cluster_file("mine", "cpu", "fp32", [FAST, SLOW], 2, "Two ranks."))
+    assert (cluster.name, cluster.ranks_per_node, cluster.memory_bytes) == ("mine", 2, None)
+    assert (cluster.flops, cluster.moved_per_s, cluster.op_overhead_ns) == (
         5 * 10**10,
         9 * 10**9,
         2 * 10**6,
     )
-    assert (cluster.issue_ns, cluster.efficiency) == (20_000, pytest.approx(0.6))
+    assert (cluster.issue_ns, cluster.queues) == (20_000, "per_communicator")
+    assert cluster.products == pytest.approx(3 * 10**10, rel=1e-3)
+    assert (cluster.attention, cluster.attention_backward) == pytest.approx((10**9, 2 * 10**9), rel=1e-3)
     assert cluster.links.inside.latency_ns == pytest.approx(NEAR.latency_ns, rel=0.05)
     assert cluster.links.inside == cluster.links.across, "nobody is on another node"
 
 
 def test_links_that_nobody_could_measure_are_noted(tmp_path: Path) -> None:
-    text = cluster_file("cpu", [SLOW], 1, "One rank.")
+    text = cluster_file("mine", "cpu", "fp32", [SLOW], 1, "One rank.")
     assert "# links inside a node: not measured" in text
     assert read(tmp_path, text).links.inside == Link(2 * 10**6, 9 * 10**9)
 
 
 def test_links_between_nodes_are_told_from_those_inside(tmp_path: Path) -> None:
     across = Measured(**{**vars(FAST), "across": {"all_reduce": times(FAR)}})
-    cluster = read(tmp_path, cluster_file("cpu", [across, FAST], 1, "Two nodes."))
+    cluster = read(tmp_path, cluster_file("mine", "cpu", "fp32", [across, FAST], 1, "Two nodes."))
     assert cluster.links.across.bytes_per_s == pytest.approx(FAR.bytes_per_s, rel=0.01)
     assert cluster.links.inside.bytes_per_s == pytest.approx(NEAR.bytes_per_s, rel=0.01)
 
@@ -115,14 +126,15 @@ def test_two_ranks_measure_what_a_plan_is_made_with(
     assert f"# links {other}: not measured" in text
     config = compose_config(["cluster=mine"], str(tmp_path))
     assert config.cluster.ranks_per_node == per_node
-    assert 10**8 < config.cluster.flops < 10**14
+    assert 10**8 < config.cluster.flops["fp32"] < 10**14
     assert 10**3 < config.cluster.issue_ns < 10**7 if per_node == 2 else config.cluster.issue_ns == 0
-    assert 0 < config.cluster.efficiency <= 1
+    shares = config.cluster.efficiency
+    assert all(0 < of <= 1 for of in (shares.products["fp32"], shares.attention, shares.attention_backward))
     assert 10**7 < config.cluster.link_bytes_per_s < 10**13
     write_mixed(tmp_path / "mixed")
     line = overrides(tmp_path / "mixed", tmp_path / "run", "cluster=mine", "launch.ranks=2")
     assert main(["plan", "--config-dir", str(tmp_path), *line]) == 0
-    assert "simulated on cpu" in capsys.readouterr().out
+    assert "simulated on mine" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

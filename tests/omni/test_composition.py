@@ -38,10 +38,10 @@ def test_every_file_composes(option):
 
 
 def test_options_are_really_chosen():
-    config = compose_config(["model=llama3_1b_so400m", "layout=pp2", "cluster=h100_8x8", "tracking=jsonl"])
+    config = compose_config(["model=llama3_1b_so400m", "layout=pp2", "cluster=h100", "tracking=jsonl"])
     assert (config.model.llm.hidden, config.model.encoders["image"]["hidden"]) == (2048, 1152)
     assert config.layout.llm.pp == 2
-    assert config.cluster.name == "h100_8x8"
+    assert config.cluster.name == "h100"
     assert config.tracking.kind == "jsonl"
 
 

@@ -13,10 +13,9 @@ from omni.compose import compose_config
 from omni.planning.cut import cut_of, told
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import for_gpus
 
 TRACE = [SampleMeta(i, "trace", text, (), 0) for i, text in enumerate((99, 299, 49, 999))]
-KEYS = ("~experiment", "model=llama3_1b_so400m", "cluster=h100_8x8", "train.steps=1", "layout.llm.pp=2")
+KEYS = ("~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1", "layout.llm.pp=2")
 WHOLE_STEP = Path(__file__).parents[2] / "benchmarks" / "whole_step.py"
 
 
@@ -80,7 +79,7 @@ def test_longer_reductions_are_reductions_and_no_queue() -> None:
     script = runpy.run_path(str(WHOLE_STEP))
     sizes = ("data.step_tokens=null", "data.step_samples=32", "data.microbatch_tokens=1024")
     config = compose_config([*KEYS, *sizes, "data.on_long=truncate", "+data.sources.none.path=none"])
-    spec = for_gpus(prepare_run(config, 4, script["trace_of"]("balanced", 32)))
+    spec = prepare_run(config, 4, script["trace_of"]("balanced", 32))
     parts = {name: replace(cost, reduce_ns=50 * cost.reduce_ns) for name, cost in spec.table.parts.items()}
     slow = replace(spec, table=replace(spec.table, parts=parts))
     found, longer = (vars(script["measure"](of, None)) for of in (spec, slow))

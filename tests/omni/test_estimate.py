@@ -20,7 +20,7 @@ from omni.planning.memory import by_kind, model_peak
 from omni.planning.memory_advice import by_component, remedy
 from omni.planning.prepare import prepare_run
 from omni.planning.rank_work import rank_work
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.estimate import Estimate, estimate, sent_by_ranks
 from omni.rehearsal.footprint_model import model_footprint
 from parallel.work import even_load
@@ -32,7 +32,7 @@ SPLIT = [
     "layout.llm.tp=2",
     "layout.llm.pp=2",
     "balance.group=2",
-    "cluster=h100_8x8",
+    "cluster=h100",
     "cluster.ranks_per_node=4",
 ]
 
@@ -48,7 +48,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def spec(line: list[str]) -> RunSpec:
-    return for_gpus(prepare_run(compose_config(line), WORLD))
+    return prepare_run(compose_config(line), WORLD)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_the_command_says_all_of_it(line: list[str], capsys: pytest.CaptureFixtu
     for words in (
         "16 ranks, tp2·dp4·pp2, bf16",
         "planned forward ms, all 4 domains",
-        "simulated on h100_8x8",
+        "simulated on h100",
         "collectives inside layers",
         "boundary",
         "idle",
@@ -248,7 +248,7 @@ def test_a_picture_in_no_known_format_is_refused(line: list[str], capsys: pytest
 def test_a_step_that_does_not_fit_is_refused_without_a_dataset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = ["data.microbatch_tokens=1024", "data.step_tokens=8192", "cluster=h100_8x8", "launch.ranks=4"]
+    keys = ["data.microbatch_tokens=1024", "data.step_tokens=8192", "cluster=h100", "launch.ranks=4"]
     assert main(["plan", "--trace", "longtail", "--json", *keys]) == 0
     held = json.loads(capsys.readouterr().out)["held_bytes"]["all"]
     assert main(["plan", "--trace", "longtail", *keys, f"cluster.memory_bytes={held - 1}"]) == 2
@@ -280,7 +280,7 @@ def test_signs_of_life_come_while_a_block_runs(
 
 def test_the_fullest_of_a_team_need_not_be_its_first(line: list[str]) -> None:
     keys = [*line, "layout.llm.pp=1", "+layout.encoders.image.tp=2"]
-    spec, later = for_gpus(prepare_run(compose_config(keys), WORLD)), 0
+    spec, later = prepare_run(compose_config(keys), WORLD), 0
     for plan in spec.planner.all_domains(2, spec.planner.cursor_of(2)):
         assert plan.domain.team == 2
         ranks = spec.arrangement.domain_ranks(plan.number)

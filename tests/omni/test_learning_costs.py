@@ -11,12 +11,14 @@ import pytest
 from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
+from work_costs import work_cost
 
 from infra.run_folder import read_metrics
 from omni.training.learning import CostTables
 from omni.training.trainer import Trainer
+from parallel.cluster import Link, Links
 from parallel.consensus import DivergenceError
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.costs import CostTable
 from parallel.laws import Law, Laws
 from parallel.learning import Sample
 from pipeline.costs import measured
@@ -153,7 +155,7 @@ def test_a_table_that_differs_between_ranks_is_named(ranks: RankPool, data: Path
 
 # Which table times which step, on one rank.
 
-ONE = CostTable(0, {"image": WorkCost(10**8, 10**5, 10**5)}, Links(Link(1, 1), Link(1, 1)), row_bytes=4)
+ONE = CostTable(0, {"image": work_cost(10**8, 10**5, 10**5)}, Links(Link(1, 1), Link(1, 1)), row_bytes=4)
 
 
 def alone(stated: CostTable = ONE) -> CostTables:
@@ -190,6 +192,6 @@ def test_a_checkpoint_holds_the_tables_of_all_later_steps() -> None:
         assert [again.at(n) for n in range(step + 1, 50)] == [tables.at(n) for n in range(step + 1, 50)]
         assert len(tables.since) <= 6
     assert tables.at(50).number > 1
-    slower = alone(replace(ONE, parts={"image": WorkCost(10**8, 10**5, 10**5 + 1)}))
+    slower = alone(replace(ONE, parts={"image": work_cost(10**8, 10**5, 10**5 + 1)}))
     assert not slower.restore(tables.state(39))
     assert slower.at(60) is slower.stated

@@ -8,7 +8,6 @@ from small import overrides, write_mixed
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import for_gpus
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 
@@ -77,7 +76,7 @@ CAUSES = {
 def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
     world, ranks, more = CAUSES[cause]
     line = overrides(data, data / "run", "model.llm.layers=4", "train.precision=bf16", *more)
-    spec = for_gpus(prepare_run(compose_config(line), world))
+    spec = prepare_run(compose_config([*line, "cluster.queues=one"]), world)
     for rank in ranks:
         plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)

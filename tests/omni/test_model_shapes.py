@@ -196,7 +196,7 @@ def test_plans_take_what_cannot_be_trained_yet(name: str, capsys: pytest.Capture
         "~experiment",
         "model=qwen2_5_vl_7b",
         f"model/llm={name}",
-        "cluster=h100_8x8",
+        "cluster=b200",
         "cluster.memory_bytes=null",
         "launch.ranks=64",
         "data.microbatch_tokens=8192",
@@ -208,5 +208,5 @@ def test_plans_take_what_cannot_be_trained_yet(name: str, capsys: pytest.Capture
     ]
     assert main(["plan", "--json", "--trace", "longtail", *overrides]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert 0.01 < found["simulated_mfu"] < 0.6
+    assert 0.001 < found["simulated_mfu"] < 0.6
     assert found["precision"] == (["bf16", *[of[16:] for of in PLANNED[name] if "precision" in of]])[-1]

@@ -416,10 +416,10 @@ def test_work_is_what_the_layers_do(ranks: RankPool, alone: dict[str, Any]) -> N
         _, stack = stacks(layout, MOE, element=2)
         assert [2 * n for n in held[1:]] == [stack.forward(nothing).bytes] * 2
         assert stack.forward(even_load(128)).flops * layout.tp == mixed.forward(even_load(128)).flops
-    # One expert that every token goes to is a dense layer with a router.
+    # One expert that every token goes to is a dense layer with a router, to which rows are moved five times.
     dense, single = stacks(Layout(), MoEConfig(experts=1, topk=1, ffn=FFN), element=4)
     moved = [stack.forward(even_load(1)).bytes - stack.forward(nothing).bytes for stack in (single, dense)]
-    assert moved[0] - moved[1] == 4 * (WIDTH + 1)
+    assert moved[0] - moved[1] == 4 * (WIDTH + 1) + 4 * 5 * WIDTH
     assert single.forward(square).flops == dense.forward(square).flops
     for stack in (dense, mixed):
         halves = (stack.backward(tokens, half).flops for half in (Grad.INPUT, Grad.WEIGHT))

@@ -26,7 +26,7 @@ from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
 from omni.models.moe import routers
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import RunSpec, for_gpus
+from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import Footprint, Sent, Traffic
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.meter import Meter
@@ -277,7 +277,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
 def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
     data: Path, world: int, ranks: list[int], more: list[str]
 ) -> None:
-    spec = for_gpus(small_job(data, world, *more))
+    spec = small_job(data, world, *more, "cluster.queues=one")
     for rank in ranks:
         plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
@@ -299,7 +299,7 @@ def test_modelled_memory_is_near_and_modelled_bytes_are_equal(
 def test_heads_of_their_own_size_norms_and_gates_keep_what_is_stated(
     data: Path, world: int, more: list[str]
 ) -> None:
-    spec = for_gpus(small_job(data, world, *more, "model.llm.layers=4"))
+    spec = small_job(data, world, *more, "model.llm.layers=4", "cluster.queues=one")
     plan = plan_of_step(spec, 1)
     found, modelled = rehearse(spec, plan, 0).footprint, model_footprint(spec, plan, 0)
     assert modelled.traffic == found.traffic
@@ -313,7 +313,7 @@ def test_the_backward_of_a_frozen_llm_sends_what_gradients_of_its_inputs_take(
 ) -> None:
     more = ["layout.llm.tp=2", "layout.llm.pp=2", "model.llm.layers=4"]
     more += ["+optim.components={llm: {frozen: [[1, 3]]}}"]
-    spec = for_gpus(small_job(data, 4, *more, f"pipeline={schedule}"))
+    spec = small_job(data, 4, *more, f"pipeline={schedule}", "cluster.queues=one")
     plan = plan_of_step(spec, 1)
     found, modelled = rehearse(spec, plan, 3).footprint, model_footprint(spec, plan, 3)
     assert modelled.traffic == found.traffic
@@ -325,7 +325,7 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     cut += ["train.seed=1"]  # in this step the largest microbatch is the one in flight at the fullest moment
     config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
     use_trace(config, "longtail", tmp_path / "trace")
-    spec = for_gpus(prepare_run(config, 128))
+    spec = prepare_run(config, 128)
     for rank in (5, 101):
         plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
@@ -433,7 +433,7 @@ def test_the_command_rehearses_experts_of_a_larger_world(
         assert figures["build_cpu_s"] + figures["step_cpu_s"] < 60
     assert main(["rehearse", "--dry", *line]) == 0
     text, said = capsys.readouterr()
-    spec = for_gpus(prepare_run(compose_config(line), 16))
+    spec = prepare_run(compose_config([*line, "cluster.queues=one"]), 16)
     plans = (plan_of_step(spec, 1, spec.arrangement.domain(rank)) for rank in range(16))
     held = [model_footprint(spec, plan, rank).bytes for rank, plan in enumerate(plans)]
     fullest = held.index(max(held))
@@ -470,7 +470,7 @@ class Doubled:
 
 
 def test_a_workspace_stated_twice_is_noted_where_it_is_not_the_most_of_the_step(data: Path) -> None:
-    spec = for_gpus(small_job(data, 1, "model.encoders.image.recompute=full"))
+    spec = small_job(data, 1, "model.encoders.image.recompute=full", "cluster.queues=one")
     plan = plan_of_step(spec, 1)
     found, modelled = rehearse(spec, plan, 0).footprint, model_footprint(spec, plan, 0)
     encoding = {op for op in plan.domain.ops[0] if op.kind in ENCODES}

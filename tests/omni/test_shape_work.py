@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from work_costs import even_cluster
 
 from omni.config import ConfigError, LLMConfig, MLAConfig, MoEConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.latent import Latent
 from omni.models.llm import check_llm, llm_work
-from parallel.costs import Cluster, work_cost
+from parallel.costs import work_cost
 from parallel.layout import Layout
 from parallel.work import Grad, Part, even_load
 
@@ -20,7 +21,7 @@ LLM = LLMConfig(layers=1, hidden=D, heads=N, kv_heads=2, ffn=F, tied=False)
 MLA = MLAConfig(q_rank=20, kv_rank=12, nope_dim=16, rope_dim=8, value_dim=10)
 LATENT = replace(LLM, kv_heads=N, mla=MLA)
 SQUARES = 10**9
-CLUSTER = Cluster("test", 10**15, 0.5, 10**12, 10**11, 1000, 8, 10**12, 100, 100)
+CLUSTER = even_cluster("test", 10**15, 0.5, moved_per_s=10**12, op_overhead_ns=100)
 
 
 def size(part: Part) -> int:
@@ -79,11 +80,13 @@ def test_a_window_costs_each_token_as_much(every: int, with_window: int) -> None
 
 def test_windows_make_costs_linear_in_tokens() -> None:
     windows = work_cost(whole(replace(LLM, window=100)), CLUSTER, {})
-    assert windows.square_fs == 0
+    assert windows.stated.forward.square_fs == 0
     once, more = (windows.forward_ns(tokens, 0) - windows.forward_ns(0, 0) for tokens in (T, 10 * T))
     assert more == pytest.approx(10 * once, rel=1e-6)
     full = work_cost(whole(replace(LLM, window=100, recompute="full")), CLUSTER, {})
-    assert (windows.backward_factor, full.backward_factor) == (2, 3)
+    assert [of.back_exchanges for of in (windows, full)] == [1, 2]
+    back = [of.backward_ns(T, 0) - of.backward_ns(0, 0) for of in (windows, full)]
+    assert 0 < back[1] - back[0] < once, "all but the output once more"
 
 
 def test_an_encoder_sees_all_in_some_layers() -> None:

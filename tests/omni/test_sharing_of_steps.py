@@ -5,12 +5,14 @@ from random import Random
 import pytest
 from own_policies import own
 from small import overrides, write_mixed
+from work_costs import work_cost
 
 from omni.compose import compose_config
 from omni.planning.pools import without_effect
 from omni.planning.prepare import prepare_run
 from omni.planning.sharing import Sharing, make_chunks, worth_sharing
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
@@ -18,7 +20,7 @@ from pipeline.domain_plan import Chunk, PlannedItem
 
 RANKS, UNIT = 8, 4
 LINK = Link(2_000, 10**11)
-TABLE = CostTable(0, {"eye": WorkCost(10**9, 10**6, 0, exchanges=4)}, Links(LINK, LINK), row_bytes=64)
+TABLE = CostTable(0, {"eye": work_cost(10**9, 10**6, 0, exchanges=4)}, Links(LINK, LINK), row_bytes=64)
 COST = sequence_cost(TABLE, "eye", AttentionShape(8, 8), 128, LINK)
 SLOTS = {"eye": [(rank,) for rank in range(RANKS)]}
 

@@ -8,11 +8,13 @@ import torch.distributed as dist
 from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
+from work_costs import work_cost
 
 from infra.run_folder import read_metrics
 from omni.training.slowness import Slowest, SlowRanks, Spent, ratio_to_peers
+from parallel.cluster import Link, Links
 from parallel.control_of_run import connected
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.costs import CostTable
 from parallel.learning import Sample
 
 
@@ -33,7 +35,7 @@ def test_stages_without_copies_are_peers_of_each_other() -> None:
     assert ratio_to_peers(other, everyone) == pytest.approx(1 / 3)
 
 
-TABLE = CostTable(0, {"llm/0": WorkCost(10**8, 10**5, 10**5)}, Links(Link(1, 1), Link(1, 1)), row_bytes=4)
+TABLE = CostTable(0, {"llm/0": work_cost(10**8, 10**5, 10**5)}, Links(Link(1, 1), Link(1, 1)), row_bytes=4)
 NAMED_WITHIN = 20
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = (
     "~experiment",
     "model=llama3_1b_so400m",
-    "cluster=h100_8x8",
+    "cluster=h100",
     "train.steps=1",
     "data.on_long=truncate",
 )

@@ -19,6 +19,7 @@ class Stated:
     moved: int = 0
     weight_bytes: int = 0
     recomputed: bool = False
+    attention_again: bool = False
     tp: int = 1
     token_bytes: int = 0
     ep: int = 0
@@ -42,11 +43,12 @@ class Stated:
         if grad is Grad.WEIGHT:
             return Work(of_weights, collectives=all_gather("tp", shard, self.tp))
         times = 3 if self.recomputed else 2
+        again = self.square_flops * load.squares * self.attention_again
         sums = forward.collectives * (times - 1)
         both = (*sums, *all_gather("tp", shard, self.tp))
         if grad is Grad.BOTH:
-            return Work(times * forward.flops, collectives=both)
-        return Work(times * forward.flops - of_weights, collectives=sums, kept=load.tokens)
+            return Work(times * forward.flops + again, collectives=both)
+        return Work(times * forward.flops + again - of_weights, collectives=sums, kept=load.tokens)
 
     def input_bytes(self, load: Load) -> int:
         return 0

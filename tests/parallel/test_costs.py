@@ -4,23 +4,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from stated import Stated
+from work_costs import even_cluster, work_cost
 
-from parallel.costs import Axis, Cluster, CostTable, Link, Links, WorkCost, collectives_ns, table_from_work
+from parallel.cluster import Link, Links
+from parallel.costs import Axis, CostTable, collectives_ns, table_from_work
 from parallel.work import Grad, even_load
 
-LAPTOP = Cluster("laptop", 60 * 10**9, 0.5, 10 * 10**9, 2 * 10**9, 100_000, 8, 2 * 10**9, 100_000, 2_000_000)
-H100 = Cluster("h100", 989 * 10**12, 0.45, 3350 * 10**9, 50 * 10**9, 15_000, 8, 450 * 10**9, 8_000, 50_000)
+LAPTOP = even_cluster("laptop", 60 * 10**9, 0.5, op_overhead_ns=2_000_000)
+H100 = even_cluster(
+    "h100",
+    989 * 10**12,
+    0.45,
+    moved_per_s=3350 * 10**9,
+    links=Links(Link(8_000, 450 * 10**9), Link(15_000, 50 * 10**9)),
+    op_overhead_ns=50_000,
+)
 PARTS = {
     "llm/0": Stated(2_000_000_000, 8_192, recomputed=True),
     "image": Stated(800_000_000, 4_608),
 }
 
 works = st.builds(
-    WorkCost,
+    work_cost,
     token_fs=st.integers(0, 10**12),
     square_fs=st.integers(0, 10**9),
-    overhead_ns=st.integers(0, 10**7),
-    backward_factor=st.integers(1, 3),
+    fixed_ns=st.integers(0, 10**7),
+    times=st.integers(1, 3),
 )
 tokens = st.integers(0, 1_000_000)
 squares = st.integers(0, 10**12)
@@ -44,18 +53,21 @@ def coefficients(table: CostTable) -> list[object]:
 def test_times_are_integers(work, tokens, squares):
     assert type(work.forward_ns(tokens, squares)) is int
     assert type(work.backward_ns(tokens, squares)) is int
-    assert work.backward_ns(tokens, squares) == work.backward_factor * work.forward_ns(tokens, squares)
+    times = work.stated.input.square_fs // (work.stated.forward.square_fs or 1) or None
+    assert times is None or work.backward_ns(tokens, squares) == pytest.approx(
+        times * work.forward_ns(tokens, squares), abs=times + 1
+    )
 
 
 @given(works, tokens, tokens, squares, squares)
 def test_more_work_never_takes_less_time(work, tokens, more_tokens, squares, more_squares):
     less = work.forward_ns(tokens, squares)
     assert work.forward_ns(tokens + more_tokens, squares + more_squares) >= less
-    assert less >= work.overhead_ns == work.forward_ns(0, 0)
+    assert less >= work.stated.forward.fixed_ns == work.forward_ns(0, 0)
 
 
 def test_a_forward_pass_adds_tokens_squares_and_overhead():
-    work = WorkCost(token_fs=3_000_000, square_fs=500_000, overhead_ns=7)
+    work = work_cost(3_000_000, 500_000, 7)
     assert work.forward_ns(10, 4) == 7 + 30 + 2
     assert work.backward_ns(10, 4) == 2 * 39
 
@@ -72,7 +84,7 @@ def test_a_table_holds_integers_and_is_the_same_every_time(cluster):
 def test_a_table_gives_the_time_of_the_arithmetic(cluster):
     table = table_from_work(PARTS, cluster, row_bytes=512)
     for name, part in PARTS.items():
-        exact = part.forward(even_load(4096, 4096**2)).flops / (cluster.flops * cluster.efficiency) * 1e9
+        exact = part.forward(even_load(4096, 4096**2)).flops / cluster.products * 1e9
         assert table.parts[name].forward_ns(4096, 4096**2) == pytest.approx(
             exact + cluster.op_overhead_ns, rel=1e-3
         )
@@ -87,8 +99,12 @@ def test_a_faster_cluster_never_takes_longer():
 
 def test_recomputation_costs_another_forward():
     table = table_from_work(PARTS, LAPTOP, row_bytes=512)
-    assert table.parts["llm/0"].backward_factor == 3
-    assert table.parts["image"].backward_factor == 2
+    for name, times in (("llm/0", 3), ("image", 2)):
+        cost = table.parts[name]
+        assert cost.backward_ns(4096, 4096**2) == pytest.approx(
+            times * cost.forward_ns(4096, 4096**2), rel=1e-9
+        )
+        assert cost.back_exchanges == (times - 1) * cost.exchanges
 
 
 def test_a_message_costs_latency_and_its_bytes():
@@ -101,20 +117,20 @@ def test_a_message_costs_latency_and_its_bytes():
 def test_a_longer_message_never_takes_less_time(rows, more):
     table = table_from_work(PARTS, H100, row_bytes=4096)
     assert type(table.message_ns(rows)) is int
-    assert table.message_ns(rows + more) >= table.message_ns(rows) >= H100.link_latency_ns
+    assert table.message_ns(rows + more) >= table.message_ns(rows) >= H100.links.across.latency_ns
 
 
 def test_exchanges_of_shared_sequences_take_time_in_every_layer():
-    cost = WorkCost(token_fs=10**6, square_fs=0, overhead_ns=5, backward_factor=3, exchanges=4)
+    cost = work_cost(10**6, 0, 5, times=3, exchanges=4, back_exchanges=8)
     assert cost.forward_ns(10, 0, exchange_ns=7) == 5 + 10 + 4 * 7
     # Recomputed once and for the gradients once more, which are exchanged once.
     assert cost.backward_ns(10, 0, exchange_ns=7) == 3 * (5 + 10) + 2 * 4 * 7
 
 
-def test_memory_traffic_bounds_a_part_with_little_arithmetic() -> None:
-    light = Stated(token_flops=10, square_flops=0, moved=10_000, weight_bytes=10**6)
+def test_memory_traffic_takes_its_time_beside_arithmetic() -> None:
+    light = Stated(token_flops=30_000, square_flops=0, moved=10_000, weight_bytes=10**6)
     cost = table_from_work({"light": light}, LAPTOP, row_bytes=1024).parts["light"]
-    assert cost.forward_ns(1000, 0) == LAPTOP.op_overhead_ns + 100_000 + 1_000_000
+    assert cost.forward_ns(1000, 0) == LAPTOP.op_overhead_ns + 100_000 + 1_000_000 + 1_000_000
 
 
 # What ranks tell each other.
@@ -172,6 +188,18 @@ def test_a_table_says_what_a_forward_keeps():
 
 
 def test_a_recomputed_attention_costs_itself_again():
-    cost = WorkCost(token_fs=10**6, square_fs=10**6, overhead_ns=0, exchanges=2, attention_again=1)
-    assert cost.backward_ns(10, 3) == 2 * 13 + 3
-    assert cost.backward_ns(10, 3, exchange_ns=5) == 2 * 13 + 3 + 2 * 2 * 5
+    once, again = (
+        table_from_work({"part": Stated(10**6, 10**3, layers=2, attention_again=of)}, H100, 1).parts["part"]
+        for of in (False, True)
+    )
+    attended = again.forward_ns(0, 10**9) - again.forward_ns(0, 0)
+    assert again.backward_ns(50, 10**9) - once.backward_ns(50, 10**9) == pytest.approx(attended, abs=1)
+    assert (once.exchanges, once.back_exchanges, again.back_exchanges) == (2, 2, 4)
+
+
+def test_attention_in_a_backward_reaches_a_share_of_its_own():
+    slower = replace(H100, attention_backward=H100.attention // 3)
+    even, uneven = (table_from_work(PARTS, of, 1).parts["image"] for of in (H100, slower))
+    assert even.forward_ns(7, 10**9) == uneven.forward_ns(7, 10**9)
+    back = even.backward_ns(0, 10**9) - even.backward_ns(0, 0)
+    assert uneven.backward_ns(0, 10**9) - uneven.backward_ns(0, 0) == pytest.approx(3 * back, rel=1e-3)

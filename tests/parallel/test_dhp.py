@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.costs import Link
+from parallel.cluster import Link
 from parallel.policies import make_pool
 from parallel.policies.degrees import makespan_floor
 from parallel.policies.dhp import allocate_ranks, dhp_degrees, pack_groups, shard_dhp, side_by_side
@@ -17,7 +17,7 @@ from parallel.schemes import SequenceCost, rank_times
 from parallel.sequence import SequenceLayout
 from parallel.tiles import AttentionShape
 
-# so400m by `cluster=h100_8x8`, in bf16.
+# so400m by `cluster=h100`, in bf16.
 VIT = SequenceCost(AttentionShape(16, 16), 27, 1_874_199_555, 279_555, 144, Link(15_000, 50 * 10**9))
 
 

@@ -4,16 +4,18 @@ import random
 from dataclasses import replace
 
 import pytest
+from work_costs import work_cost
 
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable
 from parallel.laws import DIRECTIONS, Direction, Law, Laws
 from parallel.learning import NUM_SUMS, Sample, learn, sums_of
 from parallel.work import Grad
 
 LINK = Link(1000, 10**9)
 PARTS = {
-    "llm/0": WorkCost(token_fs=10**9, square_fs=2 * 10**5, overhead_ns=1_500_000, backward_factor=3),
-    "image": WorkCost(token_fs=3 * 10**8, square_fs=10**5, overhead_ns=1_500_000, weight_fs=10**8),
+    "llm/0": work_cost(token_fs=10**9, square_fs=2 * 10**5, fixed_ns=1_500_000, times=3),
+    "image": work_cost(token_fs=3 * 10**8, square_fs=10**5, fixed_ns=1_500_000, weight_fs=10**8),
 }
 TABLE = CostTable(0, PARTS, Links(LINK, LINK), row_bytes=4)
 # Far from what is stated, and each law by other factors.
@@ -137,7 +139,7 @@ def test_passes_of_one_size_keep_the_proportions_that_were_stated():
 
 
 def test_what_is_stated_as_free_stays_free():
-    free = replace(TABLE, parts={"image": WorkCost(10**8, 0, 0)})
+    free = replace(TABLE, parts={"image": work_cost(10**8, 0, 0)})
     measured = [Sample("image", None, n, n * n, 700 * n) for n in range(1, 50)]
     law = taught(free, measured).parts["image"].laws.forward
     assert law.coefficients == (pytest.approx(7 * 10**8, rel=0.01), 0, 0)

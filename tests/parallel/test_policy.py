@@ -14,7 +14,7 @@ from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy
 from omni.config import POLICIES
-from parallel.costs import Link, Links
+from parallel.cluster import Link, Links
 from parallel.placements import DomainSizes, PlacementPolicy
 from parallel.policies import SharingPolicy, make_pool
 from parallel.policy import PolicyError, find, registered

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_policies import own
 
-from parallel.costs import Link
+from parallel.cluster import Link
 from parallel.policies import SharingPolicy, make_pool
 from parallel.policies.degrees import best_build, power_degrees
 from parallel.policies.dynamic import Case, evenly, level, shard_dynamic, target_degrees
@@ -33,7 +33,7 @@ from parallel.tiles import AttentionShape, Volume, attention_work, exchange_volu
 
 POLICIES = own(SharingPolicy)
 
-# so400m and llama3_1b by `cluster=h100_8x8`, in bf16.
+# so400m and llama3_1b by `cluster=h100`, in bf16.
 LINK, INSIDE = Link(15_000, 50 * 10**9), Link(8_000, 450 * 10**9)
 VIT = SequenceCost(AttentionShape(16, 16), 27, 1_874_199_555, 279_555, 144, LINK)
 LLM = SequenceCost(AttentionShape(32, 8, causal=True), 16, 5_553_294_308, 294_510, 128, LINK)

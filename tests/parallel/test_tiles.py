@@ -4,8 +4,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from work_costs import work_cost
 
-from parallel.costs import CostTable, Link, Links, WorkCost
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable
 from parallel.schemes import SequenceCost, choose_tiles, rank_times, scheme_tiles, sequence_cost
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
@@ -411,7 +413,7 @@ def test_a_sequence_on_one_rank_has_no_tiles():
 
 def test_costs_come_from_the_table_and_a_causal_pair_costs_as_much_as_any():
     link = Link(11, 50 * 10**9)
-    table = CostTable(0, {"llm": WorkCost(500, 300, 7, exchanges=3)}, Links(link, link), row_bytes=1)
+    table = CostTable(0, {"llm": work_cost(500, 300, 7, exchanges=3)}, Links(link, link), row_bytes=1)
     full = sequence_cost(table, "llm", AttentionShape(4, 2), 256, link)
     causal = sequence_cost(table, "llm", AttentionShape(4, 2, causal=True), 256, link)
     assert full == SequenceCost(AttentionShape(4, 2), 3, 500, 300, 256, link)

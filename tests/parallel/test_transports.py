@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from random_routes import carry, random_problem
 
 from parallel.boundary import Route, Segment
+from parallel.cluster import Link, Links
 from parallel.collectives import Stop, two_hops
-from parallel.costs import Link, Links
 from parallel.lane import Lane
 from parallel.shipping import make_ends, ship
 from parallel.transports import (

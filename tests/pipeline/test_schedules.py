@@ -6,8 +6,10 @@ from domain_plans import COMPONENTS, SCHEDULES, Shape, Work, make_plan, one, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_ranks import RandomRanks
+from work_costs import work_cost
 
-from parallel.costs import CostTable, Link, Links, Talk, WorkCost
+from parallel.cluster import Link, Links
+from parallel.costs import CostTable, Talk
 from pipeline.costs import simulate, spent_on
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, POINT_TO_POINT, Kind, Op
@@ -229,8 +231,8 @@ def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
 
 
 def table(stages: int, forward_ns: int, encode_ns: int, message_ns: int = 0) -> CostTable:
-    parts = {f"llm/{stage}": WorkCost(0, 0, forward_ns) for stage in range(stages)}
-    parts |= {name: WorkCost(0, 0, encode_ns) for name in ("audio", "image")}
+    parts = {f"llm/{stage}": work_cost(0, 0, forward_ns) for stage in range(stages)}
+    parts |= {name: work_cost(0, 0, encode_ns) for name in ("audio", "image")}
     return CostTable(0, parts, Links(FREE, Link(message_ns, 1)), 0, COMPONENTS)
 
 
@@ -271,8 +273,8 @@ def test_a_route_that_never_leaves_its_rank_makes_no_other_rank_wait():
     work = [Work("image", m, (0,), (2,)) for m in range(2)]
     domain = make_plan(2, 2, work, "encode_first").domain
     assert all(route.is_local for route in domain.routes)
-    uneven = {"llm/0": WorkCost(0, 0, 100), "llm/1": WorkCost(0, 0, 1), "image": WorkCost(0, 0, 10)}
-    uneven["audio"] = WorkCost(0, 0, 0)
+    uneven = {"llm/0": work_cost(0, 0, 100), "llm/1": work_cost(0, 0, 1), "image": work_cost(0, 0, 10)}
+    uneven["audio"] = work_cost(0, 0, 0)
     timeline = simulate(domain, CostTable(0, uneven, Links(FREE, FREE), 0, COMPONENTS))
     waits = [event for event in timeline.events[1] if event.op.on in (Kind.SHIP, Kind.RETURN)]
     assert len(waits) == 4
@@ -367,7 +369,9 @@ def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(iss
     work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
     domain = make_plan(Shape(stages=2, tp=2, party=2), 3, work, "encode_first").domain
     talk = Talk(fixed_ns=7)
-    cost = WorkCost(0, 0, 100, forward_talk=talk, input_talk=talk, weight_talk=Talk(fixed_ns=2), reduce_ns=50)
+    cost = work_cost(
+        0, 0, 100, forward_talk=talk, input_talk=talk, weight_talk=Talk(fixed_ns=2), reduce_ns=50
+    )
     parts = dict.fromkeys(("llm/0", "llm/1", "image", "audio"), cost)
     table_ = CostTable(0, parts, Links(FREE, Link(10, 1)), 0, COMPONENTS, None, issue_ns)
     timeline = simulate(domain, table_)
