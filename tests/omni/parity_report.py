@@ -257,7 +257,8 @@ step are those that clip its gradients.
   without items. A second dataset leaves encoder ranks without items. Links cost nothing, so that policies do
   share sequences this short. Tests assert all of this for each case of the covering array.
 
-`tests/omni/test_parity.py` has what needs few layouts: untied embeddings, biases, LayerNorm, other routers,
+`tests/omni/test_parity.py` has what needs few layouts: untied embeddings, biases, LayerNorm, heads of their
+own size, normed heads, a feed-forward without gates, other routers,
 frozen components, and that placeholders shifted by one fail, as does a norm counted wrong.
 `tests/omni/test_parity_matrix.py` adds what no pair of values shows: an expert whose shards lie on ranks that
 differ in tp, and encoder slots that span pipeline stages. `tests/omni/test_bf16.py` compares ranks in bf16.
