@@ -93,6 +93,7 @@ def test_a_job_that_loses_a_node_goes_on_and_saves_when_it_is_interrupted(cluste
 
 
 def test_a_job_that_finds_no_room_is_told_what_there_is(cluster, data, tmp_path):
+    cluster.wait_for_nodes(timeout=60)  # a node that was lost may be listed for some time
     keys = ["launch.ranks=3", "train.steps=2", "run.dir=run"]
     done = omni(["train", *TINY, *data, *launcher(cluster, "hydra.launcher.room_s=2"), *keys], tmp_path)
     assert done.code == 2
