@@ -1,8 +1,8 @@
 """How far simulated steps are off published ones, on rows that nothing was fitted on.
 
-    python benchmarks/simulator_error.py              # two, 4 minutes
-    # rows of at most 512 GPUs, no more than one of equal ones python benchmarks/simulator_error.py --command
-    7  # the command that plans row 7
+    python benchmarks/simulator_error.py              # two rounds of fitting, 4 minutes on two cores
+    python benchmarks/simulator_error.py --quick      # one, 2 minutes
+    python benchmarks/simulator_error.py --command 7  # the command that plans row 7
 
 `published_throughput.csv` has a row for each published run of text alone: which software ran it, the model,
 the layout, and what it took. What its source does not state stands in `assumed`: four virtual stages where
