@@ -1,4 +1,4 @@
-"""How far simulated steps are off published ones, on rows that nothing was fitted on.
+"""How far simulated steps are off published ones, on rows that knobs were not fitted on.
 
     python benchmarks/simulator_error.py              # two rounds of fitting, 4 minutes on two cores
     python benchmarks/simulator_error.py --quick      # one, 2 minutes
@@ -15,7 +15,8 @@ measured to reach, what launches cost, what is waited for. Cross-validation leav
 then each cluster; errors are those of rows that were left out, in tokens/s. Beside them stands a roofline
 with one share of the peak a family (`simulator_roofline.py`), fitted on the same folds. Rows of equal
 configurations differ, by their software's release: `forced` is the mean error that any prediction has on
-them.
+them. The folds hold back the knobs alone: the model's form, frameworks and neutral knobs were chosen with all
+rows in sight.
 
 Ends with a line of JSON; leaves with 1 where an error is above its target and above what equal rows force, or
 not a fifth below the roofline's.

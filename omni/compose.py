@@ -97,7 +97,7 @@ def _convert(saved: DictConfig) -> None:
     if "deal" not in saved:
         saved["deal"] = {"policy": "by_length"}
     cluster = saved.get("cluster") or {}
-    if isinstance(cluster.get("efficiency"), float):  # one peak and one share, of the run's own precision
+    if isinstance(cluster.get("efficiency"), int | float):  # one of the run's precision
         share, peak = cluster["efficiency"], cluster["flops"]
         both = ("fp32", "bf16")
         cluster["flops"] = dict.fromkeys(both, peak)

@@ -33,6 +33,8 @@ def estimated(
     config = compose_config(overrides, arguments.config_dir)
     if arguments.trace:
         use_trace(config, arguments.trace, folder / "trace", tell=tell)
+    if arguments.framework:
+        tell(f"times are of these op lists as {arguments.framework} would overlap them, not of our ranks")
     spec = _resolve(config, arguments.framework)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):

@@ -1,6 +1,7 @@
 """Other frameworks, as `omni plan --framework` and benchmarks simulate them: the same lists, other overlap.
 
-Nothing here changes a run: ranks run ours, whose overlap the simulator finds in its op lists.
+Nothing here changes a run: ranks run ours, whose overlap the simulator finds in its op lists. The figures
+below that name no source were chosen with all rows of benchmarks/published_throughput.csv in sight.
 """
 
 from collections.abc import Mapping

@@ -198,9 +198,10 @@ def test_a_rehearsal_equals_a_real_run(
         found = rehearse(spec, plan, rank).footprint
         assert found.traffic == {key: sent for key, sent in traffic.items() if key[0] != "world"}
         assert found.parameters == parameters
-        # A reduce-scatter that is under way holds its input on real ranks: here 48 rows, 6 kB.
-        under_way = 48 * 32 * 4 if any("reduce_scatter" in key for key in more) else 0
-        assert found.bytes == pytest.approx(held, rel=1e-3, abs=under_way)
+        # With a reduce-scatter two of four real ranks hold 6 kB more than a rehearsal, the size of 48 rows.
+        # Why is not known; the input of a collective that is under way would be of that size.
+        unknown = 48 * 32 * 4 if any("reduce_scatter" in key for key in more) else 0
+        assert found.bytes == pytest.approx(held, rel=1e-3, abs=unknown)
 
 
 # Every rank of a world.
