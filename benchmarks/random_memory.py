@@ -31,7 +31,7 @@ from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
-from omni.rehearsal.stand_in_data import write_trace_dataset
+from omni.rehearsal.stand_in_data import use_trace
 
 TOLERANCE = 0.0005
 MOST_RANKS = 64
@@ -150,11 +150,12 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
 
 
 def compose(folder: Path, case: Case) -> Config:
-    """The configuration of a case."""
+    """The configuration of a case, on its trace, which is written to the folder."""
     fixed = ["~experiment", "model=tiny", "data.on_long=truncate", "train.steps=3", "train.precision=bf16"]
     fixed += ["cluster.queues=one"]  # as GPUs have it
-    data = [f"+data.sources.trace.path={folder / case.trace}", f"run.dir={folder / 'run'}"]
-    return compose_config([*fixed, *data, *case.keys])
+    config = compose_config([*fixed, f"run.dir={folder / 'run'}", *case.keys])
+    use_trace(config, case.trace, folder / case.trace, SAMPLES, tell=lambda note: None)
+    return config
 
 
 def deviations(spec: RunSpec, rng: random.Random) -> dict[int, tuple[float, str]]:
@@ -183,12 +184,10 @@ def main() -> int:
     count = QUICK if given.quick else given.count
     policies, start, refused = kinds(), time.perf_counter(), Counter[str]()
     worst, failures, done, number = 0.0, 0, 0, 0
-    with tempfile.TemporaryDirectory() as name:
-        for trace in TRACES:
-            write_trace_dataset(Path(name) / trace, trace, 0, {"image"}, SAMPLES)
-        while done < count:
-            rng, number = random.Random(f"{given.seed} {number}"), number + 1
-            case = draw(rng, policies)
+    while done < count:
+        rng, number = random.Random(f"{given.seed} {number}"), number + 1
+        case = draw(rng, policies)
+        with tempfile.TemporaryDirectory() as name:
             try:
                 spec = prepare_run(compose(Path(name), case), case.world)
                 found = deviations(spec, rng)
@@ -197,13 +196,13 @@ def main() -> int:
                 refused[key[0] if key else str(error)] += 1
                 print(f"{number - 1:4} refused: {error}"[:200], flush=True)
                 continue
-            done += 1
-            most = max(abs(off) for off, _ in found.values())
-            worst, failures = max(worst, most), failures + (most > TOLERANCE)
-            for rank, (off, at) in found.items():
-                print(f"{number - 1:4} rank {rank} of {case.world}: {off:+.4%} of {at}", flush=True)
-            if most > TOLERANCE:
-                print("     ", case.trace, *case.keys, flush=True)
+        done += 1
+        most = max(abs(off) for off, _ in found.values())
+        worst, failures = max(worst, most), failures + (most > TOLERANCE)
+        for rank, (off, at) in found.items():
+            print(f"{number - 1:4} rank {rank} of {case.world}: {off:+.4%} of {at}", flush=True)
+        if most > TOLERANCE:
+            print("     ", case.trace, *case.keys, flush=True)
     result = {
         "benchmark": "random_memory",
         "seed": given.seed,
