@@ -1,6 +1,7 @@
 """The house keeps its order: what import-linter's contracts and ruff leave to be said."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import grimp
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
@@ -35,6 +37,38 @@ def test_no_imports_run_in_a_circle():
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(" is imported by ".join(error.args[1]))
+
+
+def test_benchmarks_import_what_is_there():
+    files = [*(ROOT / "benchmarks").glob("*.py")]
+    assert files
+    assert [missing for path in files for missing in missing_names(path)] == []
+
+
+def missing_names(path: Path) -> list[str]:
+    """Names that a file imports from one of our modules, which does not have them."""
+    missing = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            place = ROOT / node.module.replace(".", "/")
+            source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            words = set(re.findall(r"\w+", source.read_text()))
+            missing += [
+                f"{path.name}: {node.module} has no {name.name}"
+                for name in node.names
+                if name.name not in words and not (place / f"{name.name}.py").exists()
+            ]
+    return missing
+
+
+def test_hooks_before_a_commit_are_those_of_make_check():
+    (rule,) = re.findall(r"^check:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = repository["hooks"]
+    assert [hook["entry"] for hook in hooks] == [
+        line.strip().replace("$(BIN)", ".venv/bin") for line in rule.splitlines()
+    ]
+    assert {hook["language"] for hook in hooks} == {"system"}
 
 
 def test_a_long_function_has_its_reason_beside_it():
