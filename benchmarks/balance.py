@@ -101,10 +101,10 @@ def steps_of(name: str, count: int, seed: int = 0) -> Iterator[tuple[str, list[S
 
 def plan_ms(planner: Planner, step: Step) -> float:
     """CPU time in which one rank deals a step, divides its group and shares sequences in its domain."""
-    planner, start = without_bounds(planner), time.process_time()
+    domain, start = without_bounds(planner.domain), time.process_time()
     samples = groups_of(planner, step.taken)[0]
-    costs = planner.costing.costs([step.metas[n] for n in samples])
-    place_domain(planner, divide_group(planner, 0, samples, costs)[0], step.metas)
+    costs = planner.domain.costing.costs([step.metas[n] for n in samples])
+    place_domain(domain, divide_group(planner, 0, samples, costs)[0], step.metas)
     return round((time.process_time() - start) * 1e3, 1)
 
 

@@ -230,12 +230,12 @@ def by_policy(
     spec = prepare(layout, asked.ranks, asked.samples, asked.domain, asked.balance[0], schedule, trace)
     found = {}
     for name in asked.balance:
-        policies = replace(spec.planner.policies, balance=find(BalancePolicy, name, "balance.policy"))
-        own = replace(spec, planner=replace(spec.planner, policies=policies))
+        group = replace(spec.planner.group, balance=find(BalancePolicy, name, "balance.policy"))
+        own = replace(spec, planner=replace(spec.planner, group=group))
         found[name] = measure(own, asked.domains), spec.arrangement.num_domains
     alike = others(trace_of(trace, asked.samples * asked.ranks), ["image"])
     as_images = f"; counted as images: {alike}" if alike else ""
-    return told(spec.planner, spec.planner.take(0)) + as_images, found
+    return told(spec.planner, spec.planner.world.take(0)) + as_images, found
 
 
 def main() -> int:

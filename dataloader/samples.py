@@ -11,18 +11,22 @@ from dataloader.tokens import SampleMeta, fit, length
 
 TRACE = "trace"
 
+ItemTokens = Callable[[str, Ints], dict[str, tuple[Ints, Ints]]]
+"""From a source's name and ids [n] to its items, by modality: the place of each item's sample among the ids
+[k], and its encoder tokens [k]: `Index.item_tokens` of the source.
+"""
+
 
 @dataclass(frozen=True)
 class Samples:
     """`stream` orders samples; `metas` reads the metadata of one by source and id, `lengths` of many; `items`
-    gives the encoder tokens of the items of many, by modality: the place in the ids of the sample that each
-    is of, and its tokens.
+    gives the items of many.
     """
 
     stream: Order
     metas: Callable[[str, int], SampleMeta]
     lengths: Lengths
-    items: Callable[[str, Ints], dict[str, tuple[Ints, Ints]]]
+    items: ItemTokens
 
 
 @dataclass(frozen=True)

@@ -93,15 +93,15 @@ def _changes(spec: RunSpec, found: Estimate) -> Iterator[tuple[list[str], Planne
     domain, layout, planner = found.plan.domain, spec.arrangement.llm, spec.planner
     if layout.pp > 1 and domain.chunks and "joint" not in domain.schedule:
         joint = find(SchedulePolicy, "joint", "pipeline.schedule")
-        yield ["pipeline=joint"], replace(planner, policies=replace(planner.policies, schedule=joint))
+        yield ["pipeline=joint"], replace(planner, domain=replace(planner.domain, schedule=joint))
     times = -(-FILLED * layout.pp // max(1, len(domain.microbatches)))
     if found.spent.reducing_ns >= WASTED * found.timeline.makespan_ns:
         times = max(2, times)
-    budget = planner.budget
+    budget = planner.world.budget
     key = "step_tokens" if budget.step_tokens is not None else "step_samples"
     while times > 1:
         value = times * getattr(budget, key)
-        yield [f"data.{key}={value}"], replace(planner, budget=replace(budget, **{key: value}))
+        yield [f"data.{key}={value}"], planner.with_budget(replace(budget, **{key: value}))
         times //= 2
 
 
@@ -114,5 +114,5 @@ def _tried(spec: RunSpec, found: Estimate, planner: Planner, cursor: int) -> flo
         return None
     if not fits(spec, plan):
         return None
-    timeline = simulate(plan.domain, spec.table, planner.single_queue)
+    timeline = simulate(plan.domain, spec.table, planner.domain.single_queue)
     return plan.taken.tokens / (timeline.makespan_ns / 1e9)

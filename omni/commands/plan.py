@@ -103,12 +103,12 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     plan, timeline = found.plan, found.timeline
     if shown is not None:
         plan = spec.planner.next_step(arguments.step, cursor, shown)
-        timeline = simulate(plan.domain, spec.table, spec.planner.single_queue)
+        timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
     names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
     check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
-    for text in without_effect(spec.planner.sharing):
+    for text in without_effect(spec.planner.domain.sharing):
         tell(text)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from dataloader.balance import SampleCosts
 from dataloader.tokens import SampleMeta, length
+from omni.planning.domain_planner import DomainPlanner
 from omni.planning.planner import Planner
 from omni.planning.sharing import Sharing
 from parallel.schemes import Exchanges, SequenceCost, choose_tiling
@@ -48,15 +49,15 @@ class Step:
 
 def step_of(planner: Planner, cursor: int = 0) -> Step:
     """Take a step's samples from stream position `cursor` on."""
-    taken = planner.take(cursor)
-    metas = [planner.meta_of(taken, number) for number in range(len(taken))]
-    return Step(taken, metas, planner.costing.costs(metas))
+    taken = planner.world.take(cursor)
+    metas = [planner.world.meta_of(taken, number) for number in range(len(taken))]
+    return Step(taken, metas, planner.domain.costing.costs(metas))
 
 
 def groups_of(planner: Planner, taken: Taken) -> list[list[int]]:
     """Deal the samples of a step to groups of domains; return those of each group, by number."""
-    groups: list[list[int]] = [[] for _ in range(planner.num_groups)]
-    for sample, group in enumerate(planner.groups_of(taken)):
+    groups: list[list[int]] = [[] for _ in planner.world.groups]
+    for sample, group in enumerate(planner.world.groups_of(taken, planner.domain.costing)):
         groups[group].append(sample)
     return groups
 
@@ -65,8 +66,8 @@ def divide_group(planner: Planner, group: int, samples: Sequence[int], costs: Sa
     """Divide the samples of a group, of `costs`, over its domains and those of each over its replicas: by
     domain, those of each replica.
     """
-    domains = min(planner.group_size, planner.arrangement.num_domains - group * planner.group_size)
-    return [[[samples[i] for i in own] for own in of] for of in planner.divide(costs, domains)]
+    divided = planner.group.divide(costs, len(planner.world.groups[group]), planner.domain.costing.alone)
+    return [[[samples[i] for i in own] for own in of] for of in divided]
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class DomainPlaces:
     encoders: Mapping[str, SequenceLayout]
 
 
-def place_domain(planner: Planner, replicas: Groups, metas: Sequence[SampleMeta]) -> DomainPlaces:
+def place_domain(planner: DomainPlanner, replicas: Groups, metas: Sequence[SampleMeta]) -> DomainPlaces:
     """Share the samples of a domain's replicas, and their items, as the sharing policies decide."""
     if not planner.sharing[planner.llm].policy.within_replica:
         # All of a domain share what all have: which replica a sample belongs to decides nothing more.
@@ -185,7 +186,7 @@ def place_domain(planner: Planner, replicas: Groups, metas: Sequence[SampleMeta]
     return DomainPlaces(samples, llm, {name: tuple(of) for name, of in items.items()}, layouts)
 
 
-def _spread_whole(planner: Planner, tokens: Mapping[str, Sequence[int]]) -> dict[str, SequenceLayout]:
+def _spread_whole(planner: DomainPlanner, tokens: Mapping[str, Sequence[int]]) -> dict[str, SequenceLayout]:
     """Lay out the items that stay whole: each on one slot of its encoder, all encoders together."""
     slots = {name: planner.arrangement.slots(name) for name in tokens}
     costs = [planner.sharing[name].whole_ns(n) for name, of in tokens.items() for n in of]
@@ -213,7 +214,7 @@ class DomainTimes:
 
 
 def time_domain(
-    planner: Planner, domain: int, places: DomainPlaces, metas: Sequence[SampleMeta], factors: Factors
+    planner: DomainPlanner, domain: int, places: DomainPlaces, metas: Sequence[SampleMeta], factors: Factors
 ) -> DomainTimes:
     """Time every rank of a domain whose samples and items take `factors` of their costs."""
     samples = np.array(places.samples, np.int64)
@@ -236,25 +237,25 @@ def time_domain(
     return DomainTimes(llm, work, in_turn, overlapped, across)
 
 
-def member_nodes(planner: Planner, domain: int) -> list[int]:
+def member_nodes(planner: DomainPlanner, domain: int) -> list[int]:
     """Return the node of each member of a domain's pool, of its first stage."""
     world = planner.arrangement
     return position_nodes(planner, domain)[: world.stage_size : world.llm.tp]
 
 
-def slot_nodes(planner: Planner, domain: int, encoder: str) -> list[int]:
+def slot_nodes(planner: DomainPlanner, domain: int, encoder: str) -> list[int]:
     """Return the node of each slot of an encoder in a domain."""
     nodes = position_nodes(planner, domain)
     return [nodes[slot[0]] for slot in planner.arrangement.slots(encoder)]
 
 
-def position_nodes(planner: Planner, domain: int) -> list[int]:
+def position_nodes(planner: DomainPlanner, domain: int) -> list[int]:
     """Return the node of each position of a domain."""
     return list(node_map(planner.arrangement.domain_ranks(domain), planner.transport.ranks_per_node))
 
 
 def _rows_across(
-    planner: Planner, domain: int, encoder: str, places: DomainPlaces, metas: Sequence[SampleMeta]
+    planner: DomainPlanner, domain: int, encoder: str, places: DomainPlaces, metas: Sequence[SampleMeta]
 ) -> int:
     """Bytes of rows that go from the slots of an encoder to members on other nodes."""
     members, slots = member_nodes(planner, domain), slot_nodes(planner, domain, encoder)
@@ -304,18 +305,18 @@ def score_step(planner: Planner, step: Step, factors: Sequence[Factors]) -> list
     """Divide the samples of a step, place those of every domain, and score the step once for each of the
     `factors` that costs may take.
     """
-    planner = without_bounds(planner)
+    domain = without_bounds(planner.domain)
     times: list[list[DomainTimes]] = [[] for _ in factors]
     for group, samples in enumerate(groups_of(planner, step.taken)):
         for replicas in divide_group(planner, group, samples, step.costs.take(samples)):
-            places = place_domain(planner, replicas, step.metas)
+            places = place_domain(domain, replicas, step.metas)
             for found, scale in zip(times, factors, strict=True):
-                found.append(time_domain(planner, len(found), places, step.metas, scale))
-    least = unsplittable_ns(planner, step.metas)
-    return [score(planner, of, least) for of in times]
+                found.append(time_domain(domain, len(found), places, step.metas, scale))
+    least = unsplittable_ns(domain, step.metas)
+    return [score(domain, of, least) for of in times]
 
 
-def without_bounds(planner: Planner) -> Planner:
+def without_bounds(planner: DomainPlanner) -> DomainPlanner:
     """Return a planner whose pools may hold any number of tokens: all of a domain are placed at once."""
     sharing = {
         name: replace(of, pool=replace(of.pool, tokens_per_rank=None)) for name, of in planner.sharing.items()
@@ -323,7 +324,7 @@ def without_bounds(planner: Planner) -> Planner:
     return replace(planner, sharing=sharing)
 
 
-def score(planner: Planner, times: Sequence[DomainTimes], unsplittable_ns: tuple[int, int]) -> Score:
+def score(planner: DomainPlanner, times: Sequence[DomainTimes], unsplittable_ns: tuple[int, int]) -> Score:
     """Score a step of the `times` of all domains, in order; the costliest sequences spread as far as can be
     take `unsplittable_ns` in the encoders and in the LLM.
     """
@@ -349,7 +350,7 @@ def score(planner: Planner, times: Sequence[DomainTimes], unsplittable_ns: tuple
     )
 
 
-def unsplittable_ns(planner: Planner, metas: Sequence[SampleMeta]) -> tuple[int, int]:
+def unsplittable_ns(planner: DomainPlanner, metas: Sequence[SampleMeta]) -> tuple[int, int]:
     """The costliest item and the costliest sample, each spread over all members that may share it."""
     items = [0]
     for name, sharing in planner.sharing.items():

@@ -78,13 +78,17 @@ def choices(
     for domain in domains:
         for sharing in sharings:
             planner = planner_of(config, world, trace, Choice(policies[0], sharing, domain, 1))
-            step, most = step_of(planner), planner.arrangement.num_domains
+            step, most = step_of(planner), planner.domain.arrangement.num_domains
             sizes = dict.fromkeys(min(most, max(1, group // domain)) for group in groups)
             for size, policy in product(sizes, policies):
                 chosen = find(BalancePolicy, policy, "balance.policy")
-                own = replace(planner.policies, balance=chosen)
                 choice = Choice(policy, sharing, domain, size)
-                yield choice, replace(planner, policies=own, group_size=size), step
+                own = replace(
+                    planner,
+                    world=replace(planner.world, group_size=size),
+                    group=replace(planner.group, balance=chosen),
+                )
+                yield choice, own, step
 
 
 def usable(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -114,10 +118,10 @@ def scored(
     """
     known: dict[tuple[bool | str, ...], Row] = {}
     for choice, planner, step in found:
-        shares = any(of.num_members > 1 for of in planner.sharing.values())
-        within = planner.sharing[planner.llm].policy.within_replica
+        shares = any(of.num_members > 1 for of in planner.domain.sharing.values())
+        within = planner.domain.sharing[planner.domain.llm].policy.within_replica
         # In a group of one domain only which replica takes a sample is open, if that matters.
-        decides = choice.group > 1 or (planner.arrangement.replicas > 1 and within)
+        decides = choice.group > 1 or (planner.domain.arrangement.replicas > 1 and within)
         key = (str(choice.domain), str(choice.group), decides and choice.policy, shares and choice.sharing)
         if broken is not None and choice.policy in broken:
             continue

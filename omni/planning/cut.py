@@ -30,8 +30,8 @@ class Cut:
 def cut_of(planner: Planner, taken: Taken) -> Cut:
     """Compare the samples of a step with what they are in its data."""
     pairs = zip(taken.source, taken.ids, strict=True)
-    whole = [length(planner.metas(taken.sources[source], sample)) for source, sample in pairs]
-    dropped = [length(planner.metas(source, sample)) for source, sample in taken.skipped]
+    whole = [length(planner.world.samples.metas(taken.sources[source], sample)) for source, sample in pairs]
+    dropped = [length(planner.world.samples.metas(source, sample)) for source, sample in taken.skipped]
     tokens, squares = sum(whole) + sum(dropped), sum(n * n for n in (*whole, *dropped))
     return Cut(
         samples=sum(kept < all_of_it for kept, all_of_it in zip(taken.lengths, whole, strict=True)),
@@ -43,6 +43,6 @@ def cut_of(planner: Planner, taken: Taken) -> Cut:
 
 def told(planner: Planner, taken: Taken) -> str:
     """Say how many samples and tokens a step has, also of a rank, and what was cut of them."""
-    world, count = planner.arrangement, len(taken)
+    world, count = planner.domain.arrangement, len(taken)
     each = f"{count / world.world:.4g} a rank, {count / world.llm.dp:.4g} a replica"
     return f"{count:,} samples ({each}), {taken.tokens:,} tokens; {cut_of(planner, taken)}"

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 
-from dataloader.balance import BalancePolicy, Bins, SampleCosts
-from dataloader.dealing import DealPolicy
-from dataloader.global_batch import Budget
+from dataloader.balance import SampleCosts
 from dataloader.packing import PackingPolicy
 from dataloader.packing.policy import costs_of, pack_of
 from dataloader.pairing import PairingPolicy
@@ -38,22 +36,10 @@ from pipeline.costs import plan_costs, plan_memory, simulate
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
-from pipeline.plan import Taken
 from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 from pipeline.serial import serialise
-
-
-@dataclass(frozen=True)
-class Policies:
-    """Who takes which samples, in which microbatches, and in which order they run."""
-
-    balance: BalancePolicy
-    packing: PackingPolicy
-    pairing: PairingPolicy
-    schedule: SchedulePolicy
-    deal: DealPolicy
 
 
 @dataclass(frozen=True)
@@ -97,8 +83,10 @@ class DomainPlanner:
     sharing: Mapping[str, Sharing]
     transport: TransportChoice
     feeds: tuple[tuple[str, tuple[Point, ...]], ...]
-    policies: Policies
-    budget: Budget
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    schedule: SchedulePolicy
+    microbatch_tokens: int
     table: CostTable
     party: int
     single_queue: bool = False
@@ -117,29 +105,10 @@ class DomainPlanner:
     def _slots(self) -> dict[str, tuple[Slot, ...]]:
         return {name: self.arrangement.slots(name) for name in self.encoders.values()}
 
-    def divide(self, costs: SampleCosts, num_domains: int) -> list[list[list[int]]]:
-        """Divide the samples of a group over its domains, and those of each over its replicas; return their
-        places among the `costs`.
-        """
-        replicas, alone = self.arrangement.replicas, self.costing.alone
-        domains = Bins(num_domains, replicas, (True,) * len(alone))
-        out = []
-        for own in self._balance(list(range(len(costs))), costs, domains):
-            out.append(self._balance(own, costs.take(own), Bins(replicas, 1, alone)))
-        return out
-
-    def _balance(self, numbers: Sequence[int], costs: SampleCosts, bins: Bins) -> list[list[int]]:
-        """Divide samples, given by number, over bins."""
-        out: list[list[int]] = [[] for _ in range(bins.count)]
-        for number, chosen in zip(numbers, self.policies.balance(costs, bins), strict=True):
-            out[chosen].append(number)
-        return out
-
     def plan_domain(
         self,
         number: int,
         members: Sequence[Sequence[int]],
-        taken: Taken,
         metas: Sequence[SampleMeta],
         costs: SampleCosts,
         frozen: tuple[str, ...],
@@ -176,7 +145,7 @@ class DomainPlanner:
         if not train:
             domain = self._with_routes(self._with_chunks(domain, waves), ranks)
             return [self._with_ops(domain, build_forward_only(domain))]
-        candidates = candidates_of(self.policies.schedule, world.llm.parts)
+        candidates = candidates_of(self.schedule, world.llm.parts)
         planned = [self._scheduled(domain, waves, policy, ranks, frozenset(frozen)) for policy in candidates]
         if len(planned) > 1:
             planned.sort(key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
@@ -286,10 +255,10 @@ class DomainPlanner:
 
         Returns with the microbatches, by sample, the one with which its items are encoded.
         """
-        policy, size = self.policies.packing, self.budget.microbatch_tokens
+        policy, size = self.packing, self.microbatch_tokens
         owns = [costs.take(mine) for mine in members]
         packs = [policy(own, size) for own in owns]
-        together = self.policies.pairing(
+        together = self.pairing(
             [costs_of(own, of) for own, of in zip(owns, packs, strict=True)],
             self._room,
             self.arrangement.llm.pp,
@@ -319,7 +288,7 @@ class DomainPlanner:
         of which none holds more.
         """
         world, policy = self.arrangement, self.sharing[self.llm].policy
-        return self.budget.microbatch_tokens * (world.pool if policy.finds_room else world.replicas)
+        return self.microbatch_tokens * (world.pool if policy.finds_room else world.replicas)
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]

@@ -5,14 +5,14 @@ not modelled, and neither are plans of evaluation, which keep nothing for a back
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 from omni.config import ConfigError
 from omni.planning.memory import by_kind, model_peak
 from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
+from omni.planning.workload import Workload
 from pipeline.plan import StepPlan
 
 
@@ -39,7 +39,7 @@ class Peak:
         return sum(self.parts.values())
 
 
-def fullest_rank(spec: RunSpec, plans: Iterable[StepPlan]) -> Peak:
+def fullest_rank(spec: Workload, plans: Iterable[StepPlan]) -> Peak:
     """Return the rank that holds most of the domains of `plans`.
 
     Positions of a team run the same ops on the same layers: of each team its first rank is modelled, of the
@@ -49,32 +49,27 @@ def fullest_rank(spec: RunSpec, plans: Iterable[StepPlan]) -> Peak:
     return fullest_in_team(spec, found)
 
 
-def fullest_team(spec: RunSpec, plan: StepPlan) -> Peak:
+def fullest_team(spec: Workload, plan: StepPlan) -> Peak:
     """Return the first rank of the team that holds most of a plan's domain."""
     return _fullest(spec, plan, range(0, plan.domain.num_ranks, plan.domain.team))
 
 
-def fullest_in_team(spec: RunSpec, first: Peak) -> Peak:
+def fullest_in_team(spec: Workload, first: Peak) -> Peak:
     """Return the rank that holds most of a team, of which `first` is the first."""
     return _fullest(spec, first.plan, range(first.position, first.position + first.plan.domain.team))
 
 
-def _fullest(spec: RunSpec, plan: StepPlan, positions: Iterable[int]) -> Peak:
+def _fullest(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Peak:
     ranks = spec.arrangement.domain_ranks(plan.number)
     works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
     peaks = (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
     return max(peaks, key=lambda peak: peak.bytes)
 
 
-def fits(spec: RunSpec, plan: StepPlan) -> bool:
+def fits(spec: Workload, plan: StepPlan) -> bool:
     """Say whether every rank of a plan's domain can hold it."""
     most = spec.cluster.memory_bytes
     return most is None or fullest_rank(spec, [plan]).bytes <= most
-
-
-def asking_what_fits(spec: RunSpec) -> RunSpec:
-    """Return the run with a planner that, among candidates, takes plans that fit."""
-    return replace(spec, planner=replace(spec.planner, fits=partial(fits, spec)))
 
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
@@ -84,7 +79,7 @@ def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
     Raises:
         ConfigError: as `check_memory`, or as `check_encoder_bytes`.
     """
-    if spec.cluster.memory_bytes is None and spec.planner.encoder_bytes is None:
+    if spec.cluster.memory_bytes is None and spec.planner.domain.encoder_bytes is None:
         return
     for number in range(step, min(step + 1, spec.config.train.steps) + 1):
         plans = list(spec.planner.all_domains(number, cursor))

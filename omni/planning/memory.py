@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
 from omni.planning.rank_work import RankWork
-from omni.planning.run_spec import RunSpec
+from omni.planning.workload import Workload
 from parallel.axes import group_of
 from parallel.boundary import Route
 from parallel.buckets import buckets, by_replicas
@@ -33,13 +33,13 @@ Held = dict[tuple[str, int, int], tuple[tuple[str, str], int]]
 """What is alive, by what it is, its number and its part: kind and component, and bytes."""
 
 
-def model_peak(spec: RunSpec, work: RankWork) -> tuple[Parts, str]:
+def model_peak(spec: Workload, work: RankWork) -> tuple[Parts, str]:
     """Model the bytes that a rank holds when it holds most, and the op that then runs."""
     peak, at = max(_walk(work), key=lambda state: state[0].total())
     return _constant(spec, work) + peak, str(at)
 
 
-def model_encoding(spec: RunSpec, work: RankWork) -> dict[Op, int]:
+def model_encoding(spec: Workload, work: RankWork) -> dict[Op, int]:
     """Model the most bytes that a rank holds during each pass of an encoder."""
     constant, most = _constant(spec, work).total(), Counter[Op]()
     for moment, op in _walk(work):
@@ -53,7 +53,7 @@ def by_kind(parts: Mapping[tuple[str, str], int]) -> dict[str, int]:
     return {kind: sum(size for (of, _), size in parts.items() if of == kind) for kind in KINDS}
 
 
-def _constant(spec: RunSpec, work: RankWork) -> Parts:
+def _constant(spec: Workload, work: RankWork) -> Parts:
     """Bytes that are held throughout: state, inputs of the step, and megatron's scratch memory."""
     held: Parts = Counter({("buffers", BETWEEN): INDEX * (sum(work.rows_in) + sum(work.rows_out))})
     for name, parts in work.components.items():
@@ -81,7 +81,7 @@ def _scratch(work: RankWork) -> int:
     return max((work.llm[p].gathered_bytes(load) for (_, p), load in loads), default=0)
 
 
-def _state(spec: RunSpec, work: RankWork, name: str, part: Part) -> Parts:
+def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
     """Weights, gradients and optimizer state of a part."""
     held: Parts = Counter()
     # Main weights for those of half precision, and two moments of what learns.

@@ -101,7 +101,7 @@ def plan_step(
 
 def predict(planner: Planner, plan: StepPlan) -> Predicted:
     """Simulate a plan with the planner's cost table."""
-    timeline = simulate(plan.domain, planner.table, planner.single_queue)
+    timeline = simulate(plan.domain, planner.domain.table, planner.domain.single_queue)
     teams = plan.domain.teams
     whole = timeline.makespan_ns * len(teams)
     idle = idle_ns(rows_of(timeline, [""] * len(teams)))

@@ -27,19 +27,22 @@ from omni.models.llm import (
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.choices import Chosen, chosen_policies
 from omni.planning.clusters import check_cluster, cluster_of
-from omni.planning.domain_planner import Policies, TransportChoice
+from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
-from omni.planning.fullest import asking_what_fits
+from omni.planning.fullest import fits
+from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_optim, frozen_components
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_spec import RunSpec, item_count
 from omni.planning.work import cost_table, part_work, party_size
+from omni.planning.workload import Workload
+from omni.planning.world_planner import WorldPlanner
 from ops.device import LOWER, dtype_of
 from parallel.cluster import Cluster
+from parallel.costs import CostTable
 from parallel.layout import Arrangement
-from parallel.work import Part
 from pipeline.domain_plan import EMBEDDING, Point
 
 ON_ERROR = ("fail", "skip")
@@ -78,41 +81,60 @@ def prepare_run(
     work = part_work(config, encoders, tokenizer.vocab_size, arrangement, element)
     cluster = _cluster(config, arrangement, framework)
     table = cost_table(config, work, encoders, arrangement, cluster, element, framework)
-    share = partial(sharing_of, config, policies, encoders, arrangement, cluster, element)
+    workload = Workload(arrangement, encoders, work, cluster, config.model.llm.hidden * element, element)
+    planner = _planner(config, policies, workload, by_modality, samples, table, tokenizer.vocab_size)
+    return RunSpec(
+        **vars(workload),
+        config=config,
+        policies=policies,
+        tokenizer=tokenizer,
+        indexes=indexes,
+        heldout=heldout,
+        planner=planner,
+        table=table,
+    )
+
+
+def _planner(
+    config: Config,
+    policies: Chosen,
+    workload: Workload,
+    by_modality: Mapping[str, str],
+    samples: Samples,
+    table: CostTable,
+    vocab_size: int,
+) -> Planner:
+    """The planner of each level."""
+    arrangement, encoders, cluster = workload.arrangement, workload.encoders, workload.cluster
+    share = partial(sharing_of, config, policies, encoders, arrangement, cluster, workload.element)
     sharing = share(table)
-    planner = Planner(
-        **vars(samples),
+    llm = [part for name, part in workload.work.items() if name not in encoders]
+    domain = DomainPlanner(
         encoders=by_modality,
         components=(LLM, *encoders),
         arrangement=arrangement,
         llm=LLM,
         sharing=sharing,
-        feeds=_feeds(config, encoders, arrangement, tokenizer.vocab_size),
+        feeds=_feeds(config, encoders, arrangement, vocab_size),
         transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        policies=_policies(policies),
-        budget=_budget(config, policies, arrangement),
+        packing=policies.packing,
+        pairing=policies.pairing,
+        schedule=policies.pipeline,
+        microbatch_tokens=config.data.microbatch_tokens,
         table=table,
-        party=party_size(_parts_of_llm(work, encoders), arrangement, sharing[LLM].pool.num_members),
-        frozen=partial(frozen_components, config.optim.components),
-        group_size=_group_size(config, arrangement),
-        share=share,
+        party=party_size(llm, arrangement, sharing[LLM].pool.num_members),
         single_queue=arrangement.domain_size > 1 and cluster.queues == "one",
         encoder_bytes=config.pipeline.encoder_bytes,
     )
-    spec = RunSpec(
-        config=config,
-        policies=policies,
-        arrangement=arrangement,
-        encoders=encoders,
-        tokenizer=tokenizer,
-        indexes=indexes,
-        heldout=heldout,
-        planner=planner,
-        work=work,
-        table=table,
-        cluster=cluster,
+    budget, group_size = _budget(config, policies, arrangement), _group_size(config, arrangement)
+    return Planner(
+        world=WorldPlanner(samples, budget, policies.deal, arrangement.num_domains, group_size),
+        group=GroupPlanner(policies.balance, arrangement.replicas),
+        domain=domain,
+        frozen=partial(frozen_components, config.optim.components),
+        share=share,
+        fits=partial(fits, workload),
     )
-    return asking_what_fits(spec)
 
 
 def _cluster(config: Config, arrangement: Arrangement, framework: Framework | None) -> Cluster:
@@ -151,14 +173,6 @@ def _indexed(config: Config, encoders: Mapping[str, Encoder], indexes: Mapping[s
         lengths=lambda source, ids, budget, policy: indexes[source].lengths(ids, counts, budget, policy),
         items=lambda source, ids: indexes[source].item_tokens(ids, counts),
     )
-
-
-def _policies(chosen: Chosen) -> Policies:
-    return Policies(chosen.balance, chosen.packing, chosen.pairing, chosen.pipeline, chosen.deal)
-
-
-def _parts_of_llm(work: Mapping[str, Part], encoders: Mapping[str, Encoder]) -> list[Part]:
-    return [part for name, part in work.items() if name not in encoders]
 
 
 def _feeds(

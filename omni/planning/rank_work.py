@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from omni.models.llm import NAME as LLM
-from omni.planning.run_spec import RunSpec
-from ops.device import dtype_of
+from omni.planning.workload import Workload
 from parallel.work import Load, Part, part_name
 from pipeline.domain_plan import DomainPlan
 from pipeline.loads import chunk_load, pass_load
@@ -53,7 +52,7 @@ class RankWork:
         return name, self.encoders[name], self.encodings[op.index]
 
 
-def rank_work(spec: RunSpec, plan: StepPlan, rank: int, *, messages: bool = True) -> RankWork:
+def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = True) -> RankWork:
     """Describe the work of `rank` in the plan of its domain.
 
     Without `messages` loads leave out what exchanges of shared sequences send, on which memory does not
@@ -63,7 +62,6 @@ def rank_work(spec: RunSpec, plan: StepPlan, rank: int, *, messages: bool = True
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
     position = arrangement.domain_ranks(number).index(rank)
-    element = dtype_of(spec.config.train.precision).itemsize
     llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(position)}
     segments = [route.segments if route is not None else () for route in domain.routes]
     return RankWork(
@@ -90,6 +88,6 @@ def rank_work(spec: RunSpec, plan: StepPlan, rank: int, *, messages: bool = True
         rows_in=tuple(sum(s.length for s in of if s.destination == position) for of in segments),
         rows_out=tuple(sum(s.length for s in of if s.source == position) for of in segments),
         trained=tuple(name for name in plan.components if plan.trains(name)),
-        row_bytes=spec.config.model.llm.hidden * element,
-        element=element,
+        row_bytes=spec.row_bytes,
+        element=spec.element,
     )

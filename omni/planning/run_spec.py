@@ -15,27 +15,22 @@ from omni.models.llm import NAME as LLM
 from omni.models.registry import Encoder, naming
 from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
-from parallel.cluster import Cluster
+from omni.planning.workload import Workload
 from parallel.costs import CostTable
-from parallel.layout import Arrangement, Layout
-from parallel.work import Part
+from parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Workload):
     """A run, resolved: its policies, who lives where, its components, data and planner."""
 
     config: Config
     policies: Chosen
-    arrangement: Arrangement
-    encoders: Mapping[str, Encoder]
     tokenizer: Tokenizer
     indexes: Mapping[str, Index]
     heldout: Mapping[str, Index]
     planner: Planner
-    work: Mapping[str, Part]
     table: CostTable
-    cluster: Cluster
 
     @property
     def layout(self) -> Layout:

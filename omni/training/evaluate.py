@@ -144,7 +144,7 @@ class Evaluator:
         )
 
     def _fits(self, prompt: SampleMeta, new: Sequence[int]) -> bool:
-        return length(_grown(prompt, new)) <= self.spec.planner.budget.longest
+        return length(_grown(prompt, new)) <= self.spec.planner.world.budget.longest
 
     def _next_tokens(self, step: int, metas: Sequence[SampleMeta], texts: Sequence[np.ndarray]) -> list[int]:
         """The likeliest next token of each sequence, on all ranks of the domain."""
@@ -190,7 +190,7 @@ class Evaluator:
         total = len(self.spec.heldout[source])
         num_samples = min(num_samples, total)
         metas = [self.spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
-        longest = self.spec.planner.budget.longest
+        longest = self.spec.planner.world.budget.longest
         return [meta for meta in metas if fit(meta, longest, "drop") is not None]
 
     def _tokens_at_once(self) -> int:

@@ -43,7 +43,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
     parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
     data = config["data"]
     parts["data"] = {
-        "sample_tokens": spec.planner.budget.longest,
+        "sample_tokens": spec.planner.world.budget.longest,
         "sources": {
             name: {
                 "weight": source["weight"],

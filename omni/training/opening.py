@@ -29,7 +29,7 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
         f"; restart {restart} of {spec.config.launch.max_restarts}" if restart else ""
     )
     yield f"  every     {_cadence(spec)}"
-    for text in (*without_effect(spec.planner.sharing), *_notes(spec)):
+    for text in (*without_effect(spec.planner.domain.sharing), *_notes(spec)):
         yield f"note: {text}"
     yield "columns of a step:"
     for title, meaning in LEGEND.items():

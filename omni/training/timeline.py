@@ -50,7 +50,7 @@ def record(
     spans = spans_of(watch.laps(), plan.domain, rank.position)
     write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
     if rank.position == 0:
-        timeline = simulate(plan.domain, done.table, spec.planner.single_queue)
+        timeline = simulate(plan.domain, done.table, spec.planner.domain.single_queue)
         ranks = spec.arrangement.domain_ranks(plan.number)
         simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
         write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))

@@ -464,7 +464,7 @@ def test_a_long_sample_stops_the_run_with_its_name_and_the_keys(long_data):
 
 def test_a_long_sample_is_dropped_and_counted(long_data):
     made, steps = plans(long_data, "drop")
-    assert made.planner.meta("strips", 3) is None
+    assert made.planner.world.meta("strips", 3) is None
     assert {sample.id for plan in steps for sample in plan.domain.samples} == set(range(16)) - {3}
     assert ("strips", 3) in [skipped for plan in steps for skipped in plan.taken.skipped]
 
@@ -475,7 +475,7 @@ def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
     whole = job_meta(made, 3)
     rows = whole.items[0].rows
     assert length(whole) == 1 + 3 * (4 + rows + 1) + 4 == 56
-    cut = made.planner.meta("strips", 3)
+    cut = made.planner.world.meta("strips", 3)
     if budget >= length(whole):
         assert cut == whole
         return
@@ -495,7 +495,7 @@ def test_a_long_sample_is_cut_but_never_inside_an_image(long_data, budget):
 
 
 def job_meta(made: RunSpec, sample: int):
-    return made.planner.metas("strips", sample)
+    return made.planner.world.samples.metas("strips", sample)
 
 
 @pytest.mark.slow  # a million samples are looked at
@@ -521,7 +521,7 @@ def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(
     planner = prepare_run(compose_config(keys), 1).planner
     if policy == "error":
         with pytest.raises(DataError) as caught:
-            [planner.meta("strips", i) for i in range(12)]
+            [planner.world.meta("strips", i) for i in range(12)]
         for word in ("sample 3", "'strips'", "item 0", "8x40", "model.encoders.image.max_side=12", "on_long"):
             assert word in str(caught.value)
         return
@@ -531,7 +531,7 @@ def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(
         cursor = plan.taken.next_cursor
         seen |= {sample.id for sample in plan.domain.samples}
         skipped |= set(plan.taken.skipped)
-    cut = planner.meta("strips", 3)
+    cut = planner.world.meta("strips", 3)
     if policy == "drop":
         assert (seen, skipped, cut) == (set(range(12)) - {3}, {("strips", 3)}, None)
     else:

@@ -68,7 +68,8 @@ def command_line(folder: Path, data: str) -> list[str]:
 def measure(rank: int, config: Config, world: int, single_queue: bool = False) -> Measurement | None:
     """One rank of a measurement; the result on rank 0."""
     spec = prepare_run(config, world)
-    spec = replace(spec, planner=replace(spec.planner, single_queue=single_queue))
+    domain = replace(spec.planner.domain, single_queue=single_queue)
+    spec = replace(spec, planner=replace(spec.planner, domain=domain))
     folder = RunFolder.create(Path(config.run.dir))
     return parity.measure(spec, folder, rank, torch.device("cpu"), steps=config.train.steps)
 

@@ -1,9 +1,10 @@
 """Planners of made-up runs, and the plans that all domains of such a run make of one step."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import lcm
 from random import Random
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,17 +13,20 @@ from work_costs import work_cost
 
 from dataloader.balance import BalancePolicy
 from dataloader.balance.simple import LPT, NONE
-from dataloader.dealing import BY_LENGTH
+from dataloader.dealing import BY_LENGTH, DealPolicy
 from dataloader.global_batch import Budget, Lengths
 from dataloader.packing import PackingPolicy
 from dataloader.packing.first_fit import FIRST_FIT_DECREASING
 from dataloader.pairing import PairingPolicy
 from dataloader.pairing.simple import IN_ORDER
-from dataloader.stream import SourceSpec, Stream
+from dataloader.samples import ItemTokens, Samples
+from dataloader.stream import Order, SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
-from omni.planning.domain_planner import Policies, TransportChoice
-from omni.planning.planner import ItemTokens, Planner
+from omni.planning.domain_planner import DomainPlanner, TransportChoice
+from omni.planning.group_planner import GroupPlanner
+from omni.planning.planner import Planner
 from omni.planning.sharing import Sharing
+from omni.planning.world_planner import WorldPlanner
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
 from parallel.layout import Arrangement, Layout, arrange
@@ -40,6 +44,17 @@ SCHEDULES = list(own(SchedulePolicy).values())
 PLACEMENTS = list(own(PlacementPolicy).values())
 PACKING = list(own(PackingPolicy).values())
 PAIRING = list(own(PairingPolicy).values())
+
+
+@dataclass(frozen=True)
+class Policies:
+    """Policies of all levels."""
+
+    balance: BalancePolicy
+    packing: PackingPolicy
+    pairing: PairingPolicy
+    schedule: SchedulePolicy
+    deal: DealPolicy
 
 
 def policies_of(balance: BalancePolicy, schedule: SchedulePolicy) -> Policies:
@@ -131,37 +146,47 @@ def planner(
     world: Arrangement | None = None,
     llm_sp: str = "uniform",
     encoder_sp: str = "none",
-    **changes: object,
+    policies: Policies | None = None,
+    metas: Callable[[str, int], SampleMeta] = meta_of,
+    lengths: Lengths | None = None,
+    stream: Order | None = None,
+    budget: Budget = BUDGET,
+    group_size: int = 32,
+    frozen: Callable[[int], tuple[str, ...]] = lambda step: (),
+    **of_domain: Any,
 ) -> Planner:
     world = world or colocated(dp, pp)
-    return replace(
-        Planner(
-            stream=Stream(SOURCES, seed=3),
-            metas=meta_of,
-            lengths=lengths_of(changes.get("metas", meta_of)),
-            items=items_of(changes.get("metas", meta_of)),
-            encoders={"image": "eye", "audio": "ear"},
-            components=COMPONENTS,
-            arrangement=world,
-            llm="llm",
-            sharing=sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
-            transport=TransportChoice(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
-            feeds=(),
-            policies=policies_of(LPT, ENCODE_FIRST),
-            budget=BUDGET,
-            table=table(world.llm.pp),
-            party=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
-            frozen=lambda step: (),
-            group_size=32,
-            share=lambda _: sharing_of(world, llm_sp, encoder_sp, changes.get("budget", BUDGET)),
-        ),
-        **changes,
+    own = policies or policies_of(LPT, ENCODE_FIRST)
+    sharing = sharing_of(world, llm_sp, encoder_sp, budget)
+    samples = Samples(stream or Stream(SOURCES, seed=3), metas, lengths or lengths_of(metas), items_of(metas))
+    domain = DomainPlanner(
+        encoders={"image": "eye", "audio": "ear"},
+        components=COMPONENTS,
+        arrangement=world,
+        llm="llm",
+        sharing=sharing,
+        transport=TransportChoice(AUTO, 2, 64, Links(Link(10, 10**9), Link(1000, 10**8))),
+        feeds=(),
+        packing=own.packing,
+        pairing=own.pairing,
+        schedule=own.schedule,
+        microbatch_tokens=budget.microbatch_tokens,
+        table=table(world.llm.pp),
+        party=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
+    )
+    return Planner(
+        world=WorldPlanner(samples, budget, own.deal, world.num_domains, group_size),
+        group=GroupPlanner(own.balance, world.replicas),
+        domain=replace(domain, **of_domain),
+        frozen=frozen,
+        share=lambda _: sharing,
     )
 
 
 def plans_of_all_domains(planner: Planner, step: int, cursor: int) -> list[StepPlan]:
     """The plan of a step that the ranks of each domain make."""
-    return [planner.next_step(step, cursor, number) for number in range(planner.arrangement.num_domains)]
+    domains = range(planner.domain.arrangement.num_domains)
+    return [planner.next_step(step, cursor, number) for number in domains]
 
 
 def budgets(least: int) -> st.SearchStrategy[Budget]:

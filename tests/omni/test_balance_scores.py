@@ -43,7 +43,7 @@ def planner(ranks: int, domain: int, sharing: str = "none") -> Planner:
 
 
 def test_a_layout_takes_each_rank_what_its_shards_say():
-    cost = planner(16, 16, "dynamic").sharing["llm"].cost
+    cost = planner(16, 16, "dynamic").domain.sharing["llm"].cost
     shards = (
         (Shard(0, 0, 700), Shard(9, 700, 900), Shard(3, 1600, 400)),
         (Shard(3, 0, 512),),
@@ -62,7 +62,7 @@ def test_a_layout_takes_each_rank_what_its_shards_say():
 
 
 def test_two_ranks_on_two_nodes_send_each_other_all_that_they_exchange():
-    cost = planner(16, 16, "dynamic").sharing["llm"].cost.far
+    cost = planner(16, 16, "dynamic").domain.sharing["llm"].cost.far
     layout = SequenceLayout(2, ((Shard(0, 0, 600), Shard(1, 600, 600)), (Shard(1, 0, 50),)))
     apart = time_layout(layout, cost, [0, 1], np.full(2, EVEN))
     # A transfer is timed by the busier direction of a rank, which here sends as much as the other receives.
@@ -74,9 +74,9 @@ def test_two_ranks_on_two_nodes_send_each_other_all_that_they_exchange():
 def test_ranks_share_over_the_links_of_the_nodes_that_they_are_on():
     for domain, nodes in ((8, ()), (16, (0,) * 8 + (1,) * 8), (12, (0,) * 4 + (1,) * 4 + (2,) * 4)):
         own = planner(2 * domain, domain, "dynamic")
-        links = own.transport.links
+        links = own.domain.transport.links
         for name in ("llm", "image"):
-            cost = own.sharing[name].cost
+            cost = own.domain.sharing[name].cost
             # Of domains of 12, the second begins in the middle of a node: four and four stay together in all.
             assert cost.nodes == nodes
             assert cost.link == (links.across if nodes else links.inside)
@@ -127,7 +127,7 @@ def test_samples_are_scored_where_plans_have_them(domain: int, group: int):
     step, scored = step_of(own), []
     for number, samples in enumerate(groups_of(own, step.taken)):
         scored += divide_group(own, number, samples, step.costs.take(samples))
-    for number in range(0, own.arrangement.num_domains, 3):
+    for number in range(0, own.domain.arrangement.num_domains, 3):
         plan = own.next_step(1, 0, number)
         planned = plan.group.replicas[number - plan.group.first]
         assert [tuple(of) for of in scored[number]] == list(planned)
@@ -174,13 +174,13 @@ def test_items_that_no_encoder_takes_are_refused_where_nobody_left_them_out():
         ValueError, match=r"the trace holds (audio|video) items, and no encoder of model\.enc"
     ):
         prepare_run(configure(8), 8, trace)
-    assert prepare_run(configure(8), 8, all_as("image", trace)).planner.encoders == {"image": "image"}
+    assert prepare_run(configure(8), 8, all_as("image", trace)).planner.domain.encoders == {"image": "image"}
 
 
 def test_a_trace_is_taken_in_its_order_over_and_over():
     trace = generate("balanced", 20, 0)
     spec = prepare_run(configure(1), 1, trace)
-    first = spec.planner.take(0)
+    first = spec.planner.world.take(0)
     assert first.ids == tuple(range(8))
-    assert spec.planner.take(16).ids == (16, 17, 18, 19, 0, 1, 2, 3)
-    assert spec.planner.meta_of(first, 3) == trace[3]
+    assert spec.planner.world.take(16).ids == (16, 17, 18, 19, 0, 1, 2, 3)
+    assert spec.planner.world.meta_of(first, 3) == trace[3]

@@ -27,7 +27,7 @@ def planner(on_long: str, samples: int = 4) -> Planner:
 
 
 def test_shares_are_of_what_samples_are_in_their_data() -> None:
-    cut = cut_of(own := planner("truncate"), taken := own.take(0))
+    cut = cut_of(own := planner("truncate"), taken := own.world.take(0))
     assert (cut.samples, cut.dropped) == (2, 0)
     assert cut.tokens == pytest.approx((100 + 800) / 1450)
     squares = 100**2 + 300**2 + 50**2 + 1000**2
@@ -40,7 +40,7 @@ def test_shares_are_of_what_samples_are_in_their_data() -> None:
 
 def test_samples_that_are_dropped_count_too() -> None:
     own = planner("drop", 2)
-    cut = cut_of(own, own.take(0))
+    cut = cut_of(own, own.world.take(0))
     # The step ends before the next sample that it has no room for: the longest one is passed over, too.
     assert (cut.samples, cut.dropped) == (0, 2)
     assert cut.tokens == pytest.approx(1300 / 1450)
@@ -49,7 +49,7 @@ def test_samples_that_are_dropped_count_too() -> None:
 
 def test_nothing_cut_is_said() -> None:
     own = planner("truncate", 1)
-    assert told(own, own.take(0)) == "1 samples (0.25 a rank, 0.5 a replica), 100 tokens; cut: none"
+    assert told(own, own.world.take(0)) == "1 samples (0.25 a rank, 0.5 a replica), 100 tokens; cut: none"
 
 
 def test_the_command_says_it_in_its_header_its_figures_and_its_rows(

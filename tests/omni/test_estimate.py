@@ -76,7 +76,8 @@ def test_loads_are_those_of_all_domains(spec: RunSpec, plans: list[StepPlan], fo
 
 
 def test_the_slowest_domain_sets_the_pace(spec: RunSpec, plans: list[StepPlan], found: Estimate) -> None:
-    times = [simulate(plan.domain, spec.table, spec.planner.single_queue).makespan_ns for plan in plans]
+    queue = spec.planner.domain.single_queue
+    times = [simulate(plan.domain, spec.table, queue).makespan_ns for plan in plans]
     assert len(set(times)) > 1
     assert found.plan == plans[times.index(max(times))]
     assert found.timeline.makespan_ns == max(times)

@@ -46,7 +46,7 @@ def test_levels_are_equal_where_they_are_shared_and_cover_all_domains(chosen, cu
     planning = planner(**chosen)
     plans = plans_of_all_domains(planning, 5, cursor)
     size, number = chosen["group_size"], chosen["world"].num_domains
-    assert planning.num_groups == -(-number // size)
+    assert len(planning.world.groups) == -(-number // size)
     assert {plan.world for plan in plans} == {plans[0].world}
     assert {plan.digests[0] for plan in plans} == {plans[0].digests[0]}
     covered = []
@@ -120,15 +120,15 @@ def test_dealing_by_cost_is_given_what_samples_cost():
     planning = planner(4, 2, budget=LONG_STEP)
     taken = planning.next_step(1, 0, 0).taken
     metas = [meta_of(taken.sources[source], i) for source, i in zip(taken.source, taken.ids, strict=True)]
-    costs = planning.costing.costs(metas)
+    costs = planning.domain.costing.costs(metas)
     asked = []
 
     def deal_all(work, sizes):
         asked.append((work.tolist(), list(sizes)))
         return [0] * len(work)
 
-    policies = replace(planning.policies, deal=DealPolicy("all", deal_all, by_cost=True))
-    replace(planning, policies=policies, group_size=3).next_step(1, 0, 0)
+    world = replace(planning.world, deal=DealPolicy("all", deal_all, by_cost=True), group_size=3)
+    replace(planning, world=world).next_step(1, 0, 0)
     encoders = costs.ns[:, 1:].sum(1)
     assert asked == [(np.stack([costs.ns[:, 0], encoders], 1).tolist(), [3, 1])]
     assert encoders.any()
@@ -137,8 +137,7 @@ def test_dealing_by_cost_is_given_what_samples_cost():
 def test_nobody_is_asked_who_gets_what_where_there_is_one_group():
     planning = planner(4, 2, budget=LONG_STEP)
     refuse = DealPolicy("refuse", lambda work, sizes: [], by_cost=True)
-    policies = replace(planning.policies, deal=refuse)
-    plan = replace(planning, policies=policies, group_size=4).next_step(1, 0, 0)
+    plan = replace(planning, world=replace(planning.world, deal=refuse)).next_step(1, 0, 0)
     assert len(plan.taken) == sum(len(of) for own in plan.group.replicas for of in own)
 
 

@@ -78,8 +78,8 @@ def same_plans(folder: Path) -> None:
             assert fresh.digests == theirs.plan.digests, "the digests are of what came"
         assert theirs.cpu_s > 0
         cursor = theirs.plan.taken.next_cursor
-    learnt = planner.table.with_laws(1, {"image": planner.table.parts["llm/0"].stated})
-    for table in (learnt, planner.table):
+    learnt = planner.domain.table.with_laws(1, {"image": planner.domain.table.parts["llm/0"].stated})
+    for table in (learnt, planner.domain.table):
         ours, theirs = plan_step(planner, 6, cursor, 0, table), process(6, cursor, 0, table)
         assert theirs.plan == ours.plan
         assert (theirs.plan.cost_table, theirs.plan.learnt) == (table.number, table.learnt)
@@ -92,11 +92,11 @@ def same_plans(folder: Path) -> None:
 
 def predictions(folder: Path) -> None:
     planner = job_of(folder).planner
-    learnt = planner.table.with_laws(1, {"image": planner.table.parts["llm/0"].stated})
+    learnt = planner.domain.table.with_laws(1, {"image": planner.domain.table.parts["llm/0"].stated})
     with planning_apart(planner, 120, predicts=True) as process:
-        for table in (planner.table, learnt):
+        for table in (planner.domain.table, learnt):
             planned = process(1, 0, 0, table)
-            timeline = simulate(planned.plan.domain, table, planner.single_queue)
+            timeline = simulate(planned.plan.domain, table, planner.domain.single_queue)
             assert planned.predicted is not None
             assert 0 < planned.predicted.ops_s <= timeline.makespan_ns / 1e9
             assert 0 <= sum(planned.predicted.idle.values()) < 1

@@ -70,7 +70,7 @@ def packed_tokens(domain: DomainPlan, microbatch: int, budget: Budget) -> list:
     """What stands at each position of a pack: (sample, item) on the rows of an item, else None."""
     out: list = []
     for i in domain.microbatches[microbatch].samples:
-        meta = planner(budget=budget).meta(domain.samples[i].source, domain.samples[i].id)
+        meta = planner(budget=budget).world.meta(domain.samples[i].source, domain.samples[i].id)
         out.append(None)  # bos
         for text in range(meta.text_tokens + 1):
             for number, item in enumerate(meta.items):
@@ -234,7 +234,7 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
     for plan in plans_of_all_domains(planning, 5, cursor):
         planning.verify(plan)
         domain = plan.domain
-        schedules = candidates_of(chosen["policies"].schedule, planning.arrangement.llm.parts)
+        schedules = candidates_of(chosen["policies"].schedule, planning.domain.arrangement.llm.parts)
         for team in domain.teams:
             for part in domain.holds[team]:
                 most = max(schedule.in_flight(domain, part) for schedule in schedules)
@@ -323,7 +323,7 @@ def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queu
             table=table(pp * parts),
             budget=Budget(36, 300, None, "drop"),
         )
-        return simulate(own.next_step(1, 0, 0).domain, own.table, single_queue).makespan_ns
+        return simulate(own.next_step(1, 0, 0).domain, own.domain.table, single_queue).makespan_ns
 
     candidates = candidates_of(AUTO, parts)
     assert len(candidates) > 1
@@ -349,7 +349,7 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     for count in range(1, len(candidates_of(AUTO, 1)) + 1):
         chosen = only(count)
         assert chosen.schedule == seen[-1]
-        makespans.append(simulate(chosen, own.table).makespan_ns)
+        makespans.append(simulate(chosen, own.domain.table).makespan_ns)
     assert makespans == sorted(makespans)
     assert sorted(seen) == sorted(policy.name for policy in candidates_of(AUTO, 1))
     assert only(100).schedule == seen[0], "where none fits, the quickest goes on to be refused"
@@ -371,7 +371,7 @@ def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refus
 
     roomy = bounded(JOINT, 10**12)
     plan = roomy.next_step(1, 0, 0)
-    kept = plan_memory(plan.domain, roomy.table)
+    kept = plan_memory(plan.domain, roomy.domain.table)
     sizes = [kept(chunk.ranks[0], Op(Kind.ENCODE, c)) for c, chunk in enumerate(plan.domain.chunks)]
     most = max(max(sizes), sum(sizes) // 3)
     tight = bounded(JOINT, most)
@@ -396,7 +396,8 @@ def test_before_routes_are_planned_rows_travel_over_the_slowest_link_of_their_do
     assert told
     for domain, m, ns in told:
         rows = sum(item.rows for item in domain.items if item.microbatch == m)
-        assert ns == getattr(own.transport.links, link).message_ns(rows * own.table.row_bytes // stages)
+        link_of = getattr(own.domain.transport.links, link)
+        assert ns == link_of.message_ns(rows * own.domain.table.row_bytes // stages)
 
 
 def test_a_bound_on_activations_of_encoders_has_a_say_in_who_encodes_what(monkeypatch):
@@ -480,13 +481,13 @@ def test_steps_continue_where_the_last_one_ended_and_lose_nothing():
         taken = plan.taken
         assert taken.cursor == cursor
         assert taken.next_cursor == cursor + len(taken) + len(taken.skipped)
-        at = [planning.stream.at(position)[:2] for position in range(cursor, taken.next_cursor)]
+        at = [planning.world.samples.stream.at(position)[:2] for position in range(cursor, taken.next_cursor)]
         skipped = set(taken.skipped)
         assert [passed for passed in at if passed not in skipped] == in_order(plan)
         assert taken_by(plan) + Counter(taken.skipped) == Counter(at)
         seen += at
         cursor = taken.next_cursor
-    assert seen == [planning.stream.at(position)[:2] for position in range(cursor)]
+    assert seen == [planning.world.samples.stream.at(position)[:2] for position in range(cursor)]
 
 
 def test_a_step_takes_as_many_tokens_as_fit():
@@ -495,7 +496,7 @@ def test_a_step_takes_as_many_tokens_as_fit():
     for step in range(1, 10):
         taken = planning.next_step(step, cursor, 0).taken
         assert taken.tokens == sum(taken.lengths) <= 150
-        following = length(meta_of(*planning.stream.at(taken.next_cursor)[:2]))
+        following = length(meta_of(*planning.world.samples.stream.at(taken.next_cursor)[:2]))
         assert taken.tokens + following > 150
         cursor = taken.next_cursor
 
@@ -518,7 +519,7 @@ def test_a_step_has_all_samples_it_was_asked_for_where_the_data_are_fewer(on_lon
     """The 65 samples of the stream come again and again: each of the step's is planned where it comes."""
     budget = Budget(microbatch_tokens=20, step_tokens=None, step_samples=400, on_long=on_long)
     planning = planner(3, budget=budget, group_size=2)
-    assert budget.step_samples > 2 * planning.stream.cycle
+    assert budget.step_samples > 2 * planning.world.samples.stream.cycle
     plans = plans_of_all_domains(planning, 1, 7)
     assert len(plans[0].taken) == 400
     assert bool(plans[0].taken.skipped) == (on_long == "drop")

@@ -124,7 +124,7 @@ def test_figures_of_a_step_are_those_of_all_domains(
 
         for plan in plans:
             metas = spec.planner.metas_of(plan.domain)
-            for meta, ns in zip(metas, spec.planner.costing.costs(metas).total_ns, strict=True):
+            for meta, ns in zip(metas, spec.planner.domain.costing.costs(metas).total_ns, strict=True):
                 costs[step, meta.id] = ns
         packs = sum(len(plan.domain.microbatches) for plan in plans)
         assert metrics["data/pack_fill"] == pytest.approx(sum(taken.lengths) / (160 * packs), rel=1e-9)

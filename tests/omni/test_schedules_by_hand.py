@@ -115,7 +115,8 @@ def prepare(case: Case, config: Config) -> RunSpec:
     changes: dict[str, Any] = {"single_queue": case.single_queue}
     if case.merged:
         changes["chunking"] = merged_chunks
-    return replace(spec, planner=replace(spec.planner, **changes))
+    domain = replace(spec.planner.domain, **changes)
+    return replace(spec, planner=replace(spec.planner, domain=domain))
 
 
 def merged_chunks(items: Any, slots: Any, sharing: Any, cost_ns: Any, waves: Any) -> tuple[Chunk, ...]:

@@ -136,7 +136,7 @@ def test_a_policy_without_anybody_to_share_with_is_said(tmp_path):
 
     def notes(world, *more):
         config = compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more))
-        return without_effect(prepare_run(config, world).planner.sharing)
+        return without_effect(prepare_run(config, world).planner.domain.sharing)
 
     shared = ("layout.domain=2", "llm_sp=dynamic", "encoder_sp=all")
     assert notes(2, *shared) == notes(2) == notes(2, "layout.llm.cp=2", "llm_sp=all") == []

@@ -78,7 +78,7 @@ def print_digests(file: str) -> None:
     found = []
     for world, config in cases(load_config(Path(file))):
         planner = prepare_run(config, world).planner
-        for domain in range(planner.arrangement.num_domains):
+        for domain in range(planner.domain.arrangement.num_domains):
             first = planner.next_step(1, 0, domain)
             second = planner.next_step(2, first.taken.next_cursor, domain)
             found.append([*first.digests, *second.digests])

@@ -84,8 +84,8 @@ def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
         changed = {
             "cursor": planner,
             "frozen": replace(planner, frozen=lambda step: ("image",)),
-            "balance": replace(planner, policies=replace(planner.policies, balance=ALL_TO_ONE)),
-            "packing": replace(planner, policies=replace(planner.policies, packing=ONE_EACH)),
+            "balance": replace(planner, group=replace(planner.group, balance=ALL_TO_ONE)),
+            "packing": replace(planner, domain=replace(planner.domain, packing=ONE_EACH)),
         }[what]
         trainer.spec = replace(trainer.spec, planner=changed)
     with trainer.ahead() as ahead:

@@ -1,0 +1,23 @@
+"""What a run's ranks are to do, before there are samples: who holds which parts, and what those take."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from omni.models.registry import Encoder
+from parallel.cluster import Cluster
+from parallel.layout import Arrangement
+from parallel.work import Part
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The parts of the LLM and the encoders, by name, with their statements of `work`, on the ranks of an
+    `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes.
+    """
+
+    arrangement: Arrangement
+    encoders: Mapping[str, Encoder]
+    work: Mapping[str, Part]
+    cluster: Cluster
+    row_bytes: int
+    element: int

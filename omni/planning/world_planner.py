@@ -1,0 +1,88 @@
+"""The world's level of a plan: which samples a step takes, and the group of domains that each goes to.
+
+Every rank composes this level of every step, whatever its domain: it is columns of numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataloader.dealing import DealPolicy
+from dataloader.global_batch import Budget, take_global_batch
+from dataloader.samples import Samples
+from dataloader.stream import Ints
+from dataloader.tokens import SampleMeta, fit
+from omni.planning.sample_costs import Costing
+from pipeline.plan import Taken
+
+
+@dataclass(frozen=True)
+class WorldPlanner:
+    """Takes the samples of a step, up to a budget, and deals them to groups of `group_size` neighbouring ones
+    of `num_domains` domains.
+    """
+
+    samples: Samples
+    budget: Budget
+    deal: DealPolicy
+    num_domains: int
+    group_size: int
+
+    def take(self, cursor: int) -> Taken:
+        """Take a step's samples from stream position `cursor` on."""
+        samples = self.samples
+        batch = take_global_batch(samples.stream, samples.lengths, samples.metas, cursor, self.budget)
+        return Taken(
+            cursor=cursor,
+            next_cursor=batch.next_cursor,
+            sources=samples.stream.names,
+            source=tuple(batch.sources.tolist()),
+            ids=tuple(batch.ids.tolist()),
+            lengths=tuple(batch.lengths.tolist()),
+            skipped=batch.skipped,
+        )
+
+    @property
+    def groups(self) -> list[range]:
+        """The domains of each group."""
+        every, size = range(self.num_domains), self.group_size
+        return [every[first : first + size] for first in every[::size]]
+
+    def groups_of(self, taken: Taken, costing: Costing) -> list[int]:
+        """Return the number of the group that each sample of a step goes to."""
+        if len(self.groups) == 1:
+            return [0] * len(taken)  # without looking up what samples cost
+        by_cost = self.deal.by_cost
+        work = self._phases_of(taken, costing) if by_cost else np.array(taken.lengths, np.int64)[:, None]
+        return self.deal(work, list(map(len, self.groups)))
+
+    def _phases_of(self, taken: Taken, costing: Costing) -> Ints:
+        """What the samples of a step take of the LLM and of encoders [n, 2]."""
+        sources, ids = np.array(taken.source, np.int64), np.array(taken.ids, np.int64)
+        items = []
+        for number in sorted(set(taken.source)):
+            of = np.flatnonzero(sources == number)
+            for modality, (place, tokens) in self.samples.items(taken.sources[number], ids[of]).items():
+                items.append((modality, of[place], tokens))
+        return costing.phases(taken.lengths, items)
+
+    def metas_in(self, taken: Taken, groups: Sequence[int], group: int) -> dict[int, SampleMeta]:
+        """Return the metadata of the samples that go to a group, by number in the step; `groups` are those
+        that all go to.
+        """
+        return {n: self.meta_of(taken, n) for n, of in enumerate(groups) if of == group}
+
+    def meta(self, source: str, sample: int) -> SampleMeta | None:
+        """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""
+        return fit(self.samples.metas(source, sample), self.budget.longest, self.budget.on_long)
+
+    def meta_of(self, taken: Taken, number: int) -> SampleMeta:
+        """Return the metadata of a sample of a step as it is trained on."""
+        return self.kept(taken.sources[taken.source[number]], taken.ids[number])
+
+    def kept(self, source: str, sample: int) -> SampleMeta:
+        """Return the metadata of a sample that a step takes, as it is trained on."""
+        meta = self.meta(source, sample)
+        assert meta is not None, "a dropped sample is in no plan"
+        return meta
