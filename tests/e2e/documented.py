@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/*.md print: which run as they stand, which with less to do, which not.
+"""The commands that README.md, CONTRIBUTING.md and docs/*.md print: which run as printed, with less, or not.
 
 A command of a page is found where a line of a fenced block begins with `omni`, `python` or `srun`. What plans
 and shows runs as printed, without an entry here, on small data by the same names, and so does a sweep, as
@@ -112,7 +112,7 @@ def _quoted(word: str) -> bool:
 
 def pages() -> dict[str, list[str]]:
     """The commands of every page whose commands are run here."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     named = {str(file.relative_to(ROOT)): commands(file.read_text()) for file in files}
     return {name: found for name, found in named.items() if found and name not in ELSEWHERE}
 

@@ -1,4 +1,4 @@
-"""Commands of README.md and docs/*.md run as they are printed, on small data by the same names."""
+"""Commands of README.md, CONTRIBUTING.md and docs/*.md run as printed, on small data by the same names."""
 
 import shutil
 from pathlib import Path
