@@ -37,7 +37,7 @@ MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers
 DENSE = {
     "tp2 dp2": ["layout.llm.tp=2", "+layout.encoders.image.tp=2"],
     "pp2 tp2": ["layout.llm.pp=2", "layout.llm.tp=2", "+layout.encoders.image.tp=2"],
-    "interleaved pp2·parts2": ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline.schedule=interleaved"],
+    "interleaved pp2·parts2": ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline.policy=interleaved"],
     "disaggregated 2+2": ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2"],
     "dynamic pools dp4": ["layout.domain=4", "llm_sp=dynamic", "encoder_sp=dynamic"],
     "cp2 dp2": ["layout.llm.cp=2"],

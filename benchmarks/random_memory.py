@@ -21,7 +21,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from omni.compose import compose_config
@@ -29,9 +28,11 @@ from omni.config import Config
 from omni.planning.fullest import fullest_rank
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
+from omni.policies import KINDS
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.rehearsal.stand_in_data import use_trace
+from parallel.policy import registered
 
 TOLERANCE = 0.0005
 MOST_RANKS = 64
@@ -41,15 +42,8 @@ SAMPLES = 256
 RECOMPUTE = ("none", "none", "selective", "full")
 NORM = ("RMSNorm", "LayerNorm")
 FROZEN = ("", "", "", "image: {frozen: [[1, 9]]}", "llm: {frozen: [[1, 9]]}")
-POLICIES = {  # keys by kind
-    "llm_sp.policy": "sharing",
-    "encoder_sp.policy": "sharing",
-    "boundary.transport": "transport",
-    "balance.policy": "balance",
-    "deal.policy": "deal",
-    "packing.policy": "packing",
-    "pairing.policy": "pairing",
-}
+# Sections whose policy is drawn by itself; placement and schedule decide what else is drawn.
+SECTIONS = ("llm_sp", "encoder_sp", "boundary", "balance", "deal", "packing", "pairing")
 KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b")
 
 
@@ -62,12 +56,9 @@ class Case:
     keys: tuple[str, ...]
 
 
-def kinds() -> dict[str, list[str]]:
-    """The policies of every kind that are installed."""
-    return {
-        kind: sorted(found.name for found in entry_points(group=f"omni.{kind}"))
-        for kind in ("placement", "schedule", *sorted(set(POLICIES.values())))
-    }
+def policies_by_section() -> dict[str, list[str]]:
+    """The policies that are installed, by the section that chooses them."""
+    return {name: registered(kind.group) for name, kind, _ in KINDS}
 
 
 def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
@@ -78,13 +69,13 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
     while not 1 <= math.prod(sizes) <= MOST_RANKS - beside:
         sizes = tuple(rng.choice(of) for of in ((1, 1, 2, 4, 8), (1, 1, 2, 3), (1, 1, 2, 4), (1, 2, 3, 4)))
     tp, cp, pp, dp = sizes
-    schedule = rng.choice(policies["schedule"])
+    schedule = rng.choice(policies["pipeline"])
     parts = rng.choice((2, 2, 3)) if "interleaved" in schedule or schedule == "auto" else 1
     keys = [f"layout.llm.{axis}={size}" for axis, size in zip(("tp", "cp", "pp", "dp"), sizes, strict=True)]
-    keys += [f"layout.llm.parts={parts}", f"pipeline.schedule={schedule}", f"placement.policy={placement}"]
+    keys += [f"layout.llm.parts={parts}", f"pipeline.policy={schedule}", f"placement.policy={placement}"]
     keys += [f"placement.ranks={beside}", f"cluster.ranks_per_node={rng.choice((2, 8))}"]
     keys += [f"layout.domain={rng.choice([size for size in range(1, dp + 1) if dp % size == 0])}"]
-    keys += [f"{key}={rng.choice(policies[kind])}" for key, kind in POLICIES.items()]
+    keys += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]
     if "packing.policy=entrain" in keys:
         keys[-1] = "pairing.policy=in_order"
     keys += _llm(rng, tp, parts * pp, tp * cp * dp) + _encoder(rng, tp)
@@ -182,7 +173,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases")
     given = parser.parse_args()
     count = QUICK if given.quick else given.count
-    policies, start, refused = kinds(), time.perf_counter(), Counter[str]()
+    policies, start, refused = policies_by_section(), time.perf_counter(), Counter[str]()
     worst, failures, done, number = 0.0, 0, 0, 0
     while done < count:
         rng, number = random.Random(f"{given.seed} {number}"), number + 1

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from parity_runs import LINE, SAMPLES, distance, run, write_data
@@ -33,7 +32,9 @@ from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.fullest import check_first_steps
 from omni.planning.prepare import prepare_run
+from omni.policies import KINDS
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
+from parallel.policy import registered
 
 MOST_RANKS = 8
 LAYERS = 4
@@ -47,15 +48,8 @@ FROZEN = (
     "+optim.components={llm: {frozen: [[2, 9]]}}",
     "+optim.components={image: {frozen: [[1, 2]]}, llm: {frozen: [[2, 9]]}}",
 )
-POLICIES = {  # keys by kind
-    "llm_sp.policy": "sharing",
-    "encoder_sp.policy": "sharing",
-    "boundary.transport": "transport",
-    "balance.policy": "balance",
-    "deal.policy": "deal",
-    "packing.policy": "packing",
-    "pairing.policy": "pairing",
-}
+# Sections whose policy is drawn by itself; placement and schedule decide what else is drawn.
+SECTIONS = ("llm_sp", "encoder_sp", "boundary", "balance", "deal", "packing", "pairing")
 KEY = re.compile(r"\b[a-z_]+(\.[a-z_]+)+\b")
 REMEDY = re.compile(r"\b(choose|set|give|lower|raise|use|take|keep|leave|at least|add)\b", re.IGNORECASE)
 
@@ -82,12 +76,9 @@ class Tally:
     weights: float = 0.0
 
 
-def kinds() -> dict[str, list[str]]:
-    """The policies of every kind that are installed."""
-    return {
-        kind: sorted(found.name for found in entry_points(group=f"omni.{kind}"))
-        for kind in ("placement", "sharing", "transport", "balance", "deal", "packing", "pairing", "schedule")
-    }
+def policies_by_section() -> dict[str, list[str]]:
+    """The policies that are installed, by the section that chooses them."""
+    return {name: registered(kind.group) for name, kind, _ in KINDS}
 
 
 def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
@@ -109,10 +100,10 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
     if rng.random() < 0.3:
         what.append(f"model.llm.moe={EXPERTS}")
         how.append(f"layout.llm.ep={rng.choice([ep for ep in (1, 2, 4) if tp * cp * dp % ep == 0])}")
-    schedule = rng.choice(policies["schedule"])
+    schedule = rng.choice(policies["pipeline"])
     parts = 2 if 2 * pp <= LAYERS and ("interleaved" in schedule or schedule == "auto") else 1
-    how += [f"pipeline.schedule={schedule}", f"layout.llm.parts={parts}"]
-    how += [f"{key}={rng.choice(policies[kind])}" for key, kind in POLICIES.items()]
+    how += [f"pipeline.policy={schedule}", f"layout.llm.parts={parts}"]
+    how += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]
     if "packing.policy=entrain" in how and rng.random() < 0.9:
         how = [*(key for key in how if not key.startswith("pairing")), "pairing.policy=in_order"]
     how += [f"balance.group={rng.choice(('null', 1, 2))}", f"cluster.ranks_per_node={rng.choice((1, 2, 8))}"]
@@ -183,7 +174,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} cases")
     given = parser.parse_args()
     count = QUICK if given.quick else given.count
-    rng, policies, tally = random.Random(given.seed), kinds(), Tally()
+    rng, policies, tally = random.Random(given.seed), policies_by_section(), Tally()
     references: dict[Case, Measurement] = {}
     start, ranks = time.perf_counter(), RankPool()
     with tempfile.TemporaryDirectory() as folder:

@@ -13,8 +13,9 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from omni.config import MAPPINGS, POLICIES, Config, ConfigError
-from omni.refusals import groups, refusal
+from omni.config import MAPPINGS, RENAMED, Config, ConfigError
+from omni.policies import KINDS
+from omni.refusals import groups, refusal, renamed
 from parallel.policy import registered
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -22,9 +23,9 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 def offer_policies() -> None:
     """Let `section=name` choose any policy that an installed package registers, without a file for it."""
-    for section, key, group in POLICIES:
-        for name in registered(group):
-            ConfigStore.instance().store(group=section, name=name, node={key: name})
+    for section, kind, _ in KINDS:
+        for name in registered(kind.group):
+            ConfigStore.instance().store(group=section, name=name, node={"policy": name})
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:
@@ -96,6 +97,10 @@ def _convert(saved: DictConfig) -> None:
     """Bring what earlier versions saved to the keys of this one."""
     if "deal" not in saved:
         saved["deal"] = {"policy": "by_length"}
+    for old, new in RENAMED.items():
+        section, _, key = old.partition(".")
+        if key in (saved.get(section) or {}):
+            OmegaConf.update(saved, new, saved[section].pop(key))
     cluster = saved.get("cluster") or {}
     if isinstance(cluster.get("efficiency"), int | float):  # one of the run's precision
         share, peak = cluster["efficiency"], cluster["flops"]
@@ -128,7 +133,8 @@ def _merged(schema: type, values: Any, prefix: str) -> Any:
     except (OmegaConfBaseException, ValueError) as error:
         key = prefix + str(getattr(error, "full_key", "") or "")
         keys = ", ".join(schema.__dataclass_fields__)  # type: ignore[attr-defined]
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]} (known here: {keys})") from error
+        why = f"{key}: {str(error).splitlines()[0]} (known here: {keys})"
+        raise ConfigError("\n".join(renamed(str(error))) or why) from error
 
 
 def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ Sources, encoders and per-component settings are mappings, never lists, so that 
 by name on the command line. OmegaConf cannot add an entry to a mapping of dataclasses by one of its keys, so
 entries are untyped while a configuration is composed; `MAPPINGS` says what each becomes afterwards.
 
-A policy is named, and no name is known here: `POLICIES` says where the packages that have them register them.
+A policy is named, and no name is known here: `omni.policies.KINDS` says which kind a section chooses.
 """
 
 import math
@@ -166,73 +166,32 @@ class LayoutConfig:
 
 
 @dataclass
-class PlacementConfig:
-    """Which ranks encode. `ranks` is the number of ranks beside the LLM; null is one if the placement takes
-    such, else none.
-    """
+class PolicyConfig:
+    """A section that names the policy of one decision; docs/policies.md says which decides what."""
 
     policy: str = MISSING
+
+
+@dataclass
+class PlacementConfig(PolicyConfig):
+    """`ranks` is the number of ranks beside the LLM; null is one if the placement takes such, else none."""
+
     ranks: int | None = None
 
 
 @dataclass
-class EncoderSPConfig:
-    """How encoders share long items among their ranks."""
-
-    policy: str = MISSING
-
-
-@dataclass
-class LLMSPConfig:
-    """How the LLM's ranks share sequences."""
-
-    policy: str = MISSING
-
-
-@dataclass
-class BoundaryConfig:
-    """How rows travel from encoders to the LLM."""
-
-    transport: str = MISSING
-
-
-@dataclass
-class DealConfig:
-    """How the samples of a step go to groups of domains."""
-
-    policy: str = MISSING
-
-
-@dataclass
-class BalanceConfig:
-    """How samples go to the domains of a group, and those of a domain to its replicas. A group is `group`
-    neighbouring domains; null is as many as hold 16 replicas or 256 ranks, whichever are more.
+class BalanceConfig(PolicyConfig):
+    """A group is `group` neighbouring domains; null is as many as hold 16 replicas or 256 ranks, whichever
+    are more.
     """
 
-    policy: str = MISSING
     group: int | None = None
 
 
 @dataclass
-class PackingConfig:
-    """How the samples of a replica are packed."""
+class PipelineConfig(PolicyConfig):
+    """A rank holds at most `encoder_bytes` of activations of each encoder; null does not bound them."""
 
-    policy: str = MISSING
-
-
-@dataclass
-class PairingConfig:
-    """Which packs of the replicas of a domain pass together, as one microbatch."""
-
-    policy: str = MISSING
-
-
-@dataclass
-class PipelineConfig:
-    """In which order the work of a step runs."""
-
-    schedule: str = MISSING
-    # Bytes of activations of each encoder that a rank holds at most; null does not bound them.
     encoder_bytes: int | None = None
 
 
@@ -466,13 +425,13 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    encoder_sp: EncoderSPConfig = field(default_factory=EncoderSPConfig)
-    llm_sp: LLMSPConfig = field(default_factory=LLMSPConfig)
-    boundary: BoundaryConfig = field(default_factory=BoundaryConfig)
-    deal: DealConfig = field(default_factory=DealConfig)
+    encoder_sp: PolicyConfig = field(default_factory=PolicyConfig)
+    llm_sp: PolicyConfig = field(default_factory=PolicyConfig)
+    boundary: PolicyConfig = field(default_factory=PolicyConfig)
+    deal: PolicyConfig = field(default_factory=PolicyConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    packing: PackingConfig = field(default_factory=PackingConfig)
-    pairing: PairingConfig = field(default_factory=PairingConfig)
+    packing: PolicyConfig = field(default_factory=PolicyConfig)
+    pairing: PolicyConfig = field(default_factory=PolicyConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -489,15 +448,5 @@ MAPPINGS: tuple[tuple[str, str, type], ...] = (
 )
 """Section, key and type of the entries of each typed mapping."""
 
-POLICIES: tuple[tuple[str, str, str], ...] = (
-    ("placement", "policy", "omni.placement"),
-    ("encoder_sp", "policy", "omni.sharing"),
-    ("llm_sp", "policy", "omni.sharing"),
-    ("boundary", "transport", "omni.transport"),
-    ("deal", "policy", "omni.deal"),
-    ("balance", "policy", "omni.balance"),
-    ("packing", "policy", "omni.packing"),
-    ("pairing", "policy", "omni.pairing"),
-    ("pipeline", "schedule", "omni.schedule"),
-)
-"""Section, key and group of entry points of each policy that a user chooses."""
+RENAMED = {"boundary.transport": "boundary.policy", "pipeline.schedule": "pipeline.policy"}
+"""Keys of before, and their names of now. A run that was saved with them is read; who sets one is told."""

@@ -1,7 +1,10 @@
 """Everything that a package with policies of its own imports: the kinds, and what their functions are given.
 
-What stands here is kept stable; docs/policies.md explains it.
+What stands here is kept stable; docs/policies.md explains it. `KINDS` is the table of which section of the
+configuration chooses which kind.
 """
+
+from typing import NamedTuple
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
 from dataloader.dealing import DealPolicy
@@ -19,6 +22,7 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
 __all__ = [
+    "KINDS",
     "BalancePolicy",
     "Bins",
     "DealPolicy",
@@ -43,3 +47,31 @@ __all__ = [
     "SharingPolicy",
     "TransportPolicy",
 ]
+
+
+class Section(NamedTuple):
+    """A section of the configuration, the kind of policy that its key `policy` names, and what of a plan that
+    policy decides, as a difference between two plans names it.
+    """
+
+    name: str
+    kind: type[Policy]
+    decides: tuple[str, ...]
+
+
+KINDS = (
+    Section("placement", PlacementPolicy, ("domain.homes",)),
+    Section("encoder_sp", SharingPolicy, ("domain.chunks",)),
+    Section("llm_sp", SharingPolicy, ("domain.microbatches",)),
+    Section("boundary", TransportPolicy, ("domain.routes",)),
+    Section("deal", DealPolicy, ("group", "domain.samples")),
+    Section("balance", BalancePolicy, ("group", "domain.samples")),
+    Section("packing", PackingPolicy, ("domain.microbatches", "domain.items", "domain.chunks")),
+    Section("pairing", PairingPolicy, ("domain.microbatches", "domain.items")),
+    Section(
+        "pipeline",
+        SchedulePolicy,
+        ("domain.chunks", "domain.bounds", "domain.ops", "domain.schedule"),
+    ),
+)
+"""Every decision that a user may choose a policy for. `Config` has a section for each."""

@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
-from omni.config import POLICIES, Config
+from omni.config import RENAMED, Config
+from omni.policies import KINDS
 from parallel.policy import how_to_add
 
 # Of what Hydra says: hints for its own developers, and where it looked for files.
@@ -26,7 +27,12 @@ def refusal(error: Exception, overrides: Sequence[str]) -> str:
     at = next((n for n, line in enumerate(reason) if line.startswith(_OPTIONS)), None)
     if at is not None:  # a line each
         reason[at:] = [f"{reason[at]} {', '.join(reason[at + 1 :])}"]
-    return "\n".join([*reason, *_advice(overrides)])
+    return "\n".join([*reason, *renamed("\n".join(said)), *_advice(overrides)])
+
+
+def renamed(said: str) -> list[str]:
+    """Return what a key that was refused is called now, if it has another name than it had."""
+    return [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
 
 
 def _advice(overrides: Sequence[str]) -> Iterator[str]:
@@ -35,7 +41,7 @@ def _advice(overrides: Sequence[str]) -> Iterator[str]:
         if override.startswith("-") or key.startswith("hydra") or not (given or override.startswith("~")):
             continue
         section, _, _ = key.partition(".")
-        yield from (f"{section}: {how_to_add(group)}" for own, _, group in POLICIES if own == section)
+        yield from (f"{section}: {how_to_add(kind.group)}" for own, kind, _ in KINDS if own == section)
         if key in groups() and value in ("null", ""):
             yield f"{key}={value}: name one of its files, or leave it out with ~{key}"
         elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & groups():
@@ -48,7 +54,7 @@ def _of_key(key: str) -> Iterator[str]:
     mapping = next((name for name in mappings if key.startswith(name + ".")), None)
     if mapping:
         yield f"{key}: to add an entry to {mapping}, write +{key}"
-    elif key not in known | groups():
+    elif key not in known | groups() | RENAMED.keys():
         leaf = key.rpartition(".")[2]
         same = sorted(name for name in known if name.rpartition(".")[2] == leaf)
         near = same or get_close_matches(key, sorted(known | groups()), 3, 0.7)

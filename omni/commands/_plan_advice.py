@@ -92,7 +92,7 @@ def _changes(spec: RunSpec, found: Estimate) -> Iterator[tuple[list[str], Planne
     """
     domain, layout, planner = found.plan.domain, spec.arrangement.llm, spec.planner
     if layout.pp > 1 and domain.chunks and "joint" not in domain.schedule:
-        joint = find(SchedulePolicy, "joint", "pipeline.schedule")
+        joint = find(SchedulePolicy, "joint", "pipeline.policy")
         yield ["pipeline=joint"], replace(planner, domain=replace(planner.domain, schedule=joint))
     times = -(-FILLED * layout.pp // max(1, len(domain.microbatches)))
     if found.spent.reducing_ns >= WASTED * found.timeline.makespan_ns:

@@ -123,10 +123,10 @@ def explain(
     yield f"{'component':10} {'axes':12} {'ranks':36} {'node':8} carries"
     groups: list[_Group] = []
     if rank in mesh:
-        groups += _llm_groups(parts, policies.llm_sp, arrangement, rank)
+        groups += _llm_groups(parts, policies["llm_sp"], arrangement, rank)
     for name, of in arrangement.encoder_meshes.items():
         if rank in of:
-            shared = policies.encoder_sp.cuts and encoders[name].unit is not None
+            shared = policies["encoder_sp"].cuts and encoders[name].unit is not None
             groups += _stated([parts[name]], name, arrangement, rank, shared)
     domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:

@@ -21,7 +21,7 @@ def check_encoder_bytes(plan: StepPlan, kept: Kept, most: int, ranks: Sequence[i
     raise ConfigError(
         f"pipeline.encoder_bytes={most}: rank {ranks[fullest.team * plan.domain.team]} would hold "
         f"{fullest.bytes} bytes of activations of {fullest.part} at {fullest.at} of step {plan.step}, under "
-        f"pipeline.schedule={plan.domain.schedule}. Set {fullest.bytes} or more, or null for no bound; less "
+        f"pipeline.policy={plan.domain.schedule}. Set {fullest.bytes} or more, or null for no bound; less "
         f"do a schedule that puts encoder work off (pipeline=joint), smaller data.microbatch_tokens, and "
         f"model.encoders.{fullest.part}.recompute=full"
     )

@@ -108,13 +108,16 @@ def check_layout(
     _check_other_layouts(config, vocab_size)
 
 
-def check_parts(parts: int, schedule: SchedulePolicy, layout: str = "layout.llm") -> None:
-    """Raise ConfigError for more parts of the LLM on a rank than the schedule can order."""
-    if schedule.parts is not None and parts > schedule.parts:
-        raise ConfigError(
-            f"{layout}.parts={parts}: pipeline.schedule={schedule.name} orders at most {schedule.parts} on a "
-            f"rank: set {layout}.parts={schedule.parts}, or choose one for several, such as interleaved"
-        )
+def check_parts(config: Config, schedule: SchedulePolicy) -> None:
+    """Raise ConfigError where a layout has more parts of the LLM on a rank than the schedule can order."""
+    others = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(config.launch.layouts)}
+    for layout, sizes in {"layout.llm": config.layout.llm, **others}.items():
+        if schedule.parts is not None and sizes.parts > schedule.parts:
+            raise ConfigError(
+                f"{layout}.parts={sizes.parts}: pipeline.policy={schedule.name} orders at most "
+                f"{schedule.parts} on a rank: set {layout}.parts={schedule.parts}, or choose one for "
+                "several, such as interleaved"
+            )
 
 
 def _check_other_layouts(config: Config, vocab_size: int) -> None:

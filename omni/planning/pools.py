@@ -54,11 +54,11 @@ def sharing_of(
     tp = arrangement.llm.tp
     members = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
     of_llm = cost(LLM, part_name(LLM, 0), attention, tp, members)
-    out = {LLM: _llm_sharing(policies.llm_sp, arrangement, config.data.microbatch_tokens, of_llm)}
+    out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, config.data.microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)
         own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], slots)
-        out[name] = _encoder_sharing(policies.encoder_sp, encoder, len(slots), own)
+        out[name] = _encoder_sharing(policies["encoder_sp"], encoder, len(slots), own)
     return out
 
 

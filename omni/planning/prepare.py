@@ -70,9 +70,7 @@ def prepare_run(
     by_modality = _by_modality(encoders)
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
-    check_parts(arrangement.llm.parts, policies.pipeline)
-    for number, sizes in enumerate(config.launch.layouts):
-        check_parts(sizes.parts, policies.pipeline, f"launch.layouts[{number}]")
+    check_parts(config, policies["pipeline"])
     _check_choices(config, (LLM, *encoders))
     tokenizer = tokenizer_of(config)
     indexes, heldout, samples = _open(config, encoders, tokenizer, by_modality, trace)
@@ -116,10 +114,12 @@ def _planner(
         llm=LLM,
         sharing=sharing,
         feeds=_feeds(config, encoders, arrangement, vocab_size),
-        transport=TransportChoice(policies.boundary, cluster.ranks_per_node, table.row_bytes, cluster.links),
-        packing=policies.packing,
-        pairing=policies.pairing,
-        schedule=policies.pipeline,
+        transport=TransportChoice(
+            policies["boundary"], cluster.ranks_per_node, table.row_bytes, cluster.links
+        ),
+        packing=policies["packing"],
+        pairing=policies["pairing"],
+        schedule=policies["pipeline"],
         microbatch_tokens=config.data.microbatch_tokens,
         table=table,
         party=party_size(llm, arrangement, sharing[LLM].pool.num_members),
@@ -128,8 +128,8 @@ def _planner(
     )
     budget, group_size = _budget(config, policies, arrangement), _group_size(config, arrangement)
     return Planner(
-        world=WorldPlanner(samples, budget, policies.deal, arrangement.num_domains, group_size),
-        group=GroupPlanner(policies.balance, arrangement.replicas),
+        world=WorldPlanner(samples, budget, policies["deal"], arrangement.num_domains, group_size),
+        group=GroupPlanner(policies["balance"], arrangement.replicas),
         domain=domain,
         frozen=partial(frozen_components, config.optim.components),
         share=share,
@@ -310,7 +310,7 @@ def _budget(config: Config, policies: Chosen, arrangement: Arrangement) -> Budge
         raise ConfigError(
             f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
         )
-    check_long_samples(data, policies.llm_sp, arrangement)
+    check_long_samples(data, policies["llm_sp"], arrangement)
     return Budget(
         data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long, data.sample_tokens
     )

@@ -22,7 +22,7 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
     yield f"  data      {_data(spec)}"
     yield (
         f"  ranks     {spec.arrangement.world} on {device}, {precision_of(train.precision)}: "
-        f"{spec.arrangement.describe()}; {spec.policies.placement.name}, {spec.policies.pipeline.name}"
+        f"{spec.arrangement.describe()}; {spec.policies['placement'].name}, {spec.policies['pipeline'].name}"
     )
     yield f"  tracking  {tracked}"
     yield f"  start     {start}, to step {train.steps}" + (

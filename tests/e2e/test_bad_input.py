@@ -124,8 +124,8 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["encoder_sp.policy=foo"], ["encoder_sp.policy=foo", "dynamic", "omni.sharing"]),
         (["llm_sp.policy=foo"], ["llm_sp.policy=foo", "uniform", "omni.sharing"]),
         (["encoder_sp=uniform"], ["encoder_sp.policy=uniform", "items", "choose"]),
-        (["boundary.transport=foo"], ["boundary.transport=foo", "two_level_back", "omni.transport"]),
-        (["pipeline.schedule=foo"], ["pipeline.schedule=foo", "one_f_one_b", "omni.schedule"]),
+        (["boundary.policy=foo"], ["boundary.policy=foo", "two_level_back", "omni.transport"]),
+        (["pipeline.policy=foo"], ["pipeline.policy=foo", "one_f_one_b", "omni.schedule"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) and "=" in value[0] else "",
 )

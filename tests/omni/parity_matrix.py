@@ -136,8 +136,8 @@ class Case:
                 "placement.ranks": self.beside,
                 "encoder_sp.policy": self.encoder_sp,
                 "llm_sp.policy": self.llm_sp,
-                "pipeline.schedule": self.schedule,
-                "boundary.transport": self.boundary,
+                "pipeline.policy": self.schedule,
+                "boundary.policy": self.boundary,
                 "model.llm.recompute": self.recompute,
                 "model.encoders.image.recompute": self.recompute,
             }

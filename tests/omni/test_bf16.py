@@ -32,9 +32,9 @@ WHOLE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage0, one_f_one_b": (
         2,
         {},
-        {**PP2, "placement.policy": "stage0", "pipeline.schedule": "one_f_one_b"},
+        {**PP2, "placement.policy": "stage0", "pipeline.policy": "one_f_one_b"},
     ),
-    "pp2, rows summed with zeros": (2, {}, {**PP2, "boundary.transport": "reduce_scatter"}),
+    "pp2, rows summed with zeros": (2, {}, {**PP2, "boundary.policy": "reduce_scatter"}),
     "beside": (2, {}, {"placement.policy": "disaggregated"}),
     "experts, dp2": (2, EXPERTS, {}),
 }

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 import hydra_conf
 from omni.compose import compose_config, load_config
-from omni.config import Config, ConfigError
+from omni.config import RENAMED, Config, ConfigError
 
 FOLDER = Path(hydra_conf.__file__).parent
 OPTIONS = sorted(
@@ -89,7 +89,7 @@ def test_a_folder_of_ones_own_is_composed(tmp_path):
 
 def test_a_system_chooses_its_policies():
     config = compose_config(["system=stage0"])
-    assert (config.placement.policy, config.balance.policy, config.pipeline.schedule) == (
+    assert (config.placement.policy, config.balance.policy, config.pipeline.policy) == (
         "stage0",
         "none",
         "one_f_one_b",
@@ -195,3 +195,29 @@ def test_a_written_configuration_reads_back(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     assert load_config(path) == config
+
+
+# Keys that have another name than they had.
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_key_of_before_is_refused_with_its_name_of_now(tmp_path, old, new):
+    section, _, key = old.partition(".")
+    for override in (f"{old}=auto", f"+{old}=auto"):
+        assert f"{old} is {new} now" in refusal(override)
+    (tmp_path / "experiment").mkdir()
+    own = f"# @package _global_\n{section}:\n  {key}: auto\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(own)
+    with pytest.raises(ConfigError, match=f"{old} is {new} now"):
+        compose_config(["experiment=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize("old, new", RENAMED.items())
+def test_a_run_that_was_saved_with_a_key_of_before_is_read(tmp_path, old, new):
+    saved = OmegaConf.structured(compose_config([]))
+    values = OmegaConf.create(OmegaConf.to_container(saved))
+    section, _, key = old.partition(".")
+    del values[section]["policy"]
+    values[section][key] = "mine"
+    OmegaConf.save(values, tmp_path / "config.yaml")
+    assert OmegaConf.select(OmegaConf.structured(load_config(tmp_path / "config.yaml")), new) == "mine"

@@ -44,7 +44,7 @@ CAUSES = {
             "placement=disaggregated",
             "placement.ranks=3",
             "pipeline=one_f_one_b",
-            "boundary.transport=all_gather",
+            "boundary.policy=all_gather",
         ],
     ),
     "experts weigh their products in single precision": (1, [0], [MOE.replace("512", "2048")]),

@@ -8,17 +8,12 @@ import pytest
 from omegaconf import MISSING as UNSET
 from omegaconf import OmegaConf
 
-from omni import policies
 from omni.compose import compose_config, load_config
-from omni.config import POLICIES, Config
-from parallel.policy import Policy, registered
+from omni.config import Config
+from omni.policies import KINDS, Section
+from parallel.policy import registered
 
 ROOT = Path(__file__).parents[2]
-KINDS = [
-    kind
-    for kind in vars(policies).values()
-    if isinstance(kind, type) and issubclass(kind, Policy) and kind is not Policy
-]
 
 
 def facts_of_page() -> dict[str, set[str]]:
@@ -35,12 +30,12 @@ def facts_of_page() -> dict[str, set[str]]:
 
 def test_the_page_lists_every_fact_of_every_kind() -> None:
     told = {"name", "decide", "key"}  # the key is noted when a configuration chooses the policy
-    stated = {kind.__name__: {field.name for field in fields(kind)} - told for kind in KINDS}
+    stated = {kind.__name__: {field.name for field in fields(kind)} - told for _, kind, _ in KINDS}
     assert facts_of_page() == {kind: facts for kind, facts in stated.items() if facts}
 
 
 def test_every_fact_has_a_default() -> None:
-    for kind in KINDS:
+    for _, kind, _ in KINDS:
         for field in fields(kind):
             if field.name not in ("name", "decide"):
                 assert field.default is not MISSING or field.default_factory is not MISSING, field
@@ -51,7 +46,7 @@ def test_nothing_that_is_registered_stands_under_not_yet() -> None:
     cells = [line.split("|")[3] for line in table.splitlines() if line.startswith("| ") and "---" not in line]
     assert len(cells) > 10
     words = set(re.findall(r"\w+", " ".join(cells).lower()))
-    names = {name for _, _, group in POLICIES for name in registered(group)} - {
+    names = {name for _, kind, _ in KINDS for name in registered(kind.group)} - {
         "joint",
         "all",
         "none",
@@ -60,11 +55,11 @@ def test_nothing_that_is_registered_stands_under_not_yet() -> None:
     assert names & words == set()
 
 
-@pytest.mark.parametrize(("section", "key", "group"), POLICIES)
-def test_systems_alone_choose_policies(section: str, key: str, group: str) -> None:
+@pytest.mark.parametrize("section", KINDS, ids=lambda section: section.name)
+def test_systems_alone_choose_policies(section: Section) -> None:
     """No second default stands behind the systems'."""
-    assert getattr(getattr(Config(), section), key) == UNSET
-    assert getattr(getattr(compose_config([]), section), key) in registered(group)
+    assert getattr(Config(), section.name).policy == UNSET
+    assert getattr(compose_config([]), section.name).policy in registered(section.kind.group)
 
 
 def test_a_run_saved_before_there_was_dealing_is_dealt_as_it_was(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ CASES = {
     ),
     "pp4 two_level_back": (
         4,
-        ["layout.llm.pp=4", "boundary.transport=two_level_back", "cluster.ranks_per_node=2"],
+        ["layout.llm.pp=4", "boundary.policy=two_level_back", "cluster.ranks_per_node=2"],
     ),
-    "pp2 all_gather": (2, ["layout.llm.pp=2", "boundary.transport=all_gather"]),
+    "pp2 all_gather": (2, ["layout.llm.pp=2", "boundary.policy=all_gather"]),
     "moe dp2": (2, [MOE]),
     "moe ep2 heads and norms, no gates": (2, [MOE, "layout.llm.ep=2", *HEADS, *GATES]),
     "moe tp2 ep2 switch": (2, [SWITCH, "layout.llm.tp=2", "layout.llm.ep=2"]),

@@ -179,7 +179,7 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
         (4, ["layout.llm.tp=2", "layout.llm.pp=2", "+layout.encoders.image.tp=2"]),
         pytest.param(
             4,
-            ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.transport=reduce_scatter"],
+            ["layout.llm.cp=2", "model.llm.recompute=selective", "boundary.policy=reduce_scatter"],
             marks=pytest.mark.slow,
         ),
         pytest.param(4, ["layout.llm.ep=2", EXPERTS], marks=pytest.mark.slow),
@@ -262,7 +262,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         (2, [1], ["encoder_sp=all", "layout.llm.pp=2"]),
         (2, [1], ["layout.llm.pp=2", "+model.encoders.image.taps=[1]"]),
         (5, [0, 4], ["placement=disaggregated", "placement.ranks=3", "pipeline=one_f_one_b"]),
-        (4, [2], ["layout.llm.pp=4", "model.llm.layers=4", "boundary.transport=two_level"]),
+        (4, [2], ["layout.llm.pp=4", "model.llm.layers=4", "boundary.policy=two_level"]),
         (4, [0, 3], ["system=stage0", "layout=pp2", *recomputed("full")]),
         (4, [2], ["layout.llm.tp=2", "layout.llm.pp=2", *recomputed("selective"), *MORE]),
         (2, [0, 1], ["+optim.components={image: {frozen: [[1, 3]]}}", "layout.llm.pp=2"]),

@@ -23,8 +23,9 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config, load_config
-from omni.config import POLICIES, Config, EncoderLayoutConfig
+from omni.config import Config, EncoderLayoutConfig
 from omni.planning.prepare import prepare_run
+from omni.policies import KINDS
 from parallel.handshake import SECRET, new_secret
 
 HERE = Path(__file__).parent
@@ -57,12 +58,12 @@ def composed(data: Path) -> Config:
 def cases(config: Config) -> Iterator[tuple[int, Config]]:
     """Ranks and configurations in which every policy of ours occurs."""
     choices = {
-        f"{section}.{key}": [
+        f"{section}.policy": [
             name
-            for name in entry_points_of(PYPROJECT, group)
+            for name in entry_points_of(PYPROJECT, kind.group)
             if (section, name) != ("encoder_sp", "uniform")  # for the LLM alone
         ]
-        for section, key, group in POLICIES
+        for section, kind, _ in KINDS
     }
     for number in range(max(map(len, choices.values()))):
         chosen = {key: names[number % len(names)] for key, names in choices.items()}
