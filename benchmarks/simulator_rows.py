@@ -14,7 +14,8 @@ from omni.planning.frameworks import Framework, framework_called
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.planning.work import cost_table
-from ops.device import LOWER, dtype_of
+from ops.device import dtype_of
+from ops.names import LOWER
 from pipeline.costs import simulate
 from pipeline.domain_plan import DomainPlan
 

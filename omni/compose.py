@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from omni.config import MAPPINGS, RENAMED, Config, ConfigError
+from omni.keys import check_keys
 from omni.policies import KINDS
 from omni.refusals import groups, refusal, renamed
 from parallel.policy import registered
@@ -124,6 +125,7 @@ def _typed(values: DictConfig | ListConfig) -> Config:
             unset = [field for field, v in vars(mapping[name]).items() if v == MISSING]
             if unset:
                 raise ConfigError(f"{section}.{key}.{name}.{unset[0]}: not set")
+    check_keys("", config)
     return config
 
 

@@ -7,29 +7,29 @@ entries are untyped while a configuration is composed; `MAPPINGS` says what each
 A policy is named, and no name is known here: `omni.policies.KINDS` says which kind a section chooses.
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
+from dataloader.tokens import LONG_SAMPLE_POLICIES
+from infra.tracker import KINDS, MODES
+from omni.keys import ConfigError as ConfigError
+from omni.keys import Rule, Rules, at_least, one_of
+from ops.names import LOWER, NORMS, PRECISIONS
+from parallel.cluster import QUEUES
 
-class ConfigError(ValueError):
-    """A mistake in the configuration: the message names the key, the value and the remedy."""
-
-
-def require(section: str, config: Any, *keys: str, least: float = 1) -> None:
-    """Refuse numbers below `least`, and those that are not finite, naming the key.
-
-    Raises:
-        ConfigError: for the first of `keys` whose value is no such number; None passes.
-    """
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"{section}.{key}={value}: must be a finite number")
-        if value is not None and value < least:
-            raise ConfigError(f"{section}.{key}={value}: must be at least {least:g}")
+RECOMPUTE = ("none", "selective", "full")
+SCORES = ("softmax", "sigmoid")  # of experts
+LR_SCHEDULES = ("cosine", "wsd")
+MOST_SEEDS = 2**63
+WITH_MLA = "with model.llm.mla: set mla.kv_rank=0, or this to "
+WINDOWS_STAY = Rule(
+    "recompute",
+    lambda own: own.window is None or own.recompute != "selective",
+    "with window={window}: costs count attention that is made anew by squared lengths, and that of windows "
+    "has none; choose none or full",
+)
 
 
 @dataclass
@@ -43,13 +43,28 @@ class MoEConfig:
     the scores.
     """
 
-    experts: int = 0
-    topk: int = 2
-    ffn: int = 0
-    shared_ffn: int = 0
-    dense_layers: int = 0
-    score: str = "sigmoid"
-    bias_update_rate: float = 1e-3
+    experts: int = at_least(0, 0)
+    topk: int = at_least(1, 2)
+    ffn: int = at_least(0, 0)
+    shared_ffn: int = at_least(0, 0)
+    dense_layers: int = at_least(0, 0)
+    score: str = one_of(SCORES, "sigmoid")
+    bias_update_rate: float = at_least(0, 1e-3)
+
+    rules: ClassVar[Rules] = (
+        Rule("ffn", lambda own: not own.experts or own.ffn >= 1, "must be at least 1"),
+        Rule(
+            "topk",
+            lambda own: not own.experts or own.topk <= own.experts,
+            "must be at most experts={experts}",
+        ),
+        Rule(
+            "bias_update_rate",
+            lambda own: not (own.experts and own.bias_update_rate) or own.score != "softmax",
+            "needs score=sigmoid: a bias is added to scores that do not depend on each other; set it to 0 "
+            "for score=softmax",
+        ),
+    )
 
 
 @dataclass
@@ -61,11 +76,23 @@ class MLAConfig:
     share; a head of values has `value_dim`.
     """
 
-    q_rank: int = 0
-    kv_rank: int = 0
-    nope_dim: int = 0
-    rope_dim: int = 0
-    value_dim: int = 0
+    q_rank: int = at_least(0, 0)
+    kv_rank: int = at_least(0, 0)
+    nope_dim: int = at_least(0, 0)
+    rope_dim: int = at_least(0, 0)
+    value_dim: int = at_least(0, 0)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "kv_rank",
+            lambda own: own.kv_rank or not any(vars(own).values()),
+            "latent attention needs it; or set all of mla to 0",
+        ),
+        Rule("nope_dim", lambda own: not own.kv_rank or own.nope_dim, "must be at least 1"),
+        Rule("rope_dim", lambda own: not own.kv_rank or own.rope_dim, "must be at least 1"),
+        Rule("value_dim", lambda own: not own.kv_rank or own.value_dim, "must be at least 1"),
+        Rule("rope_dim", lambda own: own.rope_dim % 2 == 0, "rotation takes pairs; choose an even number"),
+    )
 
 
 @dataclass
@@ -82,28 +109,55 @@ class LLMConfig:
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
 
-    layers: int = MISSING
-    hidden: int = MISSING
-    heads: int = MISSING
-    kv_heads: int = MISSING
-    ffn: int = MISSING
-    head_dim: int | None = None
+    layers: int = at_least(1)
+    hidden: int = at_least(1)
+    heads: int = at_least(1)
+    kv_heads: int = at_least(1)
+    ffn: int = at_least(1)
+    head_dim: int | None = at_least(2, None)
     gated: bool = True
     qk_norm: bool = False
-    window: int | None = None
-    window_every: int = 1
+    window: int | None = at_least(1, None)
+    window_every: int = at_least(1, 1)
     mla: MLAConfig = field(default_factory=MLAConfig)
-    mtp: int = 0
-    norm: str = "RMSNorm"
-    norm_eps: float = 1e-5
-    rotary_base: float = 10000.0
+    mtp: int = at_least(0, 0)
+    norm: str = one_of(NORMS, "RMSNorm")
+    norm_eps: float = at_least(1e-20, 1e-5)
+    rotary_base: float = at_least(1, 10000.0)
     qkv_bias: bool = False
     tied: bool = True
-    vocab: int | None = None
-    vocab_multiple: int = 8
-    loss_chunk: int = 4096
-    recompute: str = "none"
+    vocab: int | None = at_least(1, None)
+    vocab_multiple: int = at_least(1, 8)
+    loss_chunk: int = at_least(1, 4096)
+    recompute: str = one_of(RECOMPUTE, "none")
     moe: MoEConfig = field(default_factory=MoEConfig)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "heads",
+            lambda own: own.head_dim or own.latent or own.hidden % (2 * own.heads) == 0,
+            "hidden={hidden} must divide into heads of even size, for rotation",
+        ),
+        Rule("kv_heads", lambda own: own.heads % own.kv_heads == 0, "must divide heads={heads}"),
+        Rule(
+            "head_dim",
+            lambda own: own.head_dim is None or own.head_dim % 2 == 0,
+            "rotation takes pairs; choose an even number",
+        ),
+        WINDOWS_STAY,
+        Rule(
+            "moe.dense_layers",
+            lambda own: own.mixture is None or own.moe.dense_layers < own.layers,
+            "leaves none of {layers} layers to experts: choose fewer, or a model without experts",
+        ),
+        Rule("head_dim", lambda own: not own.mla.kv_rank or own.head_dim is None, f"{WITH_MLA}null"),
+        Rule("qk_norm", lambda own: not own.mla.kv_rank or not own.qk_norm, f"{WITH_MLA}false"),
+        Rule("qkv_bias", lambda own: not own.mla.kv_rank or not own.qkv_bias, f"{WITH_MLA}false"),
+        Rule("window", lambda own: not own.mla.kv_rank or own.window is None, f"{WITH_MLA}null"),
+        Rule(
+            "kv_heads", lambda own: not own.mla.kv_rank or own.kv_heads == own.heads, f"{WITH_MLA}{{heads}}"
+        ),
+    )
 
     @property
     def mixture(self) -> MoEConfig | None:
@@ -185,14 +239,14 @@ class BalanceConfig(PolicyConfig):
     are more.
     """
 
-    group: int | None = None
+    group: int | None = at_least(1, None)
 
 
 @dataclass
 class PipelineConfig(PolicyConfig):
     """A rank holds at most `encoder_bytes` of activations of each encoder; null does not bound them."""
 
-    encoder_bytes: int | None = None
+    encoder_bytes: int | None = at_least(1, None)
 
 
 @dataclass
@@ -200,7 +254,7 @@ class SourceConfig:
     """A dataset folder and its integer weight in the mixture (samples in a period)."""
 
     path: str = MISSING
-    weight: int = 1
+    weight: int = at_least(0, 1)
 
 
 @dataclass
@@ -210,9 +264,9 @@ class HeldoutConfig:
     """
 
     path: str = MISSING
-    samples: int = 128
-    generate: int = 0
-    generate_tokens: int = 128
+    samples: int = at_least(1, 128)
+    generate: int = at_least(0, 0)
+    generate_tokens: int = at_least(1, 128)
 
 
 @dataclass
@@ -224,15 +278,15 @@ class DataConfig:
     sources: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, Any] = field(default_factory=dict)
     tokenizer: str = "bytes"
-    microbatch_tokens: int = MISSING
-    sample_tokens: int | None = None
-    step_tokens: int | None = None
-    step_samples: int | None = None
-    on_long: str = "error"
-    on_error: str = "fail"
-    max_error_share: float = 0.01
-    window_groups: int = 64
-    loader_threads: int = 1
+    microbatch_tokens: int = at_least(1)
+    sample_tokens: int | None = at_least(1, None)
+    step_tokens: int | None = at_least(1, None)
+    step_samples: int | None = at_least(1, None)
+    on_long: str = one_of(LONG_SAMPLE_POLICIES, "error")
+    on_error: str = one_of(("fail", "skip"), "fail")
+    max_error_share: float = at_least(0, 0.01)
+    window_groups: int = at_least(1, 64)
+    loader_threads: int = at_least(1, 1)
     record_samples: bool = False
 
 
@@ -240,8 +294,16 @@ class DataConfig:
 class ComponentOptimConfig:
     """Per component: a factor on the learning rate, and the spans of steps [first, last) it is frozen for."""
 
-    lr_scale: float = 1.0
+    lr_scale: float = at_least(0, 1.0)
     frozen: list[list[int]] = field(default_factory=list)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "frozen",
+            lambda own: all(len(span) == 2 and 0 <= span[0] < span[1] for span in own.frozen),
+            "give spans [first, last) of steps",
+        ),
+    )
 
 
 @dataclass
@@ -251,18 +313,23 @@ class OptimConfig:
     `max_skipped` steps in a row without an update, because their gradient norm was not finite, end the run.
     """
 
-    lr: float = MISSING
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    schedule: str = "cosine"
-    decay_steps: int | None = None
+    lr: float = at_least(0)
+    min_lr: float = at_least(0, 0.0)
+    warmup_steps: int = at_least(0, 0)
+    schedule: str = one_of(LR_SCHEDULES, "cosine")
+    decay_steps: int | None = at_least(1, None)
     beta1: float = 0.9
     beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    max_skipped: int = 10
+    eps: float = at_least(1e-20, 1e-8)
+    weight_decay: float = at_least(0, 0.1)
+    clip: float = at_least(0, 1.0)
+    max_skipped: int = at_least(1, 10)
     components: dict[str, Any] = field(default_factory=dict)
+
+    rules: ClassVar[Rules] = (
+        Rule("beta1", lambda own: 0 <= own.beta1 < 1, "must lie in [0, 1)"),
+        Rule("beta2", lambda own: 0 <= own.beta2 < 1, "must lie in [0, 1)"),
+    )
 
 
 @dataclass
@@ -272,12 +339,12 @@ class EfficiencyConfig:
     links.
     """
 
-    products: dict[str, float] = MISSING
-    attention: float = MISSING
-    attention_backward: float = MISSING
-    memory: float = 1.0
-    node_link: float = 1.0
-    link: float = 1.0
+    products: dict[str, float] = at_least(1e-6)
+    attention: float = at_least(1e-6)
+    attention_backward: float = at_least(1e-6)
+    memory: float = at_least(1e-6, 1.0)
+    node_link: float = at_least(1e-6, 1.0)
+    link: float = at_least(1e-6, 1.0)
 
 
 @dataclass
@@ -293,26 +360,34 @@ class ClusterConfig:
     """
 
     name: str = MISSING
-    device: str = "cuda"
-    flops: dict[str, int] = MISSING
+    device: str = one_of(("cpu", "cuda"), "cuda")
+    flops: dict[str, int] = at_least(1)
     efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
-    memory_bytes_per_s: int = MISSING
-    ranks_per_node: int = MISSING
-    node_link_bytes_per_s: int = MISSING
-    node_link_latency_ns: int = MISSING
-    link_bytes_per_s: int = MISSING
-    link_latency_ns: int = MISSING
-    ranks_per_rail: int | None = None
-    far_link_bytes_per_s: int | None = None
-    far_link_latency_ns: int | None = None
-    op_overhead_ns: int = MISSING
-    launch_ns: int = 0
-    dispatch_ns: int = 0
-    issue_ns: int = 0
-    queues: str = "one"
-    memory_bytes: int | None = None
-    price_per_hour: float | None = None
+    memory_bytes_per_s: int = at_least(1)
+    ranks_per_node: int = at_least(1)
+    node_link_bytes_per_s: int = at_least(1)
+    node_link_latency_ns: int = at_least(0)
+    link_bytes_per_s: int = at_least(1)
+    link_latency_ns: int = at_least(0)
+    ranks_per_rail: int | None = at_least(1, None)
+    far_link_bytes_per_s: int | None = at_least(1, None)
+    far_link_latency_ns: int | None = at_least(0, None)
+    op_overhead_ns: int = at_least(0)
+    launch_ns: int = at_least(0, 0)
+    dispatch_ns: int = at_least(0, 0)
+    issue_ns: int = at_least(0, 0)
+    queues: str = one_of(QUEUES, "one")
+    memory_bytes: int | None = at_least(1, None)
+    price_per_hour: float | None = at_least(0, None)
     env: dict[str, str] = field(default_factory=dict)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "ranks_per_rail",
+            lambda own: own.ranks_per_rail is None or own.ranks_per_rail % own.ranks_per_node == 0,
+            "must be a multiple of ranks_per_node={ranks_per_node}",
+        ),
+    )
 
 
 @dataclass
@@ -330,12 +405,12 @@ class TrackingConfig:
     those of its sweep, and what it sets.
     """
 
-    kind: str = "jsonl"
+    kind: str = one_of(KINDS, "jsonl")
     project: str = "omni"
     group: str | None = None
     tags: list[str] = field(default_factory=list)
-    mode: str = "auto"
-    prometheus_port: int | None = None
+    mode: str = one_of(MODES, "auto")
+    prometheus_port: int | None = at_least(0, None)
     prometheus_host: str = "127.0.0.1"
 
 
@@ -350,17 +425,21 @@ class TrainConfig:
     `generate_s` seconds.
     """
 
-    steps: int = MISSING
+    steps: int = at_least(1)
     seed: int = 0
-    precision: str = "auto"
-    eval_every: int = 0
-    generate_s: float = 300.0
-    checkpoint_every: int = 0
-    timeline_every: int = 0
+    precision: str = one_of((*PRECISIONS, *LOWER), "auto")
+    eval_every: int = at_least(0, 0)
+    generate_s: float = at_least(0, 300.0)
+    checkpoint_every: int = at_least(0, 0)
+    timeline_every: int = at_least(0, 0)
     checkpoint_dir: str | None = None
-    keep_checkpoints: int = 2
-    keep_every: int = 0
-    timeout_s: float = 300.0
+    keep_checkpoints: int = at_least(1, 2)
+    keep_every: int = at_least(0, 0)
+    timeout_s: float = at_least(1, 300.0)
+
+    rules: ClassVar[Rules] = (
+        Rule("seed", lambda own: 0 <= own.seed < MOST_SEEDS, f"must lie in [0, {MOST_SEEDS})"),
+    )
 
 
 @dataclass
@@ -372,9 +451,9 @@ class HealthConfig:
     `exclude_slow` a rank that was named as slow is left out from the next restart on.
     """
 
-    compare_every: int = 10
-    on_corruption: str = "restart"
-    report_hang_s: float = 45.0
+    compare_every: int = at_least(0, 10)
+    on_corruption: str = one_of(("restart", "stop"), "restart")
+    report_hang_s: float = at_least(1, 45.0)
     exclude_slow: bool = False
 
 
@@ -387,8 +466,8 @@ class LaunchConfig:
     after a restart: the first that fits as many of them as possible. Ranks that are left over stand by.
     """
 
-    ranks: int | None = None
-    max_restarts: int = 0
+    ranks: int | None = at_least(1, None)
+    max_restarts: int = at_least(0, 0)
     oversubscribe: bool = False
     layouts: list[LLMLayoutConfig] = field(default_factory=list)
 
@@ -402,7 +481,7 @@ class StartConfig:
 
     checkpoint: str | None = None
     optimizer: bool = False
-    cursor: int | None = None
+    cursor: int | None = at_least(0, None)
 
 
 @dataclass

@@ -9,14 +9,14 @@ from dataloader.decode import decode_image, read_image_size
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
 from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import DatasetWriter, is_intact
-from omni.config import ConfigError, require
+from omni.keys import ConfigError, Rule, Rules, at_least, check_keys, one_of
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, Table, value_bytes
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.layer_sizes import (
     LayerSizes,
     TransformerEncoderConfig,
     check_divisible,
-    check_transformer,
+    check_heads,
     encoder_layers,
 )
 from omni.models.pieces import linear_weights, norm_weights, plain
@@ -45,6 +45,8 @@ __all__ = [
     "Load",
     "Part",
     "Projector",
+    "Rule",
+    "Rules",
     "Sample",
     "SampleError",
     "Stack",
@@ -53,10 +55,12 @@ __all__ = [
     "TransformerEncoderConfig",
     "Weight",
     "Work",
+    "at_least",
     "attention_bytes",
     "attention_flops",
     "check_divisible",
-    "check_transformer",
+    "check_heads",
+    "check_keys",
     "decode_audio",
     "decode_image",
     "encoder_layers",
@@ -66,9 +70,9 @@ __all__ = [
     "linear_flops",
     "linear_weights",
     "norm_weights",
+    "one_of",
     "plain",
     "read_image_size",
-    "require",
     "resample",
     "resampled_length",
     "value_bytes",

@@ -4,8 +4,6 @@ import os
 
 import torch
 
-LOWER = ("fp8", "mxfp8", "nvfp4")  # precisions that matrices are multiplied in; what is kept stays bf16
-
 _KERNELS = "32"  # about 0.6 MB each
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-NORMS = ("RMSNorm", "LayerNorm")
+from ops.names import NORMS
 
 
 class Norm(torch.nn.Module):

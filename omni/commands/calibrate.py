@@ -54,7 +54,7 @@ def _check(arguments: argparse.Namespace) -> int:
     """The number of ranks. Raises ConfigError for what cannot be measured, or written."""
     from omni.config import Config, ConfigError, LaunchConfig
     from omni.planning.layouts import count_ranks
-    from omni.planning.prepare import PRECISIONS
+    from ops.names import PRECISIONS
 
     out: Path = arguments.out
     if out.suffix != ".yaml" or out.absolute().parent.name != "cluster":

@@ -45,8 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
-    from omni.config import ConfigError, require
-    from omni.models.llm import check_llm
+    from omni.config import ConfigError
     from omni.models.registry import make_encoder
     from omni.planning.choices import chosen_policies
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
@@ -57,12 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
         policies = chosen_policies(config)
-        check_llm(config.model.llm)
         encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
         arrangement = resolve_layout(config, planned_ranks(config))
         vocab_size = tokenizer_of(config).vocab_size
         check_layout(config, encoders, arrangement, vocab_size)
-        require("cluster", config.cluster, "ranks_per_node")
         holder, mesh, axis = _mesh_with(arrangement, arguments.axis)
         if not 0 <= arguments.rank < arrangement.world:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {arrangement.world - 1}")

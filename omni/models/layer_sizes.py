@@ -4,14 +4,12 @@ The modules are made elsewhere, so that checking and planning need not import me
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from omni.config import ConfigError, LLMConfig, MoEConfig, require
+from omni.config import RECOMPUTE, WINDOWS_STAY, ConfigError, LLMConfig, MoEConfig
+from omni.keys import Rule, Rules, at_least, one_of
 from omni.models.latent import Latent
-from ops.norm import NORMS
-
-RECOMPUTE = ("none", "selective", "full")
-SCORES = ("softmax", "sigmoid")
+from ops.names import NORMS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +51,36 @@ class TransformerEncoderConfig:
     SwiGLU. A token sees `window` tokens, null for all of its item, but in the `full_layers`, counted from 0.
     """
 
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    ffn: int = 192
-    rotary_base: float = 10000.0
-    norm: str = "RMSNorm"
-    recompute: str = "none"
+    layers: int = at_least(1, 2)
+    hidden: int = at_least(1, 64)
+    heads: int = at_least(1, 4)
+    ffn: int = at_least(1, 192)
+    rotary_base: float = at_least(1, 10000.0)
+    norm: str = one_of(NORMS, "RMSNorm")
+    recompute: str = one_of(RECOMPUTE, "none")
     taps: list[int] = field(default_factory=list)
     gated: bool = False
-    window: int | None = None
+    window: int | None = at_least(1, None)
     full_layers: list[int] = field(default_factory=list)
+
+    rules: ClassVar[Rules] = (
+        WINDOWS_STAY,
+        Rule(
+            "full_layers",
+            lambda own: is_ascending(own.full_layers, range(own.layers)),
+            "must be layers between 0 and the last of {layers}, in order",
+        ),
+        Rule(
+            "taps",
+            lambda own: is_ascending(own.taps, range(1, own.layers)),
+            "must be layers between 1 and the last of {layers}, in order",
+        ),
+    )
+
+
+def is_ascending(numbers: list[int], within: range) -> bool:
+    """Whether numbers lie in a range, each once and in order."""
+    return numbers == sorted(set(numbers)) and set(numbers) <= set(within)
 
 
 def encoder_layers(config: Any) -> LayerSizes:
@@ -138,46 +155,25 @@ def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -
             )
 
 
-def check_transformer(section: str, config: Any, rotary_axes: int, own_heads: bool = False) -> None:
-    """Refuse sizes of a transformer that do not fit together; `config` has the keys that all of ours share.
-    With `own_heads` their size is not hidden / heads.
+def check_heads(section: str, config: Any, rotary_axes: int) -> None:
+    """Refuse heads that cannot be rotated over so many axes.
 
     Raises:
         ConfigError: naming the key under `section`.
     """
-    require(section, config, "layers", "hidden", "heads", "ffn")
-    for key, known in (("norm", NORMS), ("recompute", RECOMPUTE)):
-        if getattr(config, key) not in known:
-            raise ConfigError(f"{section}.{key}={getattr(config, key)}: choose one of {', '.join(known)}")
-    if not own_heads and config.hidden % (2 * rotary_axes * config.heads):
+    if config.hidden % (2 * rotary_axes * config.heads):
         raise ConfigError(
             f"{section}.heads={config.heads}: hidden={config.hidden} must divide into heads whose size is a "
             f"multiple of {2 * rotary_axes}, for rotation over {rotary_axes} axes"
         )
 
 
-def check_moe(section: str, config: MoEConfig, *, layers: int, tp: int, ep: int) -> None:
-    """Refuse sizes that fit neither each other nor the layout.
+def check_experts(section: str, config: MoEConfig, *, tp: int, ep: int) -> None:
+    """Refuse experts that do not fit the layout.
 
     Raises:
         ConfigError: naming the key under `section`.
     """
-    require(section, config, "experts", "topk", "ffn")
-    require(section, config, "shared_ffn", "dense_layers", "bias_update_rate", least=0)
-    if config.score not in SCORES:
-        raise ConfigError(f"{section}.score={config.score}: choose one of {', '.join(SCORES)}")
-    if config.topk > config.experts:
-        raise ConfigError(f"{section}.topk={config.topk}: must be at most experts={config.experts}")
-    if config.dense_layers >= layers:
-        raise ConfigError(
-            f"{section}.dense_layers={config.dense_layers} leaves none of {layers} layers to experts: choose "
-            f"at most {layers - 1}, or a model without experts"
-        )
-    if config.bias_update_rate and config.score == "softmax":
-        raise ConfigError(
-            f"{section}.bias_update_rate={config.bias_update_rate:g} needs score=sigmoid: a bias is added to "
-            f"scores that do not depend on each other; set it to 0 for score=softmax"
-        )
     if config.experts % ep:
         raise ConfigError(
             f"layout.llm.ep={ep} does not divide {section}.experts={config.experts}: choose an ep that does"
@@ -186,19 +182,4 @@ def check_moe(section: str, config: MoEConfig, *, layers: int, tp: int, ep: int)
         raise ConfigError(
             f"{section}.shared_ffn={config.shared_ffn} does not divide among layout.llm.tp={tp}: choose a "
             f"multiple of {tp}"
-        )
-
-
-def check_window(section: str, window: int | None, recompute: str) -> None:
-    """Refuse windows of no token, and their attention recomputed by itself.
-
-    Raises:
-        ConfigError: naming the key under `section`.
-    """
-    if window is not None and window < 1:
-        raise ConfigError(f"{section}.window={window}: must be at least 1, or null for none")
-    if window is not None and recompute == "selective":
-        raise ConfigError(
-            f"{section}.recompute=selective with window={window}: costs count attention that is made anew by "
-            f"squared lengths, and that of windows has none; choose none or full"
         )

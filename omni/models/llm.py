@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from omni.config import ConfigError, LLMConfig, MLAConfig, require
-from omni.models.layer_sizes import check_divisible, check_moe, check_transformer, check_window
+from omni.config import ConfigError, LLMConfig
+from omni.models.layer_sizes import check_divisible, check_experts
 from omni.models.llm_statement import LLMPart, llm_part, single_layers
 from ops.linear import linear_flops
 from parallel.layout import Layout, Staged, stage_layers
@@ -14,46 +14,6 @@ from pipeline.domain_plan import EMBEDDING, Point
 NAME = "llm"
 _REFERENCE_TOKENS = 4096
 _ATTACH = re.compile(r"llm\.layers\.(\d+)")
-
-
-def check_llm(config: LLMConfig) -> None:
-    """Raise ConfigError for sizes that do not fit together."""
-    own_heads = config.head_dim is not None or config.latent is not None
-    check_transformer("model.llm", config, rotary_axes=1, own_heads=own_heads)
-    check_window("model.llm", config.window, config.recompute)
-    require("model.llm", config, "window_every")
-    require("model.llm", config, "mtp", least=0)
-    require("model.llm.mla", config.mla, *vars(config.mla), least=0)
-    require("model.llm", config, "kv_heads", "vocab", "vocab_multiple", "loss_chunk", "rotary_base")
-    require("model.llm", config, "norm_eps", least=1e-20)
-    if config.heads % config.kv_heads:
-        raise ConfigError(f"model.llm.kv_heads={config.kv_heads} must divide heads={config.heads}")
-    if config.head_dim is not None and (config.head_dim < 2 or config.head_dim % 2):
-        raise ConfigError(
-            f"model.llm.head_dim={config.head_dim}: rotation takes pairs; choose an even number"
-        )
-    if config.latent is not None:
-        _check_latent(config, config.latent)
-    elif any(vars(config.mla).values()):
-        raise ConfigError("model.llm.mla.kv_rank=0: latent attention needs it; or set all of mla to 0")
-
-
-def _check_latent(config: LLMConfig, mla: MLAConfig) -> None:
-    require("model.llm.mla", mla, "nope_dim", "rope_dim", "value_dim")
-    if mla.rope_dim % 2:
-        raise ConfigError(
-            f"model.llm.mla.rope_dim={mla.rope_dim}: rotation takes pairs; choose an even number"
-        )
-    for key, value, none in (
-        ("kv_heads", config.kv_heads, config.heads),
-        ("head_dim", config.head_dim, None),
-        ("qk_norm", config.qk_norm, False),
-        ("qkv_bias", config.qkv_bias, False),
-        ("window", config.window, None),
-    ):
-        if value != none:
-            said = "null" if none is None else str(none).lower()
-            raise ConfigError(f"model.llm.{key}={value} with model.llm.mla: set {key}={said}, or kv_rank=0")
 
 
 def padded_vocabulary(config: LLMConfig, vocab_size: int) -> int:
@@ -113,7 +73,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
         )
     llm_parts(config, vocab_size, layout)
     if config.mixture is not None:
-        check_moe("model.llm.moe", config.mixture, layers=config.layers, tp=layout.tp, ep=layout.ep)
+        check_experts("model.llm.moe", config.mixture, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:
         raise ConfigError(
             f"layout.llm.ep={layout.ep}, but the model has no experts: set model.llm.moe, or ep=1"

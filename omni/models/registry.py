@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dataloader.format import SampleError
-from omni.config import ConfigError
+from omni.keys import ConfigError, check_keys
 from parallel.work import Part
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:
         first = str(error).splitlines()[0]
         raise ConfigError(f"{key}: {first} (the encoder's keys are {_keys(cls)})") from error
     with naming(component):
+        check_keys("encoder", config)
         encoder: Encoder = cls(config)
     if not hasattr(encoder, "attach"):
         raise ConfigError(f'{key}: {cls.__name__} does not say where its rows enter: attach = ("llm.embed",)')

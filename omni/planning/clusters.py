@@ -1,42 +1,13 @@
 """From the keys of `cluster` to what ranks and links reach in the number format of a run."""
 
-from omni.config import ClusterConfig, ConfigError, require
-from ops.device import LOWER, device_type, precision_of
-from parallel.cluster import QUEUES, Cluster, Link, Links
-
-DEVICES = ("cpu", "cuda")
-
-
-def check_cluster(config: ClusterConfig) -> None:
-    """Refuse figures that no cluster has.
-
-    Raises:
-        ConfigError: naming the key, the value and the remedy.
-    """
-    require("cluster", config, "memory_bytes_per_s", "link_bytes_per_s", "node_link_bytes_per_s")
-    require("cluster", config, "ranks_per_node", "ranks_per_rail", "far_link_bytes_per_s", "memory_bytes")
-    require("cluster", config, "link_latency_ns", "node_link_latency_ns", "far_link_latency_ns", least=0)
-    require("cluster", config, "op_overhead_ns", "launch_ns", "dispatch_ns", "issue_ns", least=0)
-    require("cluster", config, "price_per_hour", least=0)
-    shares = config.efficiency
-    require("cluster.efficiency", shares, "attention", "attention_backward", least=1e-6)
-    require("cluster.efficiency", shares, "memory", "node_link", "link", least=1e-6)
-    for section, of, least in (("flops", config.flops, 1), ("efficiency.products", shares.products, 1e-6)):
-        for precision, value in of.items():
-            if not least <= value < float("inf"):
-                raise ConfigError(
-                    f"cluster.{section}.{precision}={value}: must be finite and at least {least:g}"
-                )
-    for key, name, known in (("queues", config.queues, QUEUES), ("device", config.device, DEVICES)):
-        if name not in known:
-            raise ConfigError(f"cluster.{key}={name}: choose one of {', '.join(known)}")
-    rail, node = config.ranks_per_rail, config.ranks_per_node
-    if rail is not None and rail % node:
-        raise ConfigError(f"cluster.ranks_per_rail={rail}: must be a multiple of ranks_per_node={node}")
+from omni.config import ClusterConfig, ConfigError
+from ops.device import device_type, precision_of
+from ops.names import LOWER
+from parallel.cluster import Cluster, Link, Links
 
 
 def cluster_of(config: ClusterConfig, precision: str) -> Cluster:
-    """Return what the ranks and links of a cluster that was checked reach in a run of a precision, which is
+    """Return what the ranks and links of a cluster reach in a run of a precision, which is
     `train.precision`.
 
     Raises:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from infra.machine import crowding, this_machine
-from omni.config import Config, ConfigError, require
+from omni.config import Config, ConfigError
 from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
 from omni.planning.choices import chosen_placement
@@ -19,7 +19,6 @@ def count_ranks(config: Config) -> int:
         ConfigError: for fewer than one, more than there are GPUs, or, unless `launch.oversubscribe` is set,
             more than the cores and the memory of this machine can take.
     """
-    require("launch", config.launch, "ranks")
     gpus = visible_devices()
     ranks = config.launch.ranks or gpus or 2
     if 0 < gpus < ranks:
@@ -39,7 +38,6 @@ def planned_ranks(config: Config) -> int:
     Raises:
         ConfigError: for fewer than one.
     """
-    require("launch", config.launch, "ranks")
     return config.launch.ranks or 2
 
 

@@ -15,18 +15,16 @@ from dataloader.item_counts import RememberedCounts
 from dataloader.samples import Samples, in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
-from dataloader.tokens import LONG_SAMPLE_POLICIES, SampleMeta
-from infra.tracker import KINDS, MODES
-from omni.config import Config, ConfigError, HeldoutConfig, SourceConfig, require
+from dataloader.tokens import SampleMeta
+from omni.config import Config, ConfigError, HeldoutConfig, SourceConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import (
     attach_points,
-    check_llm,
     llm_parts,
 )
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.choices import Chosen, chosen_policies
-from omni.planning.clusters import check_cluster, cluster_of
+from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
 from omni.planning.fullest import fits
@@ -39,21 +37,17 @@ from omni.planning.run_spec import RunSpec, item_count
 from omni.planning.work import cost_table, part_work, party_size
 from omni.planning.workload import Workload
 from omni.planning.world_planner import WorldPlanner
-from ops.device import LOWER, dtype_of
+from ops.device import dtype_of
 from parallel.cluster import Cluster
 from parallel.costs import CostTable
 from parallel.layout import Arrangement
 from pipeline.domain_plan import EMBEDDING, Point
 
-ON_ERROR = ("fail", "skip")
-ON_CORRUPTION = ("restart", "stop")
-MOST_SEEDS = 2**63
 GROUP_REPLICAS, GROUP_RANKS = 16, 256  # 256 GPUs are often behind one switch
 _SOUGHT = (
     " (relative, so looked for in {}: start where the run was first started, or give the whole path, if it "
     "is elsewhere)"
 )
-PRECISIONS = ("auto", "fp32", "bf16")
 
 
 def prepare_run(
@@ -65,13 +59,12 @@ def prepare_run(
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
-    check_llm(config.model.llm)
     encoders = _make_encoders(config)
     by_modality = _by_modality(encoders)
     arrangement = resolve_layout(config, world)
     policies = chosen_policies(config)
     check_parts(config, policies["pipeline"])
-    _check_choices(config, (LLM, *encoders))
+    check_optim(config.optim, (LLM, *encoders), config.train.steps)
     tokenizer = tokenizer_of(config)
     indexes, heldout, samples = _open(config, encoders, tokenizer, by_modality, trace)
     check_layout(config, encoders, arrangement, tokenizer.vocab_size)
@@ -192,7 +185,6 @@ def _group_size(config: Config, arrangement: Arrangement) -> int:
     """Domains among which samples are reordered: as asked, or as many as hold GROUP_REPLICAS replicas, of
     small ones as many as hold GROUP_RANKS ranks.
     """
-    require("balance", config.balance, "group")
     most = max(GROUP_REPLICAS // arrangement.replicas, GROUP_RANKS // arrangement.domain_size)
     return config.balance.group or max(1, most)
 
@@ -213,47 +205,6 @@ def _by_modality(encoders: Mapping[str, Encoder]) -> dict[str, str]:
             )
         out[encoder.modality] = name
     return out
-
-
-def _check_choices(config: Config, components: tuple[str, ...]) -> None:
-    """Refuse values that are none of those known, or below the least."""
-    for key, value, known in (
-        ("data.on_long", config.data.on_long, LONG_SAMPLE_POLICIES),
-        ("data.on_error", config.data.on_error, ON_ERROR),
-        ("train.precision", config.train.precision, (*PRECISIONS, *LOWER)),
-        ("health.on_corruption", config.health.on_corruption, ON_CORRUPTION),
-        ("tracking.kind", config.tracking.kind, KINDS),
-        ("tracking.mode", config.tracking.mode, MODES),
-    ):
-        if value not in known:
-            raise ConfigError(f"{key}={value}: choose one of {', '.join(known)}")
-    check_seed(config)
-    require("train", config.train, "steps", "keep_checkpoints", "timeout_s")
-    require("train", config.train, "generate_s", least=0)
-    require("train", config.train, "eval_every", "checkpoint_every", "keep_every", "timeline_every", least=0)
-    require("health", config.health, "compare_every", least=0)
-    require("health", config.health, "report_hang_s")
-    require("data", config.data, "microbatch_tokens", "sample_tokens", "step_tokens", "step_samples")
-    require("data", config.data, "window_groups", "loader_threads")
-    require("data", config.data, "max_error_share", least=0)
-    require("launch", config.launch, "max_restarts", least=0)
-    require("start", config.start, "cursor", least=0)
-    require("tracking", config.tracking, "prometheus_port", least=0)
-    check_cluster(config.cluster)
-    require("pipeline", config.pipeline, "encoder_bytes")
-    check_optim(config.optim, components, config.train.steps)
-    for name, source in config.data.sources.items():
-        require(f"data.sources.{name}", source, "weight", least=0)
-    for name, heldout in config.data.heldout.items():
-        require(f"data.heldout.{name}", heldout, "samples")
-        require(f"data.heldout.{name}", heldout, "generate_tokens")
-        require(f"data.heldout.{name}", heldout, "generate", least=0)
-
-
-def check_seed(config: Config) -> None:
-    """Raise ConfigError for a seed that some generator of random numbers does not take."""
-    if not 0 <= config.train.seed < MOST_SEEDS:
-        raise ConfigError(f"train.seed={config.train.seed}: must lie in [0, {MOST_SEEDS})")
 
 
 def tokenizer_of(config: Config) -> Tokenizer:

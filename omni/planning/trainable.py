@@ -8,7 +8,7 @@ from typing import Any
 from omni.config import Config, ConfigError
 from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import make_encoder
-from ops.device import LOWER
+from ops.names import LOWER
 
 
 @dataclass(frozen=True)

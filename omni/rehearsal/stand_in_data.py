@@ -27,7 +27,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import SampleMeta, tokenize
 from omni.config import Config, SourceConfig
 from omni.models.registry import ItemArrays, make_encoder
-from omni.planning.prepare import check_seed, tokenizer_of
+from omni.planning.prepare import tokenizer_of
 from omni.planning.traces import for_encoders, open_trace, with_sizes
 
 NUM_SAMPLES = 1024
@@ -53,7 +53,6 @@ def use_trace(
     Raises:
         DataError: for a trace that is not there or cannot be used.
     """
-    check_seed(config)
     encoders = {key: make_encoder(key, options) for key, options in config.model.encoders.items()}
     trace, left_out = for_encoders(open_trace(name, num_samples, config.train.seed), encoders)
     trace, recounted = with_sizes(trace, encoders)

@@ -28,7 +28,7 @@ from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.encoder_modules import Sharding
-from omni.encoders import attention_flops
+from omni.encoders import attention_flops, check_keys
 from omni.models.initialise import initialise
 from omni.models.regions import Numbering
 from omni.planning.prepare import prepare_run
@@ -255,7 +255,7 @@ def test_sizes_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(SampleError, match="steps, channels"):
         encoder().count((10,))
     with pytest.raises(ConfigError, match="heads=3"):
-        encoder(hidden=64, heads=3)
+        check_keys("encoder", TimeSeriesConfig(hidden=64, heads=3))
     with pytest.raises(ConfigError, match=r"layout.encoders.series.tp=2: .*leave it at 1"):
         encoder().check_tp("layout.encoders.series.tp", 2)
 

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 import hydra_conf
 from omni.__main__ import main
 from omni.config import LLMConfig
+from omni.keys import check_keys
 from omni.models.blocks import EncoderPart
-from omni.models.llm import check_llm, llm_work
+from omni.models.llm import llm_work
 from omni.models.registry import make_encoder
 from omni.planning.work import num_parameters
 from parallel.layout import Layout
@@ -77,7 +78,7 @@ def llm_of(name: str, **more: Any) -> LLMConfig:
         OmegaConf.structured(LLMConfig), OmegaConf.load(FOLDER / f"llm/{name}.yaml"), more
     )
     llm: Any = OmegaConf.to_object(values)
-    check_llm(llm)
+    check_keys("model.llm", llm)
     return llm
 
 

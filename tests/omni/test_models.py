@@ -20,10 +20,11 @@ from small import overrides, write_mixed
 from dataloader.format import Item, SampleError
 from omni.compose import compose_config
 from omni.config import ConfigError, LLMConfig
+from omni.keys import check_keys
 from omni.models.blocks import EncoderPart
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.initialise import initialise
-from omni.models.llm import check_llm, check_llm_layout, padded_vocabulary
+from omni.models.llm import check_llm_layout, padded_vocabulary
 from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, naming, registered
 from omni.planning.prepare import prepare_run
@@ -126,14 +127,14 @@ def test_a_mistake_is_said_to_be_in_an_encoder_by_its_name_in_the_model() -> Non
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     sizes = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96}
-    check_llm(LLMConfig(**sizes))
+    check_keys("model.llm", LLMConfig(**sizes))
     for change, words in (
         ({"heads": 5}, "heads=5"),
         ({"kv_heads": 3}, "kv_heads=3"),
         ({"norm": "batch"}, "norm=batch"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_llm(LLMConfig(**{**sizes, **change}))
+            check_keys("model.llm", LLMConfig(**{**sizes, **change}))
     assert padded_vocabulary(LLMConfig(**sizes), 260) == 264
     assert padded_vocabulary(LLMConfig(**sizes, vocab=300), 260) == 304
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
+from omni.keys import check_keys
 from omni.planning.optim_schedule import (
     check_optim,
     frozen_components,
@@ -13,6 +14,12 @@ from omni.planning.optim_schedule import (
 )
 
 COMPONENTS = ("eye", "llm")
+
+
+def check(config: OptimConfig) -> None:
+    """Check a configuration as one of a run of 100 steps is."""
+    check_keys("optim", config)
+    check_optim(config, COMPONENTS, 100)
 
 
 def optim(**changes: object) -> OptimConfig:
@@ -157,7 +164,7 @@ def test_good_settings_pass():
 )
 def test_contradictions_are_refused_by_name(config, what):
     with pytest.raises(ConfigError, match=what):
-        check_optim(config, COMPONENTS, 100)
+        check(config)
 
 
 def test_components_that_freeze_together_after_the_end_are_no_error():
@@ -167,4 +174,4 @@ def test_components_that_freeze_together_after_the_end_are_no_error():
 @pytest.mark.parametrize("decay_steps", [0, -5])
 def test_a_decay_of_no_steps_is_refused(decay_steps):
     with pytest.raises(ConfigError, match=f"optim.decay_steps={decay_steps}"):
-        check_optim(optim(schedule="wsd", decay_steps=decay_steps), COMPONENTS, 100)
+        check(optim(schedule="wsd", decay_steps=decay_steps))

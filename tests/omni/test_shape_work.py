@@ -8,9 +8,10 @@ import torch
 from work_costs import even_cluster
 
 from omni.config import ConfigError, LLMConfig, MLAConfig, MoEConfig
+from omni.keys import check_keys
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.latent import Latent
-from omni.models.llm import check_llm, llm_work
+from omni.models.llm import llm_work
 from parallel.costs import work_cost
 from parallel.layout import Layout
 from parallel.work import Grad, Part, even_load
@@ -214,16 +215,16 @@ def test_sizes_that_do_not_fit_are_refused_by_key() -> None:
         (replace(LLM, window=0), r"window=0: must be at least 1"),
         (
             replace(LLM, window=8, recompute="selective"),
-            r"recompute=selective with window=8: .* none or full",
+            r"recompute=selective: with window=8: .* none or full",
         ),
         (replace(LLM, window_every=0), r"window_every=0"),
         (replace(LLM, mtp=-1), r"mtp=-1"),
-        (replace(LLM, mla=MLA), r"model.llm.kv_heads=2 with model.llm.mla: set kv_heads=6"),
-        (replace(LATENT, qk_norm=True), r"qk_norm=True with model.llm.mla: set qk_norm=false"),
+        (replace(LLM, mla=MLA), r"model.llm.kv_heads=2: with model.llm.mla: set mla.kv_rank=0, or this to 6"),
+        (replace(LATENT, qk_norm=True), r"qk_norm=True: with model.llm.mla: .* this to false"),
         (replace(LATENT, mla=replace(MLA, kv_rank=0)), r"mla.kv_rank=0: latent attention needs it"),
         (replace(LATENT, mla=replace(MLA, rope_dim=7)), r"rope_dim=7"),
     ):
         with pytest.raises(ConfigError, match=words):
-            check_llm(llm)
+            check_keys("model.llm", llm)
     with pytest.raises(ConfigError, match=r"encoder.full_layers=\[2\]"):
-        ViTEncoder(ViTConfig(layers=2, window=4, full_layers=[2]))
+        check_keys("encoder", ViTConfig(layers=2, window=4, full_layers=[2]))

@@ -11,7 +11,7 @@ Shapes: S steps, C channels, T tokens, P values of a token.
 
 import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -26,9 +26,11 @@ from omni.encoders import (
     ItemArrays,
     LayerSizes,
     Projector,
+    Rule,
+    Rules,
     SampleError,
     Stack,
-    require,
+    at_least,
     value_bytes,
 )
 
@@ -41,14 +43,22 @@ if TYPE_CHECKING:
 class TimeSeriesConfig:
     """The keys of `model.encoders.<name>`. A series may have fewer channels than `channels`, never more."""
 
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    ffn: int = 192
-    channels: int = 3
-    patch: int = 4
-    merge: int = 4
-    rotary_base: float = 1000.0
+    layers: int = at_least(1, 2)
+    hidden: int = at_least(1, 64)
+    heads: int = at_least(1, 4)
+    ffn: int = at_least(1, 192)
+    channels: int = at_least(1, 3)
+    patch: int = at_least(1, 4)
+    merge: int = at_least(1, 4)
+    rotary_base: float = at_least(1, 1000.0)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "heads",
+            lambda own: own.hidden % (2 * own.heads) == 0,
+            "hidden={hidden} must divide into heads of even size, for rotation",
+        ),
+    )
 
 
 class TimeSeriesEncoder:
@@ -59,12 +69,6 @@ class TimeSeriesEncoder:
     attach = ("llm.embed",)
 
     def __init__(self, config: TimeSeriesConfig) -> None:
-        require("encoder", config, "layers", "hidden", "heads", "ffn")
-        require("encoder", config, "channels", "patch", "merge", "rotary_base")
-        if config.hidden % (2 * config.heads):
-            raise ConfigError(
-                f"encoder.heads={config.heads}, hidden={config.hidden}: rotary needs an even head size"
-            )
         self.config = config
         self.unit = config.merge
 

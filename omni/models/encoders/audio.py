@@ -7,13 +7,14 @@ Shapes: T tokens, M mel bands.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.format import Item
-from omni.config import ConfigError, require
+from omni.keys import ConfigError, Rule, Rules, at_least
 from omni.models.encoders.audio_stem import FRAMES, ConvStem, ConvWork
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.layer_sizes import TransformerEncoderConfig
@@ -29,11 +30,20 @@ class AudioConfig(TransformerEncoderConfig):
     The defaults of the spectrogram give 100 frames, 50 tokens and 12.5 rows a second.
     """
 
-    sample_rate: int = 16000
-    n_fft: int = 400
-    hop: int = 160
-    mels: int = 80
-    merge: int = 4
+    sample_rate: int = at_least(1, 16000)
+    n_fft: int = at_least(1, 400)
+    hop: int = at_least(1, 160)
+    mels: int = at_least(1, 80)
+    merge: int = at_least(1, 4)
+
+    rules: ClassVar[Rules] = (
+        *TransformerEncoderConfig.rules,
+        Rule(
+            "hop",
+            lambda own: own.hop <= own.n_fft,
+            "samples between frames would be lost; choose at most n_fft={n_fft}",
+        ),
+    )
 
 
 class AudioEncoder(TransformerEncoder):
@@ -45,12 +55,6 @@ class AudioEncoder(TransformerEncoder):
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__(config, values=FRAMES * config.mels, row_tokens=config.merge)
-        require("encoder", config, "sample_rate", "n_fft", "hop", "mels", "merge")
-        if config.hop > config.n_fft:
-            raise ConfigError(
-                f"encoder.hop={config.hop}, n_fft={config.n_fft}: samples between frames would be lost; "
-                "choose hop at most n_fft"
-            )
         # The stem of a shard would have to see its neighbours' frames.
         self.unit = None
         self.window = config.hop * FRAMES * config.merge  # samples of a row

@@ -13,13 +13,11 @@ import numpy as np
 import torch
 
 from dataloader.format import Item
-from omni.config import ConfigError, require
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, value_bytes
 from omni.models.layer_sizes import (
     TransformerEncoderConfig,
     check_divisible,
-    check_transformer,
-    check_window,
+    check_heads,
     transformer_layers,
 )
 from omni.models.registry import Attention, ItemArrays
@@ -48,24 +46,13 @@ class TransformerEncoder(ABC):
     def __init__(
         self, config: TransformerEncoderConfig, *, values: int, row_tokens: int = 1, axes: int = 1
     ) -> None:
-        check_transformer("encoder", config, rotary_axes=axes)
-        require("encoder", config, "rotary_base")
-        check_window("encoder", config.window, config.recompute)
-        taps, full = config.taps, config.full_layers
-        if full != sorted(set(full)) or not set(full) <= set(range(config.layers)):
-            raise ConfigError(
-                f"encoder.full_layers={full}: must be layers between 0 and {config.layers - 1}, in order"
-            )
-        if taps != sorted(set(taps)) or not set(taps) <= set(range(1, config.layers)):
-            raise ConfigError(
-                f"encoder.taps={taps}: must be layers between 1 and {config.layers - 1}, in order"
-            )
+        check_heads("encoder", config, rotary_axes=axes)
         self.config = config
         self.values = values
         self.row_tokens = row_tokens
         self.axes = axes
         self.unit = row_tokens
-        self.attach = ("llm.embed", *(f"llm.layers.{number}" for number in range(1, len(taps) + 1)))
+        self.attach = ("llm.embed", *(f"llm.layers.{number}" for number in range(1, len(config.taps) + 1)))
 
     @abstractmethod
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:

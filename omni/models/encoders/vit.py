@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
-from omni.config import ConfigError, require
+from omni.keys import at_least, one_of
 from omni.models.blocks import Embed, Table
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.layer_sizes import TransformerEncoderConfig
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 class ViTConfig(TransformerEncoderConfig):
     """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image."""
 
-    rotary_base: float = 100.0
-    patch: int = 14
-    merge: int = 2
-    channels: int = 3
-    mean: float = 0.5
-    std: float = 0.5
-    max_side: int = 512
-    max_tokens: int = 16384
+    rotary_base: float = at_least(1, 100.0)
+    patch: int = at_least(1, 14)
+    merge: int = at_least(1, 2)
+    channels: int = one_of((1, 3), 3)  # grey or colour
+    mean: float = at_least(-math.inf, 0.5)
+    std: float = at_least(1e-6, 0.5)
+    max_side: int = at_least(1, 512)
+    max_tokens: int = at_least(1, 16384)
 
 
 class ViTEncoder(TransformerEncoder):
@@ -51,11 +51,6 @@ class ViTEncoder(TransformerEncoder):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__(config, values=config.patch**2 * config.channels, row_tokens=config.merge**2, axes=2)
-        require("encoder", config, "patch", "merge", "channels", "max_side", "max_tokens")
-        require("encoder", config, "mean", least=-math.inf)
-        require("encoder", config, "std", least=1e-6)
-        if config.channels not in (1, 3):
-            raise ConfigError(f"encoder.channels={config.channels}: choose 1 (grey) or 3 (colour)")
 
     def grid(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the patch rows and columns of an image of (height, width) pixels.
