@@ -3,8 +3,9 @@
     python benchmarks/schedule_pictures.py [schedules.svg] [--trace longtail] [--only stage0,joint] [KEYS]
 
 A model of 1 B with an encoder of 0.4 B, four stages of one GPU, 131,072 tokens of the trace: the same samples
-under each schedule, each list as GPUs run it, with one queue a rank. The last line is JSON: the simulated
-step time and the idle share of all ranks by cause.
+under each schedule, each list as GPUs run it, with one queue a rank. Leaves with 1 where `auto` takes more
+than 1.01 of the time of any other that is drawn. The last line is JSON: the simulated step time and the idle
+share of all ranks by cause.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pipeline.drawing import Row, idle_ns, rows_of, svg
 from pipeline.simulator import Timeline
 
 STAGES = 4
+NEAR_BEST = 1.01
 OVERRIDES = (
     "model=llama3_1b_so400m",
     "cluster=h100",
@@ -85,8 +87,13 @@ def main() -> int:
         print(f"{title:56} {step / 1e6:8.1f} ms, idle {sum(shares.values()):6.1%}")
     if arguments.picture:
         write_text(arguments.picture, svg(pictures))
-    print(json.dumps({"benchmark": "schedule_pictures", "simulated": results}))
-    return 0
+    best = min((of["step_ms"] for of in results.values()), default=0.0)
+    own = results.get("auto", {"step_ms": best})["step_ms"]
+    missed = [f"auto takes {own} ms, another schedule {best} ms"] if own > NEAR_BEST * best else []
+    for problem in missed:
+        print(f"missed: {problem}")
+    print(json.dumps({"benchmark": "schedule_pictures", "simulated": results, "missed": missed}))
+    return int(bool(missed))
 
 
 if __name__ == "__main__":
