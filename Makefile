@@ -41,11 +41,12 @@ data: .venv/ready ## build the quickstart's datasets from what pip installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
-.venv/ready-dev: .venv/torch pyproject.toml constraints.txt
-	rm -rf *.egg-info
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+.venv/ready-dev: .venv/torch pyproject.toml examples/baselines/pyproject.toml constraints.txt
+	rm -rf *.egg-info examples/baselines/*.egg-info
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev]" -e examples/baselines
 	touch $@
 	touch .venv/ready
 
 clean: ## remove the environment and everything built
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info examples/*/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -46,6 +46,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from baselines import say_if_missing
+
 from dataloader.balance import BalancePolicy
 from dataloader.dealing import DealPolicy
 from dataloader.tokens import SampleMeta
@@ -234,6 +236,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    say_if_missing()
     known = registered(BalancePolicy.group)
     parser.add_argument("--trace", type=_names, default=list(TRACES), help="names of traces, or files")
     parser.add_argument("--ranks", type=_numbers, default=list(SIZES), help="of the table; empty: none")

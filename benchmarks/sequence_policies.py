@@ -25,6 +25,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from baselines import say_if_missing
+
 from dataloader.trace import generate
 from omni.compose import compose_config
 from omni.models.registry import make_encoder
@@ -148,6 +150,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     across, unit, cluster = so400m_on_h100()
+    say_if_missing()
     print(
         "simulated: longest rank's time over all work spread evenly without communication; ViT so400m, H100"
     )

@@ -34,6 +34,8 @@ from functools import partial
 from itertools import islice, product
 from multiprocessing import get_context
 
+from baselines import say_if_missing
+
 from dataloader.balance import BalancePolicy
 from dataloader.tokens import SampleMeta
 from dataloader.trace import all_as, generate
@@ -209,6 +211,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--domains", type=int, help="plan only so many of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each a layout, trace and schedule")
     parser.add_argument("--quick", action="store_true", help="64 ranks, joint, none and the default")
+    say_if_missing()
     asked = parser.parse_args()
     if asked.quick:
         asked.ranks, asked.schedule = 64, ["joint"]

@@ -1,4 +1,5 @@
-"""Everything that a package with policies of its own imports: the kinds, and what their functions are given.
+"""Everything that a package with policies of its own imports: the kinds, what their functions are given, and
+what ours are made of.
 
 What stands here is kept stable; docs/policies.md explains it. `KINDS` is the table of which section of the
 configuration chooses which kind.
@@ -7,10 +8,14 @@ configuration chooses which kind.
 from typing import NamedTuple
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
+from dataloader.balance.easing import ease, steady
+from dataloader.balance.search import Limits
 from dataloader.dealing import DealPolicy
 from dataloader.packing import PackingPolicy
+from dataloader.packing.first_fit import pack as first_fit_decreasing
 from dataloader.pairing import PairingPolicy
 from parallel.cluster import Link, Links
+from parallel.least_loaded import longest_first, longest_first_within
 from parallel.placements import DomainSizes, PlacementPolicy
 from parallel.policies import Pool, SharingPolicy
 from parallel.policy import Policy, PolicyError
@@ -31,6 +36,7 @@ __all__ = [
     "Facts",
     "Grad",
     "Kind",
+    "Limits",
     "Link",
     "Links",
     "Op",
@@ -46,6 +52,11 @@ __all__ = [
     "Shard",
     "SharingPolicy",
     "TransportPolicy",
+    "ease",
+    "first_fit_decreasing",
+    "longest_first",
+    "longest_first_within",
+    "steady",
 ]
 
 

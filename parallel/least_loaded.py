@@ -19,6 +19,20 @@ def longest_first(costs: Sequence[int], n: int) -> tuple[list[int], list[int]]:
     return chosen, loads
 
 
+def longest_first_within(costs: Sequence[int], n: int, sizes: Sequence[int], room: int) -> list[int] | None:
+    """As `longest_first`, into bins that have `room` for the sizes of what they get; return the bin of each
+    cost, None if one finds no room.
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    bins = place([costs[i] for i in order], [0] * n, [sizes[i] for i in order], [room] * n)
+    if bins is None:
+        return None
+    chosen = [0] * len(costs)
+    for i, number in zip(order, bins, strict=True):
+        chosen[i] = number
+    return chosen
+
+
 def place(
     costs: Sequence[int], loads: list[int], sizes: Sequence[int] = (), rooms: list[int] | None = None
 ) -> list[int] | None:

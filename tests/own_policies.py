@@ -17,11 +17,11 @@ def entry_points_of(pyproject: Path, group: str) -> dict[str, str]:
     return table
 
 
-def own(kind: type[PolicyKind]) -> dict[str, PolicyKind]:
-    """Our policies of a kind by name."""
+def own(kind: type[PolicyKind], pyproject: Path = PYPROJECT) -> dict[str, PolicyKind]:
+    """Our policies of a kind by name, or those of another project."""
     table: dict[str, Policy] = {
         name: EntryPoint(name, value, kind.group).load()
-        for name, value in entry_points_of(PYPROJECT, kind.group).items()
+        for name, value in entry_points_of(pyproject, kind.group).items()
     }
     assert all(isinstance(policy, kind) for policy in table.values())
     return table  # type: ignore[return-value]

@@ -17,7 +17,7 @@ class Chosen(dict[str, Any]):
 
     def behind(self, difference: str) -> list[str]:
         """Return the policies that decide what a difference between plans begins with, such as
-        "plan.domain.microbatches[0]: ...", as "packing=wlb".
+        "plan.domain.microbatches[0]: ...", as "packing=entrain".
         """
         return [
             f"{section.name}={self[section.name].name}"

@@ -53,27 +53,31 @@ class Case:
     apart: Sequence[Sequence[int]] | None = None
 
 
-def shard_dynamic(lengths: Sequence[int], pool: Pool, powers_of_two: bool = False) -> SequenceLayout:
-    """Each sequence over as many ranks as it needs; `powers_of_two` allows only such numbers, cut evenly."""
+def shard_dynamic(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
+    """Each sequence over as many ranks as it needs."""
     if not lengths:
         return SequenceLayout(pool.num_members, ())
-    times = degree_times(lengths, pool)
-    if powers_of_two:
-        degrees = np.arange(1, pool.num_members + 1)
-        times[:, degrees & (degrees - 1) > 0] = NEVER
+    case = case_of(lengths, pool, degree_times(lengths, pool))
+    even = best_even(case)
+    return layout_of(case, [even, _best_poured(case, even.makespan if even else NEVER)])
+
+
+def case_of(lengths: Sequence[int], pool: Pool, times: Times) -> Case:
+    """Return the sequences to place, of which number s takes `times[s, k - 1]` over k ranks."""
     rows = times.tolist()
-    times = within_memory(lengths, times, pool)
     apart = degree_times(lengths, pool, apart=True).tolist() if len(pool.nodes) > 1 else None
-    case = Case(lengths, pool, rows, times, costliest_first(rows), apart)
-    found = [_best_even(case)]
-    if not powers_of_two:
-        found.append(_best_poured(case, found[0].makespan if found[0] else NEVER))
+    return Case(lengths, pool, rows, within_memory(lengths, times, pool), costliest_first(rows), apart)
+
+
+def layout_of(case: Case, found: Sequence[Build | None]) -> SequenceLayout:
+    """Return the best layout that was found; if none was, one in which all tokens find room."""
     builds = [build for build in found if build is not None]
-    best = min(builds, key=lambda build: build.makespan) if builds else filled(lengths, rows, pool)
-    return best.layout()
+    if not builds:
+        return filled(case.lengths, case.rows, case.pool).layout()
+    return min(builds, key=lambda build: build.makespan).layout()
 
 
-def _best_even(case: Case) -> Build | None:
+def best_even(case: Case) -> Build | None:
     """The best of the candidate degrees with even cuts; None if tokens find no room with any of them."""
     times, pool = case.times, case.pool
     if int(times.min(1).max()) >= NEVER:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from parallel.policies.dhp import shard_dhp
@@ -74,4 +73,3 @@ LONG_SHORT = SharingPolicy("long_short", shard_long_short)
 HYBRID_POW2 = SharingPolicy("hybrid_pow2", shard_hybrid_pow2)
 DHP = SharingPolicy("dhp", shard_dhp, finds_room=True)
 DYNAMIC = SharingPolicy("dynamic", shard_dynamic, finds_room=True)
-DYNAMIC_POW2 = SharingPolicy("dynamic_pow2", partial(shard_dynamic, powers_of_two=True), finds_room=True)

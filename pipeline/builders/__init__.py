@@ -3,7 +3,6 @@
 from pipeline.builders.auto import AUTO
 from pipeline.builders.disaggregated import DISAGGREGATED
 from pipeline.builders.encode_first import ENCODE_FIRST
-from pipeline.builders.gpipe import GPIPE
 from pipeline.builders.interleaved import INTERLEAVED
 from pipeline.builders.joint import (
     JOINT,
@@ -28,7 +27,6 @@ __all__ = [
     "AUTO",
     "DISAGGREGATED",
     "ENCODE_FIRST",
-    "GPIPE",
     "INTERLEAVED",
     "JOINT",
     "JOINT_INTERLEAVED",

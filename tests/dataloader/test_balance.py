@@ -1,6 +1,5 @@
 """Policies of balance: what each promises, against brute force on small cases."""
 
-from collections.abc import Sequence
 from itertools import cycle, product
 
 import numpy as np
@@ -8,15 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from own_policies import own
-from samples import bins_of, samples_of
+from samples import bins_of, largest_of, largest_sum, samples_of, samples_of_trace, step_ns
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
 from dataloader.balance.costs import bin_ns
 from dataloader.balance.easing import ease, steady
-from dataloader.balance.fitted import fitted
-from dataloader.balance.simple import LPT, NONE, assign_lpt
-from dataloader.tokens import length
-from dataloader.trace import generate
+from dataloader.balance.simple import LPT, NONE
 
 POLICIES = own(BalancePolicy)
 one_cost = st.integers(0, 10**12)
@@ -50,42 +46,19 @@ def random_samples(rng: np.random.Generator, n: int) -> SampleCosts:
     return samples_of(rows, unsplit=rows)
 
 
-def largest_of(costs: Sequence[int], n: int, chosen: Sequence[int]) -> int:
-    """The largest sum of a bin."""
-    return max(sum(cost for cost, b in zip(costs, chosen, strict=True) if b == k) for k in range(n))
-
-
-def largest_sum(samples: SampleCosts, bins: Bins, chosen: Sequence[int]) -> int:
-    """What the busiest bin takes of all components together."""
-    return largest_of(samples.total_ns, bins.count, chosen)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=7),
     st.integers(1, 3),
-    st.sampled_from(["lpt", "karmarkar_karp", "orchmllm"]),
 )
-def test_the_largest_sum_is_within_four_thirds_of_the_optimum(rows, n, name):
+def test_the_largest_sum_is_within_four_thirds_of_the_optimum(rows, n):
     samples, bins = samples_of(rows), bins_of(n, 1, 2)
-    evened = [llm for llm, _ in rows] if name == "orchmllm" else samples.total_ns
-    optimum = min(largest_of(evened, n, chosen) for chosen in product(range(n), repeat=len(rows)))
-    assert 3 * n * largest_of(evened, n, POLICIES[name](samples, bins)) <= (4 * n - 1) * optimum
-
-
-def test_differencing_finds_what_longest_first_does_not():
-    samples, bins = samples_of([8, 7, 6, 5, 4]), bins_of(2)
-    assert largest_sum(samples, bins, LPT(samples, bins)) == 17
-    assert largest_sum(samples, bins, POLICIES["karmarkar_karp"](samples, bins)) == 16
+    costs = samples.total_ns
+    optimum = min(largest_of(costs, n, chosen) for chosen in product(range(n), repeat=len(rows)))
+    assert 3 * n * largest_of(costs, n, LPT(samples, bins)) <= (4 * n - 1) * optimum
 
 
 two_phases = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=6)
-
-
-def step_ns(samples: SampleCosts, bins: Bins, chosen: Sequence[int]) -> int:
-    """The slowest bin's time of the LLM and of the encoders, one after the other."""
-    taken = bin_ns(chosen, samples, bins)
-    return int(taken[:, 0].max() + taken[:, 1:].sum(1).max())
 
 
 @settings(deadline=None, max_examples=25)
@@ -134,34 +107,6 @@ def test_entrain_leaves_bins_a_sample_apart_in_encoder_work(rows, n):
     assert encoders.max() - encoders.min() <= samples.ns[:, 1].max()
 
 
-@given(two_phases, st.integers(1, 4))
-def test_wlb_keeps_tokens_under_its_bound_where_it_finds_room(rows, n):
-    samples = samples_of([(100 * llm, encoder) for llm, encoder in rows])
-    chosen = POLICIES["wlb"](samples, bins_of(n, 1, 2))
-    held = np.bincount(chosen, samples.tokens, n)
-    room = max(samples.tokens.max(), samples.tokens.sum() * 9 // (8 * n))
-    assert held.max() <= room or chosen == POLICIES["orchmllm"](samples, bins_of(n, 1, 2))
-
-
-def test_a_fit_of_a_quadratic_is_exact_and_falls_back_on_the_mean():
-    tokens = [400, 500, 900, 1_000]
-    exact = [3 * t * t + 7 * t + 20 for t in tokens]
-    assert fitted(tokens, exact) == exact
-    assert fitted([10, 10, 30], [4, 6, 20]) == [6, 6, 18]
-    assert fitted([], []) == []
-    assert all(cost > 0 for cost in fitted([1, 50, 60, 70], [0, 900, 900, 1_000]))
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(1, 6))
-def test_fitted_swaps_never_make_the_fullest_bin_fuller(costs, n):
-    samples, bins = samples_of(costs), bins_of(n)
-    predicted = samples_of(fitted(samples.tokens.tolist(), samples.total_ns))
-    swapped = largest_sum(predicted, bins, POLICIES["fitted_lpt"](samples, bins))
-    least = max(sum(predicted.total_ns) / n, *predicted.total_ns)
-    assert swapped <= max(largest_sum(predicted, bins, assign_lpt(predicted, bins)), least * 7 / 6)
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(one_cost, one_cost), min_size=1, max_size=40), st.integers(1, 6), st.integers(0, 99)
@@ -186,23 +131,10 @@ def test_easing_parts_encoder_work_that_met_by_chance():
     assert bin_ns(parted, samples, bins)[:, 0].tolist() == [10, 10]
 
 
-@pytest.mark.parametrize("name", ["lpt", "orchmllm"])
-def test_easing_lets_others_join_a_sample_that_nobody_can_part(name):
+def test_easing_lets_others_join_a_sample_that_nobody_can_part():
     """One text takes longer than all others together: these had their encoder work in one bin."""
     samples, bins = samples_of([(100, 0), *[(1, 10)] * 4]), bins_of(2, 1, 2)
-    assert bin_ns(POLICIES[name](samples, bins), samples, bins)[:, 1].max() < 40
-
-
-def samples_of_trace(trace: str, seed: int, width: int) -> SampleCosts:
-    """256 samples, as a ViT-H and an LLM of 8 B take them; `width` replicas share what is long."""
-    rows, longest = [], []
-    for meta in generate(trace, 512, seed)[:256]:
-        tokens = length(meta)
-        llm = 30 * tokens + tokens * tokens // 1_900
-        items = [5 * item.tokens // 2 + item.tokens**2 // 3_000 for item in meta.items]
-        rows.append((llm, sum(items)))
-        longest.append((llm // width, max(items, default=0) // width))
-    return samples_of(rows, unsplit=longest)
+    assert bin_ns(LPT(samples, bins), samples, bins)[:, 1].max() < 40
 
 
 @pytest.mark.parametrize("trace", ["longtail", "shift"])

@@ -1,19 +1,16 @@
 """What policies of packing promise, and what each is for."""
 
 from itertools import accumulate
-from statistics import mean, pstdev
+from statistics import mean
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_policies import own
-from samples import sized
+from samples import chart_samples, sized, variation
 
 from dataloader.packing import PackingPolicy
 from dataloader.packing.entrain import ENTRAIN
-from dataloader.packing.first_fit import FIRST_FIT_DECREASING
-from dataloader.packing.levelled import WLB
 from dataloader.packing.policy import pack_of
 
 POLICIES = own(PackingPolicy)
@@ -47,17 +44,6 @@ def test_rows_that_wait_for_a_later_pack_are_of_no_more_tokens_than_a_pack(sampl
     assert max(accumulate(change)) <= budget
 
 
-def chart_samples(seed: int, num: int) -> list[tuple[int, int, int]]:
-    """Charts of 400 or 1,600 tokens and their tables, as uneven as Entrain's worst data set: the LLM's work
-    grows with tokens and their square, the encoder's with those of the image.
-    """
-    random = np.random.default_rng(seed)
-    images = np.where(random.random(num) < 0.5, 400, 1_600)
-    tokens = images + np.minimum(random.lognormal(6, 1, num), 4_000).astype(int)
-    llm = 1_000 * tokens + tokens * tokens // 50
-    return list(zip(tokens.tolist(), llm.tolist(), (3_000 * images).tolist(), strict=True))
-
-
 def next_fit(samples, budget):
     """Packs of a plain loader: filled in the order in which samples come."""
     packs, held = [], budget
@@ -68,14 +54,6 @@ def next_fit(samples, budget):
         packs[-1].append(sample)
         held += tokens
     return tuple(map(tuple, packs))
-
-
-def variation(samples, bins, column):
-    """Standard deviation by mean of the work of packs, for the pack of each sample."""
-    sums = [0] * (1 + max(bins))
-    for sample, number in zip(samples, bins, strict=True):
-        sums[number] += sample[column]
-    return pstdev(sums) / mean(sums)
 
 
 def test_entrain_levels_encoders_and_the_llm_at_once():
@@ -95,24 +73,6 @@ def test_entrain_levels_encoders_and_the_llm_at_once():
         mean(of) / mean(to) for of, to in zip(zip(*plain, strict=True), zip(*level, strict=True), strict=True)
     ]
     assert min(gains) > 5, gains
-
-
-def test_wlb_levels_the_llm_better_than_filling_packs():
-    gains = []
-    for seed in range(20):
-        samples = chart_samples(seed, 64)
-        costs = sized(samples)
-        filled, level = (pack_of(policy(costs, 16_384)) for policy in (FIRST_FIT_DECREASING, WLB))
-        assert max(level) <= max(filled) + 1
-        gains.append(variation(samples, filled, 1) / variation(samples, level, 1))
-    assert mean(gains) > 2
-
-
-def test_wlb_by_hand():
-    # The two outliers go apart, though they fit one pack, and the rest where less work is.
-    costs = sized([(4, 16, 0), (4, 16, 0), (1, 1, 0), (1, 1, 0)])
-    assert WLB(costs, 8) == ((0, 1), (2, 3)) or WLB(costs, 8) == ((0, 2), (1, 3))
-    assert FIRST_FIT_DECREASING(costs, 8) == ((0, 1), (2, 3))
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

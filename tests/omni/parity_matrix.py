@@ -52,7 +52,6 @@ class Case:
         "encode_first",
         "one_f_one_b",
         "disaggregated",
-        "gpipe",
         "interleaved",
         "zero_bubble_h1",
         "zero_bubble_h2",

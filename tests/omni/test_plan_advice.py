@@ -62,12 +62,12 @@ def test_ranks_that_work_get_no_advice(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_sweep_is_a_row_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
-    lists = ("data.step_tokens=8192,16384", "pipeline=encode_first,gpipe")
+    lists = ("data.step_tokens=8192,16384", "pipeline=encode_first,one_f_one_b")
     rows = json.loads(plan(capsys, "-m", "--json", *FEW[:-1], *lists))
     assert [row["sets"] for row in rows] == [
         [f"data.step_tokens={tokens}", f"pipeline={schedule}"]
         for tokens in (8192, 16384)
-        for schedule in ("encode_first", "gpipe")
+        for schedule in ("encode_first", "one_f_one_b")
     ]
     one = json.loads(plan(capsys, "--json", *FEW[:-1], *rows[3]["sets"]))
     for key in ("simulated_step_ns", "simulated_mfu", "simulated_tokens_per_s", "schedule"):
@@ -78,9 +78,9 @@ def test_a_sweep_is_a_row_for_each_combination(capsys: pytest.CaptureFixture[str
     assert "MFU" in table[0]
     assert [line.rpartition("data.step_tokens=")[2] for line in table[1:]] == [
         "8192 pipeline=encode_first",
-        "8192 pipeline=gpipe",
+        "8192 pipeline=one_f_one_b",
         "16384 pipeline=encode_first",
-        "16384 pipeline=gpipe",
+        "16384 pipeline=one_f_one_b",
     ]
 
 

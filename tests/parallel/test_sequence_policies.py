@@ -1,20 +1,28 @@
-import math
 import time
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_policies import own
+from sequences import COSTS, INSIDE, LINK, LLM, VIT, heavy_tailed, ideal, lengths_of, makespan, pools
 
 from parallel.cluster import Link
 from parallel.policies import SharingPolicy, make_pool
 from parallel.policies.degrees import best_build, power_degrees
-from parallel.policies.dynamic import Case, evenly, level, shard_dynamic, target_degrees
+from parallel.policies.dynamic import (
+    Case,
+    best_even,
+    case_of,
+    evenly,
+    layout_of,
+    level,
+    shard_dynamic,
+    target_degrees,
+)
 from parallel.policies.filled import fill
 from parallel.policies.pool import (
     NEVER,
@@ -26,44 +34,12 @@ from parallel.policies.pool import (
     within_memory,
 )
 from parallel.policies.simple import shard_all, shard_hybrid_pow2, shard_long_short, shard_none
-from parallel.schemes import SequenceCost, choose_tiles, rank_times
+from parallel.schemes import SequenceCost, choose_tiles
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tile_plan import moved_elements, plan_tiles
 from parallel.tiles import AttentionShape, Volume, attention_work, exchange_volume
 
 POLICIES = own(SharingPolicy)
-
-# so400m and llama3_1b by `cluster=h100`, in bf16.
-LINK, INSIDE = Link(15_000, 50 * 10**9), Link(8_000, 450 * 10**9)
-VIT = SequenceCost(AttentionShape(16, 16), 27, 1_874_199_555, 279_555, 144, LINK)
-LLM = SequenceCost(AttentionShape(32, 8, causal=True), 16, 5_553_294_308, 294_510, 128, LINK)
-COSTS = {"vit": VIT, "llm": LLM}
-
-
-def heavy_tailed(count: int, seed: int, median: int = 3000, most: int = 131_072) -> list[int]:
-    random = Random(seed)
-    return [max(1, min(most, round(math.exp(random.gauss(math.log(median), 1.4))))) for _ in range(count)]
-
-
-def makespan(layout: SequenceLayout, cost: SequenceCost) -> int:
-    return max(time.total_ns for time in rank_times(layout, cost))
-
-
-def ideal(lengths: list[int], pool: Pool) -> float:
-    """Nanoseconds if all work were spread evenly and nothing had to travel."""
-    return int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_members
-
-
-lengths_of = st.lists(st.integers(0, 60) | st.integers(0, 100_000), max_size=12)
-
-
-@st.composite
-def pools(draw) -> Pool:
-    cost, members = draw(st.sampled_from([VIT, LLM])), draw(st.integers(1, 9))
-    if size := draw(st.sampled_from([0, 1, 2, 4])):
-        cost = replace(cost, inside=INSIDE, nodes=tuple(member // size for member in range(members)))
-    return make_pool(cost, members, draw(st.sampled_from([1, 4, 64])))
-
 
 # What every policy promises.
 
@@ -337,30 +313,27 @@ def test_dynamic_is_below_the_other_policies(name, num_ranks):
 
 
 def test_even_cuts_are_taken_where_they_are_better():
-    """Batches that pouring alone would leave at 1.11 of the ideal, and powers of two at 1.10."""
+    """Batches that pouring alone would leave at 1.11 of the ideal."""
     pool = make_pool(VIT, 8, 4)
     batches = [heavy_tailed(96, seed) for seed in range(12)]
-    free, powers = (
-        [makespan(shard_dynamic(x, pool, powers_of_two=only), VIT) / ideal(x, pool) for x in batches]
-        for only in (False, True)
-    )
-    assert sum(free) / 12 < 1.085
-    assert sum(free) < sum(powers) < sum(free) + 12 * 0.03
+    assert sum(makespan(shard_dynamic(x, pool), VIT) / ideal(x, pool) for x in batches) / 12 < 1.085
 
 
-def test_degrees_need_not_be_powers_of_two_but_can_be():
+def test_degrees_need_not_be_powers_of_two():
     lengths, pool = heavy_tailed(48, 5), make_pool(VIT, 12)
-    any_number = {len(shards) for shards in shard_dynamic(lengths, pool).shards}
-    only_powers = {len(shards) for shards in shard_dynamic(lengths, pool, powers_of_two=True).shards}
-    assert any(degree & (degree - 1) for degree in any_number)
-    assert all(degree & (degree - 1) == 0 for degree in only_powers)
-    assert max(only_powers) > 1
+    assert any(len(shards) & (len(shards) - 1) for shards in shard_dynamic(lengths, pool).shards)
+
+
+def even_cuts(lengths: list[int], pool: Pool) -> SequenceLayout:
+    """What the dynamic policy has before it pours."""
+    case = case_of(lengths, pool, degree_times(lengths, pool))
+    return layout_of(case, [best_even(case)])
 
 
 def test_uneven_cuts_level_ranks_that_even_ones_do_not():
     lengths, pool = [250_000] * 5, make_pool(VIT, 8)
     layout = shard_dynamic(lengths, pool)
-    even = [shard_dynamic(lengths, pool, powers_of_two=True), shard_all(lengths, pool)]
+    even = [even_cuts(lengths, pool), shard_all(lengths, pool)]
     assert makespan(layout, VIT) < 0.99 * min(makespan(other, VIT) for other in even)
     assert sum(len(shards) for shards in layout.shards) <= 5 + 8 - 1
     for rest, over in ([], 1.05), ([30_000] * 60, 1.045):
@@ -371,8 +344,7 @@ def test_uneven_cuts_level_ranks_that_even_ones_do_not():
 def test_shares_of_less_than_a_rank_are_tried():
     """Two ranks each would leave two sequences on some; all ranks for each leave none idle."""
     lengths, pool = [250_000] * 5, make_pool(VIT, 8)
-    layout = shard_dynamic(lengths, pool, powers_of_two=True)
-    assert makespan(layout, VIT) < 1.1 * ideal(lengths, pool)
+    assert makespan(even_cuts(lengths, pool), VIT) < 1.1 * ideal(lengths, pool)
 
 
 def test_short_sequences_stay_whole():

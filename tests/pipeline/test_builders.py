@@ -40,7 +40,6 @@ def makespan(domain: DomainPlan) -> int:
 @pytest.mark.parametrize(
     "schedule, bubble",
     [
-        ("gpipe", FORWARD + INPUT + WEIGHT),
         ("one_f_one_b", FORWARD + INPUT + WEIGHT),
         ("encode_first", FORWARD + INPUT + WEIGHT),
         ("zero_bubble_h1", FORWARD + INPUT - WEIGHT),  # Qi et al., 2024, table 2
@@ -87,7 +86,6 @@ def test_a_last_group_that_is_not_full_costs_at_most_what_a_full_one_does(stages
 def test_each_schedule_holds_what_it_says(stages):
     microbatches = 3 * stages + 2
     expected = {
-        "gpipe": lambda stage: microbatches,
         "one_f_one_b": lambda stage: stages - stage,
         "encode_first": lambda stage: stages - stage,
         "disaggregated": lambda stage: stages - stage,

@@ -54,7 +54,7 @@ def test_work_and_idle_time_by_cause_add_up_to_the_step_of_every_row(seed):
 
 def test_what_a_rank_waits_for_is_told():
     # The second stage waits for the first forward, the first one for the last backward.
-    domain = make_plan(Shape(2), 1, [], "gpipe").domain
+    domain = make_plan(Shape(2), 1, [], "encode_first").domain
     timeline = run(domain, lambda rank, op: 10 if op.kind in COMPUTE else 0, lambda op: 1)
     first, second = drawn(timeline)
     assert [(s.kind, s.cause, s.start_ns, s.end_ns) for s in first.spans] == [
@@ -72,7 +72,7 @@ def test_what_a_rank_waits_for_is_told():
 
 
 def test_ranks_whose_layers_communicate_wait_for_their_peers():
-    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "gpipe").domain
+    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "encode_first").domain
     timeline = run(domain, lambda rank, op: 10 if op.kind in COMPUTE else 0, lambda op: 0)
     waits = [(s.cause, s.end_ns - s.start_ns) for s in drawn(timeline)[1].spans if s.kind == WAITING]
     # For the forward, while the other rank encodes, and for the reduction, while that one goes back.
@@ -103,7 +103,7 @@ def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
 
 
 def test_what_a_measured_rank_stands_still_for_is_told():
-    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "gpipe").domain
+    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "encode_first").domain
     causes = {
         DATA: DATA,
         END: END,
@@ -118,7 +118,7 @@ def test_what_a_measured_rank_stands_still_for_is_told():
 
 
 def test_an_svg_has_a_rectangle_for_each_span_on_one_scale():
-    short, long = drawn(timeline_of("gpipe")), drawn(timeline_of("encode_first", Shape(4)))
+    short, long = drawn(timeline_of("encode_first")), drawn(timeline_of("encode_first", Shape(4)))
     root = ElementTree.fromstring(svg([("short & sweet", short), ("long", long)]))
     titled = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     spans = [span for rows in (short, long) for row in rows for span in row.spans]
@@ -150,7 +150,7 @@ def test_trace_events_hold_the_same_spans():
 
 
 def test_a_step_without_work_is_drawn_empty():
-    domain = make_plan(Shape(2), 0, [], "gpipe").domain
+    domain = make_plan(Shape(2), 0, [], "encode_first").domain
     rows = drawn(run(domain, lambda rank, op: 0, lambda op: 0))
     assert all(not row.spans for row in rows)
     assert ElementTree.fromstring(svg([("empty", rows)])).tag == f"{SVG}svg"

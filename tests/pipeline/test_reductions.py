@@ -46,7 +46,7 @@ def test_the_llm_is_reduced_while_encoders_go_back():
 
 
 def test_reductions_of_an_order_that_has_them_stay():
-    domain = make_plan(Shape(1), 1, [], "gpipe").domain
+    domain = make_plan(Shape(1), 1, [], "encode_first").domain
     forward, backward = Op(Kind.FORWARD, 0), Op(Kind.BACKWARD, 0)
     first, *others = (Op(Kind.REDUCE, n) for n, _ in domain.reductions)
     (ops,) = with_reductions([[forward, backward]], domain, COMPONENTS)

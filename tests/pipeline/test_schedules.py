@@ -245,7 +245,7 @@ def test_one_f_one_b_takes_the_time_of_the_closed_form(stages, microbatches):
     assert timeline.waited_ns(0) == (stages - 1) * (10 + 20)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "encode_first", "gpipe", "zero_bubble_h1"])
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "encode_first", "zero_bubble_h1"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_backward_of_a_frozen_llm_takes_what_gradients_of_its_inputs_do(stages, schedule):
     domain = make_plan(stages, 5, [], schedule, frozen=("llm",)).domain

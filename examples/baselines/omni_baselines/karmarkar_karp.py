@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
 from typing import Any
 
-from dataloader.balance.costs import Bins, SampleCosts
-from dataloader.balance.easing import ease, steady
-from dataloader.balance.policy import BalancePolicy
+from omni.policies import BalancePolicy, Bins, SampleCosts, ease, steady
 
 Part = tuple[int, Any]
 """Nanoseconds of some samples, and which: a number, or a pair of such trees."""

@@ -3,10 +3,7 @@
 from bisect import bisect
 from collections.abc import Sequence
 
-from dataloader.balance.costs import Bins, SampleCosts
-from dataloader.balance.easing import ease, steady
-from dataloader.balance.policy import BalancePolicy
-from parallel.least_loaded import longest_first
+from omni.policies import BalancePolicy, Bins, SampleCosts, ease, longest_first, steady
 
 _SWAPS = 20
 

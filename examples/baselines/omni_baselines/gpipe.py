@@ -1,0 +1,32 @@
+"""GPipe: all microbatches forward, then all back, the last one first (Huang et al., 2019, section 2.3).
+
+Its bubble is that of 1F1B, and it holds the activations of all microbatches: the baseline for memory.
+"""
+
+from omni.policies import DomainPlan, Facts, Kind, Op, SchedulePolicy
+
+
+def build_gpipe(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
+    """All encoder forwards, GPipe, all encoder backwards. Of several parts on a rank, all microbatches pass
+    one after the other.
+    """
+    order = []
+    by_microbatch = sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches)
+    for team, parts in enumerate(domain.holds):
+        chunks = [number for number, chunk in by_microbatch if team * domain.team in chunk.ranks]
+        passes = [(m, part) for part in parts for m in range(len(domain.microbatches))]
+        order.append(
+            [Op(Kind.ENCODE, chunk) for chunk in chunks]
+            + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
+            + [Op(Kind.BACKWARD, m, part=part) for m, part in reversed(passes)]
+            + [Op(Kind.ENCODE_BACKWARD, chunk) for chunk in chunks]
+        )
+    return order
+
+
+def every_microbatch(domain: DomainPlan, part: int) -> int:
+    """All microbatches of a step."""
+    return len(domain.microbatches)
+
+
+GPIPE = SchedulePolicy("gpipe", build_gpipe, in_flight=every_microbatch, parts=None)
