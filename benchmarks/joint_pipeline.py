@@ -43,13 +43,13 @@ from pipeline.builders import (
     SchedulePolicy,
     as_ordered,
 )
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.schedule import candidates_of
 from pipeline.costs import Costs
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.routes import outputs_of, plan_routes
-from pipeline.serial import serialise
 from pipeline.simulator import run
 
 STAGES, MICROBATCHES = 8, 32

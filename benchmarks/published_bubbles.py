@@ -27,7 +27,7 @@ from pathlib import Path
 from parallel.sequence import SequenceLayout
 from parallel.work import Grad
 from pipeline.builders import INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2, Facts, SchedulePolicy
-from pipeline.builders.interleaved import interleaved_passes
+from pipeline.builders.passes import interleaved_passes
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedSample
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op

@@ -4,7 +4,7 @@
 
 Random domains of 2 to 8 stages, of one rank or of two that compute together, with random encoder work and
 random op times are scheduled by any of the builders. Each is simulated with a queue for each communicator,
-and, after `pipeline.serial.serialise`, with one queue a rank. Prints how many lists would hang on one queue
+and, after `serialise`, with one queue a rank. Prints how many lists would hang on one queue
 as they are, and the ratio of the simulated step times, apart for domains whose ranks compute alone and
 together: there a layer's collectives stand in the queue as well.
 
@@ -22,11 +22,11 @@ from random import Random
 from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
 from pipeline.builders import Facts, SchedulePolicy
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample
 from pipeline.expand import expand
 from pipeline.ops import Op
 from pipeline.routes import outputs_of, plan_routes
-from pipeline.serial import serialise
 from pipeline.simulator import StuckError, run
 
 LENGTH = 100  # LLM tokens of a microbatch

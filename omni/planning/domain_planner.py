@@ -31,6 +31,7 @@ from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.schedule import candidates_of
 from pipeline.costs import plan_costs, plan_memory, simulate
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
@@ -39,7 +40,6 @@ from pipeline.ops import Kind, Op
 from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
-from pipeline.serial import serialise
 
 
 @dataclass(frozen=True)

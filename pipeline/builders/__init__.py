@@ -1,16 +1,20 @@
-"""Schedules, one a file, and the policy that each is."""
+"""Schedules, in three rooms: who orders compute, and how.
+
+- here: what a schedule is (`schedule`), orders of the LLM's passes with encoders around them (`passes`) or
+  just in time (`just_in_time`), and the choice among schedules (`auto`);
+- `joint`: encoder work in the gaps of such an order of passes;
+- `one_queue`: lists for ranks whose communication stands in one queue, whatever ordered their compute.
+"""
 
 from pipeline.builders.auto import AUTO
-from pipeline.builders.disaggregated import DISAGGREGATED
-from pipeline.builders.encode_first import ENCODE_FIRST
-from pipeline.builders.interleaved import INTERLEAVED
-from pipeline.builders.joint import (
+from pipeline.builders.joint.order import (
     JOINT,
     JOINT_INTERLEAVED,
     JOINT_ZERO_BUBBLE_H1,
     JOINT_ZERO_BUBBLE_H2,
 )
-from pipeline.builders.one_f_one_b import ONE_F_ONE_B
+from pipeline.builders.just_in_time import DISAGGREGATED, ONE_F_ONE_B
+from pipeline.builders.passes import ENCODE_FIRST, INTERLEAVED, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
 from pipeline.builders.schedule import (
     Builder,
     Facts,
@@ -21,7 +25,6 @@ from pipeline.builders.schedule import (
     chunks_by_team,
     without_frozen,
 )
-from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
 
 __all__ = [
     "AUTO",

@@ -4,11 +4,9 @@ Which one that is depends on the step: with a few very long items, encoding befo
 with many, filling the pipeline's bubbles does.
 """
 
-from pipeline.builders.encode_first import ENCODE_FIRST
-from pipeline.builders.interleaved import INTERLEAVED
-from pipeline.builders.joint import JOINT, JOINT_INTERLEAVED, JOINT_ZERO_BUBBLE_H1
+from pipeline.builders.joint.order import JOINT, JOINT_INTERLEAVED, JOINT_ZERO_BUBBLE_H1
+from pipeline.builders.passes import ENCODE_FIRST, INTERLEAVED, ZERO_BUBBLE_H1
 from pipeline.builders.schedule import Facts, Order, SchedulePolicy
-from pipeline.builders.zero_bubble import ZERO_BUBBLE_H1
 from pipeline.domain_plan import DomainPlan
 
 

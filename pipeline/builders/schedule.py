@@ -3,15 +3,10 @@
 A builder orders compute; `pipeline/expand.py` then inserts every communication and every wait by fixed rules,
 so that a new schedule is only a new order of compute. Builders are pure and every rank runs them alike. They
 are given the costs of ops, so that a schedule may be placed by them.
-
-Most builders order the passes of the LLM by themselves, and have all ranks encode before them and go back
-through the encoders after them: `encoders_around`.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import ClassVar
 
 from parallel.policy import Policy
@@ -41,35 +36,6 @@ class Facts:
 
 Builder = Callable[[DomainPlan, Facts], Order]
 """From a domain without ops to the compute ops of each team, in order."""
-
-Passes = Callable[[int, int, int, int], list[Op]]
-"""From the numbers of stages, of parts on each and of microbatches, and a stage, to the order of its passes:
-those of parts stage, stage + stages and so on.
-"""
-
-
-def most_in_flight(passes: Passes, domain: DomainPlan, part: int) -> int:
-    """Return the most microbatches whose activations a part holds in such an order of passes."""
-    stages = domain.num_stages
-    return _most(passes, stages, domain.num_parts // stages, len(domain.microbatches), part % stages)[part]
-
-
-@cache
-def _most(passes: Passes, stages: int, parts: int, microbatches: int, stage: int) -> Counter[int]:
-    return held_at_most(passes(stages, parts, microbatches, stage))
-
-
-def held_at_most(ops: Iterable[Op]) -> Counter[int]:
-    """Count the microbatches that each part holds at most, from a forward to the last half of a backward."""
-    held: Counter[int] = Counter()
-    most: Counter[int] = Counter()
-    for op in ops:
-        if op.kind is Kind.FORWARD:
-            held[op.part] += 1
-            most[op.part] = max(most[op.part], held[op.part])
-        elif op.kind is Kind.BACKWARD and op.makes_weight:
-            held[op.part] -= 1
-    return most
 
 
 @dataclass(frozen=True)
@@ -145,20 +111,6 @@ def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
         for number, chunk in enumerate(domain.chunks)
     ]
     return replace(domain, chunks=tuple(chunks))
-
-
-def encoders_around(passes: Passes, domain: DomainPlan) -> Order:
-    """All encoder forwards, then the passes of the LLM, then all encoder backwards."""
-    order = []
-    parts = domain.num_parts // domain.num_stages
-    for team, mine in enumerate(chunks_by_team(domain)):
-        stage = domain.stage(team * domain.team)
-        count = len(domain.microbatches)
-        between = [] if stage is None else passes(domain.num_stages, parts, count, stage)
-        order.append(
-            [Op(Kind.ENCODE, c) for c, *_ in mine] + between + [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
-        )
-    return order
 
 
 def build_forward_only(domain: DomainPlan) -> Order:

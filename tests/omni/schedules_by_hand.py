@@ -10,8 +10,7 @@ from functools import partial
 
 from parallel.work import Grad
 from pipeline.builders import Facts, Order, SchedulePolicy, chunks_by_team
-from pipeline.builders.interleaved import interleaved_passes
-from pipeline.builders.schedule import most_in_flight
+from pipeline.builders.passes import interleaved_passes, most_in_flight
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
 

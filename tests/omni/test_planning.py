@@ -426,7 +426,7 @@ def test_a_bound_on_activations_of_encoders_has_a_say_in_who_encodes_what(monkey
 
     bounds = range(1600, 3200, 200)
     heeded = [refused(most) for most in bounds]
-    monkeypatch.setattr("pipeline.builders.joint.within", lambda dealt, *of: list(dealt))
+    monkeypatch.setattr("pipeline.builders.joint.order.within", lambda dealt, *of: list(dealt))
     unheeded = [refused(most) for most in bounds]
     assert all(a <= b for a, b in zip(heeded, unheeded, strict=True))
     assert sum(heeded) < sum(unheeded)

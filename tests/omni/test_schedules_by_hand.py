@@ -34,7 +34,7 @@ from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compa
 from omni.training.trainer import Trainer
 from parallel.work import Grad
 from pipeline import engine
-from pipeline.builders.schedule import held_at_most
+from pipeline.builders.passes import held_at_most
 from pipeline.domain_plan import Chunk
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.routes import outputs_of

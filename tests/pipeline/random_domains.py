@@ -9,10 +9,10 @@ from domain_plans import make_plan, random_work
 from wide_plans import random_wide_shape, whole_teams
 
 from pipeline.builders import SchedulePolicy
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.costs import Costs
 from pipeline.ops import Op
 from pipeline.plan import StepPlan
-from pipeline.serial import serialise
 
 MOST_STAGES = 8
 FROZEN = ((), (), (), ("image",), ("audio", "image"), ("llm",), ("audio", "llm"))

@@ -4,7 +4,7 @@ import pytest
 from domain_plans import BUILDERS, Shape, Work, make_plan
 
 from parallel.work import Grad
-from pipeline.builders.schedule import held_at_most
+from pipeline.builders.passes import held_at_most
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.simulator import Timeline, run

@@ -8,7 +8,7 @@ from domain_plans import BUILDERS, Shape, Work, make_plan
 
 from parallel.work import Grad
 from pipeline.builders import ENCODE_FIRST, JOINT, JOINT_ZERO_BUBBLE_H1, Facts
-from pipeline.builders.shares import Room, deal_out, share_out, within
+from pipeline.builders.joint.shares import Room, deal_out, share_out, within
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op

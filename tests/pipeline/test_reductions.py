@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from domain_plans import COMPONENTS, Shape, Work, make_plan
 
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.domain_plan import DomainPlan
 from pipeline.expand import expand
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.reductions import with_reductions
-from pipeline.serial import serialise
 from pipeline.simulator import run
 
 IMAGE, LLM = COMPONENTS.index("image"), COMPONENTS.index("llm")

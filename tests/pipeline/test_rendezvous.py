@@ -8,11 +8,11 @@ import pytest
 from domain_plans import BUILDERS, Shape, Work, make_plan, one, random_work
 
 from pipeline.builders import JOINT, Facts
+from pipeline.builders.one_queue.rendezvous import meet
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
-from pipeline.rendezvous import meet
-from pipeline.serial import serialise
 from pipeline.simulator import run
 from pipeline.verifier import violations
 

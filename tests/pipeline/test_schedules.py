@@ -10,11 +10,11 @@ from work_costs import work_cost
 
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable, Talk
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.costs import simulate, spent_on
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, POINT_TO_POINT, Kind, Op
 from pipeline.plan import StepPlan
-from pipeline.serial import serialise
 from pipeline.simulator import Timeline, run
 from pipeline.verifier import verify, violations
 

@@ -6,8 +6,8 @@ from domain_plans import SCHEDULES, Shape, Work, make_plan, one, random_shape, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.ops import ISSUED, Kind, Op
-from pipeline.serial import serialise
 from pipeline.simulator import run
 from pipeline.verifier import violations
 

@@ -14,9 +14,9 @@ from wide_plans import build_in_turn, random_wide_plan, reduces, with_split_back
 
 from parallel.work import Grad
 from pipeline.builders import INTERLEAVED
+from pipeline.builders.one_queue.serial import serialise
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
 from pipeline.plan import StepPlan
-from pipeline.serial import serialise
 from pipeline.simulator import run
 from pipeline.verifier import violations
 

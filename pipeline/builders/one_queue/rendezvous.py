@@ -6,8 +6,8 @@ who: it runs the lists from event to event, and whenever a team stands between t
 
 1. makes every transfer whose teams all stand between ops, those first that come first with free queues;
 2. or starts its next op, if all that take part in it are there and all that they wait for has come;
-3. but holds that op back for a transfer that another team needs before the op would end, if that delays
-   the other by longer than this team would wait;
+3. but delays that op if another team needs a transfer from this one sooner, and would lose more time than
+   this team spends waiting;
 4. and for a transfer that a team is held back for: no team begins what ends after all of them could meet, for
    as long as that team stands idle. Where many take part, they would hardly ever meet by chance.
 

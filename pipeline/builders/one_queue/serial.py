@@ -9,8 +9,8 @@ starts, and that time is its number; reductions come after everything else, whic
 ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
 well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
-where much of the compute is of that kind, `pipeline/rendezvous.py` finds a better order. Of both the one that
-is simulated to take less is returned.
+where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
+simulated to take less is returned.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -19,10 +19,10 @@ transfer, so it has a higher number.
 from collections import deque
 from dataclasses import replace
 
+from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
-from pipeline.rendezvous import meet
 from pipeline.simulator import ComputeCost, MessageCost, run
 
 PATIENCE = (0, 1)
@@ -46,8 +46,7 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
         for op, transfer in zip(ops, transfers, strict=True)
     ):
         return numbered
-    # No rule of when to wait is best for all lists: a few shared sequences go by their numbers, passes that
-    # all stand in the queue by meetings. There are few to try.
+    # No waiting rule is best for all lists, so build one order per rule and keep the fastest in simulation.
     tried = [numbered, *(meet(timeline, patience) for patience in PATIENCE)]
     return min(tried, key=lambda lists: _single_queue_ns(domain, lists, compute_ns, message_ns))
 

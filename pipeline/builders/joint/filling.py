@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from pipeline.builders.crews import Crews
-from pipeline.builders.timed import Boundary, Pass, Quantum
+from pipeline.builders.joint.crews import Crews
+from pipeline.builders.joint.timed import Boundary, Pass, Quantum
 from pipeline.ops import Kind, Op
 
 _NO_LIMIT = 1 << 62

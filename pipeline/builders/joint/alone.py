@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from operator import itemgetter
 
-from pipeline.builders.crews import Crews
-from pipeline.builders.schedule import Facts, Passes
-from pipeline.builders.shares import Room
-from pipeline.builders.timed import Boundary, Pass, Step, Times, most
+from pipeline.builders.joint.crews import Crews
+from pipeline.builders.joint.shares import Room
+from pipeline.builders.joint.timed import Boundary, Pass, Step, Times, most
+from pipeline.builders.passes import Passes
+from pipeline.builders.schedule import Facts
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 

@@ -13,15 +13,20 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 
-from pipeline.builders.alone import rooms_of, timed_passes
-from pipeline.builders.crews import Crews, crews_of
-from pipeline.builders.filling import fill
-from pipeline.builders.interleaved import interleaved_passes
-from pipeline.builders.one_f_one_b import one_f_one_b_passes
-from pipeline.builders.schedule import Facts, Order, Passes, SchedulePolicy, most_in_flight
-from pipeline.builders.shares import Room, deal_out, share_out, within
-from pipeline.builders.timed import Boundary, Quantum, most
-from pipeline.builders.zero_bubble import zb_h1_passes, zb_h2_passes
+from pipeline.builders.joint.alone import rooms_of, timed_passes
+from pipeline.builders.joint.crews import Crews, crews_of
+from pipeline.builders.joint.filling import fill
+from pipeline.builders.joint.shares import Room, deal_out, share_out, within
+from pipeline.builders.joint.timed import Boundary, Quantum, most
+from pipeline.builders.passes import (
+    Passes,
+    interleaved_passes,
+    most_in_flight,
+    one_f_one_b_passes,
+    zb_h1_passes,
+    zb_h2_passes,
+)
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.policies import Slot

@@ -1,0 +1,1 @@
+"""Encoder work placed where the LLM's pipeline idles: start with `order`."""

@@ -1,0 +1,1 @@
+"""Lists for ranks whose communication stands in one queue: start with `serial`."""
