@@ -89,7 +89,7 @@ def prepare(folder: Path) -> RunSpec:
     config.data.sources["trace"] = config.data.sources.pop("longtail")
     config.data.sources["trace"].weight = 15
     config.data.sources["texts"] = SourceConfig(path=str(folder / "longest"))
-    return prepare_run(config, planned_ranks(config))
+    return prepare_run(config, planned_ranks(config.launch))
 
 
 def plan(spec: RunSpec) -> dict[str, Any]:

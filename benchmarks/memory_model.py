@@ -66,7 +66,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])
         use_trace(config, arguments.trace, Path(folder) / "trace")
-        spec = prepare_run(config, planned_ranks(config))
+        spec = prepare_run(config, planned_ranks(config.launch))
         plans = dict(enumerate(spec.planner.all_domains(1, 0)))
         for plan in plans.values():
             spec.planner.verify(plan)

@@ -98,7 +98,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config(arguments.overrides or DEFAULT)
         use_trace(config, "longtail", Path(folder) / "trace")
-        spec = prepare_run(config, planned_ranks(config))
+        spec = prepare_run(config, planned_ranks(config.launch))
         process = PlannerProcess(spec.planner, timeout_s=600)
         before = private_bytes(process.pid)
         figures = measure(partial(plan_step, spec.planner), process, arguments.rounds)

@@ -143,7 +143,7 @@ def check(name: str, line: list[str], seed: int, num_ranks: int) -> dict[str, fl
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*line, f"run.dir={folder}"])
         use_trace(config, "balanced", Path(folder) / "trace")
-        spec = prepare_run(config, planned_ranks(config))
+        spec = prepare_run(config, planned_ranks(config.launch))
         axes = part_axes(spec.work, spec.encoders, spec.arrangement, spec.cluster)
         world = spec.arrangement.world
         ranks = sorted(Random(seed).sample(range(world), min(num_ranks, world)))

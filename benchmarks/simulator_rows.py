@@ -14,7 +14,6 @@ from omni.planning.frameworks import Framework, framework_called
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.planning.work import cost_table
-from ops.device import dtype_of
 from ops.names import LOWER
 from pipeline.costs import simulate
 from pipeline.domain_plan import DomainPlan
@@ -235,8 +234,8 @@ class Planned:
         framework = _framework(row, knobs)
         precision = row.values["precision"]
         cluster = framework.on(cluster_of(config.cluster, precision), row["cp"])
-        element = dtype_of(spec.config.train.precision).itemsize
-        table = cost_table(config, spec.work, spec.encoders, spec.arrangement, cluster, element, framework)
+        under = framework, config.data.microbatch_tokens // row["cp"]
+        table = cost_table(spec.work, spec.encoders, spec.arrangement, cluster, spec.row_bytes, under)
         times = [(count, simulate(domain, table).makespan_ns / 1e9) for count, domain in self.domains]
         (few, short), (more, long) = times[0], times[-1]
         each = (long - short) / (more - few) if more > few else 0.0

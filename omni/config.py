@@ -518,6 +518,11 @@ class Config:
     costs: CostsConfig = field(default_factory=CostsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    @property
+    def policies(self) -> dict[str, str]:
+        """The name of the policy that each section chooses."""
+        return {name: of.policy for name, of in vars(self).items() if isinstance(of, PolicyConfig)}
+
 
 MAPPINGS: tuple[tuple[str, str, type], ...] = (
     ("layout", "encoders", EncoderLayoutConfig),

@@ -16,6 +16,15 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 PACKAGES = SETTINGS["root_packages"]
 MOST_LINES = 60
+GIVEN_ALL = {
+    "prepare.prepare_run",  # gives every other function in planning the section that it needs
+    "balance_table.planner_of",  # resolves a run for every row of its table
+    "balance_table.choices",
+    "trainable.check_trainable",  # a table of keys of all sections
+    "trainable._of_run",
+    "trainable._of_encoders",
+}
+"""Functions of planning that are given the whole configuration, and why."""
 
 
 def test_importing_what_plans_loads_no_tensors():
@@ -26,6 +35,18 @@ def test_importing_what_plans_loads_no_tensors():
     code = f"import sys, {', '.join(modules)}; print(sorted({{'torch', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_planning_is_given_sections():
+    whole = [
+        f"{path.stem}.{function.name}"
+        for path in sorted((ROOT / "omni/planning").glob("*.py"))
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if isinstance(argument.annotation, ast.Name) and argument.annotation.id == "Config"
+    ]
+    assert set(whole) == GIVEN_ALL
 
 
 def test_no_imports_run_in_a_circle():

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.draw is not None and args.draw.suffix != ".svg":
         raise ConfigError(f"--draw {args.draw}: histograms are drawn as .svg")
     config = compose_config(args.overrides, args.config_dir)
-    ranks = planned_ranks(config)
-    replicas = resolve_layout(config, ranks).llm.dp
+    ranks = planned_ranks(config.launch)
+    replicas = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks).llm.dp
     if config.cluster.device == "cuda" and config.train.precision == "auto":
         config.train.precision = "bf16"
     config.data.step_tokens, config.data.step_samples = None, args.samples * replicas
@@ -99,14 +99,14 @@ def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
     """
     from dataloader.trace import TRACES
     from omni.config import SourceConfig
-    from omni.models.registry import make_encoder
+    from omni.planning.prepare import make_encoders
     from omni.planning.traces import for_encoders, open_trace
 
     longest = config.data.sample_tokens or config.data.microbatch_tokens
     if data not in TRACES and Path(data).is_dir():
         config.data.sources, config.data.heldout = {Path(data).name: SourceConfig(path=data)}, {}
         return []
-    encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
+    encoders = make_encoders(config.model.encoders)
     trace, notes = for_encoders(open_trace(data, count, config.train.seed, longest), encoders)
     for note in notes:
         print(f"note: trace {data}: {note}", file=sys.stderr)

@@ -85,7 +85,7 @@ def prepare_job(
 
     check_trainable(config)
     if launcher.kind == "local":
-        nodes, per_node = 1, count_ranks(config)
+        nodes, per_node = 1, count_ranks(config.launch)
     else:
         nodes, per_node = split_ranks(
             config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node

@@ -56,7 +56,7 @@ def _resolve(config: "Config", framework: str | None) -> "RunSpec":
     if config.cluster.device == "cuda" and config.train.precision == "auto":
         config.train.precision = "bf16"
     under = framework_called(framework) if framework else None
-    return prepare_run(config, planned_ranks(config), framework=under)
+    return prepare_run(config, planned_ranks(config.launch), framework=under)
 
 
 def _counted(plans: Iterable["StepPlan"], domains: int) -> Iterator["StepPlan"]:

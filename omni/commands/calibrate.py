@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     """The number of ranks. Raises ConfigError for what cannot be measured, or written."""
-    from omni.config import Config, ConfigError, LaunchConfig
+    from omni.config import ConfigError, LaunchConfig
     from omni.planning.layouts import count_ranks
     from ops.names import PRECISIONS
 
@@ -65,7 +65,7 @@ def _check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--precision {arguments.precision}: choose one of {', '.join(PRECISIONS)}")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
-    ranks = count_ranks(Config(launch=LaunchConfig(ranks=arguments.ranks)))
+    ranks = count_ranks(LaunchConfig(ranks=arguments.ranks))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        ranks = planned_ranks(config)
+        ranks = planned_ranks(config.launch)
         if not arguments.no_ranks:
             check_trainable(config)
     except ValueError as error:
@@ -128,7 +128,7 @@ def _counted(config: "Config", ranks: int) -> Iterator[Finding]:
     from parallel.groups import count_groups
 
     try:
-        arrangement = resolve_layout(config, ranks)
+        arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks)
     except ValueError as error:
         yield Finding("process groups", False, str(error), "choose a layout and ranks that fit each other")
         return
@@ -174,8 +174,8 @@ def _together(config: "Config", ranks: int, timeout_s: float) -> Iterator[Findin
     from omni.planning.layouts import count_ranks, resolve_layout
 
     try:
-        count_ranks(config)
-        arrangement = resolve_layout(config, ranks)
+        count_ranks(config.launch)
+        arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks)
     except ValueError as error:
         yield Finding("ranks", False, str(error), "choose what fits, or --no-ranks")
         return

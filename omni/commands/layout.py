@@ -46,20 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.models.registry import make_encoder
     from omni.planning.choices import chosen_policies
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
-    from omni.planning.prepare import tokenizer_of
+    from omni.planning.prepare import make_encoders
+    from omni.planning.run_data import tokenizer_of
     from omni.planning.work import part_work
     from ops.device import dtype_of
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        policies = chosen_policies(config)
-        encoders = {name: make_encoder(name, options) for name, options in config.model.encoders.items()}
-        arrangement = resolve_layout(config, planned_ranks(config))
-        vocab_size = tokenizer_of(config).vocab_size
-        check_layout(config, encoders, arrangement, vocab_size)
+        policies = chosen_policies(config.policies)
+        encoders = make_encoders(config.model.encoders)
+        ranks = planned_ranks(config.launch)
+        arrangement = resolve_layout(config.layout, config.placement, tuple(encoders), ranks)
+        vocab_size = tokenizer_of(config.data).vocab_size
+        check_layout(config.model.llm, encoders, arrangement, config.launch.layouts, vocab_size)
         holder, mesh, axis = _mesh_with(arrangement, arguments.axis)
         if not 0 <= arguments.rank < arrangement.world:
             raise ConfigError(f"--rank {arguments.rank}: there are ranks 0 to {arrangement.world - 1}")
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     per_node = config.cluster.ranks_per_node
     element = dtype_of(config.train.precision).itemsize
-    parts = part_work(config, encoders, vocab_size, arrangement, element)
+    parts = part_work(config.model.llm, encoders, vocab_size, arrangement, element)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
     print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
     for line in explain(parts, policies, encoders, arrangement, per_node, arguments.rank):

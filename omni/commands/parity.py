@@ -82,7 +82,7 @@ def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | Non
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]
     config = compose_config([*overrides, *own], config_dir)
     check_trainable(config)
-    ranks = count_ranks(config)
+    ranks = count_ranks(config.launch)
     prepare_run(config, ranks)
     folder = RunFolder.create(path)
     write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))

@@ -116,7 +116,7 @@ def _rehearse(
     from omni.planning.trainable import check_trainable
 
     check_trainable(config)
-    spec = prepare_run(config, planned_ranks(config))
+    spec = prepare_run(config, planned_ranks(config.launch))
     # These take seconds to import: a mistake in the configuration should not wait for them.
     import torch
 

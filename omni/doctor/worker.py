@@ -83,7 +83,9 @@ def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> di
     and MiB that making and warming took.
     """
     config = load_config(config_path)
-    arrangement = resolve_layout(config, dist.get_world_size())
+    arrangement = resolve_layout(
+        config.layout, config.placement, tuple(config.model.encoders), dist.get_world_size()
+    )
     used = memory_in_use(device)
     start = time.perf_counter()
     groups = make_groups(arrangement, staged(config.model.llm), timedelta(seconds=timeout_s))

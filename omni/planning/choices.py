@@ -1,10 +1,10 @@
 """The policies that a configuration chooses, as objects."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from omni.config import Config, ConfigError
+from omni.config import ConfigError
 from omni.policies import KINDS
-from parallel.placements import PlacementPolicy
 from parallel.policy import find
 
 
@@ -26,16 +26,14 @@ class Chosen(dict[str, Any]):
         ]
 
 
-def chosen_policies(config: Config) -> Chosen:
-    """Find every policy that a configuration names.
+def chosen_policies(names: Mapping[str, str]) -> Chosen:
+    """Find the policy that each section names: `Config.policies`.
 
     Raises:
         PolicyError: for the first that is not registered, or is none of its kind.
         ConfigError: if packing and pairing do not go together.
     """
-    chosen = Chosen(
-        {name: find(kind, getattr(config, name).policy, f"{name}.policy") for name, kind, _ in KINDS}
-    )
+    chosen = Chosen({name: find(kind, names[name], f"{name}.policy") for name, kind, _ in KINDS})
     packing, pairing = chosen["packing"], chosen["pairing"]
     if packing.encode is not None and not pairing.in_order:
         # Items would be encoded with whichever pack comes first, and encoders' work be as uneven as ever.
@@ -45,12 +43,3 @@ def chosen_policies(config: Config) -> Chosen:
             "keeps it, such as pairing=in_order, or another packing"
         )
     return chosen
-
-
-def chosen_placement(config: Config) -> PlacementPolicy:
-    """Find the placement alone: what a layout needs.
-
-    Raises:
-        PolicyError: if it is not registered, or is none.
-    """
-    return find(PlacementPolicy, config.placement.policy, "placement.policy")

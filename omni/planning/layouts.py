@@ -1,29 +1,37 @@
 """How many ranks a launch has, and where everything lives on them: layouts resolved and checked."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from infra.machine import crowding, this_machine
-from omni.config import Config, ConfigError
+from omni.config import (
+    ConfigError,
+    LaunchConfig,
+    LayoutConfig,
+    LLMConfig,
+    LLMLayoutConfig,
+    PlacementConfig,
+)
 from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
-from omni.planning.choices import chosen_placement
 from ops.device import visible_devices
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
+from parallel.placements import PlacementPolicy
+from parallel.policy import find
 from pipeline.builders import SchedulePolicy
 
 
-def count_ranks(config: Config) -> int:
+def count_ranks(launch: LaunchConfig) -> int:
     """Return how many ranks a launch on this machine starts: as asked, or one a GPU, or two without GPUs.
 
     Raises:
-        ConfigError: for fewer than one, more than there are GPUs, or, unless `launch.oversubscribe` is set,
+        ConfigError: for more than there are GPUs, or, unless `launch.oversubscribe` is set,
             more than the cores and the memory of this machine can take.
     """
     gpus = visible_devices()
-    ranks = config.launch.ranks or gpus or 2
+    ranks = launch.ranks or gpus or 2
     if 0 < gpus < ranks:
         raise ConfigError(f"launch.ranks={ranks}: this machine has {gpus} GPUs, and every rank needs its own")
-    crowded = None if config.launch.oversubscribe else crowding(ranks, this_machine())
+    crowded = None if launch.oversubscribe else crowding(ranks, this_machine())
     if crowded:
         raise ConfigError(
             f"launch.ranks={ranks}: {crowded}; choose fewer, or set launch.oversubscribe=true. What does "
@@ -32,32 +40,28 @@ def count_ranks(config: Config) -> int:
     return ranks
 
 
-def planned_ranks(config: Config) -> int:
-    """Return how many ranks to plan for where none are started: as asked, or two.
-
-    Raises:
-        ConfigError: for fewer than one.
-    """
-    return config.launch.ranks or 2
+def planned_ranks(launch: LaunchConfig) -> int:
+    """Return how many ranks to plan for where none are started: as asked, or two."""
+    return launch.ranks or 2
 
 
-def resolve_layout(config: Config, world: int) -> Arrangement:
-    """Fill in the data-parallel size and arrange all components over the world.
+def resolve_layout(
+    config: LayoutConfig, placement: PlacementConfig, encoders: Collection[str], world: int
+) -> Arrangement:
+    """Fill in the data-parallel size and arrange the LLM and the `encoders`, by name, over the world.
 
     Raises:
         LayoutError: for sizes that do not fit the world or each other, with the remedy.
         PolicyError: for a placement that is not registered.
     """
-    placement = chosen_placement(config)
-    beside = config.placement.ranks
-    if beside is None:
-        beside = int(placement.beside)
-    sizes = config.layout.llm
-    unknown = sorted(set(config.layout.encoders) - set(config.model.encoders))
+    policy = find(PlacementPolicy, placement.policy, "placement.policy")
+    beside = int(policy.beside) if placement.ranks is None else placement.ranks
+    sizes = config.llm
+    unknown = sorted(set(config.encoders) - set(encoders))
     if unknown:
         raise LayoutError(
             f"layout.encoders.{unknown[0]}: there is no such encoder (model.encoders has: "
-            f"{', '.join(config.model.encoders) or 'none'})"
+            f"{', '.join(encoders) or 'none'})"
         )
     check_sizes(vars(sizes))
     split = ((axis, getattr(sizes, axis)) for axis in ("tp", "cp", "pp"))
@@ -80,54 +84,51 @@ def resolve_layout(config: Config, world: int) -> Arrangement:
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
-    tp = {name: _encoder_tp(config, name) for name in config.model.encoders}
-    domain = config.layout.domain
+    tp = {name: config.encoders[name].tp if name in config.encoders else 1 for name in encoders}
+    domain = config.domain
     if domain < 1 or layout.dp % domain:
         raise LayoutError(
             f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
         )
-    return arrange(layout, tp, placement, beside, domain)
+    return arrange(layout, tp, policy, beside, domain)
 
 
 def check_layout(
-    config: Config, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
+    llm: LLMConfig,
+    encoders: Mapping[str, Encoder],
+    arrangement: Arrangement,
+    others: Sequence[LLMLayoutConfig],
+    vocab_size: int,
 ) -> None:
-    """Refuse an arrangement, and layouts for other numbers of ranks, that the sizes of the components do not
+    """Refuse an arrangement, and `others` for other numbers of ranks, that the sizes of the components do not
     allow.
 
     Raises:
         ConfigError, LayoutError: naming the key, the value and the remedy.
     """
-    check_llm_layout(config.model.llm, arrangement.llm, vocab_size)
+    check_llm_layout(llm, arrangement.llm, vocab_size)
     for name, tp in arrangement.encoder_tp.items():
         if tp > 1:
             with naming(name):
                 encoders[name].check_tp(f"layout.encoders.{name}.tp", tp)
-    _check_other_layouts(config, vocab_size)
+    for number, sizes in enumerate(others):
+        try:
+            check_sizes(vars(sizes))
+            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep})
+            check_llm_layout(llm, layout, vocab_size)
+        except ValueError as error:
+            raise LayoutError(f"launch.layouts[{number}]: {error}") from error
 
 
-def check_parts(config: Config, schedule: SchedulePolicy) -> None:
-    """Raise ConfigError where a layout has more parts of the LLM on a rank than the schedule can order."""
-    others = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(config.launch.layouts)}
-    for layout, sizes in {"layout.llm": config.layout.llm, **others}.items():
+def check_parts(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule: SchedulePolicy) -> None:
+    """Raise ConfigError where the layout, or one of the `others` for other numbers of ranks, has more parts
+    of the LLM on a rank than the schedule can order.
+    """
+    named = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(others)}
+    for layout, sizes in {"layout.llm": llm, **named}.items():
         if schedule.parts is not None and sizes.parts > schedule.parts:
             raise ConfigError(
                 f"{layout}.parts={sizes.parts}: pipeline.policy={schedule.name} orders at most "
                 f"{schedule.parts} on a rank: set {layout}.parts={schedule.parts}, or choose one for "
                 "several, such as interleaved"
             )
-
-
-def _check_other_layouts(config: Config, vocab_size: int) -> None:
-    for number, sizes in enumerate(config.launch.layouts):
-        try:
-            check_sizes(vars(sizes))
-            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep})
-            check_llm_layout(config.model.llm, layout, vocab_size)
-        except ValueError as error:
-            raise LayoutError(f"launch.layouts[{number}]: {error}") from error
-
-
-def _encoder_tp(config: Config, name: str) -> int:
-    own = config.layout.encoders.get(name)
-    return own.tp if own else 1

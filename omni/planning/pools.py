@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from omni.config import Config, ConfigError, DataConfig
+from omni.config import ConfigError, DataConfig, LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen
@@ -18,7 +18,8 @@ from parallel.work import part_name
 
 
 def sharing_of(
-    config: Config,
+    llm: LLMConfig,
+    microbatch_tokens: int,
     policies: Chosen,
     encoders: Mapping[str, Encoder],
     arrangement: Arrangement,
@@ -48,13 +49,12 @@ def sharing_of(
         head_bytes = attention.head_dim * element
         return sequence_cost(table, part, shape, head_bytes, links.across, links.inside, nodes)
 
-    llm = config.model.llm
     attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.head_size, causal=True)
     # The first stage speaks for all: stages take about equally long.
     tp = arrangement.llm.tp
     members = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
     of_llm = cost(LLM, part_name(LLM, 0), attention, tp, members)
-    out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, config.data.microbatch_tokens, of_llm)}
+    out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)
         own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], slots)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from omni.config import Config, LLMConfig
+from omni.config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
 from omni.models.registry import Encoder
@@ -15,15 +15,15 @@ from parallel.work import Attended, Collective, Grad, Load, Part, part_name
 
 
 def part_work(
-    config: Config, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
+    llm: LLMConfig, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
 ) -> dict[str, Part]:
     """State the work of a rank of every part of the LLM and every encoder, with `element` bytes a number."""
     parts: dict[str, Part] = {
         part_name(LLM, number): part
-        for number, part in enumerate(llm_work(config.model.llm, vocab_size, arrangement.llm, element))
+        for number, part in enumerate(llm_work(llm, vocab_size, arrangement.llm, element))
     }
     for name, encoder in encoders.items():
-        parts[name] = encoder.work(config.model.llm.hidden, element, arrangement.encoder_tp[name])
+        parts[name] = encoder.work(llm.hidden, element, arrangement.encoder_tp[name])
     return parts
 
 
@@ -84,25 +84,26 @@ def party_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> in
 
 
 def cost_table(
-    config: Config,
     parts: Mapping[str, Part],
     encoders: Mapping[str, Encoder],
     arrangement: Arrangement,
     cluster: Cluster,
-    element: int,
-    framework: Framework | None = None,
+    row_bytes: int,
+    under: tuple[Framework, int] | None = None,
 ) -> CostTable:
-    """Read the first cost table off the statements: of our steps, or of another framework's."""
+    """Read the first cost table off the statements: of our steps, or `under` another framework's, where a
+    rank has so many tokens of a microbatch.
+    """
     axes = part_axes(parts, encoders, arrangement, cluster)
     table = table_from_work(
         parts,
         cluster,
-        config.model.llm.hidden * element,
+        row_bytes,
         axes=axes,
         between=axes[part_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
     )
-    if framework is None:
+    if under is None:
         return table
-    tokens = config.data.microbatch_tokens // arrangement.llm.cp
+    framework, tokens = under
     return table_under(table, parts, axes, framework, tokens, arrangement.llm.pp)

@@ -26,8 +26,9 @@ from dataloader.loader import Fetch, Fetched
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import SampleMeta, tokenize
 from omni.config import Config, SourceConfig
-from omni.models.registry import ItemArrays, make_encoder
-from omni.planning.prepare import tokenizer_of
+from omni.models.registry import ItemArrays
+from omni.planning.prepare import make_encoders
+from omni.planning.run_data import tokenizer_of
 from omni.planning.traces import for_encoders, open_trace, with_sizes
 
 NUM_SAMPLES = 1024
@@ -53,12 +54,12 @@ def use_trace(
     Raises:
         DataError: for a trace that is not there or cannot be used.
     """
-    encoders = {key: make_encoder(key, options) for key, options in config.model.encoders.items()}
+    encoders = make_encoders(config.model.encoders)
     trace, left_out = for_encoders(open_trace(name, num_samples, config.train.seed), encoders)
     trace, recounted = with_sizes(trace, encoders)
     for note in (*left_out, *recounted):
         tell(f"trace {name}: {note}")
-    write_index(path, trace, tokenizer_of(config).name, f"trace {name}")
+    write_index(path, trace, tokenizer_of(config.data).name, f"trace {name}")
     config.data.sources = {Path(name).resolve().stem: SourceConfig(path=str(path))}
     config.data.heldout = {}
 

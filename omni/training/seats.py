@@ -60,7 +60,7 @@ def fitting(config: Config, most: int) -> tuple[Config, int]:
 def _misfit(config: Config, world: int) -> LayoutError | None:
     """Why the layout of a configuration does not fit so many ranks, None if it does."""
     try:
-        resolve_layout(config, world)
+        resolve_layout(config.layout, config.placement, tuple(config.model.encoders), world)
     except LayoutError as error:
         return error
     return None

@@ -66,8 +66,9 @@ def test_without_further_layouts_a_world_that_does_not_fit_is_refused(config: Co
 
 def test_a_layout_that_the_model_does_not_allow_is_refused_from_the_start(config: Config) -> None:
     config = with_layouts(config, ALONE, LLMLayoutConfig(tp=3))
+    arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), 4)
     with pytest.raises(LayoutError, match=r"launch\.layouts\[1\]: .*heads"):
-        check_layout(config, {}, resolve_layout(config, 4), vocab_size=300)
+        check_layout(config.model.llm, {}, arrangement, config.launch.layouts, vocab_size=300)
 
 
 def _sit(rank: int, config: Config, path: Path, port: int) -> Seat:
