@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from omni.compose_weights import take_keys
 from omni.config import MAPPINGS, RENAMED, Config, ConfigError
 from omni.keys import check_keys
 from omni.policies import KINDS
@@ -43,6 +44,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> C
         with initialize_config_module("hydra_conf", version_base="1.3"):
             composed = compose("config", [*own, *overrides])
             check_shadowed(composed, overrides)
+            take_keys(composed, overrides)
     except ConfigError:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides

@@ -475,13 +475,15 @@ class LaunchConfig:
 @dataclass
 class StartConfig:
     """What a run begins with in place of random weights: those of the folder `checkpoint` of another run,
-    with the state of its optimizer if asked. `cursor` is the position in the stream of samples that it begins
-    at, null for the beginning.
+    with the state of its optimizer if asked, or those of the LLM in the folder `weights` of a published
+    model, which also says the keys of `model.llm`. `cursor` is the position in the stream of samples that it
+    begins at, null for the beginning.
     """
 
     checkpoint: str | None = None
     optimizer: bool = False
     cursor: int | None = at_least(0, None)
+    weights: str | None = None
 
 
 @dataclass

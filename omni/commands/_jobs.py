@@ -21,6 +21,7 @@ from infra.run_lock import holding
 from infra.secrets import secret_in
 from omni.commands._launchers import Composed, LauncherConfig
 from omni.compose import check_shadowed, load_config, to_config
+from omni.compose_weights import take_keys
 from omni.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def prepare_jobs(composed: Sequence[Composed], launcher: LauncherConfig) -> list
     for each in composed:
         try:
             check_shadowed(each.config, list(each.overrides))
+            take_keys(each.config, each.overrides)
             jobs.append(prepare_job(_configured(each), launcher, each.number, each.sets))
         except ValueError as error:
             if each.sweep is None:

@@ -18,6 +18,7 @@ URL that fsspec knows.
   omni checkpoint show runs/try                     what there is, and what it holds
   omni checkpoint verify runs/try                   read all of it, and compare every hash
   omni checkpoint export runs/try --out all.safetensors    all weights in one file
+  omni checkpoint export runs/try --as hf --out FOLDER     the LLM as the folder that it began with
 """
 
 
@@ -36,7 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default = "the newest" if name == "export" else "all"
         action.add_argument("--step", type=int, help=f"which checkpoint (default: {default})")
         if name == "export":
-            action.add_argument("--out", type=Path, required=True, help="the file to write")
+            action.add_argument("--out", type=Path, required=True, help="the file or folder to write")
+            action.add_argument(
+                "--as",
+                dest="form",
+                choices=("file", "hf"),
+                default="file",
+                help="one file of all weights, or the LLM as a folder of a published model",
+            )
+            action.add_argument(
+                "--like",
+                metavar="FOLDER",
+                help="the published model whose files, names and types are kept (default: the start.weights "
+                "of the run)",
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,6 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--step {arguments.step}: {storage} has those of steps {steps}")
         chosen = steps if arguments.step is None else [arguments.step]
         if arguments.action == "export":
+            if arguments.form == "hf":
+                return _export_folder(storage, chosen[-1], arguments)
             return _export(storage, chosen[-1], arguments.out)
         return max(
             [_verify(storage, s) if arguments.action == "verify" else _show(storage, s) for s in chosen]
@@ -127,4 +143,23 @@ def _export(storage: "Storage", step: int, out: Path) -> int:
 
     count = export(storage, read_manifest(storage, step), out)
     print(f"{out}: {count} tensors of step {step}, {out.stat().st_size:,} bytes")
+    return 0
+
+
+def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace) -> int:
+    from infra.checkpoint import read_manifest
+    from infra.run_folder import RunFolder
+    from omni.compose import load_config
+    from omni.config import ConfigError
+    from omni.open_models.folder import open_folder
+    from omni.training.export_folder import export_folder
+
+    folder = RunFolder(Path(arguments.run).absolute())
+    like = arguments.like or (load_config(folder.config).start.weights if folder.config.exists() else None)
+    if like is None:
+        raise ConfigError(
+            f"{arguments.run} did not begin with start.weights: name with --like the folder of the model"
+        )
+    count = export_folder(storage, read_manifest(storage, step), open_folder(like), arguments.out)
+    print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
     return 0

@@ -1,23 +1,35 @@
-"""What a run begins with that has no checkpoint of its own yet: random weights, or those of another run."""
+"""What a run begins with that has no checkpoint of its own yet: random weights, those of another run, or
+published ones.
+"""
 
-from infra.checkpoint import CheckpointError, locate, read_manifest
+from infra.checkpoint import CheckpointError, first_problem, locate, read_manifest
+from infra.run_folder import RunFolder, write_json
 from omni.config import ConfigError
+from omni.models.llm import NAME as LLM
+from omni.open_models.folder import open_folder
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
+from omni.rank.folder_weights import FolderReader, wanted_of
+from omni.rank.state import spread_weights
 from omni.training.fingerprint import fingerprint
 from omni.training.loading import from_first, load
 from omni.training.start import shared_components
 from parallel.control import Control
 
+WEIGHTS = "weights.json"  # in the run folder: which files it began with
 
-def begin(spec: RunSpec, rank: Rank, control: Control) -> None:
-    """Give a rank, whose weights have been drawn, those of `start.checkpoint`. All ranks call it.
+
+def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> None:
+    """Give a rank, whose weights have been drawn, those of `start.checkpoint` or `start.weights`. All ranks
+    call it.
 
     Raises:
         ConfigError: on every rank, if it cannot be read, is damaged, or holds another model. Another run's
             checkpoint is left as it is, and no other one taken for it.
     """
     start = spec.config.start
+    if start.weights is not None:
+        _begin_with_published(start.weights, folder, rank, control)
     if start.checkpoint is None:
         return
     storage, step = locate(start.checkpoint)
@@ -31,3 +43,26 @@ def begin(spec: RunSpec, rank: Rank, control: Control) -> None:
         raise ConfigError(f"start.checkpoint={start.checkpoint} cannot be read: {error}") from error
     if damage is not None:
         raise ConfigError(f"start.checkpoint={start.checkpoint} is damaged: {damage}")
+
+
+def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Control) -> None:
+    """Give a rank its part of the LLM in a folder of published weights, and note in the run folder which
+    files they were.
+    """
+    weights, problem = open_folder(url), None
+    own = weights.identity()
+    first = control.broadcast("loading", own)
+    for name, file in first.items():
+        if any(own.get(name, {}).get(key) != file[key] for key in ("bytes", "header")):
+            problem = problem or f"{name} is another file than the first rank's"
+    if (told := first_problem(problem, control, "loading")) is not None:
+        raise ConfigError(f"start.weights={url}: {told}. Give all nodes the same folder")
+    reader = FolderReader(weights)
+    if LLM in rank.components:
+        wanted = wanted_of(weights, rank.components[LLM], rank.names[LLM])
+        reader.fill(wanted, rank.groups.components[LLM].tp)
+    if (told := first_problem(reader.problem, control, "loading")) is not None:
+        raise ConfigError(f"start.weights={url} cannot be read: {told}")
+    spread_weights({name: own for name, own in rank.components.items() if name == LLM})
+    if rank.is_first:
+        write_json(folder.path / WEIGHTS, {"folder": str(weights.storage), "files": first})

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,10 @@ def export(storage: Storage, manifest: Mapping[str, Any], out: Path) -> int:
     }
     shapes: dict[str, tuple[int, ...]] = {key: of[0][1].region.shape for key, of in pieces.items()}
     shapes |= {f"{BUFFERS}/{name}": (size,) for name, (_, size) in buffers.items()}
-    with contextlib.ExitStack() as stack, out.open("wb") as file:
-        opened: dict[int, ShardReader] = {}
-
-        def reader(rank: int) -> ShardReader:
-            if rank not in opened:
-                name = file_of(rank)
-                of_rank = storage.open(f"{folder_of(manifest['step'])}/{name}")
-                opened[rank] = open_shard(manifest, stack.enter_context(of_rank), name)
-            return opened[rank]
-
+    with readers(storage, manifest) as reader, out.open("wb") as file:
         file.write(_header(shapes, {"run": manifest["run"], "step": str(manifest["step"])}))
         for key, of in pieces.items():
-            file.write(_whole(key, of, reader).data)
+            file.write(whole(key, of, reader).data)
         for name, (rank, size) in buffers.items():
             ((_, data),) = reader(rank).read([(f"{BUFFERS}/{name}", 0, size * _SIZE)])
             file.write(data.data)
@@ -62,7 +53,23 @@ def _header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) 
     return len(header).to_bytes(8, "little") + header
 
 
-def _whole(key: str, pieces: list[tuple[int, Piece]], reader: Any) -> np.ndarray:
+@contextlib.contextmanager
+def readers(storage: Storage, manifest: Mapping[str, Any]) -> Iterator[Callable[[int], ShardReader]]:
+    """Yield what opens the file of a rank in a checkpoint, once."""
+    opened: dict[int, ShardReader] = {}
+    with contextlib.ExitStack() as stack:
+
+        def reader(rank: int) -> ShardReader:
+            if rank not in opened:
+                name = file_of(rank)
+                of_rank = storage.open(f"{folder_of(manifest['step'])}/{name}")
+                opened[rank] = open_shard(manifest, stack.enter_context(of_rank), name)
+            return opened[rank]
+
+        yield reader
+
+
+def whole(key: str, pieces: list[tuple[int, Piece]], reader: Callable[[int], ShardReader]) -> np.ndarray:
     """Put a parameter together: fp32, flat."""
     whole = np.full(prod(pieces[0][1].region.shape), np.nan, np.float32)
     for rank, piece in pieces:

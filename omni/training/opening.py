@@ -76,11 +76,12 @@ def _notes(spec: RunSpec) -> Iterator[str]:
 
 def _start(spec: RunSpec) -> str:
     start, names = spec.config.start, check_start(spec)
-    if start.checkpoint is None:
+    given = start.checkpoint or start.weights
+    if given is None:
         return "from the start"
     drawn = [name for name in spec.components if name not in names]
     return (
-        f"with the weights{' and the optimizer state' if start.optimizer else ''} of {start.checkpoint}"
+        f"with the weights{' and the optimizer state' if start.optimizer else ''} of {given}"
         + (f", {', '.join(drawn)} drawn anew" if drawn else "")
         + f", at position {start.cursor or 0} of the stream"
     )

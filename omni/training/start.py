@@ -4,19 +4,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.checkpoint import CheckpointError, locate, read_manifest
-from omni.config import ConfigError
+from omni.config import ConfigError, LLMConfig, StartConfig
 from omni.models.llm import NAME as LLM
+from omni.open_models.folder import check_same, open_folder
 from omni.planning.run_spec import RunSpec
 from omni.training.fingerprint import fingerprint
 
 
 def check_start(spec: RunSpec) -> tuple[str, ...]:
-    """Return the components whose weights `start.checkpoint` gives the run, none without it.
+    """Return the components whose weights `start.checkpoint` or `start.weights` gives the run, none without.
 
     Raises:
-        ConfigError: if there is no such checkpoint, or it holds another model.
+        ConfigError: if there is no such checkpoint or folder, or it holds another model.
     """
-    given = spec.config.start.checkpoint
+    start = spec.config.start
+    if start.weights is not None:
+        _check_weights(start, spec.config.model.llm)
+        return (LLM,)
+    given = start.checkpoint
     if given is None:
         return ()
     try:
@@ -24,6 +29,20 @@ def check_start(spec: RunSpec) -> tuple[str, ...]:
     except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"start.checkpoint={given} cannot be read: {error}") from error
     return shared_components(manifest["fingerprint"], fingerprint(spec), spec.components, given)
+
+
+def _check_weights(start: StartConfig, llm: LLMConfig) -> None:
+    """Refuse a folder of published weights that is not whole, or holds another model than `llm`."""
+    assert start.weights is not None
+    if start.checkpoint is not None or start.optimizer:
+        raise ConfigError(
+            f"start.weights={start.weights} with start.checkpoint={start.checkpoint} and "
+            f"start.optimizer={start.optimizer}: a run begins with a folder's weights or with a checkpoint, "
+            f"and a folder has no state of an optimizer; leave one out"
+        )
+    folder = open_folder(start.weights)
+    check_same(folder, llm)
+    folder.check()
 
 
 def shared_components(

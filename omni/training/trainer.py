@@ -391,7 +391,7 @@ class Trainer:
         """Continue from the last good checkpoint and return its step, or begin and return None."""
         manifest = self.checkpoints.restore(self.check_saved)
         if manifest is None:
-            begin(self.spec, self.rank, self.control)
+            begin(self.spec, self.folder, self.rank, self.control)
             self.progression.cursor = self.config.start.cursor or 0
             return None
         self.progression.restore(manifest)

@@ -1,0 +1,1 @@
+"""Published weights: how their tensors and keys become ours, and ours theirs again."""

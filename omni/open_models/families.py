@@ -1,0 +1,180 @@
+"""The families whose layers the engine trains: Llama, Mistral, Qwen2.5 and Qwen3, Mixtral and Qwen3-MoE."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omni.open_models.family import Family, Said
+from omni.open_models.rules import Rule
+
+_OURS, _THEIRS = "decoder.layers.{}", "model.layers.{}"
+# What changes no loss and no gradient: ids and lengths that others decide, and how weights were drawn.
+_SKIPPED = (
+    *("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range"),
+    *("use_cache", "pretraining_tp", "router_aux_loss_coef"),
+)
+
+
+def _common(said: Said, own_heads: bool = False) -> dict[str, Any]:
+    """Keys that all these families have; with `own_heads` the size of heads must be said."""
+    said.skip(*_SKIPPED)
+    said.must("hidden_act", "silu")
+    said.must("attention_dropout", 0)
+    hidden, heads = said.take("hidden_size"), said.take("num_attention_heads")
+    head_dim = said.take("head_dim", **({} if own_heads else {"default": None}))
+    return {
+        "layers": said.take("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": said.take("num_key_value_heads"),
+        "ffn": said.take("intermediate_size"),
+        "head_dim": None if head_dim == hidden // heads else head_dim,
+        "norm_eps": said.take("rms_norm_eps"),
+        "rotary_base": _rotary_base(said),
+        "tied": said.take("tie_word_embeddings", False),
+        "vocab": said.take("vocab_size"),
+    }
+
+
+def _rotary_base(said: Said) -> float:
+    """The base of plain rotation, as either generation of the format says it; other kinds are refused."""
+    told = dict(said.take("rope_parameters", {}))
+    scaling = dict(said.take("rope_scaling", {}))
+    base = told.pop("rope_theta", None)
+    base = said.take("rope_theta") if base is None else base
+    for key, rotary in (("rope_parameters", told), ("rope_scaling", scaling)):
+        kind = rotary.pop("rope_type", rotary.pop("type", "default"))
+        if kind != "default":
+            raise said.refused(key, kind, "the engine rotates with plain frequencies alone")
+        if rotary.pop("partial_rotary_factor", 1.0) != 1.0 or rotary:
+            raise said.refused(key, rotary, "the engine rotates whole heads with plain frequencies")
+    return float(base)
+
+
+def _no_windows(said: Said, switch: bool) -> None:
+    """Refuse windows. With `switch`, `sliding_window` counts only where `use_sliding_window` says so."""
+    if switch:
+        said.must("use_sliding_window", False)
+        said.skip("sliding_window", "max_window_layers")
+    else:
+        said.must("sliding_window", None)
+    kinds = said.take("layer_types", [])
+    if set(kinds) - {"full_attention"}:
+        raise said.refused("layer_types", kinds, "the engine has no attention with windows")
+
+
+def _llama(said: Said) -> dict[str, Any]:
+    said.must("attention_bias", False)
+    said.must("mlp_bias", False)
+    return _common(said)
+
+
+def _mistral(said: Said) -> dict[str, Any]:
+    if "sliding_window" not in said.values:  # which means one of 4096 tokens
+        raise said.refused("sliding_window", 4096, "the engine has no attention with windows")
+    _no_windows(said, switch=False)
+    return _common(said)
+
+
+def _qwen2(said: Said) -> dict[str, Any]:
+    _no_windows(said, switch=True)
+    return _common(said) | {"qkv_bias": True}
+
+
+def _qwen3(said: Said) -> dict[str, Any]:
+    _no_windows(said, switch=True)
+    said.must("attention_bias", False)
+    return _common(said, own_heads=True) | {"qk_norm": True}
+
+
+def _mixtral(said: Said) -> dict[str, Any]:
+    _no_windows(said, switch=False)
+    said.must("router_jitter_noise", 0)
+    keys = _common(said)
+    return keys | _experts(said, said.take("num_local_experts"), keys["ffn"], normed=True)
+
+
+def _qwen3_moe(said: Said) -> dict[str, Any]:
+    keys = _qwen3(said)
+    said.must("decoder_sparse_step", 1)
+    dense = said.take("mlp_only_layers", [])
+    if dense != list(range(len(dense))):
+        raise said.refused("mlp_only_layers", dense, "layers without experts come first in this engine")
+    normed, width = said.take("norm_topk_prob", False), said.take("moe_intermediate_size")
+    number = said.take("num_experts", None) or said.take("num_local_experts")
+    experts = _experts(said, number, width, normed)
+    return keys | experts | {"moe.dense_layers": len(dense)}
+
+
+def _experts(said: Said, experts: int, width: int, normed: bool) -> dict[str, Any]:
+    """Keys of the mixture. The softmax over all experts, divided by the sum of those chosen, is the softmax
+    over these; of a single expert we do not divide.
+    """
+    said.must("output_router_logits", False)
+    topk = said.take("num_experts_per_tok")
+    if normed != (topk > 1):
+        why = "weights of several experts are divided by their sum, that of a single one is not"
+        raise said.refused("num_experts_per_tok", topk, f"with norm_topk_prob={normed}; {why}")
+    mixture = {"experts": experts, "topk": topk, "ffn": width, "score": "softmax", "bias_update_rate": 0.0}
+    return {f"moe.{key}": value for key, value in mixture.items()}
+
+
+def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> Iterator[Rule]:
+    """The rules of all these families: they differ in the names of a mixture and of its experts' matrices."""
+    hidden, ffn, vocab = keys["hidden"], keys["ffn"], keys["vocab"]
+    head = keys["head_dim"] or hidden // keys["heads"]
+    queries, values = keys["heads"] * head, keys["kv_heads"] * head
+    experts = keys["moe.experts"]
+    layers = range(keys["layers"])
+    dense = range(keys["moe.dense_layers"] if experts else len(layers))
+    yield Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocab,), hidden)
+    if not keys["tied"]:
+        yield Rule("output_layer.weight", ("lm_head.weight",), (vocab,), hidden)
+    yield Rule("decoder.final_layernorm.weight", ("model.norm.weight",), (hidden,))
+
+    def same(ours: str, theirs: str, rows: int, columns: int | None = None, *each: range) -> Rule:
+        return Rule(f"{_OURS}.{ours}", (f"{_THEIRS}.{theirs}",), (rows,), columns, each=each or (layers,))
+
+    def heads(kind: str, columns: int | None) -> Rule:
+        theirs = tuple(f"{_THEIRS}.self_attn.{part}_proj.{kind}" for part in "qkv")
+        rows, ours = (queries, values, values), f"{_OURS}.self_attention.linear_qkv.{kind}"
+        return Rule(ours, theirs, rows, columns, keys["kv_heads"], (layers,))
+
+    def gated(ours: str, theirs: str, names: tuple[str, str], rows: int, *each: range) -> Rule:
+        both = tuple(f"{_THEIRS}.{theirs}.{name}.weight" for name in names)
+        return Rule(f"{_OURS}.{ours}.linear_fc1.weight", both, (rows, rows), hidden, each=each)
+
+    yield same("input_layernorm.weight", "input_layernorm.weight", hidden)
+    yield same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
+    yield heads("weight", hidden)
+    if keys["qkv_bias"]:
+        yield heads("bias", None)
+    yield same("self_attention.linear_proj.weight", "self_attn.o_proj.weight", hidden, queries)
+    if keys["qk_norm"]:
+        yield same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head)
+        yield same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
+    yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense)
+    yield same("mlp.linear_fc2.weight", "mlp.down_proj.weight", hidden, ffn, dense)
+    if experts:
+        sparse, each, width = layers[len(dense) :], range(experts), keys["moe.ffn"]
+        yield same("mlp.router.weight", f"{moe}.gate.weight", experts, hidden, sparse)
+        yield gated("mlp.experts.{}", f"{moe}.experts.{{}}", (gate, up), width, sparse, each)
+        theirs = f"{moe}.experts.{{}}.{down}.weight"
+        yield same("mlp.experts.{}.linear_fc2.weight", theirs, hidden, width, sparse, each)
+
+
+def _plain_rules(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
+    return tuple(_rules(keys, "mlp", "gate_proj", "up_proj", "down_proj"))
+
+
+def _mixtral_rules(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
+    return tuple(_rules(keys, "block_sparse_moe", "w1", "w3", "w2"))
+
+
+# Early conversions hold the frequencies of rotation.
+LLAMA = Family(_llama, _plain_rules, copied=("model.layers.*.self_attn.rotary_emb.inv_freq",))
+MISTRAL = Family(_mistral, _plain_rules)
+QWEN2 = Family(_qwen2, _plain_rules)
+QWEN3 = Family(_qwen3, _plain_rules)
+MIXTRAL = Family(_mixtral, _mixtral_rules)
+QWEN3_MOE = Family(_qwen3_moe, _plain_rules)

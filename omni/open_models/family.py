@@ -1,0 +1,95 @@
+"""How a family of published models joins the platform: the keys that its `config.json` means, and its rules.
+
+A family is found by the `model_type` that a `config.json` names, as the entry point of an installed package:
+
+    [project.entry-points."omni.families"]
+    mymodel = "mypackage.families:MYMODEL"
+
+No code of a model's folder is ever run. What a family does not know is refused: a key that nobody read could
+mean another model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from omni.config import ConfigError
+from omni.open_models.rules import Rule
+
+GROUP = "omni.families"
+_NEVER = object()
+
+
+class Said:
+    """What a `config.json` says, read key by key; `end` refuses what nobody has asked for.
+
+    `path` is what messages call it. Errors are ConfigErrors that name key, value and remedy.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str) -> None:
+        self.values = dict(values)
+        self.path = path
+
+    def take(self, key: str, default: Any = _NEVER) -> Any:
+        """Return the value of a key; `default` where it is not there or null."""
+        value = self.values.pop(key, None)
+        if value is not None:
+            return value
+        if default is _NEVER:
+            raise ConfigError(f"{self.path} says no {key}: take the file that the weights came with")
+        return default
+
+    def must(self, key: str, *allowed: Any) -> None:
+        """Refuse a key that has another value than those; the first is what it means to say nothing."""
+        value = self.take(key, allowed[0])
+        if value not in allowed:
+            raise self.refused(key, value, f"the layers of this family have {allowed[0]}")
+
+    def skip(self, *keys: str) -> None:
+        """Pass over keys that do not change what is computed."""
+        for key in keys:
+            self.values.pop(key, None)
+
+    def refused(self, key: str, value: Any, why: str) -> ConfigError:
+        """Return the error for a value that cannot be trained."""
+        return ConfigError(f"{self.path}: {key}={value!r} is not trained: {why}. Choose another model")
+
+    def end(self) -> None:
+        """Refuse keys that nobody has taken, unless they switch something off."""
+        for key, value in self.values.items():
+            if value is not None and value is not False and value != [] and value != {}:
+                raise ConfigError(
+                    f"{self.path}: {key}={value!r} means nothing to this family, and might mean another "
+                    f"model: use a family that knows it (docs/open_models.md)"
+                )
+
+
+@dataclass(frozen=True)
+class Family:
+    """`keys` takes what `config.json` says and returns keys of `model.llm`, those of `moe` as "moe.topk"; any
+    that it does not return has its default. `rules` takes all keys of `model.llm` and returns the rules.
+    Tensors whose names match a pattern of `copied` (with * for anything) are no weights: they are not read,
+    and exported as they were.
+    """
+
+    keys: Callable[[Said], dict[str, Any]]
+    rules: Callable[[Mapping[str, Any]], tuple[Rule, ...]]
+    copied: tuple[str, ...] = ()
+
+
+def family_of(model_type: str, path: str) -> Family:
+    """Return the family that an installed package registers for a `model_type`.
+
+    Raises:
+        ConfigError: if there is none; `path` says whose it is.
+    """
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if model_type not in points:
+        raise ConfigError(
+            f"{path}: model_type={model_type!r} is no family that is known here "
+            f"({', '.join(sorted(points))}): install a package that registers it under the entry point "
+            f"{GROUP} (docs/open_models.md)"
+        )
+    family: Family = points[model_type].load()
+    return family

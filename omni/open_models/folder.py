@@ -1,0 +1,257 @@
+"""A folder of published weights: what its `config.json` means, which tensors its files hold, and where.
+
+Only headers are read here. A file of safetensors is the length of a header (8 bytes, little-endian), the
+header as JSON, and the tensors' bytes one after the other.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from infra.storage import Storage
+from omni.config import ConfigError, LLMConfig
+from omni.open_models.family import Family, Said, family_of
+from omni.open_models.rules import Rule
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+# Keys of model.llm that say how a model is computed, not which it is.
+FREE = ("vocab_multiple", "loss_chunk", "recompute")
+_LENGTH = 8
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file: bytes [start, stop) of it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder at `url`, whose `config.json` means `keys` of `model.llm`, all but those in `FREE`; those of
+    `moe` as "moe.topk".
+    """
+
+    url: str
+    storage: Storage
+    family: Family
+    keys: Mapping[str, Any]
+
+    @cached_property
+    def rules(self) -> dict[str, Rule]:
+        """The rule of each parameter of ours, by name."""
+        return {rule.ours: rule for every in self.family.rules(self.keys) for rule in every.named()}
+
+    @cached_property
+    def names(self) -> dict[str, tuple[Rule, int]]:
+        """For each of their tensors the rule that takes it, and its number there."""
+        return {
+            name: (rule, number) for rule in self.rules.values() for number, name in enumerate(rule.theirs)
+        }
+
+    @cached_property
+    def headers(self) -> dict[str, bytes]:
+        """The header of each file, its length included.
+
+        Raises:
+            ConfigError: for a file that is missing or no safetensors.
+        """
+        return {name: self._header(name) for name in self._files()}
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors of all files, by name.
+
+        Raises:
+            ConfigError: for a file that is cut short, too.
+        """
+        found: dict[str, Tensor] = {}
+        sizes = self.storage.sizes()
+        for file, header in self.headers.items():
+            for name, of in _described(header).items():
+                start, stop = (at + len(header) for at in of["data_offsets"])
+                if name in found:
+                    raise self._wrong(f"{name} is in {found[name].file} and in {file}")
+                found[name] = Tensor(file, of["dtype"], tuple(of["shape"]), start, stop)
+                if stop > (sizes.get(file) or 0):
+                    raise self._wrong(f"{file} is cut short: it ends before {name} does. Fetch it again")
+        return found
+
+    def check(self) -> None:
+        """Refuse files whose tensors are not those that `config.json` means.
+
+        Raises:
+            ConfigError: naming the file or the tensors, and the remedy.
+        """
+        unknown = [name for name in self.tensors if name not in self.names and not self.is_copied(name)]
+        if unknown:
+            raise self._wrong(
+                f"it holds {_some(unknown)}, which {CONFIG} does not mean and no rule of its family takes: "
+                f"choose a folder without, or a family that knows them (docs/open_models.md)"
+            )
+        missing = [name for name in self.names if name not in self.tensors]
+        if missing:
+            raise self._wrong(f"it lacks {_some(missing)}, which {CONFIG} means. Fetch the missing files")
+        for name, (rule, number) in self.names.items():
+            tensor, shape = self.tensors[name], rule.shapes[number]
+            if tensor.shape != shape:
+                raise self._wrong(
+                    f"{name} in {tensor.file} has shape {tensor.shape}, and {CONFIG} means {shape}: take the "
+                    f"{CONFIG} that the weights came with"
+                )
+            if tensor.dtype not in SIZES:
+                raise self._wrong(
+                    f"{name} in {tensor.file} is of {tensor.dtype}: numbers are read as {', '.join(SIZES)}; "
+                    f"take a folder that is not quantised"
+                )
+            if tensor.stop - tensor.start != prod(shape) * SIZES[tensor.dtype]:
+                raise self._wrong(f"the header of {tensor.file} contradicts itself at {name}. Fetch it again")
+
+    def is_copied(self, name: str) -> bool:
+        """Whether a tensor is not read, and exported as it was."""
+        return any(fnmatchcase(name, pattern) for pattern in self.family.copied)
+
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """Say which files these are: of each its bytes, the hash of its header and, where the file system
+        knows, when it was changed. All of 140 GB would take minutes to hash; a header names every tensor.
+        """
+        sizes, found = self.storage.sizes(), {}
+        for file, header in self.headers.items():
+            found[file] = {
+                "bytes": sizes[file],
+                "header": hashlib.blake2b(header, digest_size=16).hexdigest(),
+            }
+            with suppress(NotImplementedError):
+                found[file]["modified"] = self.storage.fs.modified(self.storage.path(file)).isoformat()
+        return found
+
+    def _files(self) -> list[str]:
+        """The files of weights: those of the index, or the one that there is."""
+        here = self.storage.sizes()
+        if INDEX in here:
+            placed = _parsed(self.storage, INDEX, self.url).get("weight_map")
+            if not isinstance(placed, dict) or not placed:
+                raise self._wrong(f"{INDEX} says nothing of where weights are. Fetch it again")
+            files = sorted(set(placed.values()))
+        else:
+            files = [SINGLE]
+        if missing := [file for file in files if file not in here]:
+            raise self._wrong(f"it lacks {_some(missing)}. Fetch the missing files, in safetensors")
+        return files
+
+    def _header(self, name: str) -> bytes:
+        with self.storage.open(name) as file:
+            length = file.read(_LENGTH)
+            size = int.from_bytes(length, "little")
+            header = length + (file.read(size) if size < 2**27 else b"")
+        if len(header) != _LENGTH + size or not header[_LENGTH:].startswith(b"{"):
+            raise self._wrong(f"{name} is no whole file of safetensors. Fetch it again")
+        return bytes(header)
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(f"start.weights={self.url}: {what}")
+
+
+def open_folder(url: str) -> Folder:
+    """Open a folder of published weights, a path or a URL; of its files only `config.json` is read yet.
+
+    Raises:
+        ConfigError: naming what is missing, or which key cannot be trained.
+    """
+    try:
+        storage = Storage.at(url)
+    except ValueError as error:
+        raise ConfigError(f"start.weights={url}: {error}") from error
+    said = _parsed(storage, CONFIG, url)
+    path = f"start.weights={url}: {CONFIG}"
+    if (quantised := said.get("quantization_config")) is not None:
+        kind = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{path} says quantization_config ({kind}): quantised weights are not read; take the folder in "
+            f"bf16"
+        )
+    family = family_of(str(said.get("model_type")), path)
+    reader = Said(said, path)
+    keys = default_keys() | family.keys(reader)
+    reader.end()
+    return Folder(url, storage, family, keys)
+
+
+def default_keys() -> dict[str, Any]:
+    """Keys of `model.llm` that say which model it is, with their defaults."""
+    return {key: value for key, value in flat_keys(LLMConfig()) if key not in FREE}
+
+
+def flat_keys(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of a configuration, those of sections under it by names with dots."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from flat_keys(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def check_same(folder: Folder, config: LLMConfig) -> None:
+    """Refuse a model that is another one than the folder's.
+
+    Raises:
+        ConfigError: naming the keys and both values.
+    """
+    given = dict(flat_keys(config))
+    for key, value in folder.keys.items():
+        if given[key] != value:
+            raise contradiction(folder, key, given[key], value)
+    if (vocab := config.vocab or 0) % config.vocab_multiple:
+        raise ConfigError(
+            f"model.llm.vocab_multiple={config.vocab_multiple} would pad the {vocab} ids of {folder.url}, "
+            f"and ids that it does not have would take part in its losses: choose a divisor of {vocab}"
+        )
+
+
+def contradiction(folder: Folder, key: str, given: Any, value: Any) -> ConfigError:
+    """Return the error for a key of `model.llm` that is not the folder's."""
+    return ConfigError(
+        f"model.llm.{key}={given} contradicts start.weights={folder.url}, whose {CONFIG} means {value}: "
+        f"leave the key out, and the choice of model, model/llm or experiment that sets it"
+    )
+
+
+def _described(header: bytes) -> dict[str, Any]:
+    described: dict[str, Any] = json.loads(header[_LENGTH:])
+    described.pop("__metadata__", None)
+    return described
+
+
+def _parsed(storage: Storage, name: str, url: str) -> dict[str, Any]:
+    try:
+        found = json.loads(storage.read(name))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"start.weights={url}: there is no {name} in it. Give a folder of a published model, with "
+            f"{CONFIG} and safetensors"
+        ) from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"start.weights={url}: {name} cannot be read ({error}). Fetch it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"start.weights={url}: {name} is no JSON object. Fetch it again")
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,55 @@
+"""Tiny random models of transformers: the referee of published weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers, the referee, is not installed")
+
+PLAIN = {
+    "vocab_size": 272,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    # Large and of the model alone, so that a forgotten one shows.
+    "rms_norm_eps": 0.02,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 30.0},
+    "initializer_range": 0.1,
+}
+MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},
+    "llama tied": {"tie_word_embeddings": True},
+    "mistral": {"head_dim": 16, "sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+}
+
+
+def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
+    """Draw a model, save it in a few files with a tokenizer's beside them, and return it in fp32."""
+    config = transformers.AutoConfig.for_model(family.split()[0], **PLAIN, **FAMILIES[family], **more)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "modeling_own.py").write_text("raise SystemExit('code of a folder was run')")
+    return model.float().eval()
+
+
+def changed(folder: Path, **values: object) -> None:
+    """Change keys of a config.json; a value of `...` takes the key away."""
+    config = json.loads((folder / "config.json").read_text()) | values
+    kept = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))

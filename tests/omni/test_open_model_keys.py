@@ -1,0 +1,291 @@
+"""Which model a `config.json` means: each key counts, what is not known is refused before ranks start."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from open_model_folders import FAMILIES, changed, make
+from ranks import RankPool
+
+from dataloader.format import Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+from omni.__main__ import main
+from omni.compose import compose_config
+from omni.config import Config, ConfigError, LLMConfig, MoEConfig
+from omni.models.llm_stage import LLMStage
+from omni.models.regions import all_parameters
+from omni.open_models.folder import Folder, check_same, open_folder
+from omni.rank.folder_weights import DTYPES
+from omni.training.start import check_start
+from parallel.layout import Layout
+from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
+from parallel.packed import Sharding, pack_tokens
+
+TOLERANCE = 1e-5
+LENGTHS = (37, 5, 90, 1)
+GROUPS = (
+    *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "mp", "ep", "tp_ep", "tp_ep_pp", "expt_tp"),
+    *("expt_dp", "intra_dp_cp", "intra_expt_dp", "embd", "pos_embd", "pool", "intra_dist_opt"),
+)
+# What each key of ours that a family sets would be if it were forgotten.
+FORGOTTEN = {
+    "llama": {"norm_eps": 1e-5, "rotary_base": 10000.0},
+    "qwen2": {"norm_eps": 1e-5, "rotary_base": 10000.0, "qkv_bias": False},
+    "qwen3": {"norm_eps": 1e-5, "rotary_base": 10000.0, "qk_norm": False},
+    "mixtral": {"moe.topk": 1, "moe.score": "sigmoid", "rotary_base": 10000.0},
+    "qwen3_moe": {"moe.topk": 3, "moe.score": "sigmoid", "qk_norm": False},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def model(family: str) -> tuple[Path, torch.nn.Module]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("model") / family
+            made[family] = folder, make(family, folder)
+        return made[family]
+
+    return model
+
+
+def llm_of(keys: dict) -> LLMConfig:
+    moe = {key.removeprefix("moe."): value for key, value in keys.items() if key.startswith("moe.")}
+    plain = {key: value for key, value in keys.items() if "." not in key}
+    return LLMConfig(**plain, moe=MoEConfig(**moe), vocab_multiple=1)
+
+
+def full(folder: Folder, name: str) -> torch.Tensor:
+    """A parameter of ours, put together the plain way."""
+    rule = folder.rules[name]
+    ours = torch.zeros(rule.shape)
+    for theirs, runs in zip(rule.theirs, rule.runs, strict=True):
+        of = folder.tensors[theirs]
+        data = bytearray(folder.storage.read(of.file)[of.start : of.stop])
+        values, at = torch.frombuffer(data, dtype=DTYPES[of.dtype]).view(of.shape), 0
+        for start, length in runs:
+            ours[start : start + length] = values[at : at + length]
+            at += length
+    return ours
+
+
+@torch.no_grad()
+def logits(rank: int, url: str, forgotten: dict, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of one pack of sequences of LENGTHS by our layers, with keys of the folder but for some."""
+    model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
+    groups = ProcessGroupCollection()
+    for name in GROUPS:
+        setattr(groups, name, dist.group.WORLD)
+    folder = open_folder(url)
+    config = llm_of({**folder.keys, **forgotten})
+    device = torch.device("cpu")
+    sizes = {"vocab_size": 260, "num_sources": 1, "dtype": torch.float32, "device": device}
+    stage = LLMStage(config, Layout(), groups=groups, **sizes)
+    part = stage.parts[0]
+    for named in all_parameters({0: part.model}, {0: part.numbering}):
+        named.parameter.copy_(full(folder, named.name))
+    packed = pack_tokens(
+        Sharding.whole(LENGTHS),
+        torch.cat([torch.arange(length) for length in LENGTHS]),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        rotary_base=config.rotary_base,
+        causal=True,
+        dtype=torch.float32,
+        device=device,
+    )
+    hidden = part.model.decoder(part.model.embedding(ids[None], None), None, packed_seq_params=packed)
+    return F.linear(hidden.squeeze(1), stage.output_weight)
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FORGOTTEN if family != "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *SLOW])
+def test_logits_of_a_pack_are_those_of_its_sequences_and_each_key_counts(ranks: RankPool, models, family):
+    folder, model = models(family)
+    ids = torch.randint(0, 272, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = torch.cat([model(part[None]).logits[0] for part in ids.split(LENGTHS)])
+
+    def away(forgotten: dict) -> float:
+        found = ranks.run(1, logits, str(folder), forgotten, ids)[0]
+        return float((found - plain).abs().max() / plain.abs().max())
+
+    assert away({}) < TOLERANCE
+    for key, value in FORGOTTEN[family].items():
+        assert away({key: value}) > 10 * TOLERANCE, key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_are_taken_from_the_folder(models, family):
+    folder, _ = models(family)
+    config = compose_config(["~experiment", f"start.weights={folder}", "train.steps=1", *data_keys()])
+    llm = config.model.llm
+    check_same(open_folder(str(folder)), llm)
+    assert (llm.layers, llm.vocab, llm.rotary_base, llm.norm_eps) == (4, 272, 30.0, 0.02)
+    assert llm.qkv_bias == (family == "qwen2")
+    assert llm.qk_norm == family.startswith("qwen3")
+    assert llm.moe.dense_layers == (family == "qwen3_moe")
+
+
+def data_keys() -> list[str]:
+    return ["data.microbatch_tokens=160", "optim.lr=1e-3", "+data.sources.texts.path=none"]
+
+
+def test_keys_of_earlier_files_mean_the_same(models, tmp_path):
+    folder = copied(models("qwen3_moe")[0], tmp_path)
+    keys = open_folder(str(folder)).keys
+    changed(
+        folder,
+        rope_parameters=...,
+        rope_theta=30,
+        rope_scaling=None,
+        num_local_experts=...,
+        num_experts=4,
+        torch_dtype="bfloat16",
+        dtype=...,
+    )
+    assert open_folder(str(folder)).keys == keys
+
+
+def copied(folder: Path, where: Path) -> Path:
+    return Path(shutil.copytree(folder, where / "copy"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.llm.layers=2", r"model.llm.layers=2 contradicts start.weights=.* means 4"),
+        ("model.llm.norm_eps=1e-5", r"model.llm.norm_eps=1e-05 contradicts .* means 0.02"),
+        ("model.llm.moe.experts=4", r"model.llm.moe.experts=4 contradicts .* means 0"),
+        ("model.llm.qk_norm=true", r"model.llm.qk_norm=True contradicts"),
+        ("model/llm=llama3_1b", r"model.llm.layers=16 contradicts .* the choice of model"),
+    ],
+)
+def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
+    folder, _ = models("llama")
+    override = f"+{override}" if override.startswith("model/") else override
+    with pytest.raises(ConfigError, match=words):
+        compose_config(["~experiment", f"start.weights={folder}", "train.steps=1", *data_keys(), override])
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'llama3' is not trained"),
+        (
+            "llama",
+            {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "yarn"}},
+            "'yarn' is not",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "whole heads"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
+        ("llama", {"attention_bias": True}, "attention_bias=True is not trained"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not trained"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not trained"),
+        ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 means nothing to this family"),
+        ("llama", {"model_type": "gemma9"}, "model_type='gemma9' is no family that is known here"),
+        ("llama", {"hidden_size": ...}, "says no hidden_size"),
+        ("mistral", {"sliding_window": 24}, "sliding_window=24 is not trained"),
+        ("mistral", {"sliding_window": ...}, "sliding_window=4096 is not trained"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not trained"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no attention with windows"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "with norm_topk_prob=False"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] is not trained"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not trained"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not trained"),
+        ("mixtral", {"output_router_logits": True}, "output_router_logits=True is not trained"),
+    ],
+)
+def test_what_config_json_may_not_say(models, tmp_path, family, values, words):
+    folder = copied(models(family)[0], tmp_path)
+    changed(folder, **values)
+    with pytest.raises(ConfigError, match=words):
+        open_folder(str(folder))
+
+
+def rename(folder: Path, before: bytes, after: bytes) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes().replace(before, after))
+
+
+def cut_short(folder: Path) -> None:
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), r"there is no config.json"),
+        (
+            lambda f: min(f.glob("*.safetensors")).unlink(),
+            r"it lacks model-00001-of-.*Fetch the missing files",
+        ),
+        (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], r"it lacks model.safetensors"),
+        (cut_short, r"model-00001-of-.* is cut short"),
+        (lambda f: min(f.glob("*.safetensors")).write_bytes(b"no"), r"no whole file of safetensors"),
+        (lambda f: rename(f, b"s.0.mlp.up_proj", b"s.0.mlp.xx_proj"), r"it holds model.layers.0.mlp.xx_proj"),
+        (lambda f: changed(f, num_hidden_layers=5), r"it lacks model.layers.4.*which config.json means"),
+        (
+            lambda f: changed(f, intermediate_size=97),
+            r"has shape \(96, 64\), and config.json means \(97, 64\)",
+        ),
+        (lambda f: rename(f, b'"F32"', b'"I32"'), r"is of I32: numbers are read as F32, BF16, F16"),
+        (
+            lambda f: changed(f, tie_word_embeddings=True),
+            r"it holds lm_head.weight, which config.json does not",
+        ),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(models, tmp_path, harm, words):
+    folder = copied(models("llama")[0], tmp_path)
+    harm(folder)
+    with pytest.raises(ConfigError, match=words):
+        open_folder(str(folder)).check()
+
+
+def test_what_does_not_go_together_is_refused(models):
+    folder, _ = models("llama")
+    config = Config()
+    config.start.weights = str(folder)
+    config.model.llm = llm_of(dict(open_folder(str(folder)).keys))
+    assert check_start(SimpleNamespace(config=config)) == ("llm",)
+    config.model.llm.vocab_multiple = 128
+    with pytest.raises(ConfigError, match=r"vocab_multiple=128 would pad the 272 ids"):
+        check_start(SimpleNamespace(config=config))
+    config.model.llm = replace(config.model.llm, vocab_multiple=16, rotary_base=1.0)
+    with pytest.raises(ConfigError, match=r"model.llm.rotary_base=1.0 contradicts"):
+        check_start(SimpleNamespace(config=config))
+    config.start.optimizer = True
+    with pytest.raises(ConfigError, match=r"leave one out"):
+        check_start(SimpleNamespace(config=config))
+
+
+def test_a_run_is_refused_before_ranks_start(models, tmp_path, capsys):
+    folder = copied(models("llama")[0], tmp_path)
+    min(folder.glob("*.safetensors")).unlink()
+    with DatasetWriter(tmp_path / "texts", ByteTokenizer()) as writer:
+        writer.add(Sample("one", "a text"))
+    keys = [f"start.weights={folder}", f"+data.sources.texts.path={tmp_path / 'texts'}", *data_keys()[:2]]
+    run = tmp_path / "run"
+    more = ["data.step_samples=1", "train.steps=1", "tracking=jsonl", f"run.dir={run}"]
+    assert main(["train", "~experiment", *keys, *more]) == 2
+    assert "it lacks model-00001-of" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_names_of_the_folder_are_those_of_its_index(models):
+    folder, _ = models("qwen3")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == open_folder(str(folder)).names.keys()

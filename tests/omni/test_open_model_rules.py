@@ -1,0 +1,73 @@
+"""Rules of published models: numbers alone, without a model."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omni.models.regions import Region
+from omni.open_models.rules import Rule, boxes
+
+sizes = st.integers(1, 4)
+
+
+@st.composite
+def rules(draw):
+    groups = draw(sizes)
+    rows = tuple(groups * n for n in draw(st.lists(sizes, min_size=1, max_size=3)))
+    columns = draw(st.none() | st.just(draw(sizes) * 2))
+    return Rule("ours", tuple(f"theirs{i}" for i in range(len(rows))), rows, columns, groups)
+
+
+@st.composite
+def parts(draw):
+    """A rule, the part of ours that a rank holds, and the interval of it that it owns."""
+    rule = draw(rules())
+    dim = draw(st.integers(0, len(rule.shape) - 1))
+    edges = sorted(draw(st.sets(st.integers(0, rule.shape[dim]), min_size=2)))
+    runs = tuple((low, high - low) for low, high in list(pairwise(edges))[::2])
+    held = rule.shape[1 - dim] if len(rule.shape) == 2 else 1
+    total = held * sum(length for _, length in runs)
+    start = draw(st.integers(0, total - 1))
+    return rule, Region(rule.shape, dim, runs), start, draw(st.integers(start + 1, total))
+
+
+def numbered(rule):
+    return torch.arange(np.prod(rule.shape)).view(rule.shape)
+
+
+@given(rules())
+def test_what_is_cut_out_of_ours_puts_it_together_again(rule):
+    ours, back = numbered(rule), torch.full(rule.shape, -1)
+    for runs, shape in zip(rule.runs, rule.shapes, strict=True):
+        theirs = Region(rule.shape, 0, runs).cut(ours)
+        assert theirs.shape == shape
+        at = 0
+        for start, length in runs:
+            assert (back[start : start + length] == -1).all()
+            back[start : start + length] = theirs[at : at + length]
+            at += length
+    assert torch.equal(back, ours)
+
+
+@given(parts())
+def test_boxes_cover_a_part_exactly_once(part):
+    rule, region, start, stop = part
+    ours = numbered(rule)
+    theirs = [Region(rule.shape, 0, runs).cut(ours) for runs in rule.runs]
+    got = torch.full((stop - start,), -1)
+    for box in boxes(rule, region.dim, region.runs, start, stop):
+        matrix = theirs[box.tensor].reshape(len(theirs[box.tensor]), -1)
+        values = matrix[slice(*box.rows), slice(*box.columns)]
+        assert values.numel()
+        place = got.as_strided(values.shape, (box.stride, 1), box.at)
+        assert (place == -1).all()
+        place.copy_(values)
+    assert torch.equal(got, region.cut(ours).flatten()[start:stop])
+
+
+def test_heads_stand_group_by_group():
+    rule = Rule("qkv", ("q", "k", "v"), (8, 4, 4), 3, groups=2)
+    assert rule.runs == (((0, 4), (8, 4)), ((4, 2), (12, 2)), ((6, 2), (14, 2)))

@@ -1,0 +1,233 @@
+"""Published weights under any layout against transformers, and back to their files."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from open_model_folders import FAMILIES, make, transformers
+from ranks import RankPool
+from small import with_values
+
+from dataloader.format import Sample
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+from infra.checkpoint import complete, read_manifest
+from infra.run_folder import RunFolder
+from infra.storage import Storage
+from omni.__main__ import main
+from omni.compose import compose_config
+from omni.config import Config
+from omni.models.regions import Region
+from omni.open_models.folder import open_folder
+from omni.planning.prepare import prepare_run
+from omni.rank import folder_weights
+from omni.training.export_folder import export_folder
+from omni.training.parity import collect
+from omni.training.trainer import Trainer
+
+TOLERANCE = 1e-5
+TEXTS = ("a short one", "x", "some more words, in a longer text than the others are " * 2, "and the last")
+LAYOUTS = {
+    "one": {},
+    "tp2": {"layout.llm.tp": 2},
+    "pp2": {"layout.llm.pp": 2},
+    "cp2": {"layout.llm.cp": 2},
+    "ep2": {"layout.llm.ep": 2},
+    "tp2 dp2": {"layout.llm.tp": 2},
+}
+MIXTURES = ("mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "texts"
+    with DatasetWriter(path, ByteTokenizer(), rows_per_group=4) as writer:
+        for text in TEXTS:
+            writer.add(Sample(text[:5], text))
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders and models by family, made when first asked for."""
+    made: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def model(family: str) -> tuple[Path, torch.nn.Module]:
+        if family not in made:
+            folder = tmp_path_factory.mktemp("model") / family
+            made[family] = folder, make(family, folder)
+        return made[family]
+
+    return model
+
+
+def configured(data: Path, folder: Path, run: Path, *more: str) -> Config:
+    return compose_config(
+        [
+            "~experiment",
+            f"start.weights='{folder}'",
+            f"+data.sources.texts.path={data}",
+            "data.microbatch_tokens=160",
+            f"data.step_samples={len(TEXTS)}",
+            "train.steps=1",
+            "train.precision=fp32",
+            "train.timeout_s=60",
+            "optim.lr=1e-3",
+            "tracking=jsonl",
+            f"run.dir='{run}'",
+            *more,
+        ]
+    )
+
+
+def trained(rank: int, config: Config, world: int) -> tuple[float, dict[str, torch.Tensor] | None, int]:
+    """Begin with the folder, save that, and compute a step. Returns its loss and gradients, and the bytes of
+    the folder that this rank has read.
+    """
+    readers = []
+    make_reader = folder_weights.FolderReader.__init__
+
+    def noting(self, *args):
+        make_reader(self, *args)
+        readers.append(self)
+
+    folder_weights.FolderReader.__init__ = noting
+    try:
+        folder = RunFolder.create(Path(config.run.dir))
+        trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
+        trainer.restore()
+    finally:
+        folder_weights.FolderReader.__init__ = make_reader
+    trainer.save()
+    trainer.checkpoints.wait()
+    with trainer.ahead() as ahead:
+        done = trainer.run_step(trainer.begin(ahead, 1))
+        found = collect(trainer, lambda own: own.main.grad)
+    trainer.control.barrier("the end")
+    trainer.close()
+    return done.totals.loss, found, readers[0].bytes
+
+
+def expected(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss of the texts, one sequence each, and its gradients by name on disk."""
+    model.zero_grad()
+    total, targets = torch.zeros(()), 0
+    for text in TEXTS:
+        ids = torch.tensor([256, *text.encode(), 257])
+        total = total + F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:], reduction="sum")
+        targets += len(ids) - 1
+    (total / targets).backward()
+    return float(total.detach()) / targets, on_disk(
+        {name: p.grad for name, p in model.named_parameters()}, model
+    )
+
+
+def on_disk(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """In memory the experts of a layer are one tensor, in files one each."""
+    found = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        disk = stem.replace(".mlp.", ".block_sparse_moe.") if mixtral else stem
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        if last == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                found[f"{disk}.{expert}.{gate}.weight"], found[f"{disk}.{expert}.{up}.weight"] = both.chunk(2)
+        elif last == "down_proj":
+            found |= {f"{disk}.{expert}.{down}.weight": one for expert, one in enumerate(tensor)}
+        elif mixtral and name.endswith(".mlp.gate.weight"):
+            found[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
+        else:
+            found[name] = tensor
+    return found
+
+
+def as_theirs(folder: Path, ours: dict[str, torch.Tensor], targets: int) -> dict[str, torch.Tensor]:
+    source, found = open_folder(str(folder)), {}
+    for key, flat in ours.items():
+        rule = source.rules[key.partition("@")[0].removeprefix("llm/")]
+        for name, runs in zip(rule.theirs, rule.runs, strict=True):
+            found[name] = Region(rule.shape, 0, runs).cut(flat.view(rule.shape)) / targets
+    return found
+
+
+def needed(folder: Path, layout: str, world: int) -> int:
+    """Bytes of the folder that ranks need together: shards lie apart, but each may need a norm and a router
+    for itself, and the first and the last stage a tied embedding.
+    """
+    tensors = open_folder(str(folder)).tensors
+    size = {name: of.stop - of.start for name, of in tensors.items()}
+    copied = [name for name, of in tensors.items() if len(of.shape) == 1 or name.endswith("gate.weight")]
+    if layout == "pp2":
+        copied = [name for name in tensors if "embed" in name and "lm_head.weight" not in tensors]
+    return sum(size.values()) + (world - 1) * sum(size[name] for name in copied)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".py"}
+
+
+SHORT = [("qwen2", "one"), ("qwen3", "tp2 dp2"), ("llama tied", "pp2"), ("qwen3_moe", "ep2")]
+LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
+LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
+LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
+CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_a_step_is_that_of_transformers_and_the_files_come_back(
+    ranks: RankPool, data, models, tmp_path, family, layout
+):
+    folder, model = models(family)
+    world = {"one": 1, "tp2 dp2": 4}.get(layout, 2)
+    config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS[layout])
+    results = ranks.run(world, trained, config, world)
+    loss, gradients, _ = results[0]
+    plain_loss, plain = expected(model)
+    targets = sum(len(text) + 1 for text in TEXTS)
+    assert loss == pytest.approx(plain_loss, rel=TOLERANCE)
+    found = as_theirs(folder, gradients, targets)
+    norm = float(torch.stack([own.norm() for own in plain.values()]).norm())
+    assert found.keys() == plain.keys()
+    for name, own in found.items():
+        away = float((own - plain[name]).norm()) / max(float(plain[name].norm()), 1e-6 * norm)
+        assert away < TOLERANCE, f"{name}: {away:.1e}"
+    assert sum(read for *_, read in results) <= 1.1 * needed(folder, layout, world)
+    storage = Storage.at(tmp_path / "run" / "checkpoints")
+    manifest = read_manifest(storage, complete(storage)[-1])
+    export_folder(storage, manifest, open_folder(str(folder)), tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
+    noted = json.loads((tmp_path / "run" / "weights.json").read_text())
+    assert noted["files"].keys() == {name for name in files(folder) if name.endswith(".safetensors")}
+
+
+@pytest.mark.slow  # it starts a run
+def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_path):
+    folder, run, out = tmp_path / "published", tmp_path / "run", tmp_path / "out"
+    before = make("qwen2", folder, torch.bfloat16).state_dict()
+    keys = [f"start.weights={folder}", f"+data.sources.texts.path={data}", f"run.dir={run}"]
+    more = ["train.steps=2", f"data.step_samples={len(TEXTS)}", "data.microbatch_tokens=160"]
+    ranks = ["layout.llm.tp=2", "launch.ranks=2", "optim.lr=0.1", "tracking=jsonl"]
+    assert main(["train", "~experiment", *keys, *more, *ranks]) == 0
+    assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
+    after = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict()
+    assert after.keys() == before.keys()
+    assert all(after[name].dtype == torch.bfloat16 for name in after)
+    assert all(not torch.equal(after[name].float(), before[name]) for name in after)
+    names = {path.name for path in folder.iterdir()} - {"modeling_own.py"}
+    assert {path.name for path in out.iterdir()} == names
+    assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 2  # not empty
+    make("llama", tmp_path / "other")
+    line = ["checkpoint", "export", str(run), "--as", "hf", "--out", str(tmp_path / "two")]
+    assert main([*line, "--like", str(tmp_path / "other")]) == 2
+
+
+def test_a_file_that_cannot_be_read_is_noted_and_does_not_hold_up_others(models):
+    folder, _ = models("llama")
+    reader = folder_weights.FolderReader(open_folder(str(folder)))
+    with contextlib.ExitStack() as reader.stack:
+        assert not reader._read("gone.safetensors", 0, 8).any()
+    assert "gone.safetensors" in (reader.problem or "")
