@@ -27,8 +27,8 @@ WITH_MLA = "with model.llm.mla: set mla.kv_rank=0, or this to "
 WINDOWS_STAY = Rule(
     "recompute",
     lambda own: own.window is None or own.recompute != "selective",
-    "with window={window}: costs count attention that is made anew by squared lengths, and that of windows "
-    "has none; choose none or full",
+    "with window={window}: choose full, which keeps less and makes layers anew, or none, which makes nothing "
+    "anew; costs count attention that is made anew by squared lengths, and that of windows has none",
 )
 
 

@@ -17,6 +17,11 @@ from parallel.policy import how_to_add
 # Of what Hydra says: hints for its own developers, and where it looked for files.
 _LEFT_OUT = ("To append", "full_key:", "reference_type=", "object_type=", "Config search path:", "provider=")
 _OPTIONS = "Available options in"
+_ONE_NUMBER = {
+    "to Dict[str, int]": "cluster.flops",
+    "not a subclass of EfficiencyConfig": "cluster.efficiency",
+}
+"""What Hydra says of a cluster file of before 2026-11-24, and the key that it is about."""
 
 
 def refusal(error: Exception, overrides: Sequence[str]) -> str:
@@ -27,12 +32,23 @@ def refusal(error: Exception, overrides: Sequence[str]) -> str:
     at = next((n for n, line in enumerate(reason) if line.startswith(_OPTIONS)), None)
     if at is not None:  # a line each
         reason[at:] = [f"{reason[at]} {', '.join(reason[at + 1 :])}"]
-    return "\n".join([*reason, *renamed("\n".join(said)), *_advice(overrides)])
+    return "\n".join([*reason, *renamed("\n".join(said)), *_of_former_files(said), *_advice(overrides)])
 
 
 def renamed(said: str) -> list[str]:
     """Return what a key that was refused is called now, if it has another name than it had."""
     return [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
+
+
+def _of_former_files(said: Sequence[str]) -> Iterator[str]:
+    """Say what to do with a cluster file whose rates were one number."""
+    for mark, key in _ONE_NUMBER.items():
+        if any(mark in line for line in said):
+            yield (
+                f"{key}: one number is how cluster files of before 2026-11-24 had it; it is a mapping now, of "
+                "precisions or kinds of work: omni calibrate --out FOLDER/cluster/NAME.yaml writes a new file, "
+                "and docs/running.md lists the keys of cluster"
+            )
 
 
 def _advice(overrides: Sequence[str]) -> Iterator[str]:

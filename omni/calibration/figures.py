@@ -17,8 +17,9 @@ class Measured:
     """What one rank measured.
 
     FLOP/s of matrix products by their size, of attention by tokens, in a forward and a backward, and of a
-    layer's products; bytes that memory reads and writes in a second; nanoseconds of a pass over one token,
-    and those that issuing a message, or taking one in, keeps a rank from computing. `inside` and `across`
+    layer's products; bytes that memory reads and writes in a second; nanoseconds of starting a pass, of
+    starting the kernels of each of its layers and of sorting tokens by experts, and those that issuing a
+    message, or taking one in, keeps a rank from computing. `inside` and `across`
     are, by kind of collective, pairs of the bytes that a rank sends and the nanoseconds that this takes,
     inside its node and between nodes; empty where there is nobody to talk to.
     """
@@ -29,6 +30,8 @@ class Measured:
     memory_bytes_per_s: int
     memory_bytes: int | None
     op_overhead_ns: int
+    launch_ns: int
+    dispatch_ns: int
     issue_ns: int
     inside: Mapping[str, Sequence[tuple[int, int]]]
     across: Mapping[str, Sequence[tuple[int, int]]]
@@ -116,6 +119,8 @@ def cluster_file(
         "node_link_bytes_per_s": inside.bytes_per_s,
         "node_link_latency_ns": inside.latency_ns,
         "op_overhead_ns": overhead,
+        "launch_ns": max(one.launch_ns for one in ranks),
+        "dispatch_ns": max(one.dispatch_ns for one in ranks),
         "issue_ns": max(one.issue_ns for one in ranks),
         "queues": "per_communicator" if device == "cpu" else "one",
         "memory_bytes": min(sizes) if sizes else "null",

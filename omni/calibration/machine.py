@@ -16,7 +16,8 @@ from ops.attention import make_packing, packed_attention
 _LEAST, _MOST = 5, 50  # repetitions
 _ENOUGH_S = 0.3
 _HEADS = 8
-_LAYERS = 4  # of the pass whose start is timed
+_FEW, _MANY = 4, 36  # layers of the passes whose start is timed
+_EXPERTS, _TOPK = 64, 2
 
 
 def timed(function: Callable[[], object], device: torch.device, repetitions: int | None = None) -> int:
@@ -86,15 +87,43 @@ def layer_rate(device: torch.device, dtype: torch.dtype, attention: int, memory:
     return layer.flops * 10**9 // max(taken - beside, taken // 2)
 
 
-def overhead_ns(device: torch.device, dtype: torch.dtype) -> int:
-    """Nanoseconds of a pass of a few layers over one token: hardly any work, so what starting it costs."""
-    layers = [_Layer(_HEADS * 8, 1, device, dtype) for _ in range(_LAYERS)]
+def starting_ns(device: torch.device, dtype: torch.dtype) -> tuple[int, int]:
+    """Nanoseconds that starting a pass costs, and that starting the kernels of one of its layers does: passes
+    of few and of many layers over one token, which are hardly any work.
+    """
+    layer = _Layer(_HEADS * 8, 1, device, dtype)
+    token = torch.randn(1, _HEADS * 8, dtype=dtype, device=device)
 
-    def forward(x: torch.Tensor) -> None:
-        for layer in layers:
+    def forward(layers: int) -> None:
+        x = token
+        for _ in range(layers):
             x = layer(x)
 
-    return timed(partial(forward, torch.randn(1, _HEADS * 8, dtype=dtype, device=device)), device)
+    return parted(timed(partial(forward, _FEW), device), timed(partial(forward, _MANY), device))
+
+
+def parted(few_ns: int, many_ns: int) -> tuple[int, int]:
+    """Return what a pass takes apart from its layers, and what a layer takes, given passes of few and of many
+    layers; a layer at most all that the few take, which a busy machine may hide.
+    """
+    layer_ns = min(max(0, many_ns - few_ns) // (_MANY - _FEW), few_ns // _FEW)
+    return few_ns - _FEW * layer_ns, layer_ns
+
+
+def dispatch_ns(device: torch.device, dtype: torch.dtype) -> int:
+    """Nanoseconds of sorting a few tokens by their experts and back; the host waits for how many each has, as
+    it does to send them. What is sent is not in it.
+    """
+    x = torch.randn(_EXPERTS, _HEADS * 8, dtype=dtype, device=device)
+    scores = torch.randn(_EXPERTS, _EXPERTS, device=device)
+
+    def dispatch() -> None:
+        chosen = scores.topk(_TOPK).indices.flatten()
+        tokens = chosen.argsort(stable=True) // _TOPK
+        counts = torch.bincount(chosen, minlength=_EXPERTS).tolist()
+        torch.zeros_like(x).index_add_(0, tokens, torch.cat(x[tokens].split(counts)))
+
+    return timed(dispatch, device)
 
 
 def memory_rate(device: torch.device) -> int:

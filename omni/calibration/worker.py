@@ -25,11 +25,12 @@ from omni.calibration.figures import Measured, cluster_file
 from omni.calibration.links import issuing_ns, link_times
 from omni.calibration.machine import (
     attention_rates,
+    dispatch_ns,
     layer_rate,
     memory_bytes,
     memory_rate,
-    overhead_ns,
     product_rates,
+    starting_ns,
 )
 from omni.training.worker import exit_with
 from ops.device import backend_name, dtype_of, precision_of, select_device
@@ -61,13 +62,16 @@ def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Me
         attention = timed("attention", lambda: attention_rates(device, dtype))
         memory = timed("memory", lambda: memory_rate(device))
         longest, _ = attention[max(attention)]
+        overhead, launch = timed("what starting an op costs", lambda: starting_ns(device, dtype))
         one = Measured(
             products=products,
             attention=attention,
             layer=timed("a whole layer", lambda: layer_rate(device, dtype, longest, memory)),
             memory_bytes_per_s=memory,
             memory_bytes=memory_bytes(device),
-            op_overhead_ns=timed("what starting an op costs", lambda: overhead_ns(device, dtype)),
+            op_overhead_ns=overhead,
+            launch_ns=launch,
+            dispatch_ns=timed("what sorting tokens costs", lambda: dispatch_ns(device, dtype)),
             issue_ns=timed("what starting a collective costs", lambda: issuing_ns(node, device)),
             inside=timed("links inside a node", lambda: link_times(node, device)),
             across={}

@@ -1,5 +1,6 @@
 """`omni calibrate`: its figures, its file, and what it refuses."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ FAST = Measured(
     10**10,
     None,
     10**6,
+    4_000,
+    90_000,
     20_000,
     {"all_gather": times(NEAR), "message": times(NEAR)},
     {},
@@ -40,6 +43,8 @@ SLOW = Measured(
     9 * 10**9,
     None,
     2 * 10**6,
+    5_000,
+    80_000,
     0,
     {},
     {},
@@ -85,6 +90,7 @@ def test_a_file_has_the_figures_of_the_slowest_rank(tmp_path: Path) -> None:
         9 * 10**9,
         2 * 10**6,
     )
+    assert (cluster.launch_ns, cluster.dispatch_ns) == (5_000, 90_000)
     assert (cluster.issue_ns, cluster.queues) == (20_000, "per_communicator")
     assert cluster.products == pytest.approx(3 * 10**10, rel=1e-3)
     assert (cluster.attention, cluster.attention_backward) == pytest.approx((10**9, 2 * 10**9), rel=1e-3)
@@ -103,6 +109,27 @@ def test_links_between_nodes_are_told_from_those_inside(tmp_path: Path) -> None:
     cluster = read(tmp_path, cluster_file("mine", "cpu", "fp32", [across, FAST], 1, "Two nodes."))
     assert cluster.links.across.bytes_per_s == pytest.approx(FAR.bytes_per_s, rel=0.01)
     assert cluster.links.inside.bytes_per_s == pytest.approx(NEAR.bytes_per_s, rel=0.01)
+
+
+def test_what_starting_a_pass_costs_is_told_from_what_its_layers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {}
+
+    def took(function: Callable[[], object], device: torch.device) -> int:
+        seen: list[int] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(machine._Layer, "__call__", lambda self, x: seen.append(1) or x)
+            function()
+        layers[len(seen)] = 700 + 30 * len(seen)
+        return layers[len(seen)]
+
+    monkeypatch.setattr(machine, "timed", took)
+    assert machine.starting_ns(CPU, torch.float32) == (700, 30)
+    assert len(layers) == 2
+
+
+def test_a_busy_machine_makes_no_start_negative() -> None:
+    assert machine.parted(4_000, 3_000) == (4_000, 0), "many layers seemed faster than few"
+    assert machine.parted(400, 400_000) == (0, 100), "a layer takes no more than the few"
 
 
 def _calibrate(rank: int, out: Path, ranks_per_node: int) -> None:
@@ -128,6 +155,8 @@ def test_two_ranks_measure_what_a_plan_is_made_with(
     assert config.cluster.ranks_per_node == per_node
     assert 10**8 < config.cluster.flops["fp32"] < 10**14
     assert 10**3 < config.cluster.issue_ns < 10**7 if per_node == 2 else config.cluster.issue_ns == 0
+    assert config.cluster.launch_ns >= 0
+    assert config.cluster.dispatch_ns > 0
     shares = config.cluster.efficiency
     assert all(0 < of <= 1 for of in (shares.products["fp32"], shares.attention, shares.attention_backward))
     assert 10**7 < config.cluster.link_bytes_per_s < 10**13

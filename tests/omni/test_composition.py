@@ -197,6 +197,17 @@ def test_a_written_configuration_reads_back(tmp_path):
     assert load_config(path) == config
 
 
+def test_a_cluster_file_of_a_former_version_is_refused_with_its_remedy(tmp_path):
+    (tmp_path / "cluster").mkdir()
+    path = tmp_path / "cluster" / "mine.yaml"
+    for flops, share, key in (("8", "0.5", "flops"), ("{fp32: 8}", "0.5", "efficiency")):
+        path.write_text(f"name: mine\nflops: {flops}\nefficiency: {share}\n")
+        with pytest.raises(
+            ValueError, match=rf"cluster\.{key}: one number .* before 2026-11-24.*omni calibrate"
+        ):
+            compose_config(["cluster=mine"], str(tmp_path))
+
+
 # Keys that have another name than they had.
 
 
