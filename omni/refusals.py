@@ -45,9 +45,9 @@ def _of_former_files(said: Sequence[str]) -> Iterator[str]:
     for mark, key in _ONE_NUMBER.items():
         if any(mark in line for line in said):
             yield (
-                f"{key}: one number is how cluster files of before 2026-11-24 had it; it is a mapping now, of "
-                "precisions or kinds of work: omni calibrate --out FOLDER/cluster/NAME.yaml writes a new file, "
-                "and docs/running.md lists the keys of cluster"
+                f"{key}: one number is how cluster files of before 2026-11-24 had it; it is a mapping now, "
+                "of precisions or kinds of work: omni calibrate --out FOLDER/cluster/NAME.yaml writes a new "
+                "file, and docs/running.md lists the keys of cluster"
             )
 
 

@@ -40,8 +40,8 @@ class Framework:
 
 _MEGATRON = Overlap(pass_tokens=0, tensor=_VISIBLE, expert=500, bucket=50, gradient_bytes=BF16)
 _TORCHTITAN = Overlap(pass_tokens=0, bucket=50, gradient_bytes=FP32, sharded=True)
-# FlashAttention-2 reaches 35 % of a Hopper's peak by itself (Shah et al., 2024, FlashAttention-3, abstract), here
-# 32 %: the cluster files' attention, 56 % on an h100, was fitted with this factor.
+# FlashAttention-2 reaches 35 % of a Hopper's peak by itself (Shah et al., 2024, FlashAttention-3, abstract),
+# here 32 %: the cluster files' attention, 56 % on an h100, was fitted with this factor.
 _FLASH_2 = 1.77
 FRAMEWORKS = {
     # Tensor, data and pipeline parallel messages overlapped (its README, "Training Speed and Scalability").
