@@ -166,12 +166,12 @@ def _attend_tiles(
 
 def _divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """The tokens of each kind. split() and cat(): the backward of a slice adds a zero tensor of full size. A
-    view of some tokens would keep all of them for its backward, so what is attended here is copied.
+    view would keep all that it is a view of for its backward, so what is attended here is copied.
     """
     kinds: list[list[torch.Tensor]] = [[], [], []]
     for (kind, _), piece in zip(runs, x.split([length for _, length in runs]), strict=True):
         kinds[kind].append(piece)
-    views = (kind == SHARED or len(pieces[0]) in (0, len(x)) for kind, pieces in enumerate(kinds))
+    views = (kind == SHARED or not len(pieces[0]) for kind, pieces in enumerate(kinds))
     return [
         pieces[0] if view and len(pieces) == 1 else torch.cat(pieces)
         for view, pieces in zip(views, kinds, strict=True)

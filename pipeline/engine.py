@@ -255,16 +255,16 @@ class _Step:
         received = None
         if part == 0:
             hidden = stage.embed(inputs)
-            if m in self.returned and not hidden.requires_grad:
-                # The embedding is frozen. The plan says that gradients come back to this pass, so every rank
-                # that shares its layers or sequences goes back, also one whose own tokens took in no row.
-                hidden.requires_grad_()
         else:
             received = self.inbox.pop((Kind.RECV_FORWARD, m, part)).requires_grad_(self.plan.train)
             hidden = received
         entering: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if part in self.with_rows and m in self.shipped:
             hidden, entering = self.enter(m, part, hidden)
+        if part == 0 and m in self.returned and not hidden.requires_grad:
+            # The embedding is frozen. The plan says that gradients come back to this pass, so every rank that
+            # shares its layers or sequences goes back, also one whose own tokens took in no row.
+            hidden.requires_grad_()
         output = stage.forward(part, inputs, hidden, entering)
         if part < self.domain.num_parts - 1:
             self.hand_on(Kind.SEND_FORWARD, Kind.RECV_FORWARD, m, part, part + 1, output.detach())

@@ -290,9 +290,8 @@ def kept_by_attention(stack: Stack, seen: Attended) -> int:
     if not seen.into:
         return (qkv + rotated + output) * stack.element + seen.tokens * heads * FP32 + norms
     tiles = 2 * (seen.rows + seen.context) * size * stack.element + seen.rows * FP32
-    # Copies of what is attended here, or all tokens. Norms keep what they norm, and all that it is a view of.
-    divided = seen.local * (heads + 2 * kv_heads) * size + qkv * stack.qk_norm
-    tiles += (divided if seen.local < seen.tokens else qkv + rotated) * stack.element
+    # Copies of what is attended here. Norms keep what they norm, and all that it is a view of.
+    tiles += (seen.local * (heads + 2 * kv_heads) * size + qkv * stack.qk_norm) * stack.element
     local = seen.local * heads * (size * stack.element + FP32)
     return tiles + local + output * stack.element + norms
 

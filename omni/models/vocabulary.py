@@ -76,9 +76,9 @@ class Losses:
             plain_flops=self._flops(load.targets),
             bytes=self._bytes(load.targets),
             collectives=(*all_gather("tp", self._wanted(load), self.tp), *self._sums(load.targets)),
-            kept=self._kept(load.targets) - self._hidden(load.targets) * load.frozen,
+            kept=self._kept(load.targets) - self._unkept(load),
             workspace=self._losses(load.targets)
-            + self._hidden(load.targets) * load.frozen
+            + self._unkept(load)
             + self._reduced(load.targets)
             - (self._probabilities(load.targets) if load.targets <= self.chunk else 0),
         )
@@ -123,6 +123,10 @@ class Losses:
 
     def _hidden(self, targets: int) -> int:
         return targets * self.hidden * self.element
+
+    def _unkept(self, load: Load) -> int:
+        """Hidden states that no gradient of a frozen weight needs, unless chunks are made anew from them."""
+        return self._hidden(load.targets) * (load.frozen and load.targets <= self.chunk)
 
     def _kept(self, targets: int) -> int:
         """Bytes that losses keep: gathered hidden states, and probabilities if they are not made anew."""

@@ -154,7 +154,8 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors[0], ctx.weight
         (grad,) = grads
         group = ctx.tp_group if ctx.sequence_parallel else None
-        pending.put_off(_Product(weight, inputs, grad, group))
+        # Detached: what made the input holds the input and the gradient of a layer that was recomputed.
+        pending.put_off(_Product(weight, inputs.detach(), grad, group))
         grad_input = grad.matmul(weight)
         if ctx.allreduce_dgrad:
             dist.all_reduce(grad_input, group=ctx.tp_group)

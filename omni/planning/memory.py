@@ -100,6 +100,8 @@ def _walk(work: RankWork) -> Iterator[tuple[Parts, Op | str]]:
     held: Held = {}
     yield Counter(), "start"
     for op in work.domain.ops_of(work.position):
+        if op.kind is Kind.FORWARD:
+            _take_rows(work, op, held)
         for moment in _during(work, op, held):
             yield moment, op
         _after(work, op, held)
@@ -144,9 +146,12 @@ def _goes_back(work: RankWork, op: Op) -> bool:
     """Whether a pass keeps what a backward takes: unless nothing that it takes in or goes through learns."""
     if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
         return work.domain.chunks[op.index].component in work.trained
-    return (
-        LLM in work.trained or op.part > 0 or Op(Kind.RETURN, op.index) in work.domain.ops_of(work.position)
-    )
+    return LLM in work.trained or op.part > 0 or _returns(work, op.index)
+
+
+def _returns(work: RankWork, m: int) -> bool:
+    """Whether gradients of a microbatch's rows go back."""
+    return Op(Kind.RETURN, m) in work.domain.ops_of(work.position)
 
 
 def _kept(op: Op) -> tuple[str, int, int]:
@@ -173,6 +178,7 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
         held[f"{kind} all", m, 0] = ("buffers", BETWEEN), _moved(work, op)[0]
         if kind is Kind.RETURN:  # the gradients leave as they are
             held.pop(("row gradients", m, 0), None)
+            held.pop((f"{Kind.SHIP} in", m, 0), None)
         else:
             _let_go_of_frozen(work, m, held)
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
@@ -214,6 +220,13 @@ def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
             held.pop(("encoded", c, 0), None)
 
 
+def _take_rows(work: RankWork, op: Op, held: Held) -> None:
+    """Rows go when the last part takes them in, unless their gradients go back."""
+    last = max(work.domain.parts_with_rows(work.position), default=None)
+    if op.part == last and not _returns(work, op.index):
+        held.pop((f"{Kind.SHIP} in", op.index, 0), None)
+
+
 def _backward(work: RankWork, op: Op, held: Held) -> None:
     m, p = op.index, op.part
     held.pop(_kept(op), None)
@@ -230,10 +243,8 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
     held.pop(("gradient", m, p + 1), None)  # of a part that this rank holds too
     if p:
         held["gradient", m, p] = ("workspace", LLM), _message(work, op)
-    if p == min(work.llm):
-        held.pop((f"{Kind.SHIP} in", m, 0), None)
-        if Op(Kind.RETURN, m) in work.domain.ops_of(work.position):
-            held["row gradients", m, 0] = ("workspace", BETWEEN), work.rows_in[m] * work.row_bytes
+    if p == min(work.llm) and _returns(work, m):
+        held["row gradients", m, 0] = ("workspace", BETWEEN), work.rows_in[m] * work.row_bytes
 
 
 def _let_go_of_returned(work: RankWork, held: Held) -> None:

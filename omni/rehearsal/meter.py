@@ -43,6 +43,7 @@ class Meter(TorchDispatchMode):
         self.labels: Mapping[str, str] = {}
         self.nodes = nodes
         self.kind = "buffers"
+        self.counts = True
         self.where: str | Op = "start"
         self.live = dict.fromkeys(KINDS, 0)
         self.peak = dict(self.live)
@@ -60,6 +61,15 @@ class Meter(TorchDispatchMode):
             yield
         finally:
             self.kind = before
+
+    @contextlib.contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Hold what is made inside the block as nothing."""
+        self.counts = False
+        try:
+            yield
+        finally:
+            self.counts = True
 
     def adopt(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count tensors that exist already as `kind`."""
@@ -101,7 +111,7 @@ class Meter(TorchDispatchMode):
     # Memory.
 
     def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, storage.nbytes() * self.counts
         self._held[key] = kind, size, weakref.ref(storage, lambda _: self._forget(key))
         self.live[kind] += size
         self.total += size

@@ -36,7 +36,7 @@ from omni.rehearsal.recorder import Recorder
 from omni.rehearsal.stand_in_data import stand_in
 from omni.rehearsal.stand_ins import even_routing, saving_all, stand_ins
 from parallel.groups import Groups
-from parallel.megatron import ProcessGroupCollection
+from parallel.megatron import ProcessGroupCollection, get_global_memory_buffer
 from parallel.transports import node_map
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
@@ -203,12 +203,14 @@ def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
 
 def _footprint(own: Rank, meter: Meter) -> Footprint:
     components = own.components.items()
+    # Scratch memory is there throughout: a step finds what the one before it has left.
+    scratch = sum(buffer.nbytes for buffer in get_global_memory_buffer().buffer.values())
     return Footprint(
         parameters={name: sum(p.numel() for p in component.parameters) for name, component in components},
-        peak=meter.peak,
+        peak=meter.peak | {"buffers": meter.peak["buffers"] + scratch},
         at=str(meter.at),
         traffic={key: sent for key, sent in meter.traffic().items() if key[0] != "world"},
-        encoding=meter.encoding,
+        encoding={op: most + scratch for op, most in meter.encoding.items()},
     )
 
 

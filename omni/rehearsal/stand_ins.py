@@ -46,11 +46,11 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         # Random numbers need values.
         put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
         put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
-        # megatron's scratch memory is this rank's alone, and counts as what it is.
+        # megatron's scratch memory is this rank's alone. The step before has left it: `_footprint` adds it.
         scratch = get_global_memory_buffer()
         get_scratch = scratch.get_tensor
         put(scratch, "buffer", {})
-        put(scratch, "get_tensor", lambda *args: _as_buffer(meter, get_scratch, args))
+        put(scratch, "get_tensor", lambda *args: _uncounted(meter, get_scratch, args))
         # The dispatcher reads the order of experts as numbers.
         init = MoEAlltoAllTokenDispatcher.__init__
         put(MoEAlltoAllTokenDispatcher, "__init__", lambda *args, **kwargs: _with_content(init, args, kwargs))
@@ -153,8 +153,8 @@ def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *mo
     return StepTotals((1.0,), (1.0,), ones, 0.0, False)
 
 
-def _as_buffer(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-    with meter.making("buffers"):
+def _uncounted(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+    with meter.not_counting():
         return get_scratch(*args)
 
 

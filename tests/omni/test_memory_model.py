@@ -19,6 +19,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+FROZEN = "+optim.components={llm: {frozen: [[1, 9]]}}"
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
 CAUSES = {
     "parts share the rotation and gathered tokens": (
@@ -52,7 +53,22 @@ CAUSES = {
     "a frozen LLM keeps no inputs of its linears": (
         1,
         [0],
-        ["+optim.components={llm: {frozen: [[1, 9]]}}", "model.llm.ffn=4096"],
+        [FROZEN, "model.llm.ffn=4096"],
+    ),
+    "a frozen LLM makes chunks of losses anew from hidden states": (
+        1,
+        [0],
+        [FROZEN, "model.llm.loss_chunk=16", "model.llm.vocab=512"],
+    ),
+    "rows of a frozen encoder go when they are taken in": (
+        1,
+        [0],
+        ["+optim.components={image: {frozen: [[1, 9]]}}", "model.llm.recompute=full"],
+    ),
+    "gradients that are put off hold nothing of the pass": (
+        2,
+        [1],
+        ["layout.llm.pp=2", "pipeline=zero_bubble_h2", "model.llm.loss_chunk=16"],
     ),
     "one rank with all of the vocabulary has three tensors of its chunk": (
         1,
