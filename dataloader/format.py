@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -183,6 +184,34 @@ class DatasetTotals:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """Which tokens stand around a sample's text: a bos before it, an end_of_item after the rows of each item.
+    The eos is always the last label; `eos` says whether it carries loss where targets reach the text's end.
+    """
+
+    bos: bool = True
+    end_of_item: bool = True
+    eos: bool = True
+
+
+PLAIN = Frame()
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """What the tokens of a dataset's text depend on beside the tokenizer's name: digests of the tokenizer and
+    of the chat template that wrote the text, "" where there is none, and the frame of its samples.
+    """
+
+    tokenizer: str = ""
+    template: str = ""
+    frame: Frame = PLAIN
+
+
+_NOTHING_SAID = TextForm()
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What `dataset.json` says: everything about a dataset except its samples."""
 
@@ -195,6 +224,8 @@ class Manifest:
     index: DataFile
     modalities: tuple[str, ...]
     totals: DatasetTotals
+    # Not shown, as hashes are not. `dataset.json` has it where it says more than that there is nothing.
+    text: TextForm = field(default=_NOTHING_SAID, repr=False)
 
     @property
     def files(self) -> tuple[DataFile, ...]:
@@ -218,8 +249,11 @@ def hash_of(file: Path) -> str:
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write `dataset.json` into the folder `path`, whole or not at all."""
     new = path / f"{MANIFEST}.new"
+    values = asdict(manifest)
+    if manifest.text == _NOTHING_SAID:
+        del values["text"]
     with open(new, "w", encoding="utf-8") as handle:
-        handle.write(json.dumps(asdict(manifest), indent=2) + "\n")
+        handle.write(json.dumps(values, indent=2) + "\n")
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(new, path / MANIFEST)
@@ -250,14 +284,19 @@ def read_manifest(path: Path) -> Manifest:
                 "index": DataFile(**raw["index"]),
                 "modalities": tuple(raw["modalities"]),
                 "totals": DatasetTotals(**raw["totals"]),
+                "text": _text_form(raw.get("text", {})),
             }
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{file} lacks or misspells a key ({error}): rebuild with omni data build") from None
     for listed in manifest.files:
         _check_listed(file, listed, manifest.format_version)
     _check_manifest(file, manifest)
     return manifest
+
+
+def _text_form(raw: dict[str, Any]) -> TextForm:
+    return TextForm(**{**raw, "frame": Frame(**raw.get("frame", {}))})
 
 
 def _check_listed(file: Path, listed: DataFile, version: int) -> None:

@@ -21,6 +21,7 @@ from dataloader.format import (
     read_manifest,
 )
 from dataloader.item_counts import REFUSED, ItemCounts, RememberedCounts
+from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 
 Ints = npt.NDArray[np.int64]
@@ -74,7 +75,7 @@ class Index:
             raise ValueError("its numbers are compressed")
 
     @staticmethod
-    def open(path: str | Path, expect_tokenizer: str | None = None, checked: bool = True) -> "Index":
+    def open(path: str | Path, tokenizer: Tokenizer | None = None, checked: bool = True) -> "Index":
         """Open a dataset's index and check that its files are there, whole, and of that tokenizer; and, if it
         is `checked` and small, that it is the index whose hash the dataset has.
 
@@ -83,11 +84,8 @@ class Index:
         path = Path(path)
         manifest = read_manifest(path)
         check_files(path, manifest)
-        if expect_tokenizer is not None and manifest.tokenizer != expect_tokenizer:
-            raise DataError(
-                f"{path} was built with tokenizer {manifest.tokenizer!r}, the model uses "
-                f"{expect_tokenizer!r}: rebuild it with omni data build, or change the tokenizer"
-            )
+        if tokenizer is not None:
+            _check_tokenizer(path, manifest, tokenizer)
         try:
             cheap = manifest.index.hash and manifest.index.bytes <= _HASHED
             if checked and cheap and hash_of(path / manifest.index.file) != manifest.index.hash:
@@ -119,7 +117,9 @@ class Index:
                 (tokens, rows), refused = (0, 0), str(error)
             items.append(ItemMeta(name, tokens, rows, at, size, refused))
         text_tokens = int(self._int32[start[_TEXT_TOKENS] + row])
-        return SampleMeta(i, source, text_tokens, tuple(items), int(self._int64[start[_BYTES] + row]))
+        size_of_all = int(self._int64[start[_BYTES] + row])
+        frame = self.manifest.text.frame
+        return SampleMeta(i, source, text_tokens, tuple(items), size_of_all, frame=frame)
 
     def lengths(self, ids: Ints, counts: RememberedCounts, budget: int, policy: str) -> Ints:
         """LLM input tokens of samples [n] as they are trained on, int64 [n]: `length` of what `fit` returns.
@@ -136,6 +136,7 @@ class Index:
             rows == REFUSED,
             budget,
             policy,
+            self.manifest.text.frame,
         )
 
     def item_tokens(self, ids: Ints, counts: RememberedCounts) -> dict[str, tuple[Ints, Ints]]:
@@ -208,6 +209,27 @@ class Index:
                 for buffer, size in zip(buffers, _ITEM_SIZES, strict=True)
             ]
         return self._starts[batch].tolist()
+
+
+def _check_tokenizer(path: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
+    """Raise DataError if text was counted with another tokenizer, or written by another template."""
+    remedy = "rebuild it with omni data build, or change the tokenizer"
+    if manifest.tokenizer != tokenizer.name:
+        raise DataError(
+            f"{path} was built with tokenizer {manifest.tokenizer!r}, the model uses {tokenizer.name!r}: "
+            f"{remedy}"
+        )
+    if manifest.text.tokenizer != tokenizer.digest:
+        raise DataError(
+            f"{path} was built with a tokenizer {tokenizer.name!r} of digest "
+            f"{manifest.text.tokenizer or 'unknown'}, the model's has {tokenizer.digest}: {remedy}"
+        )
+    template = digest_of(tokenizer.template)
+    if manifest.text.template and template and manifest.text.template != template:
+        raise DataError(
+            f"{path} was written by a chat template of digest {manifest.text.template}, the tokenizer's is "
+            f"{template}: rebuild it with omni data build, or name the template by data.tokenizer.template"
+        )
 
 
 def same_data(one: Index, other: Index) -> bool:

@@ -1,26 +1,65 @@
-"""Text to token ids: the protocol, and the byte tokenizer that needs no download."""
+"""Tokenizers: text to token ids and back, found by name.
 
-from collections.abc import Sequence
-from typing import Protocol
+A tokenizer lives wherever its author likes: a class registered under the entry point `omni.tokenizers`. The
+`data.tokenizer` of a run is its name, or a mapping of `name` and the keys that the class takes:
+
+    data.tokenizer: bytes
+    data.tokenizer: {name: hf, path: models/mine}
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dataloader.format import PLACEHOLDER, Frame, TextForm
+
+GROUP = "omni.tokenizers"
+
+
+class Encoding(NamedTuple):
+    """A text in tokens: ids int64 [T], and the characters [start, stop) of the text that each is of, int64
+    [T] both. Tokens that are pieces of one character are all of that character.
+    """
+
+    ids: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What the platform asks of a tokenizer; ids are below `vocab_size`.
+    """The contract. Encoding must not depend on anything but the text.
 
-    `bos`, `eos`, `item` and `end_of_item` are special ids that `encode` never returns: an item's rows carry
-    `item` and are followed by one `end_of_item`. Encoding must not depend on anything but the text.
+    `bos`, `eos`, `item` and `end_of_item` are ids: an item's rows carry `item` and are followed by one
+    `end_of_item`. A vocabulary that begins no sample, or ends no item, has None.
     """
 
     @property
     def name(self) -> str:
-        """Identifies the vocabulary; recorded in datasets and checkpoints."""
+        """The name by which it is registered; recorded in datasets and checkpoints."""
+
+    @property
+    def digest(self) -> str:
+        """Names all that ids depend on beside `name`, "" if nothing does; recorded as well."""
+
+    @property
+    def template(self) -> str:
+        """Its chat template, "" if it has none."""
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Ids by text of the tokens that only a template or the platform writes, such as <|im_end|>."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, the special ones included."""
+        """One more than the largest id, the special ones included."""
 
     @property
-    def bos(self) -> int:
+    def bos(self) -> int | None:
         """Begins every sample."""
 
     @property
@@ -32,11 +71,11 @@ class Tokenizer(Protocol):
         """Stands at every row of an item."""
 
     @property
-    def end_of_item(self) -> int:
+    def end_of_item(self) -> int | None:
         """Follows the rows of an item."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special ids."""
+    def encode(self, text: str) -> Encoding:
+        """Tokens of a text, in which each `PLACEHOLDER` is one token of its own, without bos and eos."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special ids are left out."""
@@ -46,26 +85,76 @@ class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, then four special ids. Needs no training and no download."""
 
     name = "bytes"
+    digest = ""
+    template = ""
+    special: Mapping[str, int] = {}
     vocab_size = 260
     bos = 256
     eos = 257
     item = 258
     end_of_item = 259
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Encoding:
         """UTF-8 bytes of the text."""
-        return list(text.encode("utf-8"))
+        ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+        begins = (ids & 0xC0) != 0x80
+        starts = np.cumsum(begins) - 1
+        if PLACEHOLDER in text:
+            places = np.array([i for i, c in enumerate(text) if c == PLACEHOLDER])
+            of_items = np.isin(starts, places)
+            ids[of_items] = self.item
+            kept = begins | ~of_items
+            ids, starts = ids[kept], starts[kept]
+        return Encoding(ids, starts, starts + 1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids below 256; bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
-TOKENIZERS = {"bytes": ByteTokenizer}
+def text_form(tokenizer: Tokenizer) -> TextForm:
+    """How a tokenizer has plain text: in a frame of all tokens that it has for one."""
+    frame = Frame(bos=tokenizer.bos is not None, end_of_item=tokenizer.end_of_item is not None)
+    return TextForm(tokenizer.digest, frame=frame)
 
 
-def get_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name; ValueError listing the known ones."""
-    if name not in TOKENIZERS:
-        raise ValueError(f"unknown tokenizer {name!r}: known are {', '.join(sorted(TOKENIZERS))}")
-    return TOKENIZERS[name]()
+def digest_of(text: str) -> str:
+    """BLAKE2b of a text, 128 bits, as 32 hexadecimal digits; "" of an empty one."""
+    return blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
+
+
+def registered() -> list[str]:
+    """Return the names of all tokenizers that installed packages register."""
+    return sorted({point.name for point in entry_points(group=GROUP)})
+
+
+def get_tokenizer(chosen: str | Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer of a name, or of a mapping of `name` and its own keys.
+
+    Raises:
+        ValueError: if none is registered by the name, it cannot be imported, or does not take the keys.
+    """
+    if not isinstance(chosen, str | Mapping):
+        raise ValueError(f"{chosen!r} is neither a name nor a mapping of name and keys")
+    keys = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    name = keys.pop("name", None)
+    points = [point for point in entry_points(group=GROUP) if point.name == name]
+    if not points:
+        raise ValueError(
+            f"unknown tokenizer {name!r}: known are {', '.join(registered())}; a package adds its own under "
+            f"the entry point {GROUP}"
+        )
+    try:
+        kind = points[0].load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"tokenizer {name}: {points[0].value} cannot be imported: {error}") from error
+    takes = inspect.signature(kind)
+    try:
+        takes.bind(**keys)
+    except TypeError as error:
+        raise ValueError(
+            f"tokenizer {name}: {error} (its keys are {', '.join(takes.parameters) or 'none'}; give them as "
+            f"{{name: {name}, key: value}})"
+        ) from None
+    tokenizer: Tokenizer = kind(**keys)
+    return tokenizer

@@ -4,18 +4,20 @@ The token sequence of a sample is
 
     bos  text…  [item]*rows end_of_item  text…  …  eos
 
-The model's inputs are all but the last of them and the labels all but the first, so the eos is only ever a
-label. `length` and `item_row_offsets` say the same from metadata alone as `tokenize` does from the payload.
+in the dataset's frame: a vocabulary may have no bos, or nothing that follows an item. The model's inputs are
+all but the last of them and the labels all but the first, so the eos is only ever a label. `text_tokens` is
+the one place where text becomes tokens; `length` and `item_row_offsets` say the same from metadata alone as
+`tokenize` does from the payload.
 """
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from dataloader.format import PLACEHOLDER, DataError, Sample
+from dataloader.format import PLACEHOLDER, PLAIN, DataError, Frame, Sample
 from dataloader.tokenizer import Tokenizer
 
 LONG_SAMPLE_POLICIES = ("error", "drop", "truncate")
@@ -53,20 +55,22 @@ class SampleMeta:
     bytes: int
     phase: int = 0
     truncated: bool = False
+    frame: Frame = PLAIN
 
 
 def length(meta: SampleMeta) -> int:
     """LLM input tokens of a sample: bos, text, rows and end_of_item of each item; the eos is only a label."""
-    return 1 + meta.text_tokens + sum(item.rows + 1 for item in meta.items)
+    after = meta.frame.end_of_item
+    return meta.frame.bos + meta.text_tokens + sum(item.rows + after for item in meta.items)
 
 
 def item_row_offsets(meta: SampleMeta) -> tuple[int, ...]:
-    """Position of the first row of each kept item in the sample's LLM input tokens (bos is position 0)."""
+    """Position of the first row of each kept item in the sample's LLM input tokens (a bos is position 0)."""
     offsets = []
-    rows_before = 1
+    rows_before = int(meta.frame.bos)
     for item in meta.items:
         offsets.append(rows_before + item.at)
-        rows_before += item.rows + 1
+        rows_before += item.rows + meta.frame.end_of_item
     return tuple(offsets)
 
 
@@ -107,6 +111,7 @@ def fit_lengths(
     refused: npt.NDArray[np.bool_],
     budget: int,
     policy: str,
+    frame: Frame = PLAIN,
 ) -> npt.NDArray[np.int64]:
     """`length` of what `fit` returns for n samples with k items in all, int64 [n], without their metadata.
 
@@ -114,21 +119,22 @@ def fit_lengths(
     those of the one before, as in `ItemMeta`. A sample that `fit` drops, or raises for, has length 0.
     """
     _check_fit(budget, policy)
-    after = np.concatenate([[0], np.cumsum(rows + 1)])  # tokens of all items up to one, and it
+    whole = rows + frame.end_of_item
+    after = np.concatenate([[0], np.cumsum(whole)])  # tokens of all items up to one, and it
     last = np.cumsum(num_items)
     first = last - num_items
-    lengths = 1 + text_tokens + after[last] - after[first]
+    lengths = frame.bos + text_tokens + after[last] - after[first]
     fits = lengths <= budget
     sample = np.repeat(np.arange(len(lengths)), num_items)
     fits[sample[refused]] = False
     if policy != "truncate" or fits.all():
         return np.where(fits, lengths, 0)
     # A prefix ends at the budget, or before the first item that is refused or reaches beyond the budget.
-    start = 1 + at + after[:-1] - after[first][sample]
-    gone = refused | (start + rows + 1 > budget)
+    start = frame.bos + at + after[:-1] - after[first][sample]
+    gone = refused | (start + whole > budget)
     cut = np.full_like(lengths, budget)
     np.minimum.at(cut, sample[gone], start[gone])
-    return np.where(fits, lengths, np.where(cut > 1, cut, 0))
+    return np.where(fits, lengths, np.where(cut > frame.bos, cut, 0))
 
 
 def _check_fit(budget: int, policy: str) -> None:
@@ -139,16 +145,17 @@ def _check_fit(budget: int, policy: str) -> None:
 
 
 def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:
-    free = budget - 1  # the bos
+    free = budget - meta.frame.bos
     text = 0
     kept = []
     for item in meta.items:
         before = item.at - text
-        if item.refused or before + item.rows + 1 > free:
+        whole = item.rows + meta.frame.end_of_item
+        if item.refused or before + whole > free:
             # Either the text before the item is cut, or that text fits whole and the item is the first to go.
             text += min(before, free)
             break
-        free -= before + item.rows + 1
+        free -= before + whole
         text = item.at
         kept.append(item)
     else:
@@ -158,16 +165,37 @@ def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:
     return replace(meta, text_tokens=text, items=tuple(kept), truncated=True)
 
 
-def count_text(sample: Sample, tokenizer: Tokenizer) -> tuple[int, tuple[int, ...]]:
-    """Text tokens of a sample, and for each item the number of text tokens before it."""
-    total = 0
-    ats = []
-    for piece, _ in _pieces(sample):
-        if piece == PLACEHOLDER:
-            ats.append(total)
-        else:
-            total += len(tokenizer.encode(piece))
-    return total, tuple(ats)
+@dataclass(frozen=True)
+class TextTokens:
+    """The text of a sample in tokens: `ids` int64 [T] without those of items, item i after `items[i]` of
+    them, and which of them are targets, bool [T].
+    """
+
+    ids: npt.NDArray[np.int64]
+    items: tuple[int, ...]
+    targets: npt.NDArray[np.bool_]
+
+
+def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
+    """What a tokenizer makes of a sample's text. A token is a target if it holds a character of one."""
+    ids, starts, stops = tokenizer.encode(sample.text)
+    characters = [match.start() for match in re.finditer(PLACEHOLDER, sample.text)]
+    of_item = np.isin(starts, np.array(characters, dtype=np.int64))
+    places = np.flatnonzero(of_item)
+    if len(places) != len(characters):
+        raise DataError(
+            f"sample {sample.id!r}: tokenizer {tokenizer.name} makes {len(places)} tokens of its "
+            f"{len(characters)} placeholders (U+FFFC): it must give each one token of its own"
+        )
+    items = tuple((places - np.arange(len(places))).tolist())
+    if sample.targets is None:
+        targets = np.ones(len(ids), dtype=np.bool_)
+    else:
+        spans = np.array(sample.targets, dtype=np.int64).reshape(-1, 2)
+        first = np.searchsorted(spans[:, 1], starts, side="right")  # the first span that ends after its start
+        begins = np.append(spans[:, 0], np.iinfo(np.int64).max)[first]
+        targets = begins < np.maximum(stops, starts + 1)
+    return TextTokens(ids[~of_item], items, targets[~of_item])
 
 
 def tokenize(
@@ -179,41 +207,34 @@ def tokenize(
     eos of a sample that is whole and whose targets reach the end of its text. The items' payload is not
     needed. Raises DataError naming the sample if the payload does not hold what `meta` says.
     """
-    ids = [tokenizer.bos]
-    target = [False]
-    seen, kept_items = 0, 0
-    num_placeholders = 0
-    for piece, is_target in _pieces(sample):
-        if piece == PLACEHOLDER:
-            num_placeholders += 1
-            if kept_items == len(meta.items):
-                continue
-            item = meta.items[kept_items]
-            if item.at != seen:
-                raise _mismatch(
-                    sample, meta, f"item {kept_items} stands after {seen} text tokens, not {item.at}"
-                )
-            kept_items += 1
-            ids += [tokenizer.item] * item.rows + [tokenizer.end_of_item]
-            target += [False] * (item.rows + 1)
-        else:
-            tokens = tokenizer.encode(piece)
-            kept = tokens[: max(0, meta.text_tokens - seen)]
-            seen += len(tokens)
-            ids += kept
-            target += [is_target] * len(kept)
+    text = text_tokens(sample, tokenizer)
+    seen, kept = len(text.ids), meta.items
     if seen < meta.text_tokens or (seen > meta.text_tokens and not meta.truncated):
         raise _mismatch(sample, meta, f"the text has {seen} tokens, not {meta.text_tokens}")
-    if kept_items < len(meta.items) or (num_placeholders > kept_items and not meta.truncated):
-        raise _mismatch(sample, meta, f"the text has {num_placeholders} placeholders, not {len(meta.items)}")
+    if len(text.items) < len(kept) or (len(text.items) > len(kept) and not meta.truncated):
+        raise _mismatch(sample, meta, f"the text has {len(text.items)} placeholders, not {len(kept)}")
+    for number, (item, at) in enumerate(zip(kept, text.items, strict=False)):
+        if item.at != at:
+            raise _mismatch(sample, meta, f"item {number} stands after {at} text tokens, not {item.at}")
+    frame = meta.frame
+    ids = [np.array([tokenizer.bos] * frame.bos, dtype=np.int64)]
+    target = [np.zeros(int(frame.bos), dtype=np.bool_)]
+    edges = [0, *(item.at for item in kept), meta.text_tokens]
+    for number, (start, stop) in enumerate(pairwise(edges)):
+        ids.append(text.ids[start:stop])
+        target.append(text.targets[start:stop])
+        if number < len(kept):
+            of_item = [tokenizer.item] * kept[number].rows + [tokenizer.end_of_item] * frame.end_of_item
+            ids.append(np.array(of_item, dtype=np.int64))
+            target.append(np.zeros(len(of_item), dtype=np.bool_))
     to_the_end = sample.targets is None or (
         len(sample.targets) > 0 and sample.targets[-1][1] == len(sample.text)
     )
-    ids.append(tokenizer.eos)
-    target.append(to_the_end and not meta.truncated)
-    assert len(ids) == length(meta) + 1
-    sequence = np.array(ids, dtype=np.int64)
-    return sequence[:-1], sequence[1:].copy(), np.array(target[1:], dtype=np.bool_)
+    ids.append(np.array([tokenizer.eos]))
+    target.append(np.array([frame.eos and to_the_end and not meta.truncated]))
+    sequence = np.concatenate(ids)
+    assert len(sequence) == length(meta) + 1
+    return sequence[:-1], sequence[1:].copy(), np.concatenate(target)[1:]
 
 
 def _mismatch(sample: Sample, meta: SampleMeta, what: str) -> DataError:
@@ -221,26 +242,3 @@ def _mismatch(sample: Sample, meta: SampleMeta, what: str) -> DataError:
         f"sample {sample.id!r} ({meta.id} of source {meta.source!r}): {what} as the index says; "
         "index and shards disagree: check with omni data verify, rebuild with omni data build"
     )
-
-
-def _pieces(sample: Sample) -> list[tuple[str, bool]]:
-    """The text cut at placeholders and at the edges of target spans: (piece, carries loss), in order.
-
-    Each piece is tokenised by itself, so that counts from the index are exact for any tokenizer.
-    """
-    text = sample.text
-    spans: Sequence[tuple[int, int]] = [(0, len(text))] if sample.targets is None else sample.targets
-    starts = {start for start, _ in spans}
-    stops = {stop for _, stop in spans}
-    edges = {0, len(text)} | starts | stops
-    position = text.find(PLACEHOLDER)
-    while position >= 0:
-        edges |= {position, position + 1}
-        position = text.find(PLACEHOLDER, position + 1)
-    ordered = sorted(edges)
-    pieces = []
-    inside = False
-    for start, stop in pairwise(ordered):
-        inside = start in starts or (inside and start not in stops)
-        pieces.append((text[start:stop], inside))
-    return pieces

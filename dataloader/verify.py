@@ -12,7 +12,7 @@ from dataloader.format import MANIFEST, DataError, Item, SampleError, hash_of, v
 from dataloader.index import Index
 from dataloader.reader import Reader
 from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import count_text
+from dataloader.tokens import text_tokens
 
 _EXAMPLES = 5
 
@@ -40,7 +40,7 @@ def verify_dataset(
     `unreadable`, `invalid`, `undecodable`, `miscounted` and `repeated` (an id). Raises DataError if the
     dataset cannot be opened at all (missing or resized files).
     """
-    index = Index.open(path, tokenizer.name, checked=False)
+    index = Index.open(path, tokenizer, checked=False)
     reader = Reader(path)
     problems: Counter[str] = Counter()
     not_decoded: Counter[str] = Counter()
@@ -73,11 +73,13 @@ def verify_dataset(
             found("repeated", f"sample {sample.id!r} ({i}): another one has this id")
         ids.add(name)
         items += len(sample.items)
-        text_tokens, ats = count_text(sample, tokenizer)
+        tokens = text_tokens(sample, tokenizer)
         meta = index.meta(i, "", lambda modality, size: (0, 0))
         recorded = [(item.modality, item.at, item.size) for item in meta.items]
-        counted = [(item.modality, at, item.size) for item, at in zip(sample.items, ats, strict=True)]
-        if (meta.text_tokens, recorded) != (text_tokens, counted):
+        counted = [
+            (item.modality, at, item.size) for item, at in zip(sample.items, tokens.items, strict=True)
+        ]
+        if (meta.text_tokens, recorded) != (len(tokens.ids), counted):
             found("miscounted", f"sample {sample.id!r} ({i}): the index disagrees with the shard")
         for position, item in enumerate(sample.items):
             if item.modality not in decoders:

@@ -24,14 +24,15 @@ from dataloader.format import (
     DatasetTotals,
     Manifest,
     Sample,
+    TextForm,
     check_files,
     hash_of,
     read_manifest,
     validate_sample,
     write_manifest,
 )
-from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import count_text
+from dataloader.tokenizer import Tokenizer, text_form
+from dataloader.tokens import text_tokens
 
 INDEX_FILE = "index.arrow"
 INDEX_BATCH_ROWS = 65_536  # rows of the index held in memory while writing
@@ -44,7 +45,8 @@ class DatasetWriter:
     build that is cut short leaves the dataset at `path`, if any, as it was. Only one build of a dataset is
     under way at a time. Row groups hold
     `rows_per_group` samples, all but the dataset's last one full: sample `i` lives in group
-    `i // rows_per_group`. `recipe` says what the dataset was built from.
+    `i // rows_per_group`. `recipe` says what the dataset was built from, `text` what its tokens depend on if
+    that is not plain text as the tokenizer has it.
 
     Raises DataError if `path` exists and `overwrite` is false, if another build of it is under way, if a
     sample breaks the format, or if no sample was added.
@@ -58,6 +60,7 @@ class DatasetWriter:
         groups_per_shard: int = 64,
         overwrite: bool = False,
         recipe: str = "",
+        text: TextForm | None = None,
     ) -> None:
         if rows_per_group < 1 or groups_per_shard < 1:
             raise ValueError(
@@ -70,6 +73,7 @@ class DatasetWriter:
         self._groups_per_shard = groups_per_shard
         self._overwrite = overwrite
         self._recipe = recipe
+        self._text = text_form(tokenizer) if text is None else text
         self._rows: list[dict[str, Any]] = []
         self._index_rows: list[dict[str, Any]] = []
         self._shard: pq.ParquetWriter | None = None
@@ -97,7 +101,7 @@ class DatasetWriter:
     def add(self, sample: Sample) -> None:
         """Append one sample."""
         validate_sample(sample)
-        text_tokens, ats = count_text(sample, self._tokenizer)
+        tokens = text_tokens(sample, self._tokenizer)
         for item in sample.items:
             self._modalities.setdefault(item.modality, len(self._modalities))
             self._item_counts[item.modality] = self._item_counts.get(item.modality, 0) + 1
@@ -105,16 +109,16 @@ class DatasetWriter:
         self._rows.append(_row(sample))
         self._index_rows.append(
             {
-                "text_tokens": text_tokens,
+                "text_tokens": len(tokens.ids),
                 "bytes": size,
                 "items": [
                     {"modality": self._modalities[item.modality], "at": at, "size": item.size}
-                    for item, at in zip(sample.items, ats, strict=True)
+                    for item, at in zip(sample.items, tokens.items, strict=True)
                 ],
             }
         )
         self._num_samples += 1
-        self._text_tokens += text_tokens
+        self._text_tokens += len(tokens.ids)
         self._bytes += size
         if len(self._rows) == self._rows_per_group:
             self._write_group()
@@ -184,6 +188,7 @@ class DatasetWriter:
             index=_written(self._partial / INDEX_FILE, self._num_samples),
             modalities=tuple(self._modalities),
             totals=DatasetTotals(self._text_tokens, self._bytes, self._item_counts),
+            text=self._text,
         )
         write_manifest(self._partial, manifest)
 
@@ -264,7 +269,7 @@ def _under_way(partial: Path, remove: bool = False) -> bool:
     return False
 
 
-def is_intact(path: str | Path, recipe: str, tokenizer: str) -> bool:
+def is_intact(path: str | Path, recipe: str, tokenizer: Tokenizer) -> bool:
     """Whether `path` holds a complete dataset of this recipe and tokenizer, so that building it is a no-op.
 
     Returns False if nothing is there; raises DataError if what is there is damaged or another dataset.
@@ -274,10 +279,12 @@ def is_intact(path: str | Path, recipe: str, tokenizer: str) -> bool:
         return False
     manifest = read_manifest(path)
     check_files(path, manifest)
-    if (manifest.recipe, manifest.tokenizer) != (recipe, tokenizer):
+    held = (manifest.recipe, manifest.tokenizer, manifest.text.tokenizer)
+    asked = (recipe, tokenizer.name, tokenizer.digest)
+    if held != asked:
         raise DataError(
-            f"{path} holds another dataset (recipe {manifest.recipe!r}, tokenizer {manifest.tokenizer!r}; "
-            f"asked for {recipe!r}, {tokenizer!r}): choose another folder or overwrite it (--overwrite)"
+            f"{path} holds another dataset (recipe, tokenizer and its digest are {held}; asked for {asked}): "
+            "choose another folder or overwrite it (--overwrite)"
         )
     return True
 

@@ -277,7 +277,7 @@ class DataConfig:
 
     sources: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, Any] = field(default_factory=dict)
-    tokenizer: str = "bytes"
+    tokenizer: Any = "bytes"
     microbatch_tokens: int = at_least(1)
     sample_tokens: int | None = at_least(1, None)
     step_tokens: int | None = at_least(1, None)

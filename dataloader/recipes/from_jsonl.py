@@ -46,26 +46,37 @@ def build_from_jsonl(
     """
     jsonl = Path(jsonl)
     allowed = (Path(root) if root is not None else jsonl.parent).resolve()
-    try:
-        if not jsonl.is_file():  # it is read twice, which a pipe is not
-            raise DataError(f"{jsonl}: is no regular file: give the path of a JSONL file")
-        with open(jsonl, "rb") as lines:
-            recipe = f"jsonl sha256={file_digest(lines, 'sha256').hexdigest()[:16]}"
-    except OSError as error:
-        raise DataError(
-            f"{jsonl}: cannot be read ({error.strerror}): give the path of a JSONL file"
-        ) from None
-    if not overwrite and is_intact(out, recipe, tokenizer.name):
+    recipe = f"jsonl {recipe_of(jsonl)}"
+    if not overwrite and is_intact(out, recipe, tokenizer):
         return False
     tell(f"building {out} from {jsonl} ...")
     with DatasetWriter(out, tokenizer, rows_per_group, groups_per_shard, overwrite, recipe) as writer:
-        for text in _add_lines(jsonl, allowed, writer, skip_bad):
+        for text in add_lines(
+            jsonl, lambda line, number: _sample(line, jsonl.parent, allowed), writer, skip_bad
+        ):
             tell(f"left out {text}")
     return True
 
 
-def _add_lines(jsonl: Path, allowed: Path, writer: DatasetWriter, skip_bad: int) -> list[str]:
-    """Write the samples of all lines but the bad ones, and return what is wrong with these."""
+def recipe_of(jsonl: str | Path) -> str:
+    """A name of what a file of lines holds. Raises DataError if it cannot be read."""
+    try:
+        if not Path(jsonl).is_file():  # it is read twice, which a pipe is not
+            raise DataError(f"{jsonl}: is no regular file: give the path of a JSONL file")
+        with open(jsonl, "rb") as lines:
+            return f"sha256={file_digest(lines, 'sha256').hexdigest()[:16]}"
+    except OSError as error:
+        raise DataError(
+            f"{jsonl}: cannot be read ({error.strerror}): give the path of a JSONL file"
+        ) from None
+
+
+def add_lines(
+    jsonl: Path, parse: Callable[[bytes, int], Sample], writer: DatasetWriter, skip_bad: int
+) -> list[str]:
+    """Write the samples that `parse` makes of all lines, given their numbers, but of the bad ones, and return
+    what is wrong with these.
+    """
     bad: list[str] = []
     names: dict[bytes, int] = {}
     number = 0
@@ -74,7 +85,7 @@ def _add_lines(jsonl: Path, allowed: Path, writer: DatasetWriter, skip_bad: int)
             if not line.strip():
                 continue
             try:
-                sample = _sample(line, jsonl.parent, allowed)
+                sample = parse(line, number)
                 validate_sample(sample)
                 _check_name(sample, number, names)
             except Exception as error:  # whatever a stranger's line does to a parser or a decoder

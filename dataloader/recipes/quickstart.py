@@ -48,9 +48,7 @@ def build_quickstart(
         for name in ("strips_train", "strips_heldout", "docs_train", "docs_heldout")
     }
     missing = [
-        name
-        for name, recipe in recipes.items()
-        if overwrite or not is_intact(out / name, recipe, tokenizer.name)
+        name for name, recipe in recipes.items() if overwrite or not is_intact(out / name, recipe, tokenizer)
     ]
     if missing:
         tell(f"building {', '.join(missing)} in {out} ...")

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dataloader.visible import visible
 from omni.commands import _balance
@@ -19,8 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     origin = build.add_mutually_exclusive_group(required=True)
     origin.add_argument("--recipe", choices=["quickstart"], help="a built-in recipe")
     origin.add_argument("--from-jsonl", metavar="FILE", help="your own samples, one JSON object per line")
+    origin.add_argument("--from-messages", metavar="FILE", help="chats, one JSON object per line")
     build.add_argument("--out", required=True, metavar="DIR", help="where the dataset goes")
-    build.add_argument("--tokenizer", default="bytes", help="counts the text tokens (default: bytes)")
+    build.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="T",
+        help="counts the text tokens, as data.tokenizer: bytes (the default), or '{name: hf, path: DIR}'",
+    )
     build.add_argument(
         "--root", metavar="DIR", help="where the JSONL's files may lie (default: below the JSONL's folder)"
     )
@@ -36,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
     verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+    verify.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
     hashes = actions.add_parser("hash", help="write the hashes that a dataset of format 1 lacks")
     hashes.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
@@ -82,11 +90,16 @@ def _build(args: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
 
-    tokenizer = get_tokenizer(args.tokenizer)
+    tokenizer = get_tokenizer(_chosen(args.tokenizer))
     out = Path(args.out)
     if args.recipe:
         names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)
         built = {out / name: new for name, new in names.items()}
+    elif args.from_messages:
+        from dataloader.recipes.from_messages import build_from_messages
+
+        chats = args.from_messages
+        built = {out: build_from_messages(chats, out, tokenizer, args.overwrite, args.skip_bad, tell)}
     else:
         new = build_from_jsonl(
             args.from_jsonl,
@@ -101,6 +114,18 @@ def _build(args: argparse.Namespace) -> int:
     for path, new in built.items():
         print(f"{path}: {'built' if new else 'is there and intact, nothing to do'}")
     return 0
+
+
+def _chosen(text: str) -> Any:
+    """A tokenizer as a user names it: a name, or a mapping in YAML as `data.tokenizer` takes it."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(
+            f"--tokenizer {text}: neither a name nor {{name: hf, path: DIR}} ({error})"
+        ) from None
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -168,7 +193,7 @@ def _verify(args: argparse.Namespace) -> int:
     failed = False
     for path in _datasets(args.paths):
         try:
-            tokenizer = get_tokenizer(read_manifest(path).tokenizer)
+            tokenizer = get_tokenizer(_chosen(args.tokenizer or read_manifest(path).tokenizer))
             report = verify_dataset(path, tokenizer, {"audio": decode_audio, "image": decode_image})
         except DataError as error:
             print(f"{path}: cannot be opened: {visible(str(error))}")

@@ -54,6 +54,13 @@ def open_data(
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
     indexes = _open_all("data.sources", data.sources, tokenizer, taken)
     heldout = _open_all("data.heldout", data.heldout, tokenizer, taken)
+    for name, index in heldout.items():
+        generate = data.heldout[name].generate
+        if generate and not index.manifest.text.frame.bos:
+            raise ConfigError(
+                f"data.heldout.{name}.generate={generate}: its samples have no start token to generate from: "
+                "set it to 0"
+            )
     specs = {
         name: SourceSpec(len(index), index.manifest.rows_per_group, data.sources[name].weight)
         for name, index in indexes.items()
@@ -94,7 +101,7 @@ def _open_all(
     indexes = {}
     for name, source in sources.items():
         try:
-            indexes[name] = Index.open(source.path, tokenizer.name)
+            indexes[name] = Index.open(source.path, tokenizer)
         except DataError as error:
             path = Path(source.path)
             sought = "" if path.is_absolute() or path.exists() else _SOUGHT.format(Path.cwd())

@@ -64,7 +64,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         most = [max(pair) for pair in zip(most, largest(spec, plan).ranks, strict=True)]
         sums = [a + b for a, b in zip(sums, planned_sums(spec, plan, counts=True), strict=False)]
         metas = spec.planner.metas_of(plan.domain)
-        targets += sum(meta.text_tokens + (not meta.truncated) for meta in metas)
+        targets += sum(meta.text_tokens + (meta.frame.eos and not meta.truncated) for meta in metas)
         timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
         if slowest is None or timeline.makespan_ns > slowest[1].makespan_ns:
             slowest = plan, timeline

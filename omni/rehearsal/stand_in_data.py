@@ -23,7 +23,7 @@ from dataloader.format import (
     write_manifest,
 )
 from dataloader.loader import Fetch, Fetched
-from dataloader.tokenizer import ByteTokenizer
+from dataloader.tokenizer import ByteTokenizer, Tokenizer, text_form
 from dataloader.tokens import SampleMeta, tokenize
 from omni.config import Config, SourceConfig
 from omni.models.registry import ItemArrays
@@ -59,12 +59,12 @@ def use_trace(
     trace, recounted = with_sizes(trace, encoders)
     for note in (*left_out, *recounted):
         tell(f"trace {name}: {note}")
-    write_index(path, trace, tokenizer_of(config.data).name, f"trace {name}")
+    write_index(path, trace, tokenizer_of(config.data), f"trace {name}")
     config.data.sources = {Path(name).resolve().stem: SourceConfig(path=str(path))}
     config.data.heldout = {}
 
 
-def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: str, recipe: str) -> None:
+def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: Tokenizer, recipe: str) -> None:
     """Write a dataset of a trace whose items have sizes: an index, and one shard without content."""
     path.mkdir(parents=True)
     modalities = tuple(dict.fromkeys(item.modality for meta in trace for item in meta.items))
@@ -84,7 +84,7 @@ def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: str, recipe:
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         recipe=recipe,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer.name,
         num_samples=len(trace),
         rows_per_group=_ROWS_PER_GROUP,
         shards=(_file(path / "none.parquet", len(trace)),),
@@ -95,6 +95,7 @@ def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: str, recipe:
             sum(meta.bytes for meta in trace),
             dict(Counter(item.modality for meta in trace for item in meta.items)),
         ),
+        text=text_form(tokenizer),
     )
     write_manifest(path, manifest)
 

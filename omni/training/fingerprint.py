@@ -54,10 +54,11 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
             }
             for name, source in data["sources"].items()
         },
+        "tokenizer": spec.tokenizer.name,
+        **({"tokenizer_digest": spec.tokenizer.digest} if spec.tokenizer.digest else {}),
         **{
             key: data[key]
             for key in (
-                "tokenizer",
                 "step_tokens",
                 "step_samples",
                 "on_long",

@@ -185,7 +185,7 @@ def test_recordings_from_jsonl(tmp_path, capsys):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     assert build_from_jsonl(jsonl(tmp_path / "mine.jsonl", *files), tmp_path / "set", ByteTokenizer())
-    index = Index.open(tmp_path / "set", "bytes")
+    index = Index.open(tmp_path / "set", ByteTokenizer())
     assert index.manifest.modalities == ("audio",)
     sizes = [index.meta(i, "s", lambda modality, size: (0, 0)).items[0].size for i in (0, 1)]
     assert sizes == [(800, 8000), (4410, 44100)]

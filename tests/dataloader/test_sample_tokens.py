@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
-from dataloader.tokenizer import ByteTokenizer, get_tokenizer
+from dataloader.tokenizer import ByteTokenizer, Encoding, get_tokenizer
 from dataloader.tokens import (
     ItemMeta,
     SampleMeta,
-    count_text,
     fit,
     fit_lengths,
     item_row_offsets,
     length,
+    text_tokens,
     tokenize,
 )
 from dataloader.writer import DatasetWriter
@@ -25,24 +25,30 @@ BYTES = ByteTokenizer()
 
 
 class PairTokenizer(ByteTokenizer):
-    """Two bytes a token where possible: like a BPE, its counts depend on where the text is cut."""
+    """Two bytes a token where possible: like a BPE, its tokens straddle the edges of targets."""
 
     name = "pairs"
     vocab_size = 65_536 + 260
 
     def encode(self, text):
-        data = text.encode()
-        pairs = [260 + data[i] * 256 + data[i + 1] for i in range(0, len(data) - 1, 2)]
-        return pairs + ([data[-1]] if len(data) % 2 else [])
+        whole = super().encode(text)
+        ids, starts, stops = (column.tolist() for column in whole)
+        out, i = [], 0
+        while i < len(ids):
+            pair = ids[i] < 256 and i + 1 < len(ids) and ids[i + 1] < 256
+            token = 260 + ids[i] * 256 + ids[i + 1] if pair else ids[i]
+            out.append((token, starts[i], stops[i + pair]))
+            i += 1 + pair
+        return Encoding(*np.array(out, dtype=np.int64).reshape(-1, 3).T)
 
 
 def meta_of(sample, rows, tokenizer=BYTES):
-    text_tokens, ats = count_text(sample, tokenizer)
+    text = text_tokens(sample, tokenizer)
     items = tuple(
         ItemMeta(item.modality, 4 * r, r, at, item.size)
-        for item, r, at in zip(sample.items, rows, ats, strict=True)
+        for item, r, at in zip(sample.items, rows, text.items, strict=True)
     )
-    return SampleMeta(7, "source", text_tokens, items, 0)
+    return SampleMeta(7, "source", len(text.ids), items, 0)
 
 
 @st.composite
@@ -59,28 +65,15 @@ def samples(draw):
 
 
 def reference(sample, rows, tokenizer):
-    """The definition, character by character: (id, is target) of the whole sequence."""
+    """The definition, token by token: (id, is target) of the whole sequence."""
     spans = [(0, len(sample.text))] if sample.targets is None else sample.targets
-    cuts = {0, len(sample.text)} | {edge for span in spans for edge in span}
-    out, piece, remaining = [(tokenizer.bos, False)], "", list(rows)
-
-    def flush(stop):
-        inside = any(a <= stop - 1 < b for a, b in spans)
-        out.extend((i, inside) for i in tokenizer.encode(piece))
-
-    for position, character in enumerate(sample.text):
-        if position in cuts and piece:
-            flush(position)
-            piece = ""
-        if character == PLACEHOLDER:
-            if piece:
-                flush(position)
-                piece = ""
+    remaining = list(rows)
+    out = [(tokenizer.bos, False)]
+    for token, start, stop in zip(*tokenizer.encode(sample.text), strict=True):
+        if sample.text[start] == PLACEHOLDER:
             out += [(tokenizer.item, False)] * remaining.pop(0) + [(tokenizer.end_of_item, False)]
         else:
-            piece += character
-    if piece:
-        flush(len(sample.text))
+            out.append((token, any(a < stop and start < b for a, b in spans)))
     ends = sample.targets is None or any(b == len(sample.text) for _, b in sample.targets)
     return [*out, (tokenizer.eos, ends)]
 
@@ -203,9 +196,8 @@ def test_an_index_that_disagrees_is_an_error_with_a_name():
 
 
 def test_byte_tokenizer():
-    assert (
-        BYTES.decode([BYTES.bos, *BYTES.encode("né\n"), BYTES.item, BYTES.end_of_item, BYTES.eos]) == "né\n"
-    )
+    ids = BYTES.encode("né\n").ids
+    assert BYTES.decode([BYTES.bos, *ids, BYTES.item, BYTES.end_of_item, BYTES.eos]) == "né\n"
     assert BYTES.decode([0xC3]) == "\ufffd"
     assert get_tokenizer("bytes").vocab_size == 260
     with pytest.raises(ValueError, match=r"unknown tokenizer 'gpt'.*bytes"):

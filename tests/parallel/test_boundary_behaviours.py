@@ -12,7 +12,7 @@ from random_routes import carry
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample
 from dataloader.loader import Fetched
 from dataloader.tokenizer import ByteTokenizer
-from dataloader.tokens import ItemMeta, SampleMeta, count_text, item_row_offsets, tokenize
+from dataloader.tokens import ItemMeta, SampleMeta, item_row_offsets, text_tokens, tokenize
 from omni.config import LLMConfig
 from omni.rank.inputs import Assembler, Place
 from parallel.boundary import Route, Rows, make_route
@@ -215,7 +215,8 @@ BYTES = ByteTokenizer()
 
 def document(name: str, text: str, rows: tuple[int, ...]) -> tuple[Sample, SampleMeta]:
     sample = Sample(name, text, tuple(Item("image", "png", (8, 8), b"x") for _ in rows))
-    tokens, ats = count_text(sample, BYTES)
+    text = text_tokens(sample, BYTES)
+    tokens, ats = len(text.ids), text.items
     items = tuple(ItemMeta("image", 4 * n, n, at, (8, 8)) for n, at in zip(rows, ats, strict=True))
     return sample, SampleMeta(0, "here", tokens, items, 0)
 

@@ -62,7 +62,7 @@ def write_dataset(path: Path, num_samples: int, seed: int, part: int) -> bool:
     """Write part 0 (train) or 1 (held out) of the draws of `seed`; False if it is there and intact."""
     recipe = f"synthetic time series: {num_samples} samples, seed {seed}, part {part}"
     tokenizer = get_tokenizer("bytes")
-    if is_intact(path, recipe, tokenizer.name):
+    if is_intact(path, recipe, tokenizer):
         return False
     rng = np.random.default_rng([seed, part])
     with DatasetWriter(path, tokenizer, recipe=recipe) as writer:
