@@ -95,7 +95,7 @@ def cut_control(step: int) -> None:
 
 def slow(step: int) -> None:
     """From a step on all ops of compute take twice as long."""
-    do, begun = engine._Step.do, [False]
+    do, begun = engine._RunningStep.do, [False]
     before_steps(range(step, step + 1), lambda _: begun.append(True))
 
     def slowed(self: Any, op: Any) -> None:
@@ -104,7 +104,7 @@ def slow(step: int) -> None:
         if begun[-1] and op.kind in COMPUTE:
             time.sleep(time.perf_counter() - start)
 
-    engine._Step.do = slowed  # type: ignore[method-assign]
+    engine._RunningStep.do = slowed  # type: ignore[method-assign]
 
 
 def writes(step: int, act: Callable[[str], object]) -> None:

@@ -27,7 +27,7 @@ from omni.config import SourceConfig
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from pipeline.costs import plan_costs, simulate
-from pipeline.drawing import Row, rows_of, svg
+from pipeline.drawing import Track, rows_of, svg
 from pipeline.ops import COMPUTE
 from pipeline.simulator import Timeline
 
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("picture", type=Path, nargs="?", help="where to draw, such as jump.svg")
     picture = parser.parse_args().picture
     table: dict[str, dict[str, float]] = {name: {} for name in SYSTEMS}
-    pictures: list[tuple[str, list[Row]]] = []
+    pictures: list[tuple[str, list[Track]]] = []
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         write_data(folder)

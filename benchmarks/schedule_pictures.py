@@ -20,7 +20,7 @@ from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.stand_in_data import use_trace
 from pipeline.costs import simulate
-from pipeline.drawing import Row, idle_ns, rows_of, svg
+from pipeline.drawing import Track, idle_ns, rows_of, svg
 from pipeline.simulator import Timeline
 
 STAGES = 4
@@ -71,7 +71,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="beginnings of the titles to draw, with commas between")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
-    pictures: list[tuple[str, list[Row]]] = []
+    pictures: list[tuple[str, list[Track]]] = []
     results = {}
     for title, overrides in DRAWN.items():
         if not title.startswith(tuple(arguments.only.split(","))):

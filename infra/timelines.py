@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from infra.run_folder import RunFolder, write_text
-from pipeline.drawing import Row, Span, svg
+from pipeline.drawing import Bar, Track, svg
 
 Stay = tuple[int, int]
 """When a rank entered a barrier and when it left, in nanoseconds of its clock."""
@@ -35,7 +35,7 @@ class RankRecord:
 
     stays: tuple[Stay, ...]
     began_ns: int
-    spans: tuple[Span, ...]
+    spans: tuple[Bar, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DomainRecord:
     """The global ranks of a domain by position, and the rows of the simulated timeline of its plan."""
 
     ranks: tuple[int, ...]
-    simulated: tuple[Row, ...]
+    simulated: tuple[Track, ...]
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Recorded:
     Clocks of two ranks differ by at most `error_ns`.
     """
 
-    measured: tuple[Row, ...]
-    simulated: tuple[Row, ...]
+    measured: tuple[Track, ...]
+    simulated: tuple[Track, ...]
     error_ns: int
 
 
@@ -104,11 +104,11 @@ def read_step(folder: RunFolder, step: int | None, domain: int) -> tuple[int, Re
     names = [f"rank {rank}" for rank in of_domain["ranks"]]
     records = [_rank_record(path / f"rank_{rank}.json") for rank in of_domain["ranks"]]
     measured, error_ns = on_one_clock(names, records)
-    simulated = tuple(Row(row["name"], _spans(row["spans"])) for row in of_domain["simulated"])
+    simulated = tuple(Track(row["name"], _spans(row["spans"])) for row in of_domain["simulated"])
     return step, Recorded(measured, simulated, error_ns)
 
 
-def pictures(where: str, recorded: Recorded) -> list[tuple[str, tuple[Row, ...]]]:
+def pictures(where: str, recorded: Recorded) -> list[tuple[str, tuple[Track, ...]]]:
     """Return what is drawn of a recorded step, by title: what was measured, above what was simulated."""
     apart = f"{recorded.error_ns / 1e6:.3f} ms"
     return [
@@ -134,7 +134,7 @@ def forget_after(folder: RunFolder, step: int) -> None:
             shutil.rmtree(_step_folder(folder, later))
 
 
-def on_one_clock(names: Sequence[str], records: Sequence[RankRecord]) -> tuple[tuple[Row, ...], int]:
+def on_one_clock(names: Sequence[str], records: Sequence[RankRecord]) -> tuple[tuple[Track, ...], int]:
     """Return the rows of ranks on one clock, from 0 on, and by how much two of them may be apart.
 
     Of the barriers, the one at which the longest stay was shortest tells best.
@@ -145,13 +145,13 @@ def on_one_clock(names: Sequence[str], records: Sequence[RankRecord]) -> tuple[t
     middles = [(own[best][0] + own[best][1]) // 2 for own in stays]
     begun = [record.began_ns - middle for record, middle in zip(records, middles, strict=True)]
     rows = tuple(
-        Row(name, tuple(_moved(span, began - min(begun)) for span in record.spans))
+        Track(name, tuple(_moved(span, began - min(begun)) for span in record.spans))
         for name, record, began in zip(names, records, begun, strict=True)
     )
     return rows, longest[best]
 
 
-def _moved(span: Span, by: int) -> Span:
+def _moved(span: Bar, by: int) -> Bar:
     return replace(span, start_ns=span.start_ns + by, end_ns=span.end_ns + by)
 
 
@@ -170,8 +170,8 @@ def _rank_record(path: Path) -> RankRecord:
     return RankRecord(stays, content["began_ns"], _spans(content["spans"]))
 
 
-def _spans(rows: Sequence[Sequence[object]]) -> tuple[Span, ...]:
-    return tuple(Span(*row) for row in rows)  # type: ignore[arg-type]
+def _spans(rows: Sequence[Sequence[object]]) -> tuple[Bar, ...]:
+    return tuple(Bar(*row) for row in rows)  # type: ignore[arg-type]
 
 
 def _numbers(path: Path, pattern: str) -> list[int]:

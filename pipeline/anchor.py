@@ -10,7 +10,7 @@ import torch
 from parallel.shipping import Ends
 
 
-class Pending(Protocol):
+class PutOff(Protocol):
     """Gradients of weights that a backward pass has put off."""
 
     def run(self) -> None:
@@ -27,7 +27,7 @@ class Anchor(Protocol):
         """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
         ...
 
-    def weights_later(self) -> AbstractContextManager[Pending]:
+    def weights_later(self) -> AbstractContextManager[PutOff]:
         """Put off the gradients of weights of the one backward pass inside the block, as far as they can
         wait: the others are computed in the pass, and these may be all.
         """
@@ -59,7 +59,7 @@ class Stage(Protocol):
         """
         ...
 
-    def weights_later(self) -> AbstractContextManager[Pending]:
+    def weights_later(self) -> AbstractContextManager[PutOff]:
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 

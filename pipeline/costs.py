@@ -100,7 +100,7 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 
 
 @dataclass(frozen=True)
-class Spent:
+class SimulatedSpent:
     """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
     standing by while gradients are reduced, while rows travel (`boundary_ns`) and while messages between
     parts do, of issuing and taking in all that, and of idling until other ranks come.
@@ -115,7 +115,7 @@ class Spent:
     idle_ns: int
 
 
-def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
+def spent_on(timeline: Timeline, table: CostTable, rank: int) -> SimulatedSpent:
     """Divide the time of a simulated step of a position; the parts add up to the makespan."""
     compute_ns, _ = plan_costs(timeline.domain, table)
     computed = layers = reducing = boundary = messages = 0
@@ -136,7 +136,7 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> Spent:
             messages += moving * (op.on in POINT_TO_POINT)
     issuing = table.issue_ns * sum(op.kind not in COMPUTE for op in timeline.domain.ops[team])
     idle = timeline.makespan_ns - computed - reducing - boundary - messages - issuing
-    return Spent(computed - layers, layers, reducing, boundary, messages, issuing, idle)
+    return SimulatedSpent(computed - layers, layers, reducing, boundary, messages, issuing, idle)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:

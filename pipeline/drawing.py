@@ -50,7 +50,7 @@ _TICKS = 12  # at most
 
 
 @dataclass(frozen=True)
-class Span:
+class Bar:
     """What a row does from `start_ns` to `end_ns`: `kind` is one of COLOURS, or "wait" with what is waited
     for in `cause`; `text` names the op whole, `number` is its chunk or microbatch, None beside ops.
     """
@@ -64,11 +64,11 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Row:
+class Track:
     """A rank or a team of them and its spans, in order of time."""
 
     name: str
-    spans: tuple[Span, ...]
+    spans: tuple[Bar, ...]
 
 
 def team_names(ranks: Sequence[int], team: int) -> list[str]:
@@ -77,12 +77,12 @@ def team_names(ranks: Sequence[int], team: int) -> list[str]:
     return [f"ranks {ranks[at]}-{ranks[at + team - 1]}" if team > 1 else f"rank {ranks[at]}" for at in firsts]
 
 
-def rows_of(timeline: Timeline, names: Sequence[str]) -> list[Row]:
+def rows_of(timeline: Timeline, names: Sequence[str]) -> list[Track]:
     """Return the rows of a simulated timeline, by the names of its teams, without spans of no length."""
-    return [Row(name, tuple(_spans(timeline, team))) for team, name in enumerate(names)]
+    return [Track(name, tuple(_spans(timeline, team))) for team, name in enumerate(names)]
 
 
-def _spans(timeline: Timeline, team: int) -> Iterator[Span]:
+def _spans(timeline: Timeline, team: int) -> Iterator[Bar]:
     for event, transfer in zip(timeline.events[team], timeline.transfers[team], strict=True):
         op, start = event.op, event.start_ns
         if op.kind in ISSUED:
@@ -100,16 +100,16 @@ def _spans(timeline: Timeline, team: int) -> Iterator[Span]:
         yield from _span(_kind(op), op, begun, event.end_ns)
 
 
-def _span(kind: str, what: Op | str, start: int, end: int, cause: str = "") -> Iterator[Span]:
+def _span(kind: str, what: Op | str, start: int, end: int, cause: str = "") -> Iterator[Bar]:
     if end > start:
-        yield Span(kind, str(what), what.index if isinstance(what, Op) else None, start, end, cause)
+        yield Bar(kind, str(what), what.index if isinstance(what, Op) else None, start, end, cause)
 
 
-def spans_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> tuple[Span, ...]:
+def spans_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> tuple[Bar, ...]:
     """Return what a position of a domain did in a measured step. How long it stood still in a lap is known,
     but not when: waiting is drawn before the work of the lap.
     """
-    spans: list[Span] = []
+    spans: list[Bar] = []
     for lap in laps:
         working = lap.start_ns + lap.idle_ns
         spans += _span(WAITING, lap.what, lap.start_ns, working, cause_of(lap.what, domain, position))
@@ -129,7 +129,7 @@ def _kind(op: Op) -> str:
     return str(op.kind).replace("_", " ") + (halves.get(op.grad, "") if op.kind is Kind.BACKWARD else "")
 
 
-def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
+def idle_ns(rows: Sequence[Track]) -> dict[str, int]:
     """Return what rows wait, summed, by cause: one of `laps.CAUSES`, or a save between steps. Of these a
     simulated row has only the "end" of the step that others still work towards, and those of its ops.
     """
@@ -143,7 +143,7 @@ def idle_ns(rows: Sequence[Row]) -> dict[str, int]:
     return found
 
 
-def spent_ns(rows: Sequence[Row]) -> dict[str, int]:
+def spent_ns(rows: Sequence[Track]) -> dict[str, int]:
     """Return what rows spend their time with, summed, by what it is called in pictures."""
     found = {f"waits for {cause}": ns for cause, ns in idle_ns(rows).items()}
     for row in rows:
@@ -153,7 +153,7 @@ def spent_ns(rows: Sequence[Row]) -> dict[str, int]:
     return {key: found[key] for key in _SHOWN if found.get(key)}
 
 
-def svg(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
+def svg(pictures: Sequence[tuple[str, Sequence[Track]]]) -> str:
     """Draw titled timelines one above the other, on one scale of time."""
     end = max((s.end_ns for _, rows in pictures for row in rows for s in row.spans), default=0) or 1
     body: list[str] = []
@@ -178,7 +178,7 @@ def svg(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
     )
 
 
-def _row(row: Row, top: int, end: int) -> Iterator[str]:
+def _row(row: Track, top: int, end: int) -> Iterator[str]:
     yield _text(0, top + _HEIGHT - 5, row.name)
     for span in row.spans:
         x = _LEFT + span.start_ns * _WIDTH / end
@@ -224,11 +224,11 @@ def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
     return f'<text x="{x:.1f}" y="{y}" font-weight="{weight}">{escape(text)}</text>'
 
 
-def _key(span: Span) -> str:
+def _key(span: Bar) -> str:
     return f"waits for {span.cause}" if span.kind == WAITING else span.kind
 
 
-def trace_events(pictures: Sequence[tuple[str, Sequence[Row]]]) -> str:
+def trace_events(pictures: Sequence[tuple[str, Sequence[Track]]]) -> str:
     """Return timelines as JSON in the trace event format: a process for each, a thread for each row."""
     events: list[dict[str, object]] = []
     for number, (title, rows) in enumerate(pictures):

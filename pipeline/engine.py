@@ -24,7 +24,7 @@ from parallel.lane import Lane
 from parallel.shipping import Ends, Shipment, ship
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
-from pipeline.anchor import Anchor, Pending, Stage, StepInputs
+from pipeline.anchor import Anchor, PutOff, Stage, StepInputs
 from pipeline.domain_plan import EMBEDDING
 from pipeline.laps import HOST
 from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
@@ -97,7 +97,7 @@ class Engine:
             StallError: if a peer does not answer within the timeout.
         """
         watch = watch or Stopwatch(self.device)
-        step = _Step(self, plan, inputs, StepResult(watch))
+        step = _RunningStep(self, plan, inputs, StepResult(watch))
         watch.done(HOST)
         with torch.set_grad_enabled(plan.train):
             for op in plan.domain.ops_of(self.position):
@@ -108,7 +108,7 @@ class Engine:
         return step.result
 
 
-class _Step:
+class _RunningStep:
     """The tensors that live during one step, each from the op that makes it to the op that uses it last."""
 
     def __init__(self, engine: Engine, plan: StepPlan, inputs: StepInputs, result: StepResult) -> None:
@@ -133,7 +133,7 @@ class _Step:
         self.outbox: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.flights: dict[tuple[Kind, int, int], Any] = {}
         self.passes: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
-        self.pending: dict[tuple[Kind, int, int], Pending] = {}
+        self.pending: dict[tuple[Kind, int, int], PutOff] = {}
         self.handlers: Mapping[Kind, Callable[[Op], None]] = {
             Kind.ENCODE: self.encode,
             Kind.ENCODE_BACKWARD: self.encode_backward,

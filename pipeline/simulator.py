@@ -34,7 +34,7 @@ class StuckError(Exception):
 
 
 @dataclass(frozen=True)
-class Event:
+class OpEvent:
     """One op of one team, from `start_ns` to `end_ns`; waits appear with the time they cost."""
 
     op: Op
@@ -54,10 +54,10 @@ class Timeline:
     transfers: tuple[tuple[Transfer | None, ...], ...]
 
     @cached_property
-    def events(self) -> tuple[tuple[Event, ...], ...]:
+    def events(self) -> tuple[tuple[OpEvent, ...], ...]:
         """The ops of each team with their times."""
         return tuple(
-            tuple(map(Event, ops, (0, *ends), ends))
+            tuple(map(OpEvent, ops, (0, *ends), ends))
             for ops, ends in zip(self.domain.ops, self.ends_ns, strict=True)
         )
 
@@ -72,7 +72,7 @@ class Timeline:
         return sum(e.end_ns - e.start_ns for e in events if e.op.kind is Kind.WAIT)
 
 
-_Step = tuple[int, int, Transfer | None, Queue | None]
+_Running = tuple[int, int, Transfer | None, Queue | None]
 """What running an op takes: how it runs, its time if it runs alone, what it takes part in, in which queue."""
 
 
@@ -91,10 +91,10 @@ def run(
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
     """
-    return _Machine(domain, compute_ns, message_ns, single_fifo, issue_ns).run()
+    return _Simulation(domain, compute_ns, message_ns, single_fifo, issue_ns).run()
 
 
-class _Machine:
+class _Simulation:
     def __init__(
         self,
         domain: DomainPlan,
@@ -120,7 +120,7 @@ class _Machine:
         self.complete: list[Transfer] = []
         self.ends: list[list[int]] = [[] for _ in self.programs]
 
-    def _program(self, team: int) -> Iterator[_Step]:
+    def _program(self, team: int) -> Iterator[_Running]:
         issued: dict[tuple[Kind | None, int, int], Transfer] = {}
         for op in self.domain.ops[team]:
             kind = op.kind
@@ -165,7 +165,7 @@ class _Machine:
         if team not in channel.queues:
             raise StuckError(f"position {team * self.domain.team} runs {op}, which it has no part in")
 
-    def _computing(self, op: Op, team: int) -> _Step:
+    def _computing(self, op: Op, team: int) -> _Running:
         kind = op.kind
         ns = self.compute_ns(team * self.domain.team, op)
         channel = self.channels.compute(op, team)

@@ -10,7 +10,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipeline.drawing import Row
+    from pipeline.drawing import Track
 
 EVERY_S = 3.0
 
@@ -52,7 +52,7 @@ def check_drawing(path: Path | None) -> None:
         raise ConfigError(f"--draw {path}: write a picture (.svg) or trace events (.json)")
 
 
-def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Row]]]") -> None:
+def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Track]]]") -> None:
     """Draw titled timelines, in the format that the path ends with."""
     from infra.run_folder import write_text
     from pipeline.drawing import svg, trace_events

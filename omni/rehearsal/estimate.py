@@ -14,7 +14,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent
 from omni.rehearsal.traffic import traffic
 from parallel.costs import CostTable
-from pipeline.costs import Spent, simulate, spent_on
+from pipeline.costs import SimulatedSpent, simulate, spent_on
 from pipeline.plan import StepPlan
 from pipeline.simulator import Timeline
 
@@ -33,7 +33,7 @@ class Estimate:
     flops: Mapping[str, float]
     plan: StepPlan
     timeline: Timeline
-    spent: Spent
+    spent: SimulatedSpent
     fullest: Peak
 
     @property
@@ -87,11 +87,11 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
     )
 
 
-def mean_spent(timeline: Timeline, table: CostTable) -> Spent:
+def mean_spent(timeline: Timeline, table: CostTable) -> SimulatedSpent:
     """Return what the positions of a simulated domain spend the step with, on average."""
     domain = timeline.domain
     each = [astuple(spent_on(timeline, table, rank)) for rank in range(0, domain.num_ranks, domain.team)]
-    return Spent(*(sum(of) // len(each) for of in zip(*each, strict=True)))
+    return SimulatedSpent(*(sum(of) // len(each) for of in zip(*each, strict=True)))
 
 
 def sent_by_ranks(spec: RunSpec, plan: StepPlan) -> dict[int, Sent]:

@@ -65,7 +65,7 @@ ALLOWED = (
         "megatron's dispatcher splits its all-to-all by counts that the router made: once a layer and pass",
     ),
     Allowed(DOUBLE, "", "omni.models.llm_stage.LLMStage.loss", "one number a target token: sums stay exact"),
-    Allowed(DOUBLE, "forward", "pipeline.engine._Step.forward", "adds such sums over microbatches"),
+    Allowed(DOUBLE, "forward", "pipeline.engine._RunningStep.forward", "adds such sums over microbatches"),
     Allowed(
         DOUBLE, "", "omni.rank.optimizer.JointOptimizer.squares", "a number a component: norms stay exact"
     ),

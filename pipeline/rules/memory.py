@@ -13,7 +13,7 @@ Kept = Callable[[int, Op], int]
 """Bytes that a FORWARD or ENCODE at a position keeps until the last of its backward has run."""
 
 
-class Peak(NamedTuple):
+class PartPeak(NamedTuple):
     """The most bytes of activations of a `part` that the ranks of a team hold, `at` one of their ops."""
 
     team: int
@@ -33,7 +33,7 @@ def in_flight(plan: StepPlan, kept: Kept) -> Iterator[str]:
             )
 
 
-def peaks(plan: StepPlan, kept: Kept) -> Iterator[Peak]:
+def peaks(plan: StepPlan, kept: Kept) -> Iterator[PartPeak]:
     """Yield for each team the most that it holds of each part whose activations are bounded."""
     domain, llm = plan.domain, plan.components[plan.domain.llm]
     names = [part_name(llm, part) for part in range(domain.num_parts)]
@@ -43,7 +43,7 @@ def peaks(plan: StepPlan, kept: Kept) -> Iterator[Peak]:
             continue  # forward only: activations die at once
         rank = team * domain.team
         live: dict[str, int] = defaultdict(int)
-        found: dict[str, Peak] = {}
+        found: dict[str, PartPeak] = {}
         split = {(op.kind, op.index, op.part) for op in ops if op.grad is Grad.WEIGHT}
         held: dict[tuple[str, int], int] = {}
         for op in ops:
@@ -59,7 +59,7 @@ def peaks(plan: StepPlan, kept: Kept) -> Iterator[Peak]:
                 held[part, op.index] = kept(rank, op)
                 live[part] += held[part, op.index]
                 if part not in found or live[part] > found[part].bytes:
-                    found[part] = Peak(team, part, live[part], op)
+                    found[part] = PartPeak(team, part, live[part], op)
             elif op.grad is not Grad.INPUT or (op.kind, op.index, op.part) not in split:
                 live[part] -= held.pop((part, op.index), 0)
         yield from found.values()

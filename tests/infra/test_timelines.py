@@ -18,14 +18,14 @@ from infra.timelines import (
     write_domain,
     write_rank,
 )
-from pipeline.drawing import Row, Span
+from pipeline.drawing import Bar, Track
 
 SPANS = (
-    Span("wait", "wait(recv_forward 0)", 0, 0, 40, "recv_forward"),
-    Span("forward", "forward(0, part 1)", 0, 40, 100),
-    Span("host", "end", None, 100, 130),
+    Bar("wait", "wait(recv_forward 0)", 0, 0, 40, "recv_forward"),
+    Bar("forward", "forward(0, part 1)", 0, 40, 100),
+    Bar("host", "end", None, 100, 130),
 )
-SIMULATED = (Row("rank 4", (Span("forward", "forward(0)", 0, 0, 7),)), Row("rank 6", ()))
+SIMULATED = (Track("rank 4", (Bar("forward", "forward(0)", 0, 0, 7),)), Track("rank 6", ()))
 
 
 def record(began_ns: int, *stays: tuple[int, int]) -> RankRecord:
@@ -51,7 +51,7 @@ def test_a_step_reads_back_as_it_was_written_the_last_one_unless_one_is_named(fo
         found, recorded = read_step(folder, asked, 2)
         assert found == step
         assert recorded.simulated == SIMULATED
-        assert recorded.measured == (Row("rank 4", SPANS), Row("rank 6", SPANS))
+        assert recorded.measured == (Track("rank 4", SPANS), Track("rank 6", SPANS))
         assert recorded.error_ns == 10
 
 

@@ -235,7 +235,7 @@ def hold(
     most: Counter[int] = Counter()
     later: list[int] = []
     made = 0
-    do = engine._Step.do
+    do = engine._RunningStep.do
 
     def pack(tensor: torch.Tensor) -> Kept:
         nonlocal made
@@ -251,7 +251,7 @@ def hold(
         for part, number in Counter(part for _, part in waiting | step.passes.keys()).items():
             most[part] = max(most[part], number)
 
-    engine._Step.do = watched
+    engine._RunningStep.do = watched
     try:
         with trainer.ahead() as ahead:
             prepared = trainer.begin(ahead, 1)
@@ -259,7 +259,7 @@ def hold(
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
                 execute(trainer.rank, prepared.plan, prepared.inputs)
     finally:
-        engine._Step.do = do
+        engine._RunningStep.do = do
     domain = prepared.plan.domain
     planned = held_at_most(domain.ops_of(trainer.rank.position))
     bound = {part: by_hand.BOTH.in_flight(domain, part) for part in planned}

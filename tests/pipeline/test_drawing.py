@@ -9,7 +9,7 @@ import pytest
 from domain_plans import SCHEDULES, Shape, Work, make_plan
 from wide_plans import random_wide_plan
 
-from pipeline.drawing import WAITING, Row, idle_ns, rows_of, spans_of, spent_ns, svg, trace_events
+from pipeline.drawing import WAITING, Track, idle_ns, rows_of, spans_of, spent_ns, svg, trace_events
 from pipeline.laps import CAUSES, DATA, END, HOST, PEERS, Lap, cause_of, idle_of
 from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import Timeline, run
@@ -23,7 +23,7 @@ def timeline_of(schedule: str, shape: Shape | None = None) -> Timeline:
     return run(domain, lambda rank, op: 10**6 if op.kind in COMPUTE else 0, lambda op: 10**5)
 
 
-def drawn(timeline: Timeline) -> list[Row]:
+def drawn(timeline: Timeline) -> list[Track]:
     return rows_of(timeline, [f"rank {team}" for team in timeline.domain.teams])
 
 
@@ -97,9 +97,9 @@ def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
         assert now == at
         seen = list(dict.fromkeys(span.text for span in spans))
         assert seen == list(dict.fromkeys(str(lap.what) for lap in laps if lap.end_ns > lap.start_ns))
-        idle = {cause: ns for cause, ns in idle_ns([Row("", spans)]).items() if ns}
+        idle = {cause: ns for cause, ns in idle_ns([Track("", spans)]).items() if ns}
         assert idle == {cause: ns for cause, ns in idle_of(laps, domain, position).items() if ns}
-        assert sum(spent_ns([Row("", spans)]).values()) == at
+        assert sum(spent_ns([Track("", spans)]).values()) == at
 
 
 def test_what_a_measured_rank_stands_still_for_is_told():

@@ -6,7 +6,7 @@ from operator import itemgetter
 
 from pipeline.builders.joint.crews import Crews
 from pipeline.builders.joint.shares import Room
-from pipeline.builders.joint.timed import Boundary, Pass, Step, Times, most
+from pipeline.builders.joint.timed import Boundary, Pass, PassKind, Times, most
 from pipeline.builders.passes import Passes
 from pipeline.builders.schedule import Facts
 from pipeline.domain_plan import DomainPlan
@@ -29,7 +29,7 @@ def timed_passes(
     for crew, of in enumerate(ranks):
         stage = domain.stage(of[0])
         ops = () if stage is None else _ordered(order, stages, domain.num_parts // stages, count, stage)
-        at_once = Step(crew, (), [0] * count, ())  # gradients of weights, for which nothing waits
+        at_once = PassKind(crew, (), [0] * count, ())  # gradients of weights, for which nothing waits
         passes.append(
             [
                 Pass(
@@ -53,7 +53,7 @@ def _ordered(order: Passes, stages: int, parts: int, microbatches: int, stage: i
 
 def _steps(
     domain: DomainPlan, facts: Facts, crews: Crews, ranks: Sequence[Sequence[int]], shipped: Times
-) -> dict[tuple[Kind, int, int], Step]:
+) -> dict[tuple[Kind, int, int], PassKind]:
     """What passes wait for, by kind, part and crew."""
     _, message_ns = facts.costs
     count = len(domain.microbatches)
@@ -86,7 +86,7 @@ def _steps(
         elif part in domain.parts_with_rows(ranks[crew][0]):
             after_those.append((shipped, at_once))
         wakes = tuple(other for other in holders(after, crew) if other != crew)
-        steps[kind, part, crew] = Step(crew, tuple(after_those), done[kind, part, crew], wakes)
+        steps[kind, part, crew] = PassKind(crew, tuple(after_those), done[kind, part, crew], wakes)
     return steps
 
 

@@ -26,13 +26,27 @@ other's results, never for the clock.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from pipeline.builders.joint.crews import Crews
 from pipeline.builders.joint.timed import Boundary, Pass, Quantum
 from pipeline.ops import Kind, Op
 
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What limits the filling. Activations of quanta stay within `room` bytes on a unit, unless a microbatch
+    needs more. To make room for encoder work a pass may start up to `late` ns after its latest start time, or
+    as late as an earlier pass was already delayed. Where quanta stay `apart`, they come between passes only
+    where the room leaves no other place.
+    """
+
+    room: int
+    late: int
+    apart: bool
 
 
 def fill(
@@ -41,21 +55,15 @@ def fill(
     quanta: Sequence[Sequence[Quantum]],
     barriers: Sequence[Quantum],
     boundary: Boundary,
-    late: int = 0,
-    room: int | None = None,
-    apart: bool = False,
+    bounds: Bounds,
 ) -> list[list[Op]]:
     """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
     encoding keeps the given order.
-
-    Passes may begin `late` after their latest moments, and as late as others had to, for the sake of quanta.
-    Activations of quanta stay within `room` bytes on a unit, unless a microbatch needs more. If they are to
-    stay `apart`, quanta come between passes only where this bound leaves no other place.
     """
-    return _Machine(crews, passes, quanta, barriers, boundary, late, room, apart).run()
+    return _Filling(crews, passes, quanta, barriers, boundary, bounds).run()
 
 
-class _Machine:
+class _Filling:
     def __init__(
         self,
         crews: Crews,
@@ -63,13 +71,10 @@ class _Machine:
         quanta: Sequence[Sequence[Quantum]],
         barriers: Sequence[Quantum],
         boundary: Boundary,
-        late: int,
-        room: int | None,
-        apart: bool,
+        bounds: Bounds,
     ) -> None:
         units, microbatches = len(crews.units), len(boundary.ship_ns)
-        self.crews, self.boundary, self.apart = crews, boundary, apart
-        self.room = _NO_LIMIT if room is None else room
+        self.crews, self.boundary, self.bounds = crews, boundary, bounds
         self.out: list[list[Op]] = [[] for _ in range(units)]
         # Units: what each runs and until when; those that wait for others to come have no end.
         self.events = [(0, -unit) for unit in range(units)]
@@ -79,7 +84,7 @@ class _Machine:
         self.passes = [deque(of) for of in passes]
         self.backwards = [deque(one for one in of if one.goes_back) for of in passes]
         self.left = [len(of) for of in passes]
-        self.late = late  # the most that a pass has begun after its latest moment
+        self.late = bounds.late  # the most that a pass has begun after its latest moment
         self.gathering: list[Pass | None] = [None] * len(passes)
         self.gathered: set[int] = set()
         self.absent = [0] * len(passes)
@@ -149,7 +154,7 @@ class _Machine:
             first = ahead[0].microbatches[0]
             fits = self.fits(unit, ahead[0])
             urgent = first <= self.enters and (ready is None or not ready.goes_back)
-            may_encode = ready is None or self.apart
+            may_encode = ready is None or self.bounds.apart
             if urgent and not fits and (may_go_back or self.later[unit]):
                 self.go_back(unit, now)
             elif fits and (urgent or may_encode):
@@ -196,13 +201,13 @@ class _Machine:
         passes = self.passes[crew]
         if not self.left[crew]:
             return True
-        if not self.apart and now + quantum.back_ns <= passes[0].latest + self.late:
+        if not self.bounds.apart and now + quantum.back_ns <= passes[0].latest + self.late:
             return True
         barrier = self.barriers[0] if self.barriers else None
         return barrier is not None and unit in barrier.units and not self.fits(unit, barrier)
 
     def fits(self, unit: int, quantum: Quantum) -> bool:
-        return self.held[unit] + quantum.kept <= self.room
+        return self.held[unit] + quantum.kept <= self.bounds.room
 
     # Passes.
 

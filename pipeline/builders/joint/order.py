@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 
 from pipeline.builders.joint.alone import rooms_of, timed_passes
 from pipeline.builders.joint.crews import Crews, crews_of
-from pipeline.builders.joint.filling import fill
+from pipeline.builders.joint.filling import NO_LIMIT, Bounds, fill
 from pipeline.builders.joint.shares import Room, deal_out, share_out, within
 from pipeline.builders.joint.timed import Boundary, Quantum, most
 from pipeline.builders.passes import (
@@ -48,10 +48,10 @@ def build_joint(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     rooms = [of_crews[crew] for crew in crews.crew_of]
     slots = _deal(domain, facts, crews, free, rooms, makespan)
     quanta, barriers = _by_unit(crews, free)
-    bounds = dict(domain.bounds)
-    room = min((bounds[name] for name in facts.slots if name in bounds), default=None)
-    late = _late(rooms, free, makespan)
-    units = fill(crews, of_llm, quanta, barriers, boundary, late, room, facts.one_queue)
+    bytes_of = dict(domain.bounds)
+    room = min((bytes_of[name] for name in facts.slots if name in bytes_of), default=NO_LIMIT)
+    bounds = Bounds(room, _late(rooms, free, makespan), facts.one_queue)
+    units = fill(crews, of_llm, quanta, barriers, boundary, bounds)
     narrow = _narrow(domain, crews, free, slots)
     return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 
@@ -159,7 +159,7 @@ def _late(rooms: Sequence[Room], quanta: Sequence[Quantum], makespan: int) -> in
     """How much later than `makespan` the last pass may end for the sake of quanta between passes: half of the
     time that some unit needs beyond that, apart from the last backward of a quantum, which follows anyway.
 
-    Half, by trial: where quanta are coarse, a pass that is late leaves others gaps that fit none of theirs.
+    Half, found by experiment: a delayed pass leaves other ranks gaps too short for any of their encoder work.
     """
     beyond = max(max(room.work_ns - makespan, -room.idle_ns) for room in rooms)
     last = max((one.back_ns for one in quanta if not one.is_long), default=0)

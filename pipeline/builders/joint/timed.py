@@ -15,7 +15,7 @@ def most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class PassKind:
     """What the passes of a kind through a part of a `crew` have in common. One may begin once each of `after`
     has been done for so many nanoseconds, both by microbatch; its end is noted in `done`, and units of the
     crews `wakes` may wait for it.
@@ -45,7 +45,7 @@ class Pass:
 
     op: Op
     ns: int
-    step: Step
+    step: PassKind
     goes_back: bool
     begun: bool = False
     latest: int = 0

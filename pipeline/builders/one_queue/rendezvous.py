@@ -92,10 +92,10 @@ def meet(timeline: Timeline, patience: int = 1) -> list[list[Op]]:
     An op is held back where `patience` times the wait is less than the delay: with 0 wherever it delays
     anyone, and then no team is held back because another one is.
     """
-    return _Machine(timeline, patience).run()
+    return _Meetings(timeline, patience).run()
 
 
-class _Machine:
+class _Meetings:
     def __init__(self, timeline: Timeline, patience: int) -> None:
         self.patience, self.now = patience, 0
         rows = zip(timeline.domain.ops, timeline.transfers, timeline.ends_ns, strict=True)
