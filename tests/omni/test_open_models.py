@@ -231,3 +231,19 @@ def test_a_file_that_cannot_be_read_is_noted_and_does_not_hold_up_others(models)
     with contextlib.ExitStack() as reader.stack:
         assert not reader._read("gone.safetensors", 0, 8).any()
     assert "gone.safetensors" in (reader.problem or "")
+
+
+def test_tensors_that_are_no_weights_are_copied_through(ranks: RankPool, data, tmp_path):
+    folder, name = tmp_path / "published", "model.layers.0.self_attn.rotary_emb.inv_freq"
+    make("llama", folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = "more.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    header = json.dumps({name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + b"anything"
+    (folder / "more.safetensors").write_bytes(content)
+    ranks.run(1, trained, configured(data, folder, tmp_path / "run"), 1)
+    storage = Storage.at(tmp_path / "run" / "checkpoints")
+    manifest = read_manifest(storage, complete(storage)[-1])
+    export_folder(storage, manifest, open_folder(str(folder)), tmp_path / "out")
+    assert files(tmp_path / "out") == files(folder)
