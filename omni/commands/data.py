@@ -1,4 +1,4 @@
-"""`omni data`: build, inspect, verify, hash and balance datasets; generate and describe traces."""
+"""`omni data`: build, inspect, show, verify, hash and balance datasets; generate and describe traces."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from omni.commands import _balance
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data`."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="build|inspect|verify|hash|balance|trace"
+        dest="action", required=True, metavar="build|inspect|show|verify|hash|balance|trace"
     )
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     inspect = actions.add_parser("inspect", help="print totals, lengths and a few samples")
     inspect.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+
+    show = actions.add_parser("show", help="print whole texts")
+    show.add_argument("path", metavar="DIR", help="a dataset")
+    show.add_argument("--mask", action="store_true", help="colour what carries loss")
+    show.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+    show.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
     verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
@@ -70,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
         "inspect": _inspect,
+        "show": _show,
         "verify": _verify,
         "hash": _hash,
         "balance": _balance.run,
@@ -167,6 +174,46 @@ def _inspect(args: argparse.Namespace) -> int:
             samples.add_row(*map(_literal, (sample.id, sizes, _short(sample.text), _short(targets))))
         console.print(samples)
         reader.close()
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from itertools import groupby
+
+    import numpy as np
+    from rich.console import Console
+    from rich.text import Text
+
+    from dataloader.format import PLACEHOLDER, read_manifest
+    from dataloader.index import Index
+    from dataloader.reader import Reader
+    from dataloader.tokenizer import get_tokenizer
+    from dataloader.tokens import text_tokens
+
+    path = Path(args.path)
+    tokenizer = get_tokenizer(_chosen(args.tokenizer or read_manifest(path).tokenizer))
+    index, reader = Index.open(path, tokenizer), Reader(path)
+    console = Console(highlight=False, soft_wrap=True)
+    for i in range(min(args.samples, len(index))):
+        sample = reader.read(i, text=True, items=False)
+        tokens = text_tokens(sample, tokenizer)
+        console.print(
+            f"{visible(sample.id)}: {tokens.targets.sum()} of {len(tokens.ids)} tokens carry loss",
+            markup=False,
+        )
+        loss = np.zeros(len(sample.text), dtype=np.bool_)
+        _, starts, stops = tokenizer.encode(sample.text)
+        text = np.array([sample.text[start] != PLACEHOLDER for start in starts], dtype=np.bool_)
+        for start, stop in zip(starts[text][tokens.targets], stops[text][tokens.targets], strict=True):
+            loss[start:stop] = True
+        shown = Text()
+        for carries, characters in groupby(
+            zip(loss, sample.text, strict=True), key=lambda pair: bool(pair[0])
+        ):
+            piece = visible("".join(c for _, c in characters)).replace(PLACEHOLDER, "□")
+            shown.append(piece, "bold green" if carries and args.mask else "")
+        console.print(shown)
+    reader.close()
     return 0
 
 

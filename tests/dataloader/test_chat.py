@@ -1,3 +1,4 @@
+import argparse
 import importlib.util
 import json
 import re
@@ -13,6 +14,7 @@ from dataloader.reader import Reader
 from dataloader.recipes.from_messages import build_from_messages
 from dataloader.tokenizer import get_tokenizer
 from dataloader.tokens import tokenize
+from omni.commands import data
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -147,3 +149,17 @@ def test_marks_lie_in_the_blocks_of_published_twins():
             compared += 1
             assert all(a <= x < y <= b for (a, b), (x, y) in zip(blocks[1], spans, strict=True)), stock.name
     assert compared > 0
+
+
+def test_show_colours_what_carries_loss(tmp_path, monkeypatch, capsys):
+    folder = write_tokenizer(tmp_path / "bpe", CHATML)
+    file = write(tmp_path / "chats.jsonl", {"id": "a", "messages": TALK})
+    build_from_messages(file, tmp_path / "set", hf(folder))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    parser = argparse.ArgumentParser()
+    data.add_arguments(parser)
+    chosen = f"{{name: hf, path: {folder}}}"
+    args = parser.parse_args(["show", str(tmp_path / "set"), "--mask", "--tokenizer", chosen])
+    assert data.run(args) == 0
+    coloured = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", capsys.readouterr().out, re.DOTALL)
+    assert "".join(coloured) == " is four.<|im_end|>quite<|im_end|>"  # line breaks have no colour
