@@ -86,7 +86,7 @@ def is_ascending(numbers: list[int], within: range) -> bool:
 def encoder_layers(config: Any) -> LayerSizes:
     """The layers of our encoders: biases, no gate, as many key/value heads as heads.
 
-    `config` is an encoder's, with the keys that `check_transformer` reads.
+    `config` is an encoder's, with the keys of `TransformerEncoderConfig`.
     """
     return LayerSizes(
         layers=config.layers,

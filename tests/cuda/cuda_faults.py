@@ -15,7 +15,7 @@ from omni.rank.optimizer import JointOptimizer
 from omni.rehearsal.findings import unexpected
 from ops import attention
 from ops.norm import Norm
-from pipeline.engine import _Step
+from pipeline.engine import _RunningStep
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ FAULTS = {
     "copy that is not pinned": in_layer(lambda x: torch.ones(2).to(x.device, non_blocking=True)),
     "pinned copy that blocks": in_layer(lambda x: torch.ones(2).pin_memory().to(x.device)),
     "hook on a gradient": in_layer(_hook),
-    "copy in the engine": Fault(_Step, "ship", lambda op: torch.ones(2).to(GPU)),
-    "synchronize": Fault(_Step, "backward", lambda op: torch.cuda.synchronize()),
-    "event": Fault(_Step, "hand_back", lambda rows: torch.cuda.Event().synchronize()),
+    "copy in the engine": Fault(_RunningStep, "ship", lambda op: torch.ones(2).to(GPU)),
+    "synchronize": Fault(_RunningStep, "backward", lambda op: torch.cuda.synchronize()),
+    "event": Fault(_RunningStep, "hand_back", lambda rows: torch.cuda.Event().synchronize()),
     "stream": Fault(JointOptimizer, "update", lambda totals: torch.cuda.current_stream().synchronize()),
     "pageable index list": Fault(attention, "to_device", lambda device: torch.ones(2).to(device)),
 }

@@ -16,9 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infra.checkpoint import CheckpointError
 from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
+from omni.keys import check_keys
 from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
-from omni.models.layer_sizes import LayerSizes, check_moe, llm_layers
+from omni.models.layer_sizes import LayerSizes, check_experts, llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.moe import (
     expert_biases,
@@ -468,28 +469,34 @@ def test_experts_are_numbered_from_the_first_of_the_model(local: int, data: st.D
         assert expert_name(name, rank * local) == name
 
 
+def check(moe: MoEConfig, tp: int, ep: int) -> None:
+    """Check experts as those of a run are: by themselves, then with the layout."""
+    sizes = {"layers": LAYERS, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 64}
+    check_keys("model.llm", LLMConfig(**sizes, moe=moe))
+    check_experts("model.llm.moe", moe, tp=tp, ep=ep)
+
+
 @pytest.mark.parametrize(
     "change, layout, words",
     [
         ({"topk": 9}, {}, "model.llm.moe.topk=9: must be at most experts=8"),
         ({"topk": 0}, {}, "model.llm.moe.topk=0"),
-        ({"experts": 0}, {}, "model.llm.moe.experts=0"),
         ({"shared_ffn": -1}, {}, "model.llm.moe.shared_ffn=-1"),
         ({"score": "tanh"}, {}, "model.llm.moe.score=tanh: choose one of softmax, sigmoid"),
-        ({"score": "softmax"}, {}, "bias_update_rate=0.001 needs score=sigmoid"),
+        ({"score": "softmax"}, {}, "bias_update_rate=0.001: needs score=sigmoid"),
         ({"bias_update_rate": -1.0}, {}, "bias_update_rate=-1"),
-        ({"dense_layers": 3}, {}, "dense_layers=3 leaves none of 3 layers to experts: choose at most 2"),
+        ({"dense_layers": 3}, {}, "dense_layers=3: leaves none of 3 layers to experts"),
         ({}, {"ep": 3}, "layout.llm.ep=3 does not divide model.llm.moe.experts=8"),
         ({}, {"tp": 3}, "model.llm.moe.shared_ffn=16 does not divide among layout.llm.tp=3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(
+def test_experts_that_do_not_fit_are_refused(
     change: dict[str, Any], layout: dict[str, int], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_moe("model.llm.moe", replace(MOE, **change), **{"layers": LAYERS, "tp": 1, "ep": 1, **layout})
+        check(replace(MOE, **change), **{"tp": 1, "ep": 1, **layout})
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_sizes_that_fit_pass(ep: int) -> None:
-    check_moe("model.llm.moe", MOE, layers=LAYERS, tp=2, ep=ep)
+    check(MOE, tp=2, ep=ep)

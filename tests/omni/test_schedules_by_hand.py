@@ -351,7 +351,7 @@ def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None
 
 def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None:
     words = (
-        r"layout\.llm\.parts=2: pipeline\.schedule=encode_first orders at most 1 on a rank: "
+        r"layout\.llm\.parts=2: pipeline\.policy=encode_first orders at most 1 on a rank: "
         r"set layout\.llm\.parts=1, or choose one for several, such as interleaved"
     )
     with pytest.raises(ConfigError, match=words):
