@@ -50,7 +50,7 @@ from omni.training import parity
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.policies import make_pool
 from parallel.policies.dynamic import shard_dynamic
-from pipeline.builders.schedule import held_at_most
+from pipeline.builders.passes import held_at_most
 from pipeline.ops import Kind
 from pipeline.simulator import run
 from pipeline.verifier import verify
