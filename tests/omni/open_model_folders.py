@@ -34,7 +34,7 @@ FAMILIES = {
 
 def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
     """Draw a model, save it in a few files with a tokenizer's beside them, and return it in fp32."""
-    config = transformers.AutoConfig.for_model(family.split()[0], **PLAIN, **FAMILIES[family], **more)
+    config = transformers.AutoConfig.for_model(family.split()[0], **{**PLAIN, **FAMILIES[family], **more})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
