@@ -1,5 +1,6 @@
 """Commands of README.md, CONTRIBUTING.md and docs/*.md run as printed, on small data by the same names."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from documented import (
     why_not,
 )
 from runs import Finished, Running, document, omni, picture, strip, write
+from tiny_bpe import write_tokenizer
 
 PRINTED = list(dict.fromkeys(command for found in pages().values() for command in found))
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 BUILD = "omni data build --from-jsonl mine.jsonl --out data/mine"
 ALONE = [command for command in PRINTED if runs_by_itself(command)]
 
@@ -34,6 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "seven.png").write_bytes(picture([7]).data)
     line = r'{"id": "seven-%d", "text": "\ufffcseven", "items": [{"modality": "image", "path": "seven.png"}]}'
     (folder / "mine.jsonl").write_text("".join(f"{line % i}\n" for i in range(8)))
+    write_tokenizer(folder / "models/mine", CHAT)
+    turns = [{"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     for group, ours in (("cluster/mine", "cluster/cpu"), ("experiment/mine", "experiment/quickstart")):
         own = folder / "conf" / f"{group}.yaml"
         own.parent.mkdir(parents=True)

@@ -75,7 +75,8 @@ def test_the_command_says_it_in_its_header_its_figures_and_its_rows(
         ]  # fmt: skip
 
 
-def test_longer_reductions_are_reductions_and_no_queue() -> None:
+def test_longer_reductions_are_reductions_and_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(WHOLE_STEP.parent)
     script = runpy.run_path(str(WHOLE_STEP))
     sizes = ("data.step_tokens=null", "data.step_samples=32", "data.microbatch_tokens=1024")
     config = compose_config([*KEYS, *sizes, "data.on_long=truncate", "+data.sources.none.path=none"])

@@ -24,7 +24,7 @@ from planners import plans_of_all_domains
 from ranks import RankPool
 
 from omni.compose import compose_config
-from omni.planning import prepare
+from omni.planning import prepare, run_data
 from omni.planning.prepare import prepare_run
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
 from pipeline.domain_plan import DomainPlan
@@ -166,7 +166,7 @@ def expected_refusal(case: Case) -> str | None:
 def test_refused_is_exactly_what_is_no_combination(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every combination of a layout's axes, valid or not, with and without experts, through prepare_run."""
     one = prepare_run(configure(Case(), folder), 1)  # data and encoder have nothing to do with the layout
-    monkeypatch.setattr(prepare.Index, "open", lambda *unused: one.indexes["mixed"])
+    monkeypatch.setattr(run_data.Index, "open", lambda *unused: one.indexes["mixed"])
     monkeypatch.setattr(prepare, "make_encoder", lambda *unused: one.encoders["image"])
     configs = {model: configure(Case(model=model), folder) for model in AXES["model"]}
     accepted, refused = set(), 0

@@ -215,7 +215,7 @@ def test_sizes_that_do_not_fit_are_refused_by_key() -> None:
         (replace(LLM, window=0), r"window=0: must be at least 1"),
         (
             replace(LLM, window=8, recompute="selective"),
-            r"recompute=selective: with window=8: .* none or full",
+            r"recompute=selective: with window=8: choose full, .* or none",
         ),
         (replace(LLM, window_every=0), r"window_every=0"),
         (replace(LLM, mtp=-1), r"mtp=-1"),
