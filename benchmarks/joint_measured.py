@@ -49,7 +49,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from joint_runs import (
     LENGTH,
     SCHEDULES,
@@ -59,6 +58,7 @@ from joint_runs import (
     gains_ms,
     misses,
     over_first,
+    spawn,
     too_little,
     write_data,
 )
@@ -241,7 +241,7 @@ def main() -> int:
         write_data(folder / "images", 512)
         for ratio, encoder in ENCODERS.items():
             for m in MICROBATCHES if not arguments.quick or ratio == "0.5" else ():
-                mp.spawn(work, (folder, encoder, m, MICROBATCHES[m] * arguments.turns), nprocs=2)
+                spawn(work, (folder, encoder, m, MICROBATCHES[m] * arguments.turns), 2)
                 found = [[Measured(*one) for one in of] for of in json.loads(result.read_text())]
                 setting, rows = f"ratio {ratio}, {m} microbatches", summarise(found)
                 table[setting] = rows

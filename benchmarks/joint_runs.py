@@ -7,15 +7,18 @@ import multiprocessing
 import os
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch.multiprocessing as mp
 from PIL import Image
 
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
+from parallel.handshake import SECRET, new_secret
 
 SCHEDULES = ("encode_first", "joint", "joint_zero_bubble_h1")
 GAIN, WORTH, MEDIAN_OFF, MOST_OFF = 0.8, 0.02, 0.05, 0.10
@@ -33,6 +36,12 @@ def write_data(path: Path, count: int) -> None:
             image = Item("image", "png", (HEIGHT, width), out.getvalue())
             text = "a" * (LENGTH - HEIGHT * width // 16 - 2)  # a row for 4 x 4 pixels
             writer.add(Sample(str(number), PLACEHOLDER + text, (image,)))
+
+
+def spawn(work: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Run `work(rank, *arguments)` on ranks that share a secret, as the launcher of a run gives them one."""
+    os.environ.setdefault(SECRET, new_secret())
+    mp.spawn(work, arguments, nprocs=ranks)
 
 
 @contextlib.contextmanager

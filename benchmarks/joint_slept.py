@@ -32,8 +32,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from joint_runs import SCHEDULES, cores_awake, far_off, misses, over_first, write_data
+from joint_runs import SCHEDULES, cores_awake, far_off, misses, over_first, spawn, write_data
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
@@ -189,7 +188,7 @@ def main() -> int:
         folder = Path(made)
         write_data(folder / "images", 512)
         for ranks, ratio, m in [(4, "0.5", 4)] if arguments.quick else settings:
-            mp.spawn(work, (folder, ratio, ranks, m, arguments.steps), nprocs=ranks)
+            spawn(work, (folder, ratio, ranks, m, arguments.steps), ranks)
             rows = summarise(json.loads((folder / "found.json").read_text()))
             setting = f"{ranks} ranks, ratio {ratio}, {m} microbatches"
             table[setting] = rows
