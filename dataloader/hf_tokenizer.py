@@ -62,7 +62,6 @@ class HFTokenizer:
         self.eos = _id(ids, "eos", eos if eos is not None else _named(config, "eos_token"))
         self.item = self.eos if item is None else _id(ids, "item", item)
         self.end_of_item = None if end_of_item is None else _id(ids, "end_of_item", end_of_item)
-        self.item_text = item
         named = {key: _named(config, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         named |= {"bos_token": bos or named["bos_token"], "eos_token": eos or named["eos_token"]}
         self.names = {key: text for key, text in named.items() if text is not None}

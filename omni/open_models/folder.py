@@ -82,12 +82,16 @@ class Folder:
         found: dict[str, Tensor] = {}
         sizes = self.storage.sizes()
         for file, header in self.headers.items():
-            for name, of in _described(header).items():
-                start, stop = (at + len(header) for at in of["data_offsets"])
+            try:
+                described = dict(_described(header))
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._wrong(f"the header of {file} cannot be read ({error}). Fetch it again") from error
+            for name, (dtype, shape, begin, end) in described.items():
+                start, stop = begin + len(header), end + len(header)
                 if name in found:
                     raise self._wrong(f"{name} is in {found[name].file} and in {file}")
-                found[name] = Tensor(file, of["dtype"], tuple(of["shape"]), start, stop)
-                if stop > (sizes.get(file) or 0):
+                found[name] = Tensor(file, dtype, shape, start, stop)
+                if not len(header) <= start <= stop <= (sizes.get(file) or 0):
                     raise self._wrong(f"{file} is cut short: it ends before {name} does. Fetch it again")
         return found
 
@@ -231,10 +235,12 @@ def contradiction(folder: Folder, key: str, given: Any, value: Any) -> ConfigErr
     )
 
 
-def _described(header: bytes) -> dict[str, Any]:
-    described: dict[str, Any] = json.loads(header[_LENGTH:])
-    described.pop("__metadata__", None)
-    return described
+def _described(header: bytes) -> Iterator[tuple[str, tuple[str, tuple[int, ...], int, int]]]:
+    """Yield each tensor's name, type, shape, and where its bytes begin and end after the header."""
+    for name, of in json.loads(header[_LENGTH:]).items():
+        if name != "__metadata__":
+            begin, end = map(int, of["data_offsets"])
+            yield name, (str(of["dtype"]), tuple(map(int, of["shape"])), begin, end)
 
 
 def _parsed(storage: Storage, name: str, url: str) -> dict[str, Any]:

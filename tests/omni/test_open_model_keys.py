@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -219,6 +220,17 @@ def rename(folder: Path, before: bytes, after: bytes) -> None:
         path.write_bytes(path.read_bytes().replace(before, after))
 
 
+def headed(described: dict) -> Callable[[Path], None]:
+    """Give the first file of weights another header."""
+
+    def change(folder: Path) -> None:
+        header = json.dumps(described).encode()
+        path = min(folder.glob("*.safetensors"))
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+    return change
+
+
 def cut_short(folder: Path) -> None:
     path = min(folder.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-10])
@@ -235,6 +247,8 @@ def cut_short(folder: Path) -> None:
         (lambda f: [p.unlink() for p in f.glob("*.safetensors*")], r"it lacks model.safetensors"),
         (cut_short, r"model-00001-of-.* is cut short"),
         (lambda f: min(f.glob("*.safetensors")).write_bytes(b"no"), r"no whole file of safetensors"),
+        (headed({"w": {"dtype": "F32"}}), r"header of model-00001-of-.* cannot be read"),
+        (headed({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}), r"is cut short"),
         (lambda f: rename(f, b"s.0.mlp.up_proj", b"s.0.mlp.xx_proj"), r"it holds model.layers.0.mlp.xx_proj"),
         (lambda f: changed(f, num_hidden_layers=5), r"it lacks model.layers.4.*which config.json means"),
         (
