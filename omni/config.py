@@ -21,6 +21,8 @@ from parallel.cluster import QUEUES
 
 RECOMPUTE = ("none", "selective", "full")
 SCORES = ("softmax", "sigmoid")  # of experts
+ATTENTION = ("full", "window")  # of a layer
+SCALINGS = ("none", "linear", "llama3", "yarn")  # of rotation
 LR_SCHEDULES = ("cosine", "wsd")
 MOST_SEEDS = 2**63
 WITH_MLA = "with model.llm.mla: set mla.kv_rank=0, or this to "
@@ -96,15 +98,62 @@ class MLAConfig:
 
 
 @dataclass
+class RotaryConfig:
+    """How the frequencies of rotation, powers of `model.llm.rotary_base`, are scaled, and what is rotated.
+
+    `linear` divides all of them by `factor`. `llama3` and `yarn` divide those that turn less than `slow`
+    times in `trained_tokens`, leave those that turn more than `fast` times, and mix in between: `llama3` by
+    turns (Llama 3.1), `yarn` by the number of the frequency, rounded outwards with `truncate` (Peng et al.,
+    YaRN, 2023, section 3.2). `yarn` multiplies queries and keys by `attention_factor`, null for 0.1 ln(factor) + 1.
+
+    The first `share` of a head is rotated, in those `layers` whose entry, repeated, is true. Layers with a
+    window rotate by `window_base`, unscaled, where that is not null.
+    """
+
+    scaling: str = one_of(SCALINGS, "none")
+    factor: float = at_least(1, 1.0)
+    trained_tokens: int = at_least(0, 0)
+    slow: float = at_least(0, 1.0)
+    fast: float = at_least(0, 32.0)
+    truncate: bool = True
+    attention_factor: float | None = at_least(0, None)
+    share: float = at_least(0, 1.0)
+    layers: list[bool] = field(default_factory=lambda: [True])
+    window_base: float | None = at_least(1, None)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "factor",
+            lambda own: own.scaling != "none" or own.factor == 1,
+            "scales nothing with scaling=none: choose linear, llama3 or yarn, or a factor of 1",
+        ),
+        Rule(
+            "trained_tokens",
+            lambda own: own.scaling not in ("llama3", "yarn") or own.trained_tokens,
+            "with scaling={scaling}: say how long the sequences were before scaling",
+        ),
+        Rule("fast", lambda own: own.fast > own.slow, "must be more than slow={slow}"),
+        Rule(
+            "attention_factor",
+            lambda own: own.scaling == "yarn" or own.attention_factor is None,
+            "is of scaling=yarn: set it to null",
+        ),
+        Rule("share", lambda own: 0 < own.share <= 1, "must be more than 0 and at most 1"),
+        Rule("layers", lambda own: any(own.layers), "rotates nothing: give at least one true"),
+    )
+
+
+@dataclass
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
     The vocabulary has `vocab` ids, null for those of the tokenizer, rounded up to a multiple of
     `vocab_multiple`. `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers
     experts. `head_dim: null` is hidden / heads; `gated: false` makes the feed-forward two matrices with a
-    GELU; `qk_norm` norms each head of queries and keys. In the first of every `window_every` layers a token
-    sees `window` tokens, itself among them. `mla` makes queries, keys and values from few numbers a token.
-    `mtp` layers at the end predict one token further each (DeepSeek-V3, section 2.2).
+    GELU; `qk_norm` norms each head of queries and keys. `attention` gives the kind of each layer, and repeats
+    over them: in those of kind `window` a token sees `window` tokens, itself among them. `mla` makes queries,
+    keys and values from few numbers a token. `mtp` layers at the end predict one token further each
+    (DeepSeek-V3, section 2.2).
 
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
@@ -118,12 +167,13 @@ class LLMConfig:
     gated: bool = True
     qk_norm: bool = False
     window: int | None = at_least(1, None)
-    window_every: int = at_least(1, 1)
+    attention: list[str] = field(default_factory=lambda: ["full"])
     mla: MLAConfig = field(default_factory=MLAConfig)
     mtp: int = at_least(0, 0)
     norm: str = one_of(NORMS, "RMSNorm")
     norm_eps: float = at_least(1e-20, 1e-5)
     rotary_base: float = at_least(1, 10000.0)
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
     qkv_bias: bool = False
     tied: bool = True
     vocab: int | None = at_least(1, None)
@@ -145,6 +195,26 @@ class LLMConfig:
             "rotation takes pairs; choose an even number",
         ),
         WINDOWS_STAY,
+        Rule(
+            "attention",
+            lambda own: own.attention and set(own.attention) <= set(ATTENTION),
+            f"give the kinds of some layers, which repeat, out of {', '.join(ATTENTION)}",
+        ),
+        Rule(
+            "window",
+            lambda own: (own.window is not None) == ("window" in own.attention),
+            "with attention={attention}: layers of kind window have one; set both or neither",
+        ),
+        Rule(
+            "rotary.window_base",
+            lambda own: own.rotary.window_base is None or own.window is not None,
+            "is of layers with a window, and there are none: set it to null",
+        ),
+        Rule(
+            "rotary.share",
+            lambda own: own.head_size * own.rotary.share % 2 == 0,
+            "must leave an even number of each head, for rotation",
+        ),
         Rule(
             "moe.dense_layers",
             lambda own: own.mixture is None or own.moe.dense_layers < own.layers,
@@ -168,6 +238,14 @@ class LLMConfig:
     def latent(self) -> MLAConfig | None:
         """Multi-head latent attention, None for a model whose layers attend with whole heads."""
         return self.mla if self.mla.kv_rank else None
+
+    def kind(self, layer: int) -> str:
+        """The kind of attention of a layer, counted from 0."""
+        return self.attention[layer % len(self.attention)]
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys."""
+        return self.rotary.layers[layer % len(self.rotary.layers)]
 
     @property
     def head_size(self) -> int:

@@ -6,15 +6,77 @@ sequence, a packed document and a patch of an image (two coordinates) are the sa
 Shapes: T tokens, N heads, H head size, A position axes (1 for text, 2 for images).
 """
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """How frequencies are scaled for sequences longer than a model was trained on: see `RotaryConfig`.
+
+    `scaling` is none, linear, llama3 or yarn.
+    """
+
+    scaling: str = "none"
+    factor: float = 1.0
+    trained_tokens: int = 0
+    slow: float = 1.0
+    fast: float = 32.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    share: float = 1.0
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.scaling == "yarn" else 1.0
+
+    def scaled(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
+        """Frequencies [n] → [n]."""
+        if self.scaling == "none":
+            return frequencies
+        if self.scaling == "linear":
+            return frequencies / self.factor
+        kept = self._kept(frequencies) if self.scaling == "llama3" else self._ramp(frequencies, base)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+    def _kept(self, frequencies: torch.Tensor) -> torch.Tensor:
+        """Which share of each is left as it is, by the times it turns in the sequences trained on."""
+        turns = frequencies * (self.trained_tokens / (2 * math.pi))
+        return ((turns - self.slow) / (self.fast - self.slow)).clamp(0, 1)
+
+    def _ramp(self, frequencies: torch.Tensor, base: float) -> torch.Tensor:
+        """The same along the numbers of the frequencies: 1 up to the one that turns `fast` times, 0 from the
+        one that turns `slow` times on.
+        """
+        count = len(frequencies)
+        fast, slow = (
+            count * math.log(self.trained_tokens / (turns * 2 * math.pi)) / math.log(base)
+            for turns in (self.fast, self.slow)
+        )
+        if self.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        first, last = max(fast, 0), min(slow, 2 * count - 1)
+        numbers = torch.arange(count, device=frequencies.device, dtype=frequencies.dtype)
+        return 1 - ((numbers - first) / (last - first or 0.001)).clamp(0, 1)
+
+
+PLAIN = Scaling()
+
+
 def rotary_table(
-    positions: torch.Tensor, head_dim: int, base: float, dtype: torch.dtype
+    positions: torch.Tensor,
+    head_dim: int,
+    base: float,
+    dtype: torch.dtype,
+    scaling: Scaling = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin, each [T, 1, H/2], for integer `positions` [T] or [T, A].
+    """Return cos and sin, each [T, 1, H/2], for integer `positions` [T] or [T, A]; of H only what is rotated.
 
     The H/2 frequencies are divided evenly among the A axes; each axis starts at frequency 1. Angles are
     computed in fp32 (fp64 for fp64 models), because bf16 cannot tell neighbouring positions apart.
@@ -22,16 +84,23 @@ def rotary_table(
     if positions.dim() == 1:
         positions = positions.unsqueeze(1)
     axes = positions.shape[1]
+    head_dim = int(head_dim * scaling.share)
     assert head_dim % (2 * axes) == 0, f"head size {head_dim} does not divide into {axes} rotary axes"
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     half = head_dim // (2 * axes)
     exponent = torch.arange(half, device=positions.device, dtype=exact) / half
-    angles = (positions.to(exact).unsqueeze(-1) * base**-exponent).flatten(1).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    frequencies = scaling.scaled(base**-exponent, base)
+    angles = (positions.to(exact).unsqueeze(-1) * frequencies).flatten(1).unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    if (amplitude := scaling.amplitude) != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
+    return cos.to(dtype), sin.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotate each pair (x[i], x[i + H/2]); the backward is the rotation by the opposite angle."""
+    """Rotate each pair (x[i], x[i + n/2]) of the first n of H; the backward is the rotation by the opposite
+    angle. What is behind them passes unchanged.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -46,8 +115,11 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    low, high = x.chunk(2, dim=-1)
-    out_low, out_high = out.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    low, high, rest = x.tensor_split((half, 2 * half), dim=-1)
+    out_low, out_high, out_rest = out.tensor_split((half, 2 * half), dim=-1)
+    if out_rest.shape[-1]:
+        out_rest.copy_(rest)
     torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-1)
     torch.mul(high, cos, out=out_high).addcmul_(low, sin)
     return out

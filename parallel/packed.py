@@ -10,7 +10,7 @@ import torch
 
 from ops.attention import Packing
 from ops.device import to_device
-from ops.rotary import rotary_table
+from ops.rotary import PLAIN, Scaling, rotary_table
 from parallel.megatron import PackedSeqParams
 from parallel.sequence import SequenceLayout
 from parallel.sharded_attention import AttentionPlan, plan_attention
@@ -45,12 +45,14 @@ class PackedTokens(PackedSeqParams):
     input to the attention of each layer. `attention` says how sequences divide the tokens and what is
     exchanged for those that are shared; `rotary` holds the cos and sin of every token's position, so
     attention never has to guess a position from an index. `entering` holds, for one pass, what is added
-    to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model.
+    to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model. `windowed` is
+    what layers with a window see instead, where there are any.
     """
 
     attention: AttentionPlan | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     entering: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    windowed: "PackedTokens | None" = None
 
     @property
     def tokens(self) -> int:
@@ -78,10 +80,12 @@ def pack_tokens(
     device: torch.device,
     kv_heads: int | None = None,
     window: int | None = None,
+    scaling: Scaling = PLAIN,
 ) -> PackedTokens:
     """Describe the tokens of a pack, which stand at integer `positions`, [T] or [T, A], of their sequences.
 
-    `heads` and `kv_heads` (as many unless given) are those of the whole model.
+    `heads` and `kv_heads` (as many unless given) are those of the whole model. A token sees those at most
+    `window` tokens away, None for all.
     """
     attention = plan_attention(
         sharding.layout,
@@ -106,5 +110,5 @@ def pack_tokens(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=attention,
-        rotary=rotary_table(to_device(positions, device), head_dim, rotary_base, dtype),
+        rotary=rotary_table(to_device(positions, device), head_dim, rotary_base, dtype, scaling),
     )

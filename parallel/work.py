@@ -67,7 +67,8 @@ class Load:
     that give losses (padded, over its tensor-parallel ranks), `rows` what this rank of an encoder passes on
     and `most_rows` the most of any rank that shares its layers. `routed` are the tokens that each rank of its
     expert group sends to experts, of which this rank is number `router`; empty where there are no experts.
-    `frozen` says that no weight learns, so that only what gradients of inputs take is kept.
+    `frozen` says that no weight learns, so that only what gradients of inputs take is kept. Layers with a
+    window attend as `windowed` says, None for as all others do.
     """
 
     seen: Attended
@@ -79,6 +80,7 @@ class Load:
     routed: tuple[int, ...] = ()
     router: int = 0
     frozen: bool = False
+    windowed: Attended | None = None
 
     @property
     def tokens(self) -> int:
@@ -192,14 +194,20 @@ class Block(Protocol):
 class Part(Block, Protocol):
     """A stage of the LLM or an encoder on one rank: the one statement of its work.
 
-    `shape` and `head_dim` are those of its attention on this rank, `layers` how many of its layers exchange
-    shared sequences, `element` the bytes of a number; `tp` ranks share its layers, and `ep` its experts, 0
+    `shape` and `head_dim` are those of its attention on this rank, in layers without a window; `window`
+    tokens are seen in those with one, None if none has. `layers` says how many of its layers exchange shared
+    sequences, `element` the bytes of a number; `tp` ranks share its layers, and `ep` its experts, 0
     where it has none.
     """
 
     @property
     def shape(self) -> AttentionShape:
         """Heads of this rank."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a token sees in layers with a window, itself among them."""
         ...
 
     @property

@@ -2,6 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from parallel.attended import attended
 from parallel.sequence import Shard
@@ -19,8 +21,11 @@ def pass_load(
     batch, member, tp = domain.microbatches[m], domain.member(position), domain.tp
     tail = batch.layout.padded_tokens(member, tp) - batch.layout.local_tokens(member)
     first = position - position % part.ep if part.ep else 0
+    seen = partial(attended, batch.layout, batch.tiles, member, tail)
+    within = None if part.window is None else replace(part.shape, window=part.window - 1)
     return Load(
-        seen=attended(batch.layout, batch.tiles, member, tail, part.shape, part.head_dim, messages),
+        seen=seen(part.shape, part.head_dim, messages),
+        windowed=None if within is None else seen(within, part.head_dim, messages),
         squares=batch.share(member).squares,
         sequences=_sequences(batch.layout.shards, member),
         targets=_targets(domain, batch, m, member) if losses else 0,

@@ -149,6 +149,11 @@ class EncoderPart:
         return self.stack.shape
 
     @property
+    def window(self) -> None:
+        """None: items are exchanged as if no layer had one."""
+        return None
+
+    @property
     def head_dim(self) -> int:
         """Numbers of a head."""
         return self.stack.head_dim

@@ -11,7 +11,7 @@ width of an expert.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from omni.models.pieces import Linears, exchanges, plain
+from omni.models.pieces import Linears, plain
 from omni.models.stack import (
     BETWEEN,
     Stack,
@@ -69,6 +69,16 @@ class ExpertStack:
         return self.dense.shape
 
     @property
+    def window(self) -> int:
+        """Tokens that a token sees in `windowed` of the layers."""
+        return self.dense.window
+
+    @property
+    def windowed(self) -> int:
+        """Layers with a window."""
+        return self.dense.windowed
+
+    @property
     def head_dim(self) -> int:
         """Numbers of a head."""
         return self.dense.head_dim
@@ -112,7 +122,7 @@ class ExpertStack:
             bytes=self.layers * self._layer_bytes(load.tokens),
             collectives=(
                 *self.dense.sums(load.tokens, Grad.BOTH, forward=True, halves=self._halves),
-                *exchanges(load.seen, self.element, self.layers, forward=True),
+                *self.dense.exchanges(load, forward=True),
                 *self._routed(load, forward=True),
             ),
             kept=self.layers * self._kept(load, self.dense.recompute),
@@ -131,7 +141,7 @@ class ExpertStack:
         again = self.recomputation(load, grad)
         once = self.layers * self._layer_bytes(load.tokens)
         inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
-        back = exchanges(load.seen, self.element, self.layers, forward=False)
+        back = self.dense.exchanges(load, forward=False)
         return Work(
             flops=again.flops + halves[grad],
             bytes=again.bytes + once * (inputs + weights),

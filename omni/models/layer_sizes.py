@@ -139,7 +139,7 @@ def llm_layers(config: LLMConfig) -> LayerSizes:
 
 def windowed(config: LLMConfig, layers: range) -> int:
     """How many of these layers of the LLM have a window."""
-    return 0 if config.window is None else sum(layer % config.window_every == 0 for layer in layers)
+    return sum(config.kind(layer) == "window" for layer in layers)
 
 
 def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -> None:

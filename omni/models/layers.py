@@ -29,7 +29,8 @@ class PackedCoreAttention(MegatronModule):
     """Core attention over packed tokens: rotates queries and keys by their own positions, then attends.
 
     Rotation happens here and not in megatron, which would restart positions at 0 on every shard. Shards of
-    shared sequences are exchanged over the pool of the process groups.
+    shared sequences are exchanged over the pool of the process groups. A `windowed` layer sees the pack as
+    `PackedTokens.windowed` says; one that is not `rotated` knows no positions.
     """
 
     def __init__(
@@ -37,11 +38,14 @@ class PackedCoreAttention(MegatronModule):
         config: TransformerConfig,
         *,
         softmax_scale: float | None = None,
+        windowed: bool = False,
+        rotated: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.windowed, self.rotated = windowed, rotated
         self.pool = getattr(pg_collection, "pool", None)
 
     def forward(
@@ -56,9 +60,10 @@ class PackedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the plan of the pack."""
         assert isinstance(packed_seq_params, PackedTokens), "attention runs on packed tokens only"
-        packed = packed_seq_params
+        packed = packed_seq_params.windowed if self.windowed else packed_seq_params
+        assert packed is not None
         assert packed.attention is not None
-        if packed.rotary is not None:
+        if packed.rotary is not None and self.rotated:
             query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
         return sharded_attention(query, key, value, packed.attention, self.pool, self.scale).flatten(1)
 

@@ -15,11 +15,11 @@ from omni.config import LLMConfig
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
+from omni.models.llm_specs import layer_specs
 from omni.models.moe import (
     expert_biases,
     first_expert,
     forget_passes,
-    layer_specs,
     load_expert_biases,
     moe_settings,
     update_expert_bias,
@@ -131,7 +131,7 @@ class LLMStage:
         is_first, is_last = number == 0, number == len(layers) - 1
         specs = partial(
             layer_specs,
-            moe=config.mixture,
+            config=config,
             layers=range(first, first + layers[number]),
             device=self.device,
         )

@@ -71,6 +71,11 @@ class LLMPart:
         return self.stacks[0].shape
 
     @property
+    def window(self) -> int | None:
+        """Tokens that a token sees in layers with a window, None if there are none."""
+        return max(stack.window if stack.windowed else 0 for stack in self._stacks) or None
+
+    @property
     def head_dim(self) -> int:
         """Numbers of a head."""
         return self.stacks[0].head_dim

@@ -13,9 +13,8 @@ Shapes: T tokens of this rank, D width, E experts.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -69,17 +68,6 @@ def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype, device: torch.devi
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def layer_specs(
-    dense: ModuleSpec, moe: MoEConfig | None, layers: Iterable[int], device: torch.device
-) -> list[ModuleSpec]:
-    """Return the spec of each of `layers`, counted from the start of the model: `dense`, or with experts."""
-    if moe is None:
-        return [dense for _ in layers]
-    mlp = experts_spec(moe, device)
-    with_experts = replace(dense, submodules=replace(dense.submodules, mlp=mlp))
-    return [dense if layer < moe.dense_layers else with_experts for layer in layers]
 
 
 def experts_spec(moe: MoEConfig, device: torch.device) -> ModuleSpec:

@@ -127,7 +127,7 @@ class Stack(LayerSizes):
             bytes=self.layers * self._layer_bytes(linears, load.tokens),
             collectives=(
                 *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
-                *exchanges(load.seen, self.element, self.layers, forward=True),
+                *self.exchanges(load, forward=True),
             ),
             kept=self.layers * kept_by_layer(self, load.seen, load.frozen),
             workspace=load.tokens * self.hidden * self.element,
@@ -149,7 +149,7 @@ class Stack(LayerSizes):
             collectives=(
                 *again.collectives,
                 *self.sums(load.tokens, grad, forward=False, halves=2 * self.layers),
-                *(exchanges(load.seen, self.element, self.layers, forward=False) if inputs else ()),
+                *(self.exchanges(load, forward=False) if inputs else ()),
             ),
             kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
             workspace=layer_workspace(self, load, grad) if inputs else self._largest_weight(linears),
@@ -162,8 +162,13 @@ class Stack(LayerSizes):
             return Work()
         if self.recompute == "full":
             return self.forward(load)
-        again = exchanges(load.seen, self.element, self.layers, forward=True)
-        return Work(flops=self.attention_flops(load), collectives=again)
+        return Work(flops=self.attention_flops(load), collectives=self.exchanges(load, forward=True))
+
+    def exchanges(self, load: Load, *, forward: bool) -> tuple[Collective, ...]:
+        """Exchanges of shared sequences: layers with a window read less of them."""
+        within = load.windowed or load.seen
+        full = exchanges(load.seen, self.element, self.layers - self.windowed, forward=forward)
+        return (*full, *exchanges(within, self.element, self.windowed, forward=forward))
 
     def attention_flops(self, load: Load) -> int:
         """FLOPs of the attention of all layers. With a window, as in sequences that are longer than it: of

@@ -1,6 +1,6 @@
 """The families whose layers the engine trains: Llama, Mistral, Qwen2.5 and Qwen3, Mixtral and Qwen3-MoE."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omni.open_models.family import Family, Said
@@ -30,37 +30,89 @@ def _common(said: Said, own_heads: bool = False) -> dict[str, Any]:
         "ffn": said.take("intermediate_size"),
         "head_dim": None if head_dim == hidden // heads else head_dim,
         "norm_eps": said.take("rms_norm_eps"),
-        "rotary_base": _rotary_base(said),
+        **_rotation(said),
         "tied": said.take("tie_word_embeddings", False),
         "vocab": said.take("vocab_size"),
     }
 
 
-def _rotary_base(said: Said) -> float:
-    """The base of plain rotation, as either generation of the format says it; other kinds are refused."""
-    told = dict(said.take("rope_parameters", {}))
-    scaling = dict(said.take("rope_scaling", {}))
-    base = told.pop("rope_theta", None)
-    base = said.take("rope_theta") if base is None else base
-    for key, rotary in (("rope_parameters", told), ("rope_scaling", scaling)):
-        kind = rotary.pop("rope_type", rotary.pop("type", "default"))
-        if kind != "default":
-            raise said.refused(key, kind, "the engine rotates with plain frequencies alone")
-        if rotary.pop("partial_rotary_factor", 1.0) != 1.0 or rotary:
-            raise said.refused(key, rotary, "the engine rotates whole heads with plain frequencies")
-    return float(base)
+# What the scaled kinds of rotation say beside their base, by our names.
+_SCALED = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "trained_tokens": "original_max_position_embeddings",
+        "slow": "low_freq_factor",
+        "fast": "high_freq_factor",
+    },
+    "yarn": {
+        "factor": "factor",
+        "trained_tokens": "original_max_position_embeddings",
+        "slow": "beta_slow",
+        "fast": "beta_fast",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+    },
+}
+_MUST = ("factor", "trained_tokens")
 
 
-def _no_windows(said: Said, switch: bool) -> None:
-    """Refuse windows. With `switch`, `sliding_window` counts only where `use_sliding_window` says so."""
-    if switch:
-        said.must("use_sliding_window", False)
-        said.skip("sliding_window", "max_window_layers")
-    else:
-        said.must("sliding_window", None)
-    kinds = said.take("layer_types", [])
-    if set(kinds) - {"full_attention"}:
-        raise said.refused("layer_types", kinds, "the engine has no attention with windows")
+def _rotation(said: Said, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Keys of rotation, as either generation of the format says it; other kinds are refused. `told` is what
+    it says of layers without windows, where it tells them apart.
+    """
+    if told is None:
+        told = {**said.take("rope_parameters", {}), **said.take("rope_scaling", {})}
+    rest = {key: value for key, value in told.items() if value is not None}
+    kinds = [rest.pop(key) for key in ("rope_type", "type") if key in rest]
+    kind = kinds[0] if kinds else "default"
+    if kind not in _SCALED:
+        raise said.refused("rope_parameters", kind, f"frequencies are scaled by {', '.join(_SCALED)}")
+    base = rest.pop("rope_theta", None)
+    keys = {"rotary_base": float(said.take("rope_theta") if base is None else base)}
+    said.skip("rope_theta")
+    for ours, theirs in {**_SCALED[kind], "share": "partial_rotary_factor"}.items():
+        value = rest.pop(theirs, None)
+        if value is None and ours in _MUST:
+            raise said.refused("rope_parameters", dict(told), f"{kind} needs {theirs}")
+        if value is not None:
+            keys[f"rotary.{ours}"] = value
+    if kind == "llama3" and "rotary.fast" not in keys:
+        raise said.refused("rope_parameters", dict(told), "llama3 needs high_freq_factor")
+    if rest:
+        raise said.refused("rope_parameters", rest, f"rotation of kind {kind} does not have these")
+    return keys if kind == "default" else keys | {"rotary.scaling": kind}
+
+
+_KINDS = {"full_attention": "full", "sliding_attention": "window"}
+
+
+def _attention(said: Said, window: int | None, kinds: Sequence[str] | None = None) -> dict[str, Any]:
+    """Keys of the kinds of attention: of each layer as `layer_types` lists them, or as `kinds` where that is
+    not there; of `window` tokens, None for no window. All of one kind is a pattern of one.
+    """
+    listed = said.take("layer_types", kinds or [])
+    if unknown := set(listed) - _KINDS.keys():
+        raise said.refused("layer_types", sorted(unknown), f"layers are of {', '.join(_KINDS)}")
+    ours = [_KINDS[kind] for kind in listed] or ["window" if window else "full"]
+    if "window" not in ours:
+        return {}
+    if window is None:
+        raise said.refused("sliding_window", None, "layers of sliding_attention need one")
+    lengths = range(1, len(ours) + 1)
+    period = next(n for n in lengths if all(kind == ours[at % n] for at, kind in enumerate(ours)))
+    return {"window": window, "attention": ours[:period]}
+
+
+def _switched_windows(said: Said) -> dict[str, Any]:
+    """Windows of Qwen: only where `use_sliding_window` says so, from layer `max_window_layers` on."""
+    window, first = said.take("sliding_window", None), said.take("max_window_layers", 28)
+    if not said.take("use_sliding_window", False):
+        return _attention(said, None)
+    count = said.values.get("num_hidden_layers") or 0
+    kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(count)]
+    return _attention(said, window, kinds)
 
 
 def _llama(said: Said) -> dict[str, Any]:
@@ -70,27 +122,23 @@ def _llama(said: Said) -> dict[str, Any]:
 
 
 def _mistral(said: Said) -> dict[str, Any]:
-    if "sliding_window" not in said.values:  # which means one of 4096 tokens
-        raise said.refused("sliding_window", 4096, "the engine has no attention with windows")
-    _no_windows(said, switch=False)
-    return _common(said)
+    # A file that does not say it means 4096.
+    window = said.take("sliding_window", None) if "sliding_window" in said.values else 4096
+    return _common(said) | _attention(said, window)
 
 
 def _qwen2(said: Said) -> dict[str, Any]:
-    _no_windows(said, switch=True)
-    return _common(said) | {"qkv_bias": True}
+    return _switched_windows(said) | _common(said) | {"qkv_bias": True}
 
 
 def _qwen3(said: Said) -> dict[str, Any]:
-    _no_windows(said, switch=True)
     said.must("attention_bias", False)
-    return _common(said, own_heads=True) | {"qk_norm": True}
+    return _switched_windows(said) | _common(said, own_heads=True) | {"qk_norm": True}
 
 
 def _mixtral(said: Said) -> dict[str, Any]:
-    _no_windows(said, switch=False)
     said.must("router_jitter_noise", 0)
-    keys = _common(said)
+    keys = _attention(said, said.take("sliding_window", None)) | _common(said)
     return keys | _experts(said, said.take("num_local_experts"), keys["ffn"], normed=True)
 
 

@@ -200,6 +200,16 @@ def default_keys() -> dict[str, Any]:
     return {key: value for key, value in flat_keys(LLMConfig()) if key not in FREE}
 
 
+def config_of(keys: Mapping[str, Any], **more: Any) -> LLMConfig:
+    """Return the `model.llm` that flat keys mean, with `more` of its keys."""
+    config = LLMConfig(**{key: value for key, value in keys.items() if "." not in key}, **more)
+    for key, value in keys.items():
+        section, dot, name = key.rpartition(".")
+        if dot:
+            setattr(getattr(config, section), name, value)
+    return config
+
+
 def flat_keys(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield keys and values of a configuration, those of sections under it by names with dots."""
     for field in fields(config):

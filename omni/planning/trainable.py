@@ -27,7 +27,6 @@ def _is_set(value: Any) -> bool:
 
 OF_RUN = (
     Missing("train.precision", LOWER.__contains__, "matrix products of that precision", "bf16"),
-    Missing("model.llm.window", _is_set, "attention with windows", "null"),
     Missing("model.llm.mla.kv_rank", _is_set, "latent attention", "0, and all of model.llm.mla"),
     Missing("model.llm.mtp", _is_set, "prediction of further tokens", "0"),
 )

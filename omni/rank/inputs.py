@@ -20,11 +20,12 @@ from dataloader.format import DataError
 from dataloader.loader import Fetch, Fetched, TextArrays
 from dataloader.tokens import SampleMeta
 from omni.config import LLMConfig
+from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
 from ops.device import to_device
-from parallel.packed import PackedTokens, Sharding, pack_tokens
+from parallel.packed import PackedTokens, Sharding
 from parallel.sequence import Shard
 from parallel.shipping import make_ends
 from pipeline.anchor import StepInputs
@@ -156,14 +157,10 @@ class Assembler:
         tokens = batch.layout.padded_tokens(domain.member(place.position), tp)
         tail = tokens - sum(p.stop - p.start for p in pieces)
         runs = [range(p.start, p.stop) for p in pieces] + [range(tail)]
-        packed = pack_tokens(
+        packed = pack_llm(
+            self.llm,
             Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
             torch.cat([torch.arange(run.start, run.stop) for run in runs]),
-            heads=self.llm.heads,
-            kv_heads=self.llm.kv_heads,
-            head_dim=self.llm.head_size,
-            rotary_base=self.llm.rotary_base,
-            causal=True,
             dtype=place.dtype,
             device=place.device,
         )

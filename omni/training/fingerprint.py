@@ -12,7 +12,7 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import MLAConfig
+from omni.config import MLAConfig, RotaryConfig
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -24,7 +24,8 @@ _FREE = re.compile(
 _LATER = {
     "model.llm.gated": True,
     "model.llm.qk_norm": False,
-    "model.llm.window_every": 1,
+    "model.llm.attention": ["full"],
+    **{f"model.llm.rotary.{key}": value for key, value in vars(RotaryConfig()).items()},
     "model.llm.mtp": 0,
     **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
 }

@@ -21,7 +21,16 @@ PLAIN = {
     "initializer_range": 0.1,
 }
 MOE = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 48}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 900.0, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES = {
+    "llama 3.1": {"rope_parameters": LLAMA3},
+    "qwen2 yarn": {"rope_parameters": YARN},
+    "qwen2 windows": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "mistral windows": {"sliding_window": 24},
     "llama": {"tie_word_embeddings": False},
     "llama tied": {"tie_word_embeddings": True},
     "mistral": {"head_dim": 16, "sliding_window": None},

@@ -21,13 +21,14 @@ from test_moe_layers import assembled, assert_close, placed
 from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
 from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
+from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 from parallel.groups import make_groups
 from parallel.layout import Layout, LayoutError, Staged, arrange
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
-from parallel.packed import Sharding, pack_tokens
+from parallel.packed import Sharding
 from parallel.placements import COLOCATED
 from parallel.sequence import SequenceLayout
 from parallel.work import even_load
@@ -127,14 +128,10 @@ def make_pack(number: int, groups: ProcessGroupCollection) -> Pack:
     ids, labels = (torch.randint(0, VOCABULARY, (total,), generator=generator) for _ in range(2))
     rows = {layer: torch.randn(total, LLM.hidden, generator=generator).chunk(tp)[rank][::2] for layer in TAPS}
     layout = SequenceLayout.whole(lengths, [0] * len(lengths), 1)
-    packed = pack_tokens(
+    packed = pack_llm(
+        LLM,
         Sharding(layout, ((),) * len(lengths), 0, 0, tp),
         torch.cat([torch.arange(n) for n in lengths]),
-        heads=LLM.heads,
-        kv_heads=LLM.kv_heads,
-        head_dim=LLM.hidden // LLM.heads,
-        rotary_base=LLM.rotary_base,
-        causal=True,
         dtype=torch.float32,
         device=CPU,
     )

@@ -21,11 +21,11 @@ from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
 from omni.models.layer_sizes import LayerSizes, check_experts, llm_layers
 from omni.models.layers import layer_submodules, transformer_config
+from omni.models.llm_specs import layer_specs
 from omni.models.moe import (
     expert_biases,
     expert_name,
     first_expert,
-    layer_specs,
     load_expert_biases,
     moe_settings,
     routers,
@@ -107,7 +107,8 @@ def build(case: Case) -> tuple[TransformerBlock, ProcessGroupCollection, Numberi
         sequence_parallel=True,
         more=moe_settings(case.moe, ep.size(), torch.float32, CPU),
     )
-    specs = partial(layer_specs, moe=case.moe, layers=range(LAYERS * stage, LAYERS * (stage + 1)), device=CPU)
+    llm = LLMConfig(LAYERS * case.layout.pp, WIDTH, 1, 1, 1, moe=case.moe)
+    specs = partial(layer_specs, config=llm, layers=range(LAYERS * stage, LAYERS * (stage + 1)), device=CPU)
     block = TransformerBlock(
         config, layer_submodules(LAYERS, "RMSNorm", causal=True, specs=specs), pg_collection=groups
     )

@@ -19,15 +19,16 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.__main__ import main
 from omni.compose import compose_config
-from omni.config import Config, ConfigError, LLMConfig, MoEConfig
-from omni.models.llm_stage import LLMStage
+from omni.config import Config, ConfigError, LLMConfig
+from omni.models.llm_pack import pack_llm
+from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.models.regions import all_parameters
-from omni.open_models.folder import Folder, check_same, open_folder
+from omni.open_models.folder import Folder, check_same, config_of, open_folder
 from omni.rank.folder_weights import DTYPES
 from omni.training.start import check_start
 from parallel.layout import Layout
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
-from parallel.packed import Sharding, pack_tokens
+from parallel.packed import Sharding
 
 TOLERANCE = 1e-5
 LENGTHS = (37, 5, 90, 1)
@@ -42,6 +43,16 @@ FORGOTTEN = {
     "qwen3": {"norm_eps": 1e-5, "rotary_base": 10000.0, "qk_norm": False},
     "mixtral": {"moe.topk": 1, "moe.score": "sigmoid", "rotary_base": 10000.0},
     "qwen3_moe": {"moe.topk": 3, "moe.score": "sigmoid", "qk_norm": False},
+    "llama 3.1": {
+        **{"rotary.scaling": "linear", "rotary.factor": 4.0, "rotary.trained_tokens": 100},
+        **{"rotary.slow": 2.0, "rotary.fast": 32.0},
+    },
+    "qwen2 yarn": {
+        **{"rotary.attention_factor": 1.0, "rotary.scaling": "llama3", "rotary.factor": 2.0},
+        **{"rotary.truncate": False, "rotary.trained_tokens": 32},
+    },
+    "qwen2 windows": {"window": 13, "attention": ["window", "full"]},
+    "mistral windows": {"window": 23, "attention": ["full"]},
 }
 
 
@@ -59,9 +70,7 @@ def models(tmp_path_factory):
 
 
 def llm_of(keys: dict) -> LLMConfig:
-    moe = {key.removeprefix("moe."): value for key, value in keys.items() if key.startswith("moe.")}
-    plain = {key: value for key, value in keys.items() if "." not in key}
-    return LLMConfig(**plain, moe=MoEConfig(**moe), vocab_multiple=1)
+    return config_of(keys, vocab_multiple=1)
 
 
 def full(folder: Folder, name: str) -> torch.Tensor:
@@ -93,18 +102,10 @@ def logits(rank: int, url: str, forgotten: dict, ids: torch.Tensor) -> torch.Ten
     part = stage.parts[0]
     for named in all_parameters({0: part.model}, {0: part.numbering}):
         named.parameter.copy_(full(folder, named.name))
-    packed = pack_tokens(
-        Sharding.whole(LENGTHS),
-        torch.cat([torch.arange(length) for length in LENGTHS]),
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_size,
-        rotary_base=config.rotary_base,
-        causal=True,
-        dtype=torch.float32,
-        device=device,
-    )
-    hidden = part.model.decoder(part.model.embedding(ids[None], None), None, packed_seq_params=packed)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    packed = pack_llm(config, Sharding.whole(LENGTHS), positions, dtype=torch.float32, device=device)
+    inputs = MicrobatchInputs(packed, ids=ids[None])
+    hidden = part.model.decoder(stage.embed(inputs).unsqueeze(1), None, packed_seq_params=packed)
     return F.linear(hidden.squeeze(1), stage.output_weight)
 
 
@@ -133,8 +134,9 @@ def test_keys_are_taken_from_the_folder(models, family):
     config = compose_config(["~experiment", f"start.weights={folder}", "train.steps=1", *data_keys()])
     llm = config.model.llm
     check_same(open_folder(str(folder)), llm)
-    assert (llm.layers, llm.vocab, llm.rotary_base, llm.norm_eps) == (4, 272, 30.0, 0.02)
-    assert llm.qkv_bias == (family == "qwen2")
+    assert (llm.layers, llm.vocab, llm.norm_eps) == (4, 272, 0.02)
+    assert llm.rotary_base == {"llama 3.1": 500.0, "qwen2 yarn": 900.0}.get(family, 30.0)
+    assert llm.qkv_bias == family.startswith("qwen2")
     assert llm.qk_norm == family.startswith("qwen3")
     assert llm.moe.dense_layers == (family == "qwen3_moe")
 
@@ -183,13 +185,10 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
 @pytest.mark.parametrize(
     ("family", "values", "words"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "'llama3' is not trained"),
-        (
-            "llama",
-            {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "yarn"}},
-            "'yarn' is not",
-        ),
-        ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "whole heads"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "llama3 needs factor"),
+        ("llama", {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "yarn"}}, "yarn needs"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope' is not"),
+        ("llama", {"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "does not have these"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
         ("llama", {"attention_bias": True}, "attention_bias=True is not trained"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not trained"),
@@ -197,10 +196,8 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 means nothing to this family"),
         ("llama", {"model_type": "gemma9"}, "model_type='gemma9' is no family that is known here"),
         ("llama", {"hidden_size": ...}, "says no hidden_size"),
-        ("mistral", {"sliding_window": 24}, "sliding_window=24 is not trained"),
-        ("mistral", {"sliding_window": ...}, "sliding_window=4096 is not trained"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is not trained"),
-        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "no attention with windows"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "layers of sliding_attention need one"),
+        ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layers are of full_attention"),
         ("qwen3_moe", {"norm_topk_prob": False}, "with norm_topk_prob=False"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] is not trained"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not trained"),

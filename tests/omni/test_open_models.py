@@ -170,9 +170,16 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".py"}
 
 
-SHORT = [("qwen2", "one"), ("qwen3", "tp2 dp2"), ("llama tied", "pp2"), ("qwen3_moe", "ep2")]
+SHORT = [
+    ("mistral windows", "cp2"),
+    ("qwen2", "one"),
+    ("qwen3", "tp2 dp2"),
+    ("llama tied", "pp2"),
+    ("qwen3_moe", "ep2"),
+]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
+LONG += [("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
 CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 

@@ -67,8 +67,8 @@ def test_without_gates_there_are_two_matrices() -> None:
 
 @pytest.mark.parametrize(("every", "with_window"), [(1, 7), (2, 4), (3, 3)])
 def test_a_window_costs_each_token_as_much(every: int, with_window: int) -> None:
-    llm = replace(LLM, layers=7, window=100, window_every=every)
-    plain = token_and_square(whole(replace(llm, window=None)))
+    llm = replace(LLM, layers=7, window=100, attention=["window", *["full"] * (every - 1)])
+    plain = token_and_square(whole(replace(llm, window=None, attention=["full"])))
     token, square = token_and_square(whole(llm))
     pairs = 2 * 2 * N * 8  # QK and PV of a query and a key
     assert token - plain[0] == with_window * 100 * pairs
@@ -80,11 +80,11 @@ def test_a_window_costs_each_token_as_much(every: int, with_window: int) -> None
 
 
 def test_windows_make_costs_linear_in_tokens() -> None:
-    windows = work_cost(whole(replace(LLM, window=100)), CLUSTER, {})
+    windows = work_cost(whole(replace(LLM, window=100, attention=["window"])), CLUSTER, {})
     assert windows.stated.forward.square_fs == 0
     once, more = (windows.forward_ns(tokens, 0) - windows.forward_ns(0, 0) for tokens in (T, 10 * T))
     assert more == pytest.approx(10 * once, rel=1e-6)
-    full = work_cost(whole(replace(LLM, window=100, recompute="full")), CLUSTER, {})
+    full = work_cost(whole(replace(LLM, window=100, attention=["window"], recompute="full")), CLUSTER, {})
     assert [of.back_exchanges for of in (windows, full)] == [1, 2]
     back = [of.backward_ns(T, 0) - of.backward_ns(0, 0) for of in (windows, full)]
     assert 0 < back[1] - back[0] < once, "all but the output once more"
@@ -217,7 +217,7 @@ def test_sizes_that_do_not_fit_are_refused_by_key() -> None:
             replace(LLM, window=8, recompute="selective"),
             r"recompute=selective: with window=8: choose full, .* or none",
         ),
-        (replace(LLM, window_every=0), r"window_every=0"),
+        (replace(LLM, attention=[]), r"attention=\[\]: give the kinds of some layers"),
         (replace(LLM, mtp=-1), r"mtp=-1"),
         (replace(LLM, mla=MLA), r"model.llm.kv_heads=2: with model.llm.mla: set mla.kv_rank=0, or this to 6"),
         (replace(LATENT, qk_norm=True), r"qk_norm=True: with model.llm.mla: .* this to false"),

@@ -16,7 +16,6 @@ from omni.training.worker import joined
 
 ASKED: dict[str, Any] = {
     "train.precision": "mxfp8",
-    "model.llm.window": 16,
     "model.llm.mla.kv_rank": 16,
     "model.llm.mtp": 1,
     "model.encoders.image.window": 16,
@@ -64,6 +63,6 @@ def test_every_command_that_makes_modules_refuses(
 
 
 def test_ranks_that_are_started_by_hand_refuse_before_they_meet(small: Config, tmp_path: Path) -> None:
-    config = with_values(small, {"model.llm.window": 16})
-    with pytest.raises(ConfigError, match=r"model.llm.window=16"), joined(tmp_path / "c", Seat(config, 0, 1)):
+    config = with_values(small, {"model.llm.mtp": 1})
+    with pytest.raises(ConfigError, match=r"model.llm.mtp=1"), joined(tmp_path / "c", Seat(config, 0, 1)):
         pass

@@ -26,6 +26,7 @@ class Stated:
     layers: int = 0
     element: int = 4
     head_dim: int = 8
+    window: None = None
     shape: AttentionShape = field(default_factory=lambda: AttentionShape(1, 1))
 
     def weights(self) -> tuple[Weight, ...]:
