@@ -16,12 +16,13 @@ from dataloader.tokens import LONG_SAMPLE_POLICIES
 from infra.tracker import KINDS, MODES
 from omni.keys import ConfigError as ConfigError
 from omni.keys import Rule, Rules, at_least, one_of
-from ops.names import LOWER, NORMS, PRECISIONS
+from ops.names import ACTIVATIONS, LOWER, NORMS, PRECISIONS
 from parallel.cluster import QUEUES
 
 RECOMPUTE = ("none", "selective", "full")
 SCORES = ("softmax", "sigmoid")  # of experts
 ATTENTION = ("full", "window")  # of a layer
+NORMED = ("before", "around", "after")  # the halves of a layer
 SCALINGS = ("none", "linear", "llama3", "yarn")  # of rotation
 LR_SCHEDULES = ("cosine", "wsd")
 MOST_SEEDS = 2**63
@@ -42,7 +43,11 @@ class MoEConfig:
     (0 for none). Weights are the softmax of the chosen logits (Mixtral) or their sigmoids divided by their
     sum (DeepSeek-V3). With a topk of 1 nothing is divided: the weight is the expert's probability among all
     (Switch) or its sigmoid. The bias of an expert moves by `bias_update_rate` a step; 0 leaves the choice to
-    the scores.
+    the scores. With `normalise: false` the weights are the softmax over all experts of those chosen, and are
+    not divided by their sum (Qwen2-MoE). All weights are multiplied by `scale`. Of `groups` of neighbouring
+    experts a token chooses `group_topk`, by the sum of the best topk / group_topk scores in each, and its
+    experts among theirs (DeepSeek-V3). With `shared_gate` the shared expert's output is multiplied by the
+    sigmoid of a number of each token.
     """
 
     experts: int = at_least(0, 0)
@@ -51,6 +56,11 @@ class MoEConfig:
     shared_ffn: int = at_least(0, 0)
     dense_layers: int = at_least(0, 0)
     score: str = one_of(SCORES, "sigmoid")
+    normalise: bool = True
+    scale: float = at_least(1e-6, 1.0)
+    groups: int = at_least(1, 1)
+    group_topk: int = at_least(1, 1)
+    shared_gate: bool = False
     bias_update_rate: float = at_least(0, 1e-3)
 
     rules: ClassVar[Rules] = (
@@ -59,6 +69,33 @@ class MoEConfig:
             "topk",
             lambda own: not own.experts or own.topk <= own.experts,
             "must be at most experts={experts}",
+        ),
+        Rule(
+            "normalise",
+            lambda own: own.normalise or own.score == "softmax",
+            "with score={score}: sigmoids of several experts are divided by their sum; set it to true",
+        ),
+        Rule(
+            "groups",
+            lambda own: not own.experts or own.experts % own.groups == 0,
+            "must divide experts={experts}",
+        ),
+        Rule(
+            "group_topk",
+            lambda own: (
+                not own.experts
+                or (
+                    own.group_topk <= own.groups
+                    and own.topk % own.group_topk == 0
+                    and own.topk <= own.group_topk * own.experts // own.groups
+                )
+            ),
+            "must divide topk={topk}, be at most groups={groups}, and leave enough experts to choose",
+        ),
+        Rule(
+            "shared_gate",
+            lambda own: not own.shared_gate or own.shared_ffn,
+            "is of a shared expert: set shared_ffn, or this to false",
         ),
         Rule(
             "bias_update_rate",
@@ -104,7 +141,8 @@ class RotaryConfig:
     `linear` divides all of them by `factor`. `llama3` and `yarn` divide those that turn less than `slow`
     times in `trained_tokens`, leave those that turn more than `fast` times, and mix in between: `llama3` by
     turns (Llama 3.1), `yarn` by the number of the frequency, rounded outwards with `truncate` (Peng et al.,
-    YaRN, 2023, section 3.2). `yarn` multiplies queries and keys by `attention_factor`, null for 0.1 ln(factor) + 1.
+    YaRN, 2023, section 3.2). `yarn` multiplies queries and keys by `attention_factor`, null for
+    0.1 ln(factor) + 1.
 
     The first `share` of a head is rotated, in those `layers` whose entry, repeated, is true. Layers with a
     window rotate by `window_base`, unscaled, where that is not null.
@@ -155,6 +193,16 @@ class LLMConfig:
     keys and values from few numbers a token. `mtp` layers at the end predict one token further each
     (DeepSeek-V3, section 2.2).
 
+    Scores of attention are divided by the root of a head's size, or multiplied by `attention_scale`; with
+    `sinks` a learned number of each head takes part in its softmax and in no output (gpt-oss). Norms stand
+    `before` attention and feed-forward, `around` them (Gemma 3) or `after` them, ahead of the sum (OLMo 2);
+    with `norm_zero_centered` they multiply by 1 + weight. `qk_norm_over` a head, or all heads together.
+
+    `activation: null` is silu with gates and gelu without. Ahead of it the gate is cut off above
+    `activation_clamp`, and what it gates on both sides, to which `gate_offset` is then added (gpt-oss).
+    `qkv_bias` and `output_bias` are of attention's linears, `ffn_bias` of the feed-forward's, or of experts
+    and their router. Word embeddings are multiplied by `embedding_scale`.
+
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
 
@@ -166,15 +214,26 @@ class LLMConfig:
     head_dim: int | None = at_least(2, None)
     gated: bool = True
     qk_norm: bool = False
+    qk_norm_over: str = one_of(("head", "all"), "head")
     window: int | None = at_least(1, None)
     attention: list[str] = field(default_factory=lambda: ["full"])
+    attention_scale: float | None = at_least(1e-6, None)
+    sinks: bool = False
     mla: MLAConfig = field(default_factory=MLAConfig)
     mtp: int = at_least(0, 0)
     norm: str = one_of(NORMS, "RMSNorm")
     norm_eps: float = at_least(1e-20, 1e-5)
+    norms: str = one_of(NORMED, "before")
+    norm_zero_centered: bool = False
+    activation: str | None = one_of((None, *ACTIVATIONS), None)
+    activation_clamp: float | None = at_least(1e-6, None)
+    gate_offset: float = at_least(0, 0.0)
+    embedding_scale: float = at_least(1e-6, 1.0)
     rotary_base: float = at_least(1, 10000.0)
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     qkv_bias: bool = False
+    output_bias: bool = False
+    ffn_bias: bool = False
     tied: bool = True
     vocab: int | None = at_least(1, None)
     vocab_multiple: int = at_least(1, 8)
@@ -220,6 +279,32 @@ class LLMConfig:
             lambda own: own.mixture is None or own.moe.dense_layers < own.layers,
             "leaves none of {layers} layers to experts: choose fewer, or a model without experts",
         ),
+        Rule(
+            "ffn_bias",
+            lambda own: not own.ffn_bias or (own.qkv_bias and own.output_bias),
+            "goes with biases of attention: set qkv_bias and output_bias, or this to false",
+        ),
+        Rule(
+            "ffn_bias",
+            lambda own: not (own.ffn_bias and own.mixture and own.moe.shared_ffn),
+            "goes with no shared expert: set moe.shared_ffn=0, or this to false",
+        ),
+        Rule(
+            "gate_offset",
+            lambda own: own.gated or not own.gate_offset,
+            "is added to what a gate lets through: set gated=true, or this to 0",
+        ),
+        Rule(
+            "activation_clamp",
+            lambda own: own.gated or own.activation_clamp is None,
+            "cuts off what a gate takes: set gated=true, or this to null",
+        ),
+        Rule(
+            "qk_norm_over",
+            lambda own: own.qk_norm or own.qk_norm_over == "head",
+            "is of norms of queries and keys: set qk_norm=true",
+        ),
+        Rule("sinks", lambda own: not own.mla.kv_rank or not own.sinks, f"{WITH_MLA}false"),
         Rule("head_dim", lambda own: not own.mla.kv_rank or own.head_dim is None, f"{WITH_MLA}null"),
         Rule("qk_norm", lambda own: not own.mla.kv_rank or not own.qk_norm, f"{WITH_MLA}false"),
         Rule("qkv_bias", lambda own: not own.mla.kv_rank or not own.qkv_bias, f"{WITH_MLA}false"),

@@ -21,12 +21,15 @@ import importlib.util
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ops.device import to_device
+from ops.sinks import LogSumExp, scores_log_sum, with_sinks
 from ops.span import Span
 
 # What one call into attention costs, forward and backward, in FLOPs that would take as long on one core.
@@ -228,23 +231,31 @@ def _kernel_window(span: Span, causal: bool, window: int | None) -> tuple[int, i
 
 
 def packed_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each sequence or tile: query [T, N, H], key and value [C, K, H] → [T, N, H]; K divides N.
 
     For sequences that attend to themselves C is T. T may be zero, and any sequence may have a single token.
+    `sinks`, [N] or for each row [T, N], take part in the softmax (`ops.sinks`).
     """
     assert query.shape[0] == packing.tokens, f"{query.shape[0]} tokens against {packing.lengths}"
     if query.shape[0] == 0:
         # A view of the inputs keeps the graph connected for ranks without tokens.
-        return query + 0 * (key.sum() + value.sum())
+        return query + 0 * (key.sum() + value.sum() + (0 if sinks is None else sinks.sum()))
     calls = packing.calls
+    attend = partial(_attend, scale=scale, backend=packing.backend)
     if len(calls) == 1:
-        return _attend(query, key, value, calls[0], scale, packing.backend)
+        return attend(query, key, value, calls[0], sinks)
     # split(), not slicing: the backward of a slice adds a zero tensor of full size for every sequence.
     rows, context = [call.rows for call in calls], [call.context for call in calls]
-    parts = zip(query.split(rows), key.split(context), value.split(context), calls, strict=True)
-    return torch.cat([_attend(q, k, v, call, scale, packing.backend) for q, k, v, call in parts])
+    own = sinks.split(rows) if sinks is not None and sinks.dim() == 2 else [sinks] * len(calls)
+    parts = zip(query.split(rows), key.split(context), value.split(context), calls, own, strict=True)
+    return torch.cat([attend(*part) for part in parts])
 
 
 def _attend(
@@ -252,17 +263,32 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     call: Batch | Ragged,
+    sinks: torch.Tensor | None,
     scale: float | None,
     backend: str,
 ) -> torch.Tensor:
     assert key.shape[0] == call.context, f"{key.shape[0]} keys for {call.context} of context"
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(call, Batch):
-        return _batched(query, key, value, call, scale)
-    return _ragged(query, key, value, call, scale, backend)
+        out = _batched(query, key, value, call, scale)
+        if sinks is None:
+            return out
+        q, k = (x.unflatten(0, (call.count, -1)).transpose(1, 2) for x in (query, key))
+        known = scores_log_sum(q, k, scale, call.causal, call.mask).transpose(1, 2).flatten(0, 1)
+    else:
+        out, sums = _ragged(query, key, value, call, scale, backend, sums=sinks is not None)
+        if sinks is None:
+            return out
+        known = sums.detach().transpose(0, 1)
+
+    def again(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return _attend(q, k, v, call, None, scale, backend)
+
+    return with_sinks(out, LogSumExp.apply(query, key, known, scale, again), sinks)
 
 
 def _batched(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Batch, scale: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Batch, scale: float
 ) -> torch.Tensor:
     q, k, v = (x.unflatten(0, (call.count, -1)).transpose(1, 2) for x in (query, key, value))
     grouped = q.shape[1] != k.shape[1]
@@ -277,31 +303,36 @@ def _ragged(
     key: torch.Tensor,
     value: torch.Tensor,
     call: Ragged,
-    scale: float | None,
+    scale: float,
     backend: str,
-) -> torch.Tensor:
-    """One call of a variable-length kernel. Kernels take multiples of 8 as head size: zeros fill up."""
+    sums: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One call of a variable-length kernel. Kernels take multiples of 8 as head size: zeros fill up.
+
+    Returns its output and, with `sums`, the log-sum-exp [N, T] of its scores, which has no gradient.
+    """
     size = query.shape[-1]
-    scale = size**-0.5 if scale is None else scale
     if size % 8:
         query, key, value = (F.pad(x, (0, -size % 8)) for x in (query, key, value))
     places = call.cu_rows, call.cu_context, call.longest_rows, call.longest_context
     if backend == "varlen":
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention import varlen
 
         grouped = query.shape[1] != key.shape[1]
-        out = varlen_attn(
-            query, key, value, *places, scale=scale, window_size=call.window, enable_gqa=grouped
+        more: dict[str, Any] = {"return_aux": varlen.AuxRequest(lse=True)} if sums else {}
+        found: Any = varlen.varlen_attn(
+            query, key, value, *places, scale=scale, window_size=call.window, enable_gqa=grouped, **more
         )
     else:
         from flash_attn import flash_attn_varlen_func
 
         causal = call.window[1] == 0  # nothing to the right, whatever there is to the left
-        out = flash_attn_varlen_func(
-            query, key, value, *places, softmax_scale=scale, causal=causal, window_size=call.window
+        more = {"return_attn_probs": True} if sums else {}
+        found = flash_attn_varlen_func(
+            query, key, value, *places, softmax_scale=scale, causal=causal, window_size=call.window, **more
         )
-    assert isinstance(out, torch.Tensor)
-    return out[..., :size]
+    out, log_sum = found[:2] if sums else (found, query)
+    return out[..., :size], log_sum
 
 
 def attention_flops(sum_squares: int, heads: int, head_dim: int, causal: bool) -> int:

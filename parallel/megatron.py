@@ -27,6 +27,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -42,6 +43,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -52,6 +54,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 if _modules["wandb"] is None:
     del _modules["wandb"]
@@ -67,6 +70,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",
+    "IdentityOp",
     "LinearWithGradAccumulationAndAsyncCommunication",
     "MLPSubmodules",
     "MegatronModule",
@@ -86,6 +90,7 @@ __all__ = [
     "TransformerBlock",
     "TransformerBlockSubmodules",
     "TransformerConfig",
+    "TransformerLayer",
     "VocabParallelEmbedding",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
@@ -93,4 +98,5 @@ __all__ = [
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",
+    "quick_gelu",
 ]

@@ -22,7 +22,7 @@ from ops.attention import Packing, make_packing, make_tile_packing, packed_atten
 from parallel.exchange import finish, start
 from parallel.exchange_plan import Exchange
 from parallel.sequence import SequenceLayout
-from parallel.tile_plan import TilePlan, plan_tiles
+from parallel.tile_plan import TileGroup, TilePlan, plan_tiles
 from parallel.tiles import AttentionShape, Tile
 
 SHARED, EARLY, LATE = range(3)
@@ -136,32 +136,44 @@ def sharded_attention(
     plan: AttentionPlan,
     group: dist.ProcessGroup | None,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend within each sequence: query [T, N, H], key and value [T, K, H] of this rank → [T, N, H].
+    `sinks` [N], the same on all ranks of the group, take part in the softmax of each head.
 
     If any sequence is shared, every rank of `group` calls it, also one without tokens, and if one runs the
     backward, all do. Otherwise it is `packed_attention` and needs no group.
     """
     assert query.shape[0] == plan.tokens, f"{query.shape[0]} tokens for a plan of {plan.tokens}"
     if plan.tiles is None:
-        return packed_attention(query, key, value, plan.early, scale)
+        return packed_attention(query, key, value, plan.early, scale, sinks)
     assert group is not None, "shared sequences need a communicator"
     q, k, v = (_divide(x, plan.runs) for x in (query, key, value))
     incoming = start(plan.tiles.incoming, (q[SHARED], k[SHARED], v[SHARED]), group)
-    early = packed_attention(q[EARLY], k[EARLY], v[EARLY], plan.early, scale)
-    tiles = _attend_tiles(finish(incoming), plan.packings, scale)
+    early = packed_attention(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks)
+    tiles = _attend_tiles(finish(incoming), plan, scale, sinks)
     outgoing = start(plan.tiles.outgoing, tiles, group)
-    late = packed_attention(q[LATE], k[LATE], v[LATE], plan.late, scale)
+    late = packed_attention(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks)
     (shared,) = finish(outgoing)
     return _join((shared, early, late), plan.runs)
 
 
 def _attend_tiles(
-    tensors: Sequence[torch.Tensor], packings: Sequence[Packing], scale: float | None
+    tensors: Sequence[torch.Tensor], plan: AttentionPlan, scale: float | None, sinks: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    num = len(packings)
-    by_group = zip(tensors[:num], tensors[num : 2 * num], tensors[2 * num :], packings, strict=True)
-    return [packed_attention(q, k, v, packing, scale) for q, k, v, packing in by_group]
+    assert plan.tiles is not None
+    num, groups = len(plan.packings), plan.tiles.groups
+    own = [None if sinks is None else _sinks_of(group, sinks) for group in groups]
+    by_group = zip(tensors[:num], tensors[num : 2 * num], tensors[2 * num :], plan.packings, own, strict=True)
+    return [packed_attention(q, k, v, packing, scale, of) for q, k, v, packing, of in by_group]
+
+
+def _sinks_of(group: TileGroup, sinks: torch.Tensor) -> torch.Tensor:
+    """The sinks [T, N] of the rows of a group, whose tiles may be of different heads."""
+    if not group.spans:
+        return sinks[: group.heads].expand(0, -1)
+    heads = (sinks[first : first + group.heads] for first in group.firsts)
+    return torch.cat([of.expand(span.rows, -1) for of, span in zip(heads, group.spans, strict=True)])
 
 
 def _divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ class TileGroup:
     heads: int
     kv_heads: int
     spans: tuple[Span, ...]
+    firsts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def _even_heads(head: int, heads: int, group: int) -> Iterator[tuple[int, int]]:
 def _group_parts(own: Sequence[Sequence[_Part]]) -> tuple[tuple[TileGroup, ...], list[list[_Place]]]:
     """Group one rank's parts of every sequence by how many heads they have, and say where each part lies."""
     spans: dict[tuple[int, int], list[Span]] = {}
+    firsts: dict[tuple[int, int], list[int]] = {}
     ends: dict[tuple[int, int], _Place] = {}  # where the next part of each group will lie
     places_of: list[list[_Place]] = [[] for _ in own]
     for parts, places in zip(own, places_of, strict=True):
@@ -208,9 +210,10 @@ def _group_parts(own: Sequence[Sequence[_Part]]) -> tuple[tuple[TileGroup, ...],
             place = ends.setdefault(kind, _Place(len(ends), 0, 0))
             span = Span(part.rows, part.stop - part.start, part.row - part.start)
             spans.setdefault(kind, []).append(span)
+            firsts.setdefault(kind, []).append(part.head)
             places.append(place)
             ends[kind] = _Place(place.group, place.row + span.rows, place.context + span.context)
-    groups = [TileGroup(*heads, tuple(members)) for heads, members in spans.items()]
+    groups = [TileGroup(*heads, tuple(of), tuple(firsts[heads])) for heads, of in spans.items()]
     return tuple(groups or [TileGroup(1, 1, ())]), places_of
 
 

@@ -52,6 +52,7 @@ class ExpertStack:
     ffn: int
     ep: int
     sigmoid: bool
+    shared_gate: bool = False
 
     @property
     def layers(self) -> int:
@@ -105,10 +106,17 @@ class ExpertStack:
     def layer_weights(self) -> tuple[Weight, ...]:
         """Parameters of a layer, in the module's order: attention, router, experts, shared expert."""
         dense = self.dense
-        router = Weight(self.experts * dense.hidden, partial=dense.splits_tokens)
-        expert = tuple(Weight(i * o, expert=True) for i, o in dense.feed_forward_linears(self.ffn))
-        shared = plain(*(i * o // dense.tp for i, o in self._shared()))
-        return (*dense.attention_weights(), *dense.one_norm, router, *expert * self.local, *shared)
+        routed = (self.experts * dense.hidden, *((self.experts,) if dense.bias else ()))
+        router = tuple(Weight(count, partial=dense.splits_tokens) for count in routed)
+        expert = tuple(
+            Weight(count, expert=True)
+            for i, o in dense.feed_forward_linears(self.ffn)
+            for count in (i * o, *((o,) if dense.bias else ()))
+        )
+        gate = (Weight(dense.hidden, partial=dense.splits_tokens),) if self.shared_gate else ()
+        shared = (*gate, *plain(*(i * o // dense.tp for i, o in self._shared())))
+        ahead = (*dense.attention_weights(), *dense.ahead_norm())
+        return (*ahead, *router, *expert * self.local, *shared, *dense.after_norms())
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters of all layers."""
@@ -136,7 +144,8 @@ class ExpertStack:
         router = linear_flops(load.tokens, self.dense.hidden, self.experts) // self.tp
         of_linears = self._linears_flops(load.tokens)
         of_weights = self.layers * (of_linears - router)
-        both = 2 * (self.layers * of_linears + self.dense.attention_flops(load))
+        of_attention = self.dense.attention_times * self.dense.attention_flops(load)
+        both = 2 * self.layers * of_linears + of_attention
         halves = {Grad.BOTH: both, Grad.INPUT: both - of_weights, Grad.WEIGHT: of_weights}
         again = self.recomputation(load, grad)
         once = self.layers * self._layer_bytes(load.tokens)

@@ -24,12 +24,13 @@ def initialise(
     """Draw all weights of `module` in fp32 on the CPU and copy them to where they live.
 
     Matrices are normal with standard deviation 0.8/√fan-in, divided by √(2·layers) where they write to
-    the residual stream; embeddings 0.02; norms one and biases zero.
+    the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero.
     """
+    offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
         name, parameter, shape = named.name, named.parameter, named.region.shape
         if parameter.dim() < 2:
-            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            parameter.fill_(1.0 - offset if "norm" in name and name.endswith("weight") else 0.0)
             continue
         std = 0.02 if "embedding" in name else 0.8 / math.sqrt(math.prod(shape[1:]))
         if _RESIDUAL.search(name):

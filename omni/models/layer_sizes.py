@@ -17,10 +17,11 @@ class LayerSizes:
     """`layers` transformer layers, all alike. Their module (`transformer_config`) and the statement of their
     work (`Stack`) are made from the same sizes.
 
-    `bias` is that of all linears, `qkv_bias` that of queries, keys and values even without it; `gated` makes
-    the feed-forward a SwiGLU instead of a GELU. A head has `head_size` numbers, hidden / heads if it is 0;
-    `qk_norm` norms those of queries and keys. In `windowed` of the layers a token sees `window` tokens.
-    `latent` takes the place of heads of queries, keys and values.
+    `bias` is that of all linears, `qkv_bias` and `output_bias` those of attention even without it; `gated`
+    makes the feed-forward a SwiGLU instead of a GELU. A head has `head_size` numbers, hidden / heads if it is
+    0; `qk_norm` norms those of queries and keys. In `windowed` of the layers a token sees `window` tokens.
+    `latent` takes the place of heads of queries, keys and values. The other sizes are as `LLMConfig` calls
+    them.
     """
 
     layers: int
@@ -39,6 +40,15 @@ class LayerSizes:
     qk_norm: bool = False
     window: int = 0
     windowed: int = 0
+    output_bias: bool = False
+    qk_norm_over: str = "head"
+    attention_scale: float | None = None
+    sinks: bool = False
+    norms: str = "before"
+    norm_zero_centered: bool = False
+    activation: str | None = None
+    activation_clamp: float | None = None
+    gate_offset: float = 0.0
     latent: Latent | None = None
 
 
@@ -124,13 +134,22 @@ def llm_layers(config: LLMConfig) -> LayerSizes:
         ffn=config.ffn,
         gated=config.gated,
         causal=True,
-        bias=False,
+        bias=config.ffn_bias,
         qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
         norm=config.norm,
         recompute=config.recompute,
         norm_eps=config.norm_eps,
         head_size=config.head_size,
         qk_norm=config.qk_norm,
+        qk_norm_over=config.qk_norm_over,
+        attention_scale=config.attention_scale,
+        sinks=config.sinks,
+        norms=config.norms,
+        norm_zero_centered=config.norm_zero_centered,
+        activation=config.activation,
+        activation_clamp=config.activation_clamp,
+        gate_offset=config.gate_offset,
         window=config.window or 0,
         windowed=windowed(config, range(config.layers)),
         latent=None if mla is None else Latent(config.hidden, config.heads, **vars(mla)),

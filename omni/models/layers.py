@@ -4,6 +4,7 @@ Shapes: T tokens, N heads, K key/value heads, H head size.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,17 @@ from parallel.megatron import (
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
+    quick_gelu,
 )
 from parallel.packed import PackedTokens
 from parallel.sharded_attention import sharded_attention
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": quick_gelu,
+}
 
 
 class PackedCoreAttention(MegatronModule):
@@ -30,7 +39,8 @@ class PackedCoreAttention(MegatronModule):
 
     Rotation happens here and not in megatron, which would restart positions at 0 on every shard. Shards of
     shared sequences are exchanged over the pool of the process groups. A `windowed` layer sees the pack as
-    `PackedTokens.windowed` says; one that is not `rotated` knows no positions.
+    `PackedTokens.windowed` says; one that is not `rotated` knows no positions. `sinks`
+    [N] are learned, and divided over the tensor-parallel ranks as heads are.
     """
 
     def __init__(
@@ -40,6 +50,7 @@ class PackedCoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         windowed: bool = False,
         rotated: bool = True,
+        sinks: bool = False,
         pg_collection: ProcessGroupCollection | None = None,
         **unused: Any,
     ) -> None:
@@ -47,6 +58,12 @@ class PackedCoreAttention(MegatronModule):
         self.scale = softmax_scale
         self.windowed, self.rotated = windowed, rotated
         self.pool = getattr(pg_collection, "pool", None)
+        self.sinks = None
+        if sinks:
+            own = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+            self.sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
+            self.sinks.partition_dim = 0  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -65,7 +82,9 @@ class PackedCoreAttention(MegatronModule):
         assert packed.attention is not None
         if packed.rotary is not None and self.rotated:
             query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
-        return sharded_attention(query, key, value, packed.attention, self.pool, self.scale).flatten(1)
+        return sharded_attention(
+            query, key, value, packed.attention, self.pool, self.scale, self.sinks
+        ).flatten(1)
 
 
 def layer_submodules(
@@ -120,7 +139,11 @@ def transformer_config(
         normalization=sizes.norm,
         layernorm_epsilon=sizes.norm_eps,
         gated_linear_unit=sizes.gated,
-        activation_func=F.silu if sizes.gated else F.gelu,
+        activation_func=ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")],
+        activation_func_clamp_value=sizes.activation_clamp,
+        glu_linear_offset=sizes.gate_offset,
+        layernorm_zero_centered_gamma=sizes.norm_zero_centered,
+        softmax_scale=sizes.attention_scale,
         add_bias_linear=sizes.bias,
         add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,

@@ -2,13 +2,22 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from omni.config import LLMConfig
 from omni.models.layers import PackedCoreAttention
 from omni.models.moe import experts_spec
-from parallel.megatron import ModuleSpec
+from omni.models.normed_layer import NormedLayer
+from parallel.megatron import IdentityOp, ModuleSpec, RowParallelLinear
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """megatron's, with a bias whatever the other linears of its model have."""
+
+    def __init__(self, *args: Any, bias: bool, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
 
 
 def layer_specs(
@@ -20,11 +29,17 @@ def layer_specs(
 
 def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.device) -> ModuleSpec:
     params = {"windowed": config.kind(layer) == "window", "rotated": config.rotates(layer)}
+    params["sinks"] = config.sinks
     attention = plain.submodules.self_attention
+    inner = {}
+    if config.output_bias and not config.ffn_bias:  # which would be megatron's for all linears
+        inner["linear_proj"] = BiasedRowParallelLinear
     core = ModuleSpec(module=PackedCoreAttention, params=params)
-    parts = {
-        "self_attention": replace(attention, submodules=replace(attention.submodules, core_attention=core))
-    }
+    attending = replace(attention.submodules, core_attention=core, **inner)
+    parts: dict[str, Any] = {"self_attention": replace(attention, submodules=attending)}
+    if config.norms == "after":
+        parts |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), IdentityOp)
     if config.mixture is not None and layer >= config.mixture.dense_layers:
         parts["mlp"] = experts_spec(config.mixture, device)
-    return replace(plain, submodules=replace(plain.submodules, **parts))
+    module = plain.module if config.norms == "before" else NormedLayer
+    return replace(plain, module=module, submodules=replace(plain.submodules, **parts))

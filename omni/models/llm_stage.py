@@ -173,7 +173,11 @@ class LLMStage:
 
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
         """Word embeddings [T / tp, D] of this rank's tokens of a microbatch, for the first part."""
-        return self.parts[0].model.embedding(inputs.ids, None).squeeze(1)
+        embedded: torch.Tensor = self.parts[0].model.embedding(inputs.ids, None).squeeze(1)
+        if self.config.embedding_scale == 1.0:
+            return embedded
+        # Rounded as the weights are: the factor is one of their numbers in published models.
+        return embedded * torch.tensor(self.config.embedding_scale, dtype=self.dtype).item()
 
     def forward(
         self,

@@ -223,6 +223,7 @@ def expert_stack(
         ffn=moe.ffn,
         ep=layout.ep,
         sigmoid=moe.score == "sigmoid",
+        shared_gate=moe.shared_gate,
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from omni.models.layer_moments import most_in_backward
 from omni.models.layer_sizes import LayerSizes
-from omni.models.pieces import Linears, exchanges, linear_weights, linears_flops, norm_weights
+from omni.models.pieces import Linears, exchanges, linear_weights, linears_flops, norm_weights, plain
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes
 from parallel.tiles import AttentionShape
@@ -68,6 +68,19 @@ class Stack(LayerSizes):
         """Parameters of one norm."""
         return norm_weights(self.hidden, self.norm, self.splits_tokens)
 
+    def ahead_norm(self) -> tuple[Weight, ...]:
+        """Parameters of the norm ahead of one half."""
+        return self.one_norm if self.norms != "after" else ()
+
+    def after_norms(self) -> tuple[Weight, ...]:
+        """Parameters of the norms of what both halves put out."""
+        return self.one_norm * (2 if self.norms != "before" else 0)
+
+    def summed_linear(self, inputs: int, bias: int) -> tuple[Weight, ...]:
+        """A linear whose sums are scattered, with a bias that is added to each rank's tokens."""
+        biases = (Weight(bias, partial=self.splits_tokens),) if bias else ()
+        return (*plain(inputs * self.hidden), *biases)
+
     def between(self, tokens: int) -> int:
         """Return t of T."""
         return tokens // self.tp if self.splits_tokens else tokens
@@ -96,9 +109,11 @@ class Stack(LayerSizes):
         qkv = attended + 2 * self.kv_heads * self.head_dim // self.tp
         # Ranks norm different heads.
         of_heads = norm_weights(self.head_dim, self.norm, self.tp > 1) * (2 * self.qk_norm)
+        sinks = plain(self.heads // self.tp) if self.sinks else ()
         return (
-            *self.one_norm,
-            *linear_weights(attended, self.hidden, self.hidden * self.bias),
+            *self.ahead_norm(),
+            *sinks,
+            *self.summed_linear(attended, self.hidden * (self.bias or self.output_bias)),
             *linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias)),
             *of_heads,
         )
@@ -109,9 +124,10 @@ class Stack(LayerSizes):
         first = inner * (2 if self.gated else 1)
         return (
             *self.attention_weights(),
-            *self.one_norm,
+            *self.ahead_norm(),
             *linear_weights(self.hidden, first, first * self.bias),
-            *linear_weights(inner, self.hidden, self.hidden * self.bias),
+            *self.summed_linear(inner, self.hidden * self.bias),
+            *self.after_norms(),
         )
 
     def weights(self) -> tuple[Weight, ...]:
@@ -144,7 +160,9 @@ class Stack(LayerSizes):
         once = self.layers * self._layer_bytes(linears, load.tokens)
         inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
         return Work(
-            flops=again.flops + of_linears * (inputs + weights) + 2 * self.attention_flops(load) * inputs,
+            flops=again.flops
+            + of_linears * (inputs + weights)
+            + self.attention_times * self.attention_flops(load) * inputs,
             bytes=again.bytes + once * (inputs + weights),
             collectives=(
                 *again.collectives,
@@ -169,6 +187,11 @@ class Stack(LayerSizes):
         within = load.windowed or load.seen
         full = exchanges(load.seen, self.element, self.layers - self.windowed, forward=forward)
         return (*full, *exchanges(within, self.element, self.windowed, forward=forward))
+
+    @property
+    def attention_times(self) -> int:
+        """Forwards of attention that its backward is worth; with sinks, another forward and its backward."""
+        return 5 if self.sinks else 2
 
     def attention_flops(self, load: Load) -> int:
         """FLOPs of the attention of all layers. With a window, as in sequences that are longer than it: of

@@ -1,4 +1,4 @@
-"""The families whose layers the engine trains: Llama, Mistral, Qwen2.5 and Qwen3, Mixtral and Qwen3-MoE."""
+"""The families whose layers the engine trains: what their files say, and what their tensors are called."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,10 +15,11 @@ _SKIPPED = (
 )
 
 
-def _common(said: Said, own_heads: bool = False) -> dict[str, Any]:
-    """Keys that all these families have; with `own_heads` the size of heads must be said."""
+def _common(said: Said, own_heads: bool = False, tied: bool = False) -> dict[str, Any]:
+    """Keys that all these families have; with `own_heads` the size of heads must be said. `tied` is what it
+    means to say nothing of that.
+    """
     said.skip(*_SKIPPED)
-    said.must("hidden_act", "silu")
     said.must("attention_dropout", 0)
     hidden, heads = said.take("hidden_size"), said.take("num_attention_heads")
     head_dim = said.take("head_dim", **({} if own_heads else {"default": None}))
@@ -30,8 +31,7 @@ def _common(said: Said, own_heads: bool = False) -> dict[str, Any]:
         "ffn": said.take("intermediate_size"),
         "head_dim": None if head_dim == hidden // heads else head_dim,
         "norm_eps": said.take("rms_norm_eps"),
-        **_rotation(said),
-        "tied": said.take("tie_word_embeddings", False),
+        "tied": said.take("tie_word_embeddings", tied),
         "vocab": said.take("vocab_size"),
     }
 
@@ -115,30 +115,38 @@ def _switched_windows(said: Said) -> dict[str, Any]:
     return _attention(said, window, kinds)
 
 
+def _silu(said: Said, own_heads: bool = False) -> dict[str, Any]:
+    """Keys of families with one rotation and a SwiGLU."""
+    said.must("hidden_act", "silu")
+    return _rotation(said) | _common(said, own_heads)
+
+
 def _llama(said: Said) -> dict[str, Any]:
-    said.must("attention_bias", False)
-    said.must("mlp_bias", False)
-    return _common(said)
+    attention, feed_forward = said.take("attention_bias", False), said.take("mlp_bias", False)
+    if feed_forward and not attention:
+        raise said.refused("mlp_bias", True, "with attention_bias=False; both or none are trained")
+    biases = {"qkv_bias": attention, "output_bias": attention, "ffn_bias": feed_forward}
+    return _silu(said) | biases
 
 
 def _mistral(said: Said) -> dict[str, Any]:
     # A file that does not say it means 4096.
     window = said.take("sliding_window", None) if "sliding_window" in said.values else 4096
-    return _common(said) | _attention(said, window)
+    return _silu(said) | _attention(said, window)
 
 
 def _qwen2(said: Said) -> dict[str, Any]:
-    return _switched_windows(said) | _common(said) | {"qkv_bias": True}
+    return _switched_windows(said) | _silu(said) | {"qkv_bias": True}
 
 
 def _qwen3(said: Said) -> dict[str, Any]:
-    said.must("attention_bias", False)
-    return _switched_windows(said) | _common(said, own_heads=True) | {"qk_norm": True}
+    biases = dict.fromkeys(("qkv_bias", "output_bias"), said.take("attention_bias", False))
+    return _switched_windows(said) | _silu(said, own_heads=True) | biases | {"qk_norm": True}
 
 
 def _mixtral(said: Said) -> dict[str, Any]:
     said.must("router_jitter_noise", 0)
-    keys = _attention(said, said.take("sliding_window", None)) | _common(said)
+    keys = _attention(said, said.take("sliding_window", None)) | _silu(said)
     return keys | _experts(said, said.take("num_local_experts"), keys["ffn"], normed=True)
 
 
@@ -154,6 +162,52 @@ def _qwen3_moe(said: Said) -> dict[str, Any]:
     return keys | experts | {"moe.dense_layers": len(dense)}
 
 
+_GEMMA_PERIOD = 6
+
+
+def _gemma3(said: Said) -> dict[str, Any]:
+    said.must("attention_bias", False)
+    said.must("hidden_activation", "gelu_pytorch_tanh")
+    said.must("use_bidirectional_attention", False)
+    said.must("attn_logit_softcapping", None)
+    said.must("final_logit_softcapping", None)
+    said.skip("cache_implementation")
+    keys = _common(said, own_heads=True, tied=True)
+    earlier = said.take("sliding_window_pattern", _GEMMA_PERIOD)
+    period = said.take("_sliding_window_pattern", earlier)
+    kinds = ["sliding_attention" if at % period else "full_attention" for at in range(1, keys["layers"] + 1)]
+    head = keys["head_dim"] or keys["hidden"] // keys["heads"]
+    scalar = said.take("query_pre_attn_scalar", 256)
+    return {
+        **keys,
+        **_attention(said, said.take("sliding_window"), kinds),
+        **_two_rotations(said),
+        "attention_scale": None if scalar == head else scalar**-0.5,
+        "qk_norm": True,
+        "norms": "around",
+        "norm_zero_centered": True,
+        "activation": "gelu_tanh",
+        "embedding_scale": keys["hidden"] ** 0.5,
+    }
+
+
+def _two_rotations(said: Said) -> dict[str, Any]:
+    """Keys of rotation of a family whose layers with windows have a base of their own, and no scaling."""
+    told = dict(said.take("rope_parameters", {}))
+    if "full_attention" in told or "sliding_attention" in told:
+        full, windows = told.pop("full_attention", {}), dict(told.pop("sliding_attention", {}))
+        if told:
+            raise said.refused("rope_parameters", told, "it tells full_attention and sliding_attention apart")
+    else:
+        full, windows = {**told, **said.take("rope_scaling", {})}, {}
+    base = windows.pop("rope_theta", None) or said.take("rope_local_base_freq", 10000.0)
+    kind = windows.pop("rope_type", "default")
+    if kind != "default" or windows:
+        raise said.refused("rope_parameters", windows | {"rope_type": kind}, "windows are rotated unscaled")
+    said.values.setdefault("rope_theta", 1e6)
+    return _rotation(said, full) | {"rotary.window_base": float(base)}
+
+
 def _experts(said: Said, experts: int, width: int, normed: bool) -> dict[str, Any]:
     """Keys of the mixture. The softmax over all experts, divided by the sum of those chosen, is the softmax
     over these; of a single expert we do not divide.
@@ -165,6 +219,17 @@ def _experts(said: Said, experts: int, width: int, normed: bool) -> dict[str, An
         raise said.refused("num_experts_per_tok", topk, f"with norm_topk_prob={normed}; {why}")
     mixture = {"experts": experts, "topk": topk, "ffn": width, "score": "softmax", "bias_update_rate": 0.0}
     return {f"moe.{key}": value for key, value in mixture.items()}
+
+
+# Where norms stand decides what they are called.
+_NORMS = {
+    "before": {"input": "input", "pre_mlp": "post_attention"},
+    "around": {
+        **{"input": "input", "post_attention": "post_attention"},
+        **{"pre_mlp": "pre_feedforward", "post_mlp": "post_feedforward"},
+    },
+    "after": {"post_attention": "post_attention", "post_mlp": "post_feedforward"},
+}
 
 
 def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> Iterator[Rule]:
@@ -188,21 +253,29 @@ def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> 
         rows, ours = (queries, values, values), f"{_OURS}.self_attention.linear_qkv.{kind}"
         return Rule(ours, theirs, rows, columns, keys["kv_heads"], (layers,))
 
-    def gated(ours: str, theirs: str, names: tuple[str, str], rows: int, *each: range) -> Rule:
-        both = tuple(f"{_THEIRS}.{theirs}.{name}.weight" for name in names)
-        return Rule(f"{_OURS}.{ours}.linear_fc1.weight", both, (rows, rows), hidden, each=each)
+    def gated(
+        ours: str, theirs: str, names: tuple[str, str], rows: int, *each: range, kind: str = "weight"
+    ) -> Rule:
+        both = tuple(f"{_THEIRS}.{theirs}.{name}.{kind}" for name in names)
+        columns = hidden if kind == "weight" else None
+        return Rule(f"{_OURS}.{ours}.linear_fc1.{kind}", both, (rows, rows), columns, each=each)
 
-    yield same("input_layernorm.weight", "input_layernorm.weight", hidden)
-    yield same("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", hidden)
+    for ours, theirs in _NORMS[keys["norms"]].items():
+        yield same(f"{ours}_layernorm.weight", f"{theirs}_layernorm.weight", hidden)
     yield heads("weight", hidden)
     if keys["qkv_bias"]:
         yield heads("bias", None)
     yield same("self_attention.linear_proj.weight", "self_attn.o_proj.weight", hidden, queries)
+    if keys["output_bias"]:
+        yield same("self_attention.linear_proj.bias", "self_attn.o_proj.bias", hidden)
     if keys["qk_norm"]:
         yield same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head)
         yield same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
     yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense)
     yield same("mlp.linear_fc2.weight", "mlp.down_proj.weight", hidden, ffn, dense)
+    if keys["ffn_bias"]:
+        yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense, kind="bias")
+        yield same("mlp.linear_fc2.bias", "mlp.down_proj.bias", hidden, None, dense)
     if experts:
         sparse, each, width = layers[len(dense) :], range(experts), keys["moe.ffn"]
         yield same("mlp.router.weight", f"{moe}.gate.weight", experts, hidden, sparse)
@@ -222,6 +295,7 @@ def _mixtral_rules(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
 # Early conversions hold the frequencies of rotation.
 LLAMA = Family(_llama, _plain_rules, copied=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 MISTRAL = Family(_mistral, _plain_rules)
+GEMMA3 = Family(_gemma3, _plain_rules)
 QWEN2 = Family(_qwen2, _plain_rules)
 QWEN3 = Family(_qwen3, _plain_rules)
 MIXTRAL = Family(_mixtral, _mixtral_rules)

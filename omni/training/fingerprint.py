@@ -12,7 +12,7 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import MLAConfig, RotaryConfig
+from omni.config import LLMConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -27,6 +27,17 @@ _LATER = {
     "model.llm.attention": ["full"],
     **{f"model.llm.rotary.{key}": value for key, value in vars(RotaryConfig()).items()},
     "model.llm.mtp": 0,
+    **{
+        f"model.llm.{key}": vars(LLMConfig(1, 1, 1, 1, 1))[key]
+        for key in (
+            *("attention_scale", "sinks", "qk_norm_over", "norms", "norm_zero_centered", "activation"),
+            *("activation_clamp", "gate_offset", "embedding_scale", "output_bias", "ffn_bias"),
+        )
+    },
+    **{
+        f"model.llm.moe.{key}": vars(MoEConfig())[key]
+        for key in ("normalise", "scale", "groups", "group_topk", "shared_gate")
+    },
     **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
 }
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")

@@ -30,6 +30,15 @@ FAMILIES = {
     "llama 3.1": {"rope_parameters": LLAMA3},
     "qwen2 yarn": {"rope_parameters": YARN},
     "qwen2 windows": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2},
+    "gemma3_text": {
+        **{"head_dim": 16, "sliding_window": 12, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+    "llama biases": {"attention_bias": True},
+    "llama all biases": {"attention_bias": True, "mlp_bias": True},
     "mistral windows": {"sliding_window": 24},
     "llama": {"tie_word_embeddings": False},
     "llama tied": {"tie_word_embeddings": True},

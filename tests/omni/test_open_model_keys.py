@@ -52,6 +52,13 @@ FORGOTTEN = {
         **{"rotary.truncate": False, "rotary.trained_tokens": 32},
     },
     "qwen2 windows": {"window": 13, "attention": ["window", "full"]},
+    "gemma3_text": {
+        **{"window": 13, "attention": ["window", "full"], "rotary.window_base": None, "norms": "before"},
+        **{"norm_zero_centered": False, "activation": "gelu", "embedding_scale": 1.0},
+        **{"attention_scale": None, "rotary.scaling": "none", "qk_norm": False},
+    },
+    "llama biases": {"qkv_bias": False, "output_bias": False},
+    "llama all biases": {"ffn_bias": False},
     "mistral windows": {"window": 23, "attention": ["full"]},
 }
 
@@ -135,9 +142,11 @@ def test_keys_are_taken_from_the_folder(models, family):
     llm = config.model.llm
     check_same(open_folder(str(folder)), llm)
     assert (llm.layers, llm.vocab, llm.norm_eps) == (4, 272, 0.02)
-    assert llm.rotary_base == {"llama 3.1": 500.0, "qwen2 yarn": 900.0}.get(family, 30.0)
-    assert llm.qkv_bias == family.startswith("qwen2")
-    assert llm.qk_norm == family.startswith("qwen3")
+    assert llm.rotary_base == {"llama 3.1": 500.0, "gemma3_text": 500.0, "qwen2 yarn": 900.0}.get(
+        family, 30.0
+    )
+    assert llm.qkv_bias == (family.startswith("qwen2") or "biases" in family)
+    assert llm.qk_norm == family.startswith(("qwen3", "gemma"))
     assert llm.moe.dense_layers == (family == "qwen3_moe")
 
 
@@ -190,7 +199,7 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope' is not"),
         ("llama", {"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "does not have these"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
-        ("llama", {"attention_bias": True}, "attention_bias=True is not trained"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True is not trained: with attention_bias=False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not trained"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not trained"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 means nothing to this family"),

@@ -179,7 +179,8 @@ SHORT = [
 ]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
-LONG += [("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
+LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
+LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
 CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 

@@ -696,7 +696,7 @@ def attend_one_after_the_other(q, k, v, plan, group):
     """Every exchange finished where it was started, local sequences last."""
     divided = [sharded_module._divide(x, plan.runs) for x in (q, k, v)]
     tensors = finish(start(plan.tiles.incoming, [x[SHARED] for x in divided], group))
-    tiles = sharded_module._attend_tiles(tensors, plan.packings, None)
+    tiles = sharded_module._attend_tiles(tensors, plan, None, None)
     (shared,) = finish(start(plan.tiles.outgoing, tiles, group))
     early = packed_attention(*[x[EARLY] for x in divided], plan.early)
     late = packed_attention(*[x[LATE] for x in divided], plan.late)
@@ -749,8 +749,8 @@ def note_order(rank):
     plan = case.plan(rank)
     names = {id(plan.early): "early", id(plan.late): "late"}
 
-    def noted_attention(q, k, v, packing, scale):
-        return Noted.apply(packed_attention(q, k, v, packing, scale), names.get(id(packing), "tiles"), notes)
+    def noted_attention(q, k, v, packing, *more):
+        return Noted.apply(packed_attention(q, k, v, packing, *more), names.get(id(packing), "tiles"), notes)
 
     problem = Problem.random(case, 3, torch.float64)
     with pytest.MonkeyPatch.context() as patch:
