@@ -2,7 +2,8 @@
 
     python benchmarks/memory_model.py [--ranks 20] [--seed 0] [--trace longtail] [--parameters] [OVERRIDES]
 
-By default Llama 3 70B with a ViT of 2.4 B on 128 ranks: TP 8, CP 2, PP 4, DP 2 (experiment=llama3_70b).
+By default a step of 262,144 tokens of Llama 3 70B with a ViT of 2.4 B on 128 ranks: TP 8, CP 2, PP 4, DP 2
+(experiment=llama3_70b).
 Prints a line for each rank and the largest deviation of each kind of memory, relative to all that the rank
 holds, and leaves with 1 if memory or bytes of any rank are off by more than 2 %. The last two columns are
 seconds of CPU to build and to run a rank. With --parameters it also builds every rank and adds up the
@@ -61,7 +62,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", default="longtail")
     parser.add_argument("--parameters", action="store_true")
-    parser.add_argument("overrides", nargs="*", default=["experiment=llama3_70b"])
+    parser.add_argument("overrides", nargs="*", default=["experiment=llama3_70b", "data.step_tokens=262144"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])

@@ -80,7 +80,7 @@ TWO_ENCODERS = [
     "train.precision=bf16",
     "cluster.ranks_per_node=4",
 ]
-FULL = ["experiment=llama3_70b"]
+FULL = ["experiment=llama3_70b", "data.step_tokens=262144"]
 TOLERANCE = 1e-3
 
 

@@ -78,6 +78,7 @@ def prepare_job(
     Raises:
         ValueError: for every mistake that can be found before a rank starts.
     """
+    from omni.planning.few_samples import few
     from omni.planning.fullest import check_first_steps
     from omni.planning.layouts import count_ranks
     from omni.planning.optim_schedule import learning_rate_notes
@@ -99,7 +100,10 @@ def prepare_job(
     if done == 0:
         cursor = config.start.cursor or 0
         check_start(spec)
-    for note in learning_rate_notes(config.optim, config.train.steps, done, before):
+    notes = [*learning_rate_notes(config.optim, config.train.steps, done, before)]
+    if done < config.train.steps:
+        notes += few(spec.planner, spec.planner.world.take(cursor))
+    for note in notes:
         print(f"note: {f'{named(number, sets)}: ' if sets else ''}{note}", file=sys.stderr)
     if nodes == 1:  # larger worlds are planned by their ranks
         check_first_steps(spec, done + 1, cursor)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from omni.rehearsal.estimate import Estimate
 
 _TITLES = (
-    f"{'step ms':>10} {'idle':>6} {'MFU':>6} {'tokens/s':>12} {'GiB':>7} {'samples':>8} {'a rank':>7} "
-    f"{'cut':>6}  {'schedule':20} sets (simulated; cut: share of tokens lost)"
+    f"{'step ms':>10} {'x best':>6} {'idle':>6} {'MFU':>6} {'tokens/s':>12} {'GiB':>7} {'samples':>8} "
+    f"{'a rank':>7} {'cut':>6}  {'schedule':20} sets (simulated; cut: share of tokens lost)"
 )
 
 
@@ -98,6 +98,7 @@ def _figures(spec: "RunSpec", found: "Estimate", cut: "Cut") -> dict[str, object
         "samples_per_rank": len(taken) / spec.arrangement.world,
         "cut": vars(cut),
         "simulated_step_ns": whole,
+        "simulated_step_over_best": found.over_best,
         "simulated_idle": found.spent.idle_ns / whole if whole else 0.0,
         "simulated_mfu": found.mfu(spec),
         "simulated_tokens_per_s": found.tokens_per_s(),
@@ -112,8 +113,9 @@ def _text(spec: "RunSpec", found: "Estimate", cut: "Cut", sets: Sequence[str]) -
 
     whole, taken = found.timeline.makespan_ns, found.plan.taken
     idle = found.spent.idle_ns / whole if whole else 0.0
+    a_rank = len(taken) / spec.arrangement.world
     return (
-        f"{whole / 1e6:10.1f} {idle:6.1%} {found.mfu(spec):6.1%} {found.tokens_per_s():12,.0f} "
-        f"{found.fullest.bytes / GIB:7.1f} {len(taken):8,} {len(taken) / spec.arrangement.world:7.4g} "
+        f"{whole / 1e6:10.1f} {found.over_best:6.2f} {idle:6.1%} {found.mfu(spec):6.1%} "
+        f"{found.tokens_per_s():12,.0f} {found.fullest.bytes / GIB:7.1f} {len(taken):8,} {a_rank:7.4g} "
         f"{cut.tokens:6.1%}  {found.plan.domain.schedule:20} {' '.join(sets)}"
     )

@@ -27,6 +27,13 @@ _SPENT = {
     "idle": "idle_ns",
 }
 
+BOUNDS = {
+    "work": "all work over all ranks",
+    "sample": "the longest chain of one sample",
+    "whole": "samples whole, on those that may share them",
+    "pipeline": "work, and fill and drain of the pipeline",
+}
+
 
 def lines(
     spec: RunSpec, found: Estimate, plan: StepPlan, timeline: Timeline, sent: Mapping[int, Sent]
@@ -58,6 +65,7 @@ def _time(spec: RunSpec, found: Estimate) -> Iterator[str]:
     for name, key in _SPENT.items():
         ns = getattr(found.spent, key)
         yield f"    {name:30} {ns / 1e6:10.1f} {ns / whole if whole else 0:10.1%}"
+    yield from _best(found)
     yield f"  {'tokens/s':32} {found.tokens_per_s():10,.0f}"
     yield f"  {'MFU':32} {found.mfu(spec):10.1%}"
     price = spec.config.cluster.price_per_hour
@@ -65,6 +73,14 @@ def _time(spec: RunSpec, found: Estimate) -> Iterator[str]:
         of_step = price * spec.arrangement.world * found.step_s / 3600
         a_million = of_step / found.plan.taken.tokens * 1e6
         yield f"  {'price of a step':32} {of_step:10.4g}   {a_million:.4g} a million tokens"
+
+
+def _best(found: Estimate) -> Iterator[str]:
+    """The best possible steps: of these domains and their sharing, and of any. How far the plan is above."""
+    whole = found.timeline.makespan_ns
+    for name, bound in (("best possible", found.bound), ("best possible, any domains", found.any_domain)):
+        if bound.ns:
+            yield f"  {name:32} {bound.ns / 1e6:10.1f} {whole / bound.ns:9.2f}x   {BOUNDS[bound.reason]}"
 
 
 def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:

@@ -31,6 +31,7 @@ from parallel.costs import WorkCost
 from parallel.laws import FS_PER_NS
 from parallel.work import Grad, part_name
 
+NEARLY = 0.99
 Floats = npt.NDArray[np.float64]
 
 
@@ -53,8 +54,9 @@ class Bound:
 
     @property
     def reason(self) -> str:
-        """The name of the largest: "work", "sample", "whole" or "pipeline", of equals the first."""
-        return max(("work", "sample", "whole", "pipeline"), key=lambda name: getattr(self, f"{name}_ns"))
+        """The simplest of those within a hundredth of the largest: "work", "sample", "whole" or "pipeline"."""
+        of = {"work": self.work_ns, "sample": self.sample_ns, "whole": self.whole_ns}
+        return next((name for name, ns in of.items() if ns >= NEARLY * self.ns), "pipeline")
 
 
 def step_bound(
@@ -71,7 +73,7 @@ def step_bound(
     """
     if not metas:
         return Bound(0, 0, 0, 0, -1)
-    return _Step(metas, planner, frozenset(frozen), any_domain).bound()
+    return _Bounding(metas, planner, frozenset(frozen), any_domain).bound()
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _cost(cost: WorkCost, *grads: Grad | None) -> _Cost:
 
 
 @dataclass(frozen=True)
-class _Encoding:
+class _EncoderWork:
     """What encoding takes by sample [n]: nanoseconds of ranks in all, forward and backward, and those of the
     longest item alone on the ranks that may share it. `at_once` says that all rows enter at the first part.
     """
@@ -121,7 +123,7 @@ class _Encoding:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Waits:
     """What a stage waits for at least, in nanoseconds, by how many of the longest samples count [n]: `front`
     before the first pass of these, `turn` before their first backward, `tail` after their last forward and
     `drain` after their last backward for inputs.
@@ -133,7 +135,7 @@ class _Stage:
     drain: Floats
 
 
-class _Step:
+class _Bounding:
     def __init__(
         self, metas: Sequence[SampleMeta], planner: DomainPlanner, frozen: frozenset[str], any_domain: bool
     ) -> None:
@@ -187,7 +189,7 @@ class _Step:
         """Over how many ranks each sequence may be cut [n]."""
         return np.clip(np.ceil(tokens / own.pool.unit), 1, most)
 
-    def _encoding(self, metas: Sequence[SampleMeta], modality: str, name: str) -> _Encoding:
+    def _encoding(self, metas: Sequence[SampleMeta], modality: str, name: str) -> _EncoderWork:
         cost, sharing, tp = self.table.parts[name], self.planner.sharing[name], self.world.encoder_tp[name]
         back = _Cost() if name in self.frozen else _cost(cost, Grad.INPUT, Grad.WEIGHT)
         forward = _cost(cost, None)
@@ -204,7 +206,7 @@ class _Step:
         points = dict(self.planner.feeds).get(name, ())
         forward_work, back_work, longest, longest_back = columns
         at_once = all(point.part == 0 for point in points)
-        return _Encoding(name, forward_work, back_work, longest, longest_back, at_once)
+        return _EncoderWork(name, forward_work, back_work, longest, longest_back, at_once)
 
     def _chain(self, costs: Sequence[_Cost]) -> Floats:
         """Nanoseconds of passes of each sample alone, one after the other [n]."""
@@ -233,7 +235,7 @@ class _Step:
         names = [one.name for one in self.encodings]
         return self._encode(back=False) + passes + hops + self._ends() + self._reduced([0], names)
 
-    def _stage(self, stage: int) -> _Stage:
+    def _stage(self, stage: int) -> _Waits:
         parts = self.world.stage_parts[stage]
         first, last, count = parts[0], parts[-1], len(self.forwards)
         encode, ends = self._encode(back=False), self._ends()
@@ -243,7 +245,7 @@ class _Step:
         drain = self._chain(self.inputs[:first]) + self._hops(first) + ends
         back = self._chain(self.inputs) + self._hops(count - 1) + ends
         tail = self._chain(self.forwards[last + 1 :]) + self._hops(count - 1 - last) + back
-        return _Stage(*(np.minimum.accumulate(of) for of in (front, turn, tail, drain)))
+        return _Waits(*(np.minimum.accumulate(of) for of in (front, turn, tail, drain)))
 
     def _mean(self, cost: _Cost) -> Floats:
         """What passes of the longest samples take a member on average [n]; each that has any runs one."""
@@ -262,7 +264,7 @@ class _Step:
         )
         return forward, input_, weight
 
-    def _of_stage(self, stage: int, waits: _Stage) -> float:
+    def _of_stage(self, stage: int, waits: _Waits) -> float:
         """What a stage's passes take with what it waits for, whatever else its ranks do meanwhile."""
         forward, input_, weight = self._costs(stage)
         ends = (
@@ -279,7 +281,7 @@ class _Step:
         worst = float(np.maximum.reduce(ends).max()) + of_ends
         return max(worst, float(np.maximum.reduce(through).max()) + self._reduced([0], names))
 
-    def _filled(self, stages: Sequence[_Stage]) -> float:
+    def _filled(self, stages: Sequence[_Waits]) -> float:
         """What the ranks of the LLM take on average, if encoder work fills what gaps it can.
 
         Encodings fill gaps before a stage's last forward, and their backwards those after its first backward.

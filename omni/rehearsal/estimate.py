@@ -7,6 +7,8 @@ the pace, since all of them reduce gradients together.
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 
+from dataloader.tokens import SampleMeta
+from omni.planning.bound import Bound, step_bound
 from omni.planning.fullest import Peak, fullest_in_team, fullest_team
 from omni.planning.loads import largest, mean_loads, planned_sums, trained_flops
 from omni.planning.rank_work import rank_work
@@ -26,7 +28,8 @@ class Estimate:
     `loads` are the most and the mean planned nanoseconds of forward passes by component, of a member of a
     pool for the LLM and of a rank for an encoder; `flops` those of the step by component, all text counted
     as targets. `plan` is that of the slowest domain, `timeline` its simulation, `spent` the mean of its
-    positions. The rank of `fullest` holds more than any other of the world.
+    positions. The rank of `fullest` holds more than any other of the world. No plan of these samples in this
+    layout takes less than `bound`, and none less than `any_domain`, whatever its domains and sharing.
     """
 
     loads: Mapping[str, tuple[int, float]]
@@ -35,6 +38,13 @@ class Estimate:
     timeline: Timeline
     spent: SimulatedSpent
     fullest: Peak
+    bound: Bound
+    any_domain: Bound
+
+    @property
+    def over_best(self) -> float:
+        """The step over the best possible one of any domains and sharing."""
+        return self.timeline.makespan_ns / max(1, self.any_domain.ns)
 
     @property
     def step_s(self) -> float:
@@ -59,11 +69,13 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
     slowest: tuple[StepPlan, Timeline] | None = None
     fullest: Peak | None = None
     most, sums, targets = [0] * len(spec.components), [0.0] * len(spec.components) * 2, 0
+    samples: list[SampleMeta] = []
     for plan in plans:
         spec.planner.verify(plan)
         most = [max(pair) for pair in zip(most, largest(spec, plan).ranks, strict=True)]
         sums = [a + b for a, b in zip(sums, planned_sums(spec, plan, counts=True), strict=False)]
         metas = spec.planner.metas_of(plan.domain)
+        samples += metas
         targets += sum(meta.text_tokens + (meta.frame.eos and not meta.truncated) for meta in metas)
         timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
         if slowest is None or timeline.makespan_ns > slowest[1].makespan_ns:
@@ -84,6 +96,8 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         timeline=timeline,
         spent=mean_spent(timeline, spec.table),
         fullest=fullest_in_team(spec, fullest),
+        bound=step_bound(samples, spec.planner.domain, plan.frozen),
+        any_domain=step_bound(samples, spec.planner.domain, plan.frozen, any_domain=True),
     )
 
 

@@ -1,5 +1,6 @@
 """The bound of a step: no plan is below it, whatever its policies, and the best of all plans is close."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -8,14 +9,18 @@ from random import Random
 from best_plans import Case, Times, best_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planners import COMPONENTS, planner, plans_of_all_domains, settings_of_planners
+from planners import BUDGET, COMPONENTS, planner, plans_of_all_domains, settings_of_planners
 
 from dataloader.format import Frame
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.planning.bound import Bound, step_bound
+from omni.planning.few_samples import few
+from omni.planning.planner import Planner
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable, WorkCost
 from parallel.laws import Law, Laws
+from parallel.layout import Layout, arrange
+from parallel.placements import COLOCATED
 from pipeline.costs import simulate
 
 BARE = Frame(bos=False, end_of_item=False)
@@ -94,3 +99,21 @@ def test_the_best_of_all_plans_is_close_to_the_bound() -> None:
         assert bound.ns <= best, (case, bound)
         ratios.append(best / bound.ns)
     assert sum(ratios) / len(ratios) <= 1.05
+
+
+def test_too_few_samples_for_the_ranks_are_told() -> None:
+    def told(made: Planner) -> list[str]:
+        return list(few(made, made.world.take(0)))
+
+    full = replace(BUDGET, step_tokens=400)
+    assert told(planner(dp=2, budget=full)) == []
+    lonely = planner(dp=8, budget=replace(BUDGET, step_tokens=None, step_samples=3))
+    (line,) = told(lonely)
+    assert line.startswith("a step has 3 samples for 8 replicas: 5 of these train on none")
+    assert "data.step_samples=8 or more" in line
+    shared = planner(world=arrange(Layout(dp=8), {"eye": 1, "ear": 1}, COLOCATED, 0, 8), llm_sp="dynamic")
+    assert told(replace(shared, world=replace(shared.world, budget=lonely.world.budget))) == []
+    (line,) = told(planner(pp=4, budget=replace(BUDGET, step_tokens=60)))
+    least = re.search(r"fewer than the 4 stages of layout.llm.pp.* Set data.step_tokens=(\d+) or more", line)
+    assert least
+    assert told(planner(pp=4, budget=replace(BUDGET, step_tokens=int(least[1]) + 40))) == []

@@ -30,6 +30,28 @@ def test_advised_keys_bring_what_is_said(capsys: pytest.CaptureFixture[str]) -> 
         assert found["simulated_tokens_per_s"] == pytest.approx(int(tokens_per_s.replace(",", "")), abs=1)
 
 
+def test_a_step_far_from_the_best_possible_one_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = (*KEYS[2:], "launch.ranks=4", "data.microbatch_tokens=131072", "cluster.memory_bytes=null")
+    keys = (*keys, "data.step_tokens=null", "data.step_samples=32", "--step", "2")
+    out = plan(capsys, "--trace", "longtail", *keys)
+    best, wider = re.findall(r"best possible.* ([\d.]+) +([\d.]+)x   (.*)", out)
+    assert float(best[0]) > 1.15 * float(wider[0])
+    assert f"the step takes {wider[1]} times the best possible one" in out
+    assert re.search(
+        r"ranks of its slowest domain stand still for \d+% of it before their first pass, \d+% between", out
+    )
+    assert re.search(
+        r"[\d,]+ ms of it are the longest chain of one sample: a sequence may be shared by 1 of 4 members",
+        out,
+    )
+    shared = ("layout.domain=4", "llm_sp=dynamic", "encoder_sp=dynamic")
+    advised = re.search(rf"advice: {' '.join(shared)} would bring ([\d,]+) tokens/s", out)
+    assert advised
+    found = json.loads(plan(capsys, "--json", "--trace", "longtail", *keys, *shared))
+    assert found["simulated_tokens_per_s"] == pytest.approx(int(advised[1].replace(",", "")), abs=1)
+    assert found["best_possible_ns"]["any_domains"] / 1e6 == pytest.approx(float(wider[0]), abs=0.1)
+
+
 def test_few_samples_get_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, *FEW[:-1], "data.step_tokens=1024")
     assert re.search(r"\d samples are few for 4 ranks: \d\.0 for each of 1 replicas", out)
