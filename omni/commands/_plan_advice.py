@@ -89,8 +89,8 @@ def _why(spec: RunSpec, found: Estimate) -> Iterator[str]:
             spent = sum(event.end_ns - event.start_ns for event in busy)
             between += busy[-1].end_ns - busy[0].start_ns - spent
     shares = [ns / whole / len(domain.ops) for ns in (before, between, after)]
-    text = "  ranks of its slowest domain stand still for {:.0%} of it before their first pass, {:.0%} between passes, {:.0%} after"
-    yield text.format(*shares)
+    when = "{:.0%} of it before their first pass, {:.0%} between passes, {:.0%} after".format(*shares)
+    yield f"  ranks of its slowest domain stand still for {when}"
     if found.bound.ns > FAR * found.any_domain.ns:
         own = spec.planner.domain.sharing[spec.planner.domain.llm]
         ranks = own.pool.num_members if own.policy.cuts else 1

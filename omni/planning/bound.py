@@ -54,7 +54,7 @@ class Bound:
 
     @property
     def reason(self) -> str:
-        """The simplest of those within a hundredth of the largest: "work", "sample", "whole" or "pipeline"."""
+        """The simplest within a hundredth of the largest: "work", "sample", "whole" or "pipeline"."""
         of = {"work": self.work_ns, "sample": self.sample_ns, "whole": self.whole_ns}
         return next((name for name, ns in of.items() if ns >= NEARLY * self.ns), "pipeline")
 
