@@ -15,6 +15,7 @@ Shapes: T tokens of this rank, D width, E experts.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,8 @@ def experts_spec(moe: MoEConfig, device: torch.device) -> ModuleSpec:
     CPU, they run one after the other.
     """
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    experts = ModuleSpec(module=SequentialExperts, submodules=linears)
+    whole = replace(linears, linear_fc2=ExpertRowParallelLinear)
+    experts = ModuleSpec(module=SequentialExperts, submodules=whole)
     if _grouped(device):
         _, grouped = TESpecProvider().grouped_mlp_modules(True, False)
         experts = ModuleSpec(module=GroupedExperts, submodules=grouped)
@@ -114,6 +116,18 @@ def _forget(layer: Any, inputs: object, output: object) -> None:
     dispatcher.reversed_local_input_permutation_mapping = None
 
 
+class ExpertRowParallelLinear(RowParallelLinear):
+    """megatron's, without the sum over ranks, which do not divide experts here.
+
+    Where a group of one would do that sum, megatron adds an expert's bias in place to a view that a function
+    of autograd returned, which torch refuses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.explicit_expert_comm = True
+
+
 class SequentialExperts(SequentialMLP):
     """The experts of this rank, one after the other."""
 
@@ -140,6 +154,8 @@ def _mark(experts: torch.nn.Module) -> None:
     for parameter in experts.parameters():
         parameter.allreduce = False  # type: ignore[attr-defined]
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        # A bias of the second linear would be summed over tp once more.
+        parameter.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 class CountingRouter(TopKRouter):

@@ -1,10 +1,11 @@
 """The families whose layers the engine trains: what their files say, and what their tensors are called."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from omni.open_models.family import Family, Said
-from omni.open_models.rules import Rule
+from omni.open_models.rules import Rule, Slab
 
 _OURS, _THEIRS = "decoder.layers.{}", "model.layers.{}"
 # What changes no loss and no gradient: ids and lengths that others decide, and how weights were drawn.
@@ -208,6 +209,26 @@ def _two_rotations(said: Said) -> dict[str, Any]:
     return _rotation(said, full) | {"rotary.window_base": float(base)}
 
 
+def _gpt_oss(said: Said) -> dict[str, Any]:
+    said.must("swiglu_alpha", 1.702)
+    said.skip("experts_per_token", "initial_context_length")
+    limit = said.take("swiglu_limit", 7.0)
+    biases = said.take("attention_bias", True)
+    if not biases:
+        raise said.refused("attention_bias", False, "its experts have biases, and so must it")
+    keys = _silu(said, own_heads=True)
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(keys["layers"])]
+    return {
+        **keys,
+        **_attention(said, said.take("sliding_window", None), kinds),
+        **_experts(said, said.take("num_local_experts"), keys["ffn"], normed=True),
+        **dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias", "sinks"), True),
+        "activation": "quick_gelu",
+        "activation_clamp": limit,
+        "gate_offset": 1.0,
+    }
+
+
 def _experts(said: Said, experts: int, width: int, normed: bool) -> dict[str, Any]:
     """Keys of the mixture. The softmax over all experts, divided by the sum of those chosen, is the softmax
     over these; of a single expert we do not divide.
@@ -273,7 +294,7 @@ def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> 
         yield same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
     yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense)
     yield same("mlp.linear_fc2.weight", "mlp.down_proj.weight", hidden, ffn, dense)
-    if keys["ffn_bias"]:
+    if keys["ffn_bias"] and dense:
         yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense, kind="bias")
         yield same("mlp.linear_fc2.bias", "mlp.down_proj.bias", hidden, None, dense)
     if experts:
@@ -282,6 +303,29 @@ def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> 
         yield gated("mlp.experts.{}", f"{moe}.experts.{{}}", (gate, up), width, sparse, each)
         theirs = f"{moe}.experts.{{}}.{down}.weight"
         yield same("mlp.experts.{}.linear_fc2.weight", theirs, hidden, width, sparse, each)
+
+
+def _gpt_oss_rules(keys: Mapping[str, Any]) -> Iterator[Rule]:
+    """All experts of a layer are one tensor: matrices transposed, gate and what it gates in turn."""
+    for rule in _rules(keys, "mlp", "gate_proj", "up_proj", "down_proj"):
+        if ".experts." not in rule.ours and "router" not in rule.ours:
+            yield rule
+    hidden, width, experts = keys["hidden"], keys["moe.ffn"], keys["moe.experts"]
+    layers = range(keys["layers"])
+    sinks = f"{_OURS}.self_attention.core_attention.sinks"
+    yield Rule(sinks, (f"{_THEIRS}.self_attn.sinks",), (keys["heads"],), each=(layers,))
+    for kind, columns in (("weight", hidden), ("bias", None)):
+        router = f"mlp.router.{kind}"
+        yield Rule(f"{_OURS}.{router}", (f"{_THEIRS}.{router}",), (experts,), columns, each=(layers,))
+    for ours, theirs, rows, inputs, parts in (
+        ("linear_fc1", "gate_up_proj", 2 * width, hidden, 2),
+        ("linear_fc2", "down_proj", hidden, width, 1),
+    ):
+        name, of = f"{_OURS}.mlp.experts.{{}}.{ours}", f"{_THEIRS}.mlp.experts.{theirs}"
+        both, slab = (layers, range(experts)), Slab(experts, parts)
+        matrix = replace(slab, transposed=True)
+        yield Rule(f"{name}.weight", (of,), (rows,), inputs, each=both, slab=matrix)
+        yield Rule(f"{name}.bias", (f"{of}_bias",), (rows,), each=both, slab=slab)
 
 
 def _plain_rules(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
@@ -296,6 +340,7 @@ def _mixtral_rules(keys: Mapping[str, Any]) -> tuple[Rule, ...]:
 LLAMA = Family(_llama, _plain_rules, copied=("model.layers.*.self_attn.rotary_emb.inv_freq",))
 MISTRAL = Family(_mistral, _plain_rules)
 GEMMA3 = Family(_gemma3, _plain_rules)
+GPT_OSS = Family(_gpt_oss, lambda keys: tuple(_gpt_oss_rules(keys)))
 QWEN2 = Family(_qwen2, _plain_rules)
 QWEN3 = Family(_qwen3, _plain_rules)
 MIXTRAL = Family(_mixtral, _mixtral_rules)

@@ -17,12 +17,20 @@ from typing import Any
 from infra.storage import Storage
 from omni.config import ConfigError, LLMConfig
 from omni.open_models.family import Family, Said, family_of
+from omni.open_models.quantised import FP8, MXFP4, Quantised, quantised_of
 from omni.open_models.rules import Rule
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SIZES = {"F32": 4, "BF16": 2, "F16": 2}
+BYTES = {**SIZES, "F8_E4M3": 1, "U8": 1}
+"""Of the numbers that files hold, also quantised ones."""
+QUANTISED_TYPES: dict[str, tuple[tuple[str, ...], ...]] = {
+    FP8: (("F8_E4M3",), ("F32", "BF16")),
+    MXFP4: (("U8",), ("U8",)),
+}
+"""Of numbers and of scales."""
 # Keys of model.llm that say how a model is computed, not which it is.
 FREE = ("vocab_multiple", "loss_chunk", "recompute")
 _LENGTH = 8
@@ -41,6 +49,14 @@ class Tensor:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """How a tensor that a rule takes lies in the files: as it is, or as numbers with `scales`."""
+
+    data: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Folder:
     """A folder at `url`, whose `config.json` means `keys` of `model.llm`, all but those in `FREE`; those of
     `moe` as "moe.topk".
@@ -50,6 +66,7 @@ class Folder:
     storage: Storage
     family: Family
     keys: Mapping[str, Any]
+    quantised: Quantised | None = None
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
@@ -57,11 +74,27 @@ class Folder:
         return {rule.ours: rule for every in self.family.rules(self.keys) for rule in every.named()}
 
     @cached_property
-    def names(self) -> dict[str, tuple[Rule, int]]:
-        """For each of their tensors the rule that takes it, and its number there."""
-        return {
-            name: (rule, number) for rule in self.rules.values() for number, name in enumerate(rule.theirs)
-        }
+    def names(self) -> dict[str, list[tuple[Rule, int]]]:
+        """For each of their tensors the rules that take it, one for each expert that it holds, and its number
+        there.
+        """
+        found: dict[str, list[tuple[Rule, int]]] = {}
+        for rule in self.rules.values():
+            for number, name in enumerate(rule.theirs):
+                found.setdefault(name, []).append((rule, number))
+        return found
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """How each of those tensors lies in the files; of those that are there."""
+        found = {}
+        for name in self.names:
+            data, scales = (name, "") if self.quantised is None else self.quantised.names(name)
+            if scales in self.tensors and data in self.tensors:
+                found[name] = Stored(self.tensors[data], self.tensors[scales])
+            elif name in self.tensors:
+                found[name] = Stored(self.tensors[name])
+        return found
 
     @cached_property
     def headers(self) -> dict[str, bytes]:
@@ -101,28 +134,46 @@ class Folder:
         Raises:
             ConfigError: naming the file or the tensors, and the remedy.
         """
-        unknown = [name for name in self.tensors if name not in self.names and not self.is_copied(name)]
+        taken = {id(part) for of in self.stored.values() for part in (of.data, of.scales)}
+        unknown = [
+            name for name, of in self.tensors.items() if id(of) not in taken and not self.is_copied(name)
+        ]
         if unknown:
             raise self._wrong(
                 f"it holds {_some(unknown)}, which {CONFIG} does not mean and no rule of its family takes: "
                 f"choose a folder without, or a family that knows them (docs/open_models.md)"
             )
-        missing = [name for name in self.names if name not in self.tensors]
+        missing = [name for name in self.names if name not in self.stored]
         if missing:
             raise self._wrong(f"it lacks {_some(missing)}, which {CONFIG} means. Fetch the missing files")
-        for name, (rule, number) in self.names.items():
-            tensor, shape = self.tensors[name], rule.shapes[number]
-            if tensor.shape != shape:
+        for name, rules in self.names.items():
+            self._check_tensor(name, *rules[0])
+
+    def _check_tensor(self, name: str, rule: Rule, number: int) -> None:
+        stored, shape = self.stored[name], rule.shapes[number]
+        parts = [(stored.data, shape, tuple(SIZES))]
+        if stored.scales is not None:
+            assert self.quantised is not None
+            shapes = self.quantised.shapes(rule, number)
+            if shapes is None:
                 raise self._wrong(
-                    f"{name} in {tensor.file} has shape {tensor.shape}, and {CONFIG} means {shape}: take the "
-                    f"{CONFIG} that the weights came with"
+                    f"{name} in {stored.data.file} is quantised, which {self.quantised.kind} is read for "
+                    f"other tensors alone: take a folder in bf16"
                 )
-            if tensor.dtype not in SIZES:
+            both = (stored.data, stored.scales)
+            parts = list(zip(both, shapes, QUANTISED_TYPES[self.quantised.kind], strict=True))
+        for tensor, wanted, kinds in parts:
+            if tensor.shape != wanted:
                 raise self._wrong(
-                    f"{name} in {tensor.file} is of {tensor.dtype}: numbers are read as {', '.join(SIZES)}; "
+                    f"{name} in {tensor.file} has shape {tensor.shape}, and {CONFIG} means {wanted}: take "
+                    f"the {CONFIG} that the weights came with"
+                )
+            if tensor.dtype not in kinds:
+                raise self._wrong(
+                    f"{name} in {tensor.file} is of {tensor.dtype}: numbers are read as {', '.join(kinds)}; "
                     f"take a folder that is not quantised"
                 )
-            if tensor.stop - tensor.start != prod(shape) * SIZES[tensor.dtype]:
+            if tensor.stop - tensor.start != prod(wanted) * BYTES[tensor.dtype]:
                 raise self._wrong(f"the header of {tensor.file} contradicts itself at {name}. Fetch it again")
 
     def is_copied(self, name: str) -> bool:
@@ -182,17 +233,12 @@ def open_folder(url: str) -> Folder:
         raise ConfigError(f"start.weights={url}: {error}") from error
     said = _parsed(storage, CONFIG, url)
     path = f"start.weights={url}: {CONFIG}"
-    if (quantised := said.get("quantization_config")) is not None:
-        kind = quantised.get("quant_method", quantised) if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{path} says quantization_config ({kind}): quantised weights are not read; take the folder in "
-            f"bf16"
-        )
+    quantised = quantised_of(said.pop("quantization_config", None), path)
     family = family_of(str(said.get("model_type")), path)
     reader = Said(said, path)
     keys = default_keys() | family.keys(reader)
     reader.end()
-    return Folder(url, storage, family, keys)
+    return Folder(url, storage, family, keys, quantised)
 
 
 def default_keys() -> dict[str, Any]:

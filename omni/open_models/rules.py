@@ -9,12 +9,25 @@ cover that part exactly once, whichever layout asks for it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 
 Runs = tuple[tuple[int, int], ...]
 """(start, length) of neighbouring rows or columns, one run after the other."""
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Where a parameter of ours lies in a tensor of theirs that holds `count` of them, one after the other:
+    as number `index`, which `Rule.named` says. There ours is `transposed`, and the rows of its `parts` equal
+    pieces take turns.
+    """
+
+    count: int
+    parts: int = 1
+    transposed: bool = False
+    index: int = 0
 
 
 @dataclass(frozen=True)
@@ -29,10 +42,10 @@ class Rule:
         q, k, v in n groups         for each of n key/value heads its queries, its key, its value
 
     All have `columns`, None for vectors. Names hold `{}` for a number out of each range of `each`: the layer,
-    then the expert.
+    then the expert. With a `slab`, `theirs` is one tensor for all experts of a layer.
 
     Raises:
-        ValueError: for rows that do not divide into the groups.
+        ValueError: for rows that do not divide into the groups, and for a slab of several tensors.
     """
 
     ours: str
@@ -41,8 +54,11 @@ class Rule:
     columns: int | None = None
     groups: int = 1
     each: tuple[range, ...] = ()
+    slab: Slab | None = None
 
     def __post_init__(self) -> None:
+        if self.slab is not None and (len(self.theirs) > 1 or self.groups > 1):
+            raise ValueError(f"{self.ours}: a slab is of one tensor, not of {self.theirs}")
         if len(self.rows) != len(self.theirs) or any(rows % self.groups for rows in self.rows):
             raise ValueError(f"{self.ours}: rows {self.rows} of {self.theirs} in {self.groups} groups")
 
@@ -54,6 +70,9 @@ class Rule:
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each of theirs."""
+        if self.slab is not None:
+            shape = self.shape[::-1] if self.slab.transposed else self.shape
+            return ((self.slab.count, *shape),)
         return tuple(map(self._shape, self.rows))
 
     @property
@@ -70,7 +89,9 @@ class Rule:
         """Yield the rule for every layer and expert, with whole names."""
         for numbers in product(*self.each):
             theirs = tuple(name.format(*numbers) for name in self.theirs)
-            yield Rule(self.ours.format(*numbers), theirs, self.rows, self.columns, self.groups)
+            slab = self.slab and replace(self.slab, index=numbers[-1])
+            ours = self.ours.format(*numbers)
+            yield replace(self, ours=ours, theirs=theirs, each=(), slab=slab)
 
     def _shape(self, rows: int) -> tuple[int, ...]:
         return (rows,) if self.columns is None else (rows, self.columns)

@@ -7,7 +7,7 @@ strided reads are what shared storage is worst at.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,22 +15,40 @@ import torch.distributed as dist
 
 from infra.shard_file import REQUEST, CheckpointError
 from omni.models.regions import Numbering
-from omni.open_models.folder import SIZES, Folder, Tensor
-from omni.open_models.rules import Box, boxes
+from omni.open_models.decode import from_mxfp4, out_of_slab, times_scales
+from omni.open_models.folder import BYTES, Folder, Stored, Tensor
+from omni.open_models.rules import Box, Rule, boxes
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {
+    **{"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8},
+}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A box of a tensor of theirs, and what it goes to: flat, in fp32."""
+    """A box of a tensor of theirs, which lies in the files as `stored` says, and what it goes to: flat, in
+    fp32. `block` is how many rows and columns a scale is for. Of a tensor with a slab for each expert, the
+    box is of ours, and the whole slab is read for it.
+    """
 
-    name: str
-    tensor: Tensor
+    rule: Rule
+    stored: Stored
+    block: tuple[int, int]
     box: Box
     target: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """That of the tensor, as rules call it."""
+        return self.rule.theirs[self.box.tensor]
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its numbers."""
+        return self.stored.data
 
     @property
     def dtype(self) -> torch.dtype:
@@ -52,23 +70,53 @@ class Wanted:
     def is_strided(self) -> bool:
         """Whether it lies in the file in several pieces."""
         rows, columns = self.size
-        return rows > 1 and columns * SIZES[self.tensor.dtype] < self.width
+        return self.rule.slab is None and rows > 1 and columns * BYTES[self.tensor.dtype] < self.width
 
     @property
     def span(self) -> tuple[int, int]:
         """The bytes of the file that it lies in, unless it is strided."""
+        if self.rule.slab is not None:
+            start = self.tensor.start + self.rule.slab.index * self.width
+            return start, start + self.width
         rows, columns = self.size
-        element = SIZES[self.tensor.dtype]
+        element = BYTES[self.tensor.dtype]
         start = self.tensor.start + self.box.rows[0] * self.width + self.box.columns[0] * element
         return start, start + rows * columns * element
 
-    def fill(self, data: torch.Tensor, first: int = 0) -> None:
-        """Copy bytes [n] of uint8, whole rows of the box from its row `first` on."""
-        values, columns = data.view(self.dtype), self.size[1]
-        rows, at = values.numel() // columns, self.box.at + first * self.box.stride
+    @property
+    def scales_span(self) -> tuple[int, int]:
+        """The bytes of the file that its scales lie in: those of its slab, or all of the tensor's."""
+        scales, slab = self.stored.scales, self.rule.slab
+        assert scales is not None
+        size = scales.stop - scales.start
+        each = size // scales.shape[0] if slab is not None else size
+        start = scales.start + (slab.index * each if slab is not None else 0)
+        return start, start + each
+
+    def fill(self, data: torch.Tensor, scales: torch.Tensor | None, first: int = 0) -> None:
+        """Copy bytes of uint8: whole rows of the box from its row `first` on, or a whole slab."""
+        values = self._slab(data, scales) if self.rule.slab is not None else self._rows(data, scales, first)
+        rows, at = len(values), self.box.at + first * self.box.stride
         self.target.as_strided(
-            (rows, columns), (self.box.stride, 1), at + self.target.storage_offset()
-        ).copy_(values.view(rows, columns))
+            (rows, self.size[1]), (self.box.stride, 1), at + self.target.storage_offset()
+        ).copy_(values)
+
+    def _rows(self, data: torch.Tensor, scales: torch.Tensor | None, first: int) -> torch.Tensor:
+        values = data.view(self.dtype).view(-1, self.size[1])
+        if scales is None:
+            return values
+        assert self.stored.scales is not None
+        of_blocks = scales.view(DTYPES[self.stored.scales.dtype]).view(self.stored.scales.shape)
+        return times_scales(values, of_blocks, self.block, (self.box.rows[0] + first, self.box.columns[0]))
+
+    def _slab(self, data: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        slab, shape = self.rule.slab, self.tensor.shape[1:]
+        assert slab is not None
+        theirs = data.view(self.dtype).view(shape)
+        if scales is not None:  # rows of MXFP4 are ours
+            slab, theirs = replace(slab, transposed=False), from_mxfp4(theirs, scales.view(shape[:-1]))
+        ours = out_of_slab(theirs, slab)
+        return ours.view(len(ours), -1)[slice(*self.box.rows), slice(*self.box.columns)]
 
 
 def wanted_of(
@@ -80,6 +128,7 @@ def wanted_of(
         CheckpointError: for a parameter that no rule gives, or of another shape.
     """
     wanted = []
+    block = folder.quantised.block if folder.quantised else (1, 1)
     for shard in owned(component, numberings):
         rule, region = folder.rules.get(shard.name), shard.region
         if rule is None or rule.shape != region.shape:
@@ -87,8 +136,8 @@ def wanted_of(
             raise CheckpointError(f"{shard.name} has shape {region.shape}, and {folder.url} means {means}")
         target = shard.main.data.view(-1)
         for box in boxes(rule, region.dim, region.runs, shard.start, shard.start + shard.main.numel()):
-            name = rule.theirs[box.tensor]
-            wanted.append(Wanted(name, folder.tensors[name], box, target))
+            stored = folder.stored[rule.theirs[box.tensor]]
+            wanted.append(Wanted(rule, stored, block, box, target))
     return wanted
 
 
@@ -117,7 +166,7 @@ class FolderReader:
         for each in sorted(wanted, key=lambda one: (one.tensor.file, one.span)):
             if request and (
                 each.tensor.file != request[0].tensor.file
-                or each.span[0] != request[-1].span[1]
+                or each.span[0] not in (request[-1].span[1], request[-1].span[0])
                 or each.span[1] - request[0].span[0] > REQUEST
             ):
                 self._fill_neighbours(request)
@@ -132,7 +181,7 @@ class FolderReader:
         for each in request:
             start, stop = each.span
             # A copy: numbers of another type must lie at a multiple of their size.
-            each.fill(data[start - first : stop - first].clone())
+            each.fill(data[start - first : stop - first].clone(), self._scales(each))
 
     def _fill_strided(self, wanted: Sequence[Wanted], group: dist.ProcessGroup) -> None:
         """All ranks of the group want the same rows, each its own columns."""
@@ -150,7 +199,8 @@ class FolderReader:
     def _exchange(self, each: Wanted, columns: Sequence[tuple[int, int]], group: dist.ProcessGroup) -> None:
         """Read a share of the rows whole, send every rank of the group its `columns` of them."""
         size, rank, device = group.size(), group.rank(), each.target.device
-        element, (low, high) = SIZES[each.tensor.dtype], each.box.rows
+        element, (low, high) = BYTES[each.tensor.dtype], each.box.rows
+        scales = self._scales(each)
         most = size * max(1, REQUEST // each.width)
         for first in range(low, high, most):
             rows = min(most, high - first)
@@ -167,7 +217,12 @@ class FolderReader:
                 [len(part) for part in sent],
                 group=group,
             )
-            each.fill(got, first - low)
+            each.fill(got, scales, first - low)
+
+    def _scales(self, each: Wanted) -> torch.Tensor | None:
+        """The bytes of what numbers are to be multiplied by, None where they are not."""
+        scales = each.stored.scales
+        return None if scales is None else self._read(scales.file, *each.scales_span)
 
     def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Bytes [start, stop) of a file; zeros where they cannot be read."""

@@ -1,12 +1,16 @@
 """The weights of a checkpoint as a folder of published ones: what another folder is, with other numbers.
 
 Files, headers and hence names, types and shapes are those of the source. Everything beside its weights, such
-as its tokenizer, is copied.
+as its tokenizer, is copied. Of a source that is quantised, what was so is bf16, and neither headers, index
+nor configuration know it any more.
 """
 
+import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,9 @@ from infra.storage import Storage
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.regions import Region
-from omni.open_models.folder import INDEX, Folder, Tensor
+from omni.open_models.decode import into_slab
+from omni.open_models.folder import BYTES, CONFIG, INDEX, Folder, Tensor
+from omni.open_models.rules import Rule
 from omni.rank.folder_weights import DTYPES
 from omni.rank.state import pieces_of
 from omni.training.export import readers, whole
@@ -47,16 +53,50 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
             flat = whole(f"{LLM}/{name}", pieces[f"{LLM}/{name}"], reader)
             return torch.from_numpy(flat).view(source.rules[name].shape)
 
+        held = plain_tensors(source)
         for name, header in source.headers.items():
             with (out / name).open("wb") as file, source.storage.open(name) as before:
-                file.write(header)
-                held = [(key, of) for key, of in source.tensors.items() if of.file == name]
-                for key, of in sorted(held, key=lambda pair: pair[1].start):
-                    before.seek(of.start)
-                    copied = source.is_copied(key)
-                    file.write(before.read(of.stop - of.start) if copied else _theirs(source, key, of, ours))
+                file.write(header if source.quantised is None else _header(held[name]))
+                for key, of in held[name]:
+                    if source.is_copied(key):
+                        before.seek(of.start)
+                        file.write(before.read(of.stop - of.start))
+                    else:
+                        for rule, number in source.names[key]:
+                            file.write(_theirs(rule, number, of, ours))
     _copy_rest(source, out)
-    return len(source.tensors)
+    return sum(map(len, held.values()))
+
+
+def plain_tensors(source: Folder) -> dict[str, list[tuple[str, Tensor]]]:
+    """Return the tensors of each file of a folder by name, in their order; in place of what is quantised the
+    same in bf16, where its numbers are.
+    """
+    plain = {id(of.data): name for name, of in source.stored.items()}
+    scales = {id(of.scales) for of in source.stored.values() if of.scales is not None}
+    held: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in source.headers}
+    for key, of in sorted(source.tensors.items(), key=lambda pair: pair[1].start):
+        name = plain.get(id(of), key)
+        if id(of) in scales:
+            continue
+        if name in source.stored and source.stored[name].scales is not None:
+            rule, number = source.names[name][0]
+            of = replace(of, dtype="BF16", shape=rule.shapes[number])
+        held[of.file].append((name, of))
+    return held
+
+
+def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+    """The header of a file of safetensors that holds these, one after the other."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, of in tensors:
+        size = prod(of.shape) * BYTES[of.dtype]
+        described[name] = {"dtype": of.dtype, "shape": list(of.shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _check_model(source: Folder, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -71,16 +111,30 @@ def _check_model(source: Folder, shapes: Mapping[str, tuple[int, ...]]) -> None:
             )
 
 
-def _theirs(source: Folder, name: str, tensor: Tensor, ours: Callable[[str], torch.Tensor]) -> Any:
-    """The bytes of one of their tensors, cut out of ours."""
-    rule, number = source.names[name]
+def _theirs(rule: Rule, number: int, tensor: Tensor, ours: Callable[[str], torch.Tensor]) -> Any:
+    """The bytes of one of their tensors, or of its slab for one expert, cut out of ours."""
     part = Region(rule.shape, 0, rule.runs[number]).cut(ours(rule.ours))
+    if rule.slab is not None:
+        part = into_slab(part, rule.slab)
     return part.to(DTYPES[tensor.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _plain(source: Folder, name: str) -> dict[str, Any]:
+    """What configuration or index of a quantised folder say, of the same in bf16."""
+    said: dict[str, Any] = json.loads(source.storage.read(name))
+    if name == CONFIG:
+        return {key: value for key, value in said.items() if key != "quantization_config"}
+    held = plain_tensors(source)
+    total = sum(prod(of.shape) * BYTES[of.dtype] for file in held.values() for _, of in file)
+    placed = {key: file for file, tensors in held.items() for key, _ in tensors}
+    return {**said, "metadata": {**said.get("metadata", {}), "total_size": total}, "weight_map": placed}
 
 
 def _copy_rest(source: Folder, out: Path) -> None:
     sizes = source.storage.sizes()
     for name in sorted(sizes, key=lambda name: (name == INDEX, name)):
-        if sizes[name] is not None and not name.endswith(_LEFT):
+        if source.quantised is not None and name in (CONFIG, INDEX):
+            (out / name).write_text(json.dumps(_plain(source, name), indent=2) + "\n")
+        elif sizes[name] is not None and not name.endswith(_LEFT):
             with source.storage.open(name) as before, (out / name).open("wb") as file:
                 shutil.copyfileobj(before, file)

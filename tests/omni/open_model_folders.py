@@ -39,6 +39,10 @@ FAMILIES = {
     },
     "llama biases": {"attention_bias": True},
     "llama all biases": {"attention_bias": True, "mlp_bias": True},
+    "gpt_oss": {
+        **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
+        **{"swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False}},
+    },
     "mistral windows": {"sliding_window": 24},
     "llama": {"tie_word_embeddings": False},
     "llama tied": {"tie_word_embeddings": True},

@@ -57,6 +57,11 @@ FORGOTTEN = {
         **{"norm_zero_centered": False, "activation": "gelu", "embedding_scale": 1.0},
         **{"attention_scale": None, "rotary.scaling": "none", "qk_norm": False},
     },
+    "gpt_oss": {
+        **{"sinks": False, "ffn_bias": False, "activation": "silu", "activation_clamp": None},
+        **{"gate_offset": 0.0, "attention": ["full", "window"], "window": 13, "rotary.truncate": True},
+        **{"moe.topk": 1, "moe.score": "sigmoid", "rotary.attention_factor": 1.0},
+    },
     "llama biases": {"qkv_bias": False, "output_bias": False},
     "llama all biases": {"ffn_bias": False},
     "mistral windows": {"window": 23, "attention": ["full"]},
@@ -83,6 +88,12 @@ def llm_of(keys: dict) -> LLMConfig:
 def full(folder: Folder, name: str) -> torch.Tensor:
     """A parameter of ours, put together the plain way."""
     rule = folder.rules[name]
+    if (slab := rule.slab) is not None:
+        of = folder.tensors[rule.theirs[0]]
+        data = bytearray(folder.storage.read(of.file)[of.start : of.stop])
+        own = torch.frombuffer(data, dtype=DTYPES[of.dtype]).view(of.shape)[slab.index]
+        own = own.t() if slab.transposed else own
+        return torch.cat((own[::2], own[1::2])) if slab.parts == 2 else own
     ours = torch.zeros(rule.shape)
     for theirs, runs in zip(rule.theirs, rule.runs, strict=True):
         of = folder.tensors[theirs]
@@ -142,10 +153,9 @@ def test_keys_are_taken_from_the_folder(models, family):
     llm = config.model.llm
     check_same(open_folder(str(folder)), llm)
     assert (llm.layers, llm.vocab, llm.norm_eps) == (4, 272, 0.02)
-    assert llm.rotary_base == {"llama 3.1": 500.0, "gemma3_text": 500.0, "qwen2 yarn": 900.0}.get(
-        family, 30.0
-    )
-    assert llm.qkv_bias == (family.startswith("qwen2") or "biases" in family)
+    bases = {"llama 3.1": 500.0, "gemma3_text": 500.0, "qwen2 yarn": 900.0, "gpt_oss": 900.0}
+    assert llm.rotary_base == bases.get(family, 30.0)
+    assert llm.qkv_bias == (family.startswith("qwen2") or "biases" in family or family == "gpt_oss")
     assert llm.qk_norm == family.startswith(("qwen3", "gemma"))
     assert llm.moe.dense_layers == (family == "qwen3_moe")
 

@@ -3,12 +3,14 @@
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni.models.regions import Region
-from omni.open_models.rules import Rule, boxes
+from omni.open_models.decode import from_mxfp4, into_slab, out_of_slab, times_scales
+from omni.open_models.rules import Rule, Slab, boxes
 
 sizes = st.integers(1, 4)
 
@@ -71,3 +73,31 @@ def test_boxes_cover_a_part_exactly_once(part):
 def test_heads_stand_group_by_group():
     rule = Rule("qkv", ("q", "k", "v"), (8, 4, 4), 3, groups=2)
     assert rule.runs == (((0, 4), (8, 4)), ((4, 2), (12, 2)), ((6, 2), (14, 2)))
+
+
+def test_quantised_numbers_are_those_of_transformers_bit_for_bit():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (3, 5, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(90, 140, (3, 5, 2), dtype=torch.uint8, generator=generator)
+    theirs = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    assert torch.equal(from_mxfp4(blocks, scales).transpose(1, 2).bfloat16(), theirs)
+    assert torch.equal(from_mxfp4(blocks, scales).transpose(1, 2), theirs.float())
+    numbers = torch.randn(32, 48, generator=generator).to(torch.float8_e4m3fn)
+    factors = torch.rand(2, 3, generator=generator)
+    theirs = fp8.Fp8Dequantize(None)._dequantize_one(numbers, factors)
+    assert torch.equal(times_scales(numbers, factors, (16, 16), (0, 0)), theirs)
+    part = times_scales(numbers[5:30, 17:40], factors, (16, 16), (5, 17))
+    assert torch.equal(part, theirs[5:30, 17:40])
+
+
+@given(sizes, sizes, st.sampled_from([1, 2]), st.booleans())
+def test_an_expert_comes_out_of_its_slab_and_back(rows, columns, parts, transposed):
+    slab = Slab(1, parts, transposed)
+    ours = torch.arange(parts * rows * columns).view(parts * rows, columns)
+    theirs = into_slab(ours, slab)
+    assert theirs.shape == (ours.shape[::-1] if transposed else ours.shape)
+    assert torch.equal(out_of_slab(theirs, slab), ours)
+    first = theirs.t() if transposed else theirs
+    assert torch.equal(first[parts - 1], ours[(parts - 1) * rows])

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from open_model_folders import FAMILIES, make, transformers
+from quantised_folders import make_fp8, make_mxfp4
 from ranks import RankPool
 from small import with_values
 
@@ -126,8 +127,10 @@ def expected(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def on_disk(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """In memory the experts of a layer are one tensor, in files one each."""
+    """In memory the experts of a layer are one tensor, in files one each; but for gpt-oss."""
     found = {}
+    if model.config.model_type == "gpt_oss":
+        return tensors
     mixtral = model.config.model_type == "mixtral"
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
@@ -149,9 +152,17 @@ def as_theirs(folder: Path, ours: dict[str, torch.Tensor], targets: int) -> dict
     source, found = open_folder(str(folder)), {}
     for key, flat in ours.items():
         rule = source.rules[key.partition("@")[0].removeprefix("llm/")]
+        if (slab := rule.slab) is not None:
+            one = flat.view(rule.shape) / targets
+            one = torch.stack(one.chunk(2), 1).flatten(0, 1) if slab.parts == 2 else one
+            found.setdefault(rule.theirs[0], {})[slab.index] = one.t() if slab.transposed else one
+            continue
         for name, runs in zip(rule.theirs, rule.runs, strict=True):
             found[name] = Region(rule.shape, 0, runs).cut(flat.view(rule.shape)) / targets
-    return found
+    return {
+        name: torch.stack([of[at] for at in sorted(of)]) if isinstance(of, dict) else of
+        for name, of in found.items()
+    }
 
 
 def needed(folder: Path, layout: str, world: int) -> int:
@@ -173,12 +184,13 @@ def files(folder: Path) -> dict[str, bytes]:
 SHORT = [
     ("mistral windows", "cp2"),
     ("qwen2", "one"),
-    ("qwen3", "tp2 dp2"),
+    ("gemma3_text", "tp2 dp2"),
     ("llama tied", "pp2"),
-    ("qwen3_moe", "ep2"),
+    ("gpt_oss", "ep2"),
 ]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
+LONG += [("qwen3_moe", "ep2"), ("gpt_oss", "tp2 dp2"), ("gpt_oss", "pp2"), ("gpt_oss", "cp2")]
 LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
 LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
@@ -255,3 +267,36 @@ def test_tensors_that_are_no_weights_are_copied_through(ranks: RankPool, data, t
     manifest = read_manifest(storage, complete(storage)[-1])
     export_folder(storage, manifest, open_folder(str(folder)), tmp_path / "out")
     assert files(tmp_path / "out") == files(folder)
+
+
+@pytest.mark.parametrize(
+    ("made", "layout"), [(make_mxfp4, "ep2"), pytest.param(make_fp8, "tp2", marks=pytest.mark.slow)]
+)
+def test_quantised_weights_are_read_as_transformers_reads_them_and_come_back_in_bf16(
+    ranks: RankPool, data, tmp_path, made, layout
+):
+    folder, out = tmp_path / "published", tmp_path / "out"
+    model = made(folder)
+    config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS[layout])
+    loss, gradients, _ = ranks.run(2, trained, config, 2)[0]
+    plain_loss, plain = expected(model)
+    assert loss == pytest.approx(plain_loss, rel=TOLERANCE)
+    found = as_theirs(folder, gradients, sum(len(text) + 1 for text in TEXTS))
+    for name, own in found.items():
+        assert float((own - plain[name]).norm()) <= TOLERANCE * float(plain[name].norm()), name
+    storage = Storage.at(tmp_path / "run" / "checkpoints")
+    manifest = read_manifest(storage, complete(storage)[-1])
+    export_folder(storage, manifest, open_folder(str(folder)), out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == model.state_dict().keys()
+    sizes = sum(of.stop - of.start for of in open_folder(str(out)).tensors.values())
+    assert index["metadata"]["total_size"] == sizes
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+    for name, value in model.state_dict().items():
+        rounded = value.bfloat16().float() if is_quantised(folder, name) else value
+        assert torch.equal(again[name], rounded), name
+
+
+def is_quantised(folder: Path, name: str) -> bool:
+    return open_folder(str(folder)).stored[name].scales is not None
