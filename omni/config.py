@@ -21,7 +21,7 @@ from parallel.cluster import QUEUES
 
 RECOMPUTE = ("none", "selective", "full")
 SCORES = ("softmax", "sigmoid")  # of experts
-ATTENTION = ("full", "window")  # of a layer
+ATTENTION = ("full", "window", "delta")  # of a layer
 NORMED = ("before", "around", "after")  # the halves of a layer
 SCALINGS = ("none", "linear", "llama3", "yarn")  # of rotation
 LR_SCHEDULES = ("cosine", "wsd")
@@ -135,6 +135,37 @@ class MLAConfig:
 
 
 @dataclass
+class DeltaConfig:
+    """Gated delta nets (Yang et al., Gated Delta Networks, 2024) in layers of kind `delta`; none if
+    `key_heads` is 0.
+
+    Queries and keys have `key_heads` heads of `key_dim` numbers, each of which serves as many of the
+    `value_heads` heads of `value_dim` numbers; a convolution over `conv` tokens goes before.
+    """
+
+    key_heads: int = at_least(0, 0)
+    value_heads: int = at_least(0, 0)
+    key_dim: int = at_least(0, 0)
+    value_dim: int = at_least(0, 0)
+    conv: int = at_least(1, 4)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "key_heads",
+            lambda own: own.key_heads or not (own.value_heads or own.key_dim or own.value_dim),
+            "delta nets need heads of keys; or set all of delta to 0",
+        ),
+        Rule(
+            "value_heads",
+            lambda own: not own.key_heads or (own.value_heads and own.value_heads % own.key_heads == 0),
+            "must be a multiple of key_heads={key_heads}, which all serve as many",
+        ),
+        Rule("key_dim", lambda own: not own.key_heads or own.key_dim, "must be at least 1"),
+        Rule("value_dim", lambda own: not own.key_heads or own.value_dim, "must be at least 1"),
+    )
+
+
+@dataclass
 class RotaryConfig:
     """How the frequencies of rotation, powers of `model.llm.rotary_base`, are scaled, and what is rotated.
 
@@ -189,14 +220,15 @@ class LLMConfig:
     `vocab_multiple`. `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers
     experts. `head_dim: null` is hidden / heads; `gated: false` makes the feed-forward two matrices with a
     GELU; `qk_norm` norms each head of queries and keys. `attention` gives the kind of each layer, and repeats
-    over them: in those of kind `window` a token sees `window` tokens, itself among them. `mla` makes queries,
-    keys and values from few numbers a token. `mtp` layers at the end predict one token further each
-    (DeepSeek-V3, section 2.2).
+    over them: in those of kind `window` a token sees `window` tokens, itself among them; those of kind
+    `delta` have a gated delta net in its place. `mla` makes queries, keys and values from few numbers a
+    token. `mtp` layers at the end predict one token further each (DeepSeek-V3, section 2.2).
 
     Scores of attention are divided by the root of a head's size, or multiplied by `attention_scale`; with
     `sinks` a learned number of each head takes part in its softmax and in no output (gpt-oss). Norms stand
     `before` attention and feed-forward, `around` them (Gemma 3) or `after` them, ahead of the sum (OLMo 2);
-    with `norm_zero_centered` they multiply by 1 + weight. `qk_norm_over` a head, or all heads together.
+    with `norm_zero_centered` they multiply by 1 + weight. `qk_norm_over` a head, or all heads together. With
+    `output_gate` what attention puts out is multiplied by the sigmoid of a linear of its input (Qwen3.5).
 
     `activation: null` is silu with gates and gelu without. Ahead of it the gate is cut off above
     `activation_clamp`, and what it gates on both sides, to which `gate_offset` is then added (gpt-oss).
@@ -219,6 +251,8 @@ class LLMConfig:
     attention: list[str] = field(default_factory=lambda: ["full"])
     attention_scale: float | None = at_least(1e-6, None)
     sinks: bool = False
+    delta: DeltaConfig = field(default_factory=DeltaConfig)
+    output_gate: bool = False
     mla: MLAConfig = field(default_factory=MLAConfig)
     mtp: int = at_least(0, 0)
     norm: str = one_of(NORMS, "RMSNorm")
@@ -264,6 +298,12 @@ class LLMConfig:
             lambda own: (own.window is not None) == ("window" in own.attention),
             "with attention={attention}: layers of kind window have one; set both or neither",
         ),
+        Rule(
+            "delta.key_heads",
+            lambda own: bool(own.delta.key_heads) == ("delta" in own.attention),
+            "with attention={attention}: layers of kind delta have heads of their own; set both or neither",
+        ),
+        Rule("output_gate", lambda own: not own.mla.kv_rank or not own.output_gate, f"{WITH_MLA}false"),
         Rule(
             "rotary.window_base",
             lambda own: own.rotary.window_base is None or own.window is not None,

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+from ops.delta_shape import DeltaHeads
+from parallel.delta_tiles import delta_exchanges
+from parallel.exchange_plan import Exchange
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import own_groups, plan_tiles
 from parallel.tiles import AttentionShape, Tile
@@ -16,8 +19,10 @@ def attended(
     shape: AttentionShape,
     head_dim: int,
     messages: bool = True,
+    delta: DeltaHeads | None = None,
 ) -> Attended:
-    """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`.
+    """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`, and
+    what layers whose delta nets have the heads `delta` exchange.
 
     Without `messages`, what it sends to each member is counted as nothing, which takes far less time.
     """
@@ -39,9 +44,15 @@ def attended(
     nothing = (0,) * layout.num_members
     if plan is None:
         return Attended(tokens, local, rows, context, nothing, nothing, nothing, nothing)
-    incoming, outgoing = plan.incoming, plan.outgoing
-    sides = (incoming.source, outgoing.source, incoming.target, outgoing.target)
-    into, out, into_back, out_back = (
-        tuple(0 if to == rank else count for to, count in enumerate(side.counts)) for side in sides
+    into, out, into_back, out_back = _sent(plan.incoming, plan.outgoing)
+    exchanges = delta_exchanges(layout, tiles, rank, delta) if delta is not None else None
+    of_delta = _sent(*exchanges) if exchanges is not None else ()
+    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta)
+
+
+def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:
+    """Numbers sent to each member in two exchanges, and in the transposes of both."""
+    return tuple(
+        tuple(0 if to == into.rank else count for to, count in enumerate(side.counts))
+        for side in (into.source, out.source, into.target, out.target)
     )
-    return Attended(tokens, local, rows, context, into, out, into_back, out_back)

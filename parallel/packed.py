@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import torch
 
 from ops.attention import Packing
+from ops.delta_shape import DeltaHeads
 from ops.device import to_device
 from ops.rotary import PLAIN, Scaling, rotary_table
 from parallel.megatron import PackedSeqParams
 from parallel.sequence import SequenceLayout
 from parallel.sharded_attention import AttentionPlan, plan_attention
+from parallel.sharded_delta import DeltaPlan, plan_delta
 from parallel.tiles import Tile
 
 
@@ -46,13 +48,14 @@ class PackedTokens(PackedSeqParams):
     exchanged for those that are shared; `rotary` holds the cos and sin of every token's position, so
     attention never has to guess a position from an index. `entering` holds, for one pass, what is added
     to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model. `windowed` is
-    what layers with a window see instead, where there are any.
+    what layers with a window see instead, where there are any, and `delta` what delta nets need to know.
     """
 
     attention: AttentionPlan | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     entering: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     windowed: "PackedTokens | None" = None
+    delta: DeltaPlan | None = None
 
     @property
     def tokens(self) -> int:
@@ -81,11 +84,12 @@ def pack_tokens(
     kv_heads: int | None = None,
     window: int | None = None,
     scaling: Scaling = PLAIN,
+    delta: DeltaHeads | None = None,
 ) -> PackedTokens:
     """Describe the tokens of a pack, which stand at integer `positions`, [T] or [T, A], of their sequences.
 
     `heads` and `kv_heads` (as many unless given) are those of the whole model. A token sees those at most
-    `window` tokens away, None for all.
+    `window` tokens away, None for all. `delta` are the heads of delta nets, of the whole model too.
     """
     attention = plan_attention(
         sharding.layout,
@@ -111,4 +115,10 @@ def pack_tokens(
         max_seqlen_kv=longest,
         attention=attention,
         rotary=rotary_table(to_device(positions, device), head_dim, rotary_base, dtype, scaling),
+        delta=_plan_delta(sharding, delta, device) if delta is not None else None,
     )
+
+
+def _plan_delta(sharding: Sharding, heads: DeltaHeads, device: torch.device) -> DeltaPlan:
+    own = heads.over(sharding.tp)
+    return plan_delta(sharding.layout, sharding.tiles, sharding.rank, own, sharding.tail, device)

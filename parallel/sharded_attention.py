@@ -70,7 +70,7 @@ def plan_attention(
         AssertionError: if tiles do not partition their sequence, or a sequence on several ranks has none.
     """
     tile_plan = plan_tiles(layout, tiles, rank, AttentionShape(heads, kv_heads, causal, window), head_dim)
-    pieces = _pieces(layout, tiles, rank)
+    pieces = pieces_of(layout, tiles, rank)
     pieces.append((False, tail))
     local = [length for shared, length in pieces if not shared]
     num_early = len(local) if tile_plan is None else _during_incoming(local, window, tile_plan)
@@ -83,10 +83,10 @@ def plan_attention(
         for group in (tile_plan.groups if tile_plan else ())
     ]
     tokens = sum(length for _, length in pieces)
-    return AttentionPlan(tokens, _runs(pieces, num_early), early, late, tile_plan, tuple(groups))
+    return AttentionPlan(tokens, runs_of(pieces, num_early), early, late, tile_plan, tuple(groups))
 
 
-def _pieces(layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int) -> list[tuple[bool, int]]:
+def pieces_of(layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int) -> list[tuple[bool, int]]:
     """Whether each sequence is shared, and how many of its tokens `rank` holds."""
     pieces = []
     for number, (shards, sequence_tiles) in enumerate(zip(layout.shards, tiles, strict=True)):
@@ -114,7 +114,7 @@ def _elements(exchange: Exchange) -> int:
     return exchange.moved_elements() + exchange.transpose().moved_elements()
 
 
-def _runs(pieces: Sequence[tuple[bool, int]], num_early: int) -> tuple[tuple[int, int], ...]:
+def runs_of(pieces: Sequence[tuple[bool, int]], num_early: int) -> tuple[tuple[int, int], ...]:
     """Neighbours of one kind, and how many tokens they are; every kind has a run, if an empty one, because
     ranks without shared tokens belong to the graph too.
     """
@@ -148,14 +148,14 @@ def sharded_attention(
     if plan.tiles is None:
         return packed_attention(query, key, value, plan.early, scale, sinks)
     assert group is not None, "shared sequences need a communicator"
-    q, k, v = (_divide(x, plan.runs) for x in (query, key, value))
+    q, k, v = (divide(x, plan.runs) for x in (query, key, value))
     incoming = start(plan.tiles.incoming, (q[SHARED], k[SHARED], v[SHARED]), group)
     early = packed_attention(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks)
     tiles = _attend_tiles(finish(incoming), plan, scale, sinks)
     outgoing = start(plan.tiles.outgoing, tiles, group)
     late = packed_attention(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks)
     (shared,) = finish(outgoing)
-    return _join((shared, early, late), plan.runs)
+    return join((shared, early, late), plan.runs)
 
 
 def _attend_tiles(
@@ -176,7 +176,7 @@ def _sinks_of(group: TileGroup, sinks: torch.Tensor) -> torch.Tensor:
     return torch.cat([of.expand(span.rows, -1) for of, span in zip(heads, group.spans, strict=True)])
 
 
-def _divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+def divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """The tokens of each kind. split() and cat(): the backward of a slice adds a zero tensor of full size. A
     view would keep all that it is a view of for its backward, so what is attended here is copied.
     """
@@ -190,7 +190,7 @@ def _divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tens
     ]
 
 
-def _join(kinds: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Undo `_divide`."""
+def join(kinds: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Undo `divide`."""
     pieces = [iter(x.split([n for kind, n in runs if kind == which])) for which, x in enumerate(kinds)]
     return torch.cat([next(pieces[kind]) for kind, _ in runs])

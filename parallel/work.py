@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from ops.delta_shape import DeltaHeads
 from parallel.tiles import AttentionShape
 
 FP32 = 4  # bytes
@@ -46,7 +47,8 @@ class Attended:
     Of `tokens`, `local` are attended where they are. For shared sequences the rank computes tiles of `rows`
     query rows and `context` key rows, each times its heads. `into` and `out` are the
     numbers that it sends to each member of the pool (itself 0) in the exchanges before and after the tiles,
-    `out_back` and `into_back` in their transposes; they are empty if nothing is shared.
+    `out_back` and `into_back` in their transposes; they are empty if nothing is shared. `delta` are the
+    same four, in the order of the fields, of layers with a delta net.
     """
 
     tokens: int
@@ -57,6 +59,7 @@ class Attended:
     out: tuple[int, ...] = ()
     into_back: tuple[int, ...] = ()
     out_back: tuple[int, ...] = ()
+    delta: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,9 @@ class Part(Block, Protocol):
     """A stage of the LLM or an encoder on one rank: the one statement of its work.
 
     `shape` and `head_dim` are those of its attention on this rank, in layers without a window; `window`
-    tokens are seen in those with one, None if none has. `layers` says how many of its layers exchange shared
-    sequences, `element` the bytes of a number; `tp` ranks share its layers, and `ep` its experts, 0
-    where it has none.
+    tokens are seen in those with one, None if none has, and `delta` are the heads of delta nets, None without
+    any. `layers` says how many of its layers exchange shared sequences, `element` the bytes of a number; `tp`
+    ranks share its layers, and `ep` its experts, 0 where it has none.
     """
 
     @property
@@ -208,6 +211,11 @@ class Part(Block, Protocol):
     @property
     def window(self) -> int | None:
         """Tokens that a token sees in layers with a window, itself among them."""
+        ...
+
+    @property
+    def delta(self) -> DeltaHeads | None:
+        """Heads of delta nets on this rank."""
         ...
 
     @property

@@ -24,7 +24,7 @@ def pass_load(
     seen = partial(attended, batch.layout, batch.tiles, member, tail)
     within = None if part.window is None else replace(part.shape, window=part.window - 1)
     return Load(
-        seen=seen(part.shape, part.head_dim, messages),
+        seen=seen(part.shape, part.head_dim, messages, part.delta),
         windowed=None if within is None else seen(within, part.head_dim, messages),
         squares=batch.share(member).squares,
         sequences=_sequences(batch.layout.shards, member),

@@ -149,6 +149,11 @@ class EncoderPart:
         return self.stack.shape
 
     @property
+    def delta(self) -> None:
+        """None: no encoder has delta nets."""
+        return None
+
+    @property
     def window(self) -> None:
         """None: items are exchanged as if no layer had one."""
         return None

@@ -296,6 +296,8 @@ class ExpertStack:
         # Products are weighed in fp32: gradients of the weighed product, of the product and of its weight.
         weighed = -(-rows // self.local) * self.ffn * 3 * FP32
         start = rows * row + max(rows * row, expert, weighed)
+        if self.dense.delta is not None:
+            start = max(start, self.dense.delta.workspace(load, self.tp))
         if self.dense.recompute != "full":
             return out + start
         return out + max(start, self._on_their_way(load)) + self._kept(load, "none")

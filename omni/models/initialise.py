@@ -24,13 +24,20 @@ def initialise(
     """Draw all weights of `module` in fp32 on the CPU and copy them to where they live.
 
     Matrices are normal with standard deviation 0.8/√fan-in, divided by √(2·layers) where they write to
-    the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero.
+    the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero; decays of delta
+    nets are as `_decays` says.
     """
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
         name, parameter, shape = named.name, named.parameter, named.region.shape
+        if name.endswith((".A_log", ".dt_bias")):
+            drawn = _decays(name, shape, torch.Generator().manual_seed(_seed(seed, component, name)))
+            parameter.copy_(named.region.cut(drawn))
+            continue
         if parameter.dim() < 2:
-            parameter.fill_(1.0 - offset if "norm" in name and name.endswith("weight") else 0.0)
+            # The norm of a delta net's heads multiplies by its weight, whatever the others do.
+            one = 1.0 if name.endswith(".self_attention.norm.weight") else 1.0 - offset
+            parameter.fill_(one if "norm" in name and name.endswith("weight") else 0.0)
             continue
         std = 0.02 if "embedding" in name else 0.8 / math.sqrt(math.prod(shape[1:]))
         if _RESIDUAL.search(name):
@@ -38,6 +45,17 @@ def initialise(
         generator = torch.Generator().manual_seed(_seed(seed, component, name))
         drawn = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
         parameter.copy_(named.region.cut(drawn))
+
+
+def _decays(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Rates of decay uniform between 1 and 16, and biases that make a step of a token between 0.001 and 0.1,
+    uniform by its logarithm (Dao and Gu, Mamba-2, 2024): a head forgets within one to a thousand tokens.
+    """
+    drawn = torch.rand(shape, generator=generator)
+    if name.endswith(".A_log"):
+        return (1 + 15 * drawn).log()
+    step = (math.log(0.001) + drawn * math.log(100)).exp()
+    return step + (-torch.expm1(-step)).log()  # softplus of it is the step
 
 
 def _seed(seed: int, component: str, name: str) -> int:

@@ -144,6 +144,7 @@ def transformer_config(
         glu_linear_offset=sizes.gate_offset,
         layernorm_zero_centered_gamma=sizes.norm_zero_centered,
         softmax_scale=sizes.attention_scale,
+        attention_output_gate=sizes.output_gate,
         add_bias_linear=sizes.bias,
         add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,

@@ -64,6 +64,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"{vocab_size}, or null to have as many"
         )
     check_divisible("model.llm", config, "layout.llm.tp", layout.tp, "heads", "kv_heads", "ffn")
+    check_divisible("model.llm.delta", config.delta, "layout.llm.tp", layout.tp, "key_heads")
     vocabulary = padded_vocabulary(config, vocab_size)
     if vocabulary % layout.tp:
         raise ConfigError(

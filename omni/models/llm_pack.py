@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from omni.config import LLMConfig
+from omni.models.delta import delta_heads
 from ops.rotary import Scaling
 from parallel.packed import PackedTokens, Sharding, pack_tokens
 
@@ -31,7 +32,7 @@ def pack_llm(
         device=device,
     )
     scaling = scaling_of(config)
-    packed = pack(rotary_base=config.rotary_base, scaling=scaling)
+    packed = pack(rotary_base=config.rotary_base, scaling=scaling, delta=delta_heads(config))
     if config.window is None:
         return packed
     # A window of ours counts the token itself, one of attention those before it.

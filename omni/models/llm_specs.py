@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from omni.config import LLMConfig
+from omni.models.delta import delta_heads
+from omni.models.delta_module import GatedDeltaNet
 from omni.models.layers import PackedCoreAttention
 from omni.models.moe import experts_spec
 from omni.models.normed_layer import NormedLayer
@@ -28,6 +30,20 @@ def layer_specs(
 
 
 def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.device) -> ModuleSpec:
+    if config.kind(layer) == "delta":
+        first = ModuleSpec(module=GatedDeltaNet, params={"heads": delta_heads(config)})
+    else:
+        first = _attention(plain, config, layer)
+    parts: dict[str, Any] = {"self_attention": first}
+    if config.norms == "after":
+        parts |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), IdentityOp)
+    if config.mixture is not None and layer >= config.mixture.dense_layers:
+        parts["mlp"] = experts_spec(config.mixture, device)
+    module = plain.module if config.norms == "before" else NormedLayer
+    return replace(plain, module=module, submodules=replace(plain.submodules, **parts))
+
+
+def _attention(plain: ModuleSpec, config: LLMConfig, layer: int) -> ModuleSpec:
     params = {"windowed": config.kind(layer) == "window", "rotated": config.rotates(layer)}
     params["sinks"] = config.sinks
     attention = plain.submodules.self_attention
@@ -35,11 +51,4 @@ def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.devic
     if config.output_bias and not config.ffn_bias:  # which would be megatron's for all linears
         inner["linear_proj"] = BiasedRowParallelLinear
     core = ModuleSpec(module=PackedCoreAttention, params=params)
-    attending = replace(attention.submodules, core_attention=core, **inner)
-    parts: dict[str, Any] = {"self_attention": replace(attention, submodules=attending)}
-    if config.norms == "after":
-        parts |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), IdentityOp)
-    if config.mixture is not None and layer >= config.mixture.dense_layers:
-        parts["mlp"] = experts_spec(config.mixture, device)
-    module = plain.module if config.norms == "before" else NormedLayer
-    return replace(plain, module=module, submodules=replace(plain.submodules, **parts))
+    return replace(attention, submodules=replace(attention.submodules, core_attention=core, **inner))

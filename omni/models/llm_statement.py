@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from omni.config import LLMConfig, MoEConfig
 from omni.models.blocks import FinalNorm
+from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
 from omni.models.layer_sizes import llm_layers, windowed
 from omni.models.stack import Stack
 from omni.models.vocabulary import Losses, WordEmbedding
+from ops.delta_shape import DeltaHeads
 from parallel.buckets import reduction
 from parallel.layout import Layout
 from parallel.tiles import AttentionShape
@@ -79,6 +82,12 @@ class LLMPart:
     def head_dim(self) -> int:
         """Numbers of a head."""
         return self.stacks[0].head_dim
+
+    @property
+    def delta(self) -> DeltaHeads | None:
+        """Heads of the delta nets of this rank, None if it has none."""
+        dense = (stack.dense if isinstance(stack, ExpertStack) else stack for stack in self._stacks)
+        return next((of.delta.heads.over(of.tp) for of in dense if of.delta is not None), None)
 
     @property
     def layers(self) -> int:
@@ -194,21 +203,34 @@ def _stacks(
 def _layers(
     config: LLMConfig, layers: range, layout: Layout, element: int
 ) -> tuple[Stack | ExpertStack, ...]:
-    """Layers by their numbers in the model: those without experts come first in it."""
-    split = layers.stop if config.mixture is None else max(layers.start, config.mixture.dense_layers)
-    split = min(layers.stop, split)
-    dense, routed = range(layers.start, split), range(split, layers.stop)
+    """Layers by their numbers in the model, neighbours that are alike together: those without experts come
+    first in it, and a delta net is unlike any attention.
+    """
+
+    def kind(layer: int) -> tuple[bool, bool]:
+        routed = config.mixture is not None and layer >= config.mixture.dense_layers
+        return routed, config.kind(layer) == "delta"
+
     stacks: list[Stack | ExpertStack] = []
-    if dense:
-        stacks.append(dense_stack(config, dense, layout, element))
-    if routed and config.mixture is not None:
-        stacks.append(expert_stack(config, config.mixture, routed, layout, element))
+    for (routed, _), of in groupby(layers, kind):
+        numbers = list(of)
+        own = range(numbers[0], numbers[-1] + 1)
+        if routed and config.mixture is not None:
+            stacks.append(expert_stack(config, config.mixture, own, layout, element))
+        else:
+            stacks.append(dense_stack(config, own, layout, element))
     return tuple(stacks)
 
 
 def dense_stack(config: LLMConfig, layers: range, layout: Layout, element: int) -> Stack:
-    """Dense layers of the LLM, by their numbers in it."""
-    sizes = replace(llm_layers(config), layers=len(layers), windowed=windowed(config, layers))
+    """Dense layers of the LLM, by their numbers in it: all with delta nets, or none."""
+    heads = delta_heads(config) if config.kind(layers.start) == "delta" else None
+    sizes = replace(
+        llm_layers(config),
+        layers=len(layers),
+        windowed=windowed(config, layers),
+        delta=Delta(config.hidden, heads) if heads is not None else None,
+    )
     return Stack.of(sizes, element, layout.tp, layout.tp > 1)
 
 

@@ -93,7 +93,9 @@ class Stack(LayerSizes):
         """Linears around attention, of all ranks together."""
         if self.latent is not None:
             return self.latent.linears()
-        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        if self.delta is not None:
+            return self.delta.linears()
+        qkv = self.head_dim * (self.heads * (2 if self.output_gate else 1) + 2 * self.kv_heads)
         return (self.hidden, qkv), (self.head_dim * self.heads, self.hidden)
 
     def feed_forward_linears(self, ffn: int) -> Linears:
@@ -105,8 +107,10 @@ class Stack(LayerSizes):
         if self.latent is not None:
             latent = self.latent.weights(self.tp, len(self.one_norm), self.splits_tokens)
             return (*self.one_norm, *latent)
+        if self.delta is not None:
+            return (*self.ahead_norm(), *self.delta.weights(self.tp))
         attended = self.heads * self.head_dim // self.tp
-        qkv = attended + 2 * self.kv_heads * self.head_dim // self.tp
+        qkv = attended * (2 if self.output_gate else 1) + 2 * self.kv_heads * self.head_dim // self.tp
         # Ranks norm different heads.
         of_heads = norm_weights(self.head_dim, self.norm, self.tp > 1) * (2 * self.qk_norm)
         sinks = plain(self.heads // self.tp) if self.sinks else ()
@@ -180,23 +184,35 @@ class Stack(LayerSizes):
             return Work()
         if self.recompute == "full":
             return self.forward(load)
+        if self.delta is not None:
+            return Work()  # its rule is made anew whatever is kept of the rest
         return Work(flops=self.attention_flops(load), collectives=self.exchanges(load, forward=True))
 
     def exchanges(self, load: Load, *, forward: bool) -> tuple[Collective, ...]:
-        """Exchanges of shared sequences: layers with a window read less of them."""
+        """Exchanges of shared sequences: layers with a window read less of them, delta nets other heads."""
+        if self.delta is not None:
+            into, out, into_back, out_back = load.seen.delta or ((),) * 4
+            seen = replace(load.seen, into=into, out=out, into_back=into_back, out_back=out_back)
+            return exchanges(seen, self.element, self.layers, forward=forward)
         within = load.windowed or load.seen
         full = exchanges(load.seen, self.element, self.layers - self.windowed, forward=forward)
         return (*full, *exchanges(within, self.element, self.windowed, forward=forward))
 
     @property
     def attention_times(self) -> int:
-        """Forwards of attention that its backward is worth; with sinks, another forward and its backward."""
+        """Forwards of attention that its backward is worth; with sinks, another forward and its backward. The
+        rule of a delta net is computed anew first.
+        """
+        if self.delta is not None:
+            return 3
         return 5 if self.sinks else 2
 
     def attention_flops(self, load: Load) -> int:
         """FLOPs of the attention of all layers. With a window, as in sequences that are longer than it: of
-        each token so many pairs, however long the sequences are.
+        each token so many pairs, however long the sequences are; so it is with a delta net.
         """
+        if self.delta is not None:
+            return self.layers * self.delta.flops(load.tokens, self.tp)
         shape = self.heads, self.head_dim, self.causal
         full = attention_flops(load.squares, *shape)
         if self.latent is not None:
@@ -264,6 +280,8 @@ def activation_bytes(linears: Linears, stack: Stack) -> int:
     once = sum((i + o) * stack.element for i, o in linears)
     if stack.latent is not None:
         return once + stack.latent.token_numbers() * stack.element
+    if stack.delta is not None:
+        return once + stack.delta.token_bytes(stack.element)
     return once + attention_bytes(1, stack.heads, stack.kv_heads, stack.head_dim, stack.element)
 
 
@@ -271,8 +289,9 @@ def pointwise_bytes(stack: Stack, ffn: int) -> int:
     """Bytes that a token moves, over all ranks, where queries and keys are rotated and a feed-forward of
     width `ffn` is activated: read and written once each.
     """
-    rotated = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
-    return (rotated + ffn * (3 if stack.gated else 2)) * stack.element
+    rotated = 0 if stack.delta else 2 * (stack.heads + stack.kv_heads) * stack.head_dim
+    gated = 3 * stack.heads * stack.head_dim * stack.output_gate
+    return (rotated + gated + ffn * (3 if stack.gated else 2)) * stack.element
 
 
 def kept_by_layer(stack: Stack, seen: Attended, frozen: bool = False) -> int:
@@ -305,6 +324,8 @@ def kept_by_attention(stack: Stack, seen: Attended) -> int:
     if stack.latent is not None:
         between = stack.between(seen.tokens)
         return stack.latent.kept(seen.tokens, between, stack.tp, stack.element)
+    if stack.delta is not None:
+        return stack.delta.kept(seen.tokens, stack.tp, stack.element)
     heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
     qkv = seen.tokens * (heads + 2 * kv_heads) * size
     output = seen.tokens * heads * size
@@ -329,6 +350,8 @@ def layer_workspace(stack: Stack, load: Load, grad: Grad) -> int:
     the layer would have kept too.
     """
     start = most_in_backward(stack, load.seen, now=grad is Grad.BOTH, frozen=load.frozen)
+    if stack.delta is not None:
+        start = max(start, stack.stream(load.tokens) + stack.delta.workspace(load, stack.tp))
     if stack.recompute != "full":
         return start
     return start + kept_by_layer(replace(stack, recompute="none"), load.seen, load.frozen)

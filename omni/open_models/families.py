@@ -9,7 +9,7 @@ from omni.open_models.rules import Rule, Slab
 
 _OURS, _THEIRS = "decoder.layers.{}", "model.layers.{}"
 # What changes no loss and no gradient: ids and lengths that others decide, and how weights were drawn.
-_SKIPPED = (
+SKIPPED = (
     *("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range"),
     *("use_cache", "pretraining_tp", "router_aux_loss_coef"),
@@ -20,7 +20,7 @@ def _common(said: Said, own_heads: bool = False, tied: bool = False) -> dict[str
     """Keys that all these families have; with `own_heads` the size of heads must be said. `tied` is what it
     means to say nothing of that.
     """
-    said.skip(*_SKIPPED)
+    said.skip(*SKIPPED)
     said.must("attention_dropout", 0)
     hidden, heads = said.take("hidden_size"), said.take("num_attention_heads")
     head_dim = said.take("head_dim", **({} if own_heads else {"default": None}))
@@ -59,7 +59,7 @@ _SCALED = {
 _MUST = ("factor", "trained_tokens")
 
 
-def _rotation(said: Said, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rotation(said: Said, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Keys of rotation, as either generation of the format says it; other kinds are refused. `told` is what
     it says of layers without windows, where it tells them apart.
     """
@@ -119,7 +119,7 @@ def _switched_windows(said: Said) -> dict[str, Any]:
 def _silu(said: Said, own_heads: bool = False) -> dict[str, Any]:
     """Keys of families with one rotation and a SwiGLU."""
     said.must("hidden_act", "silu")
-    return _rotation(said) | _common(said, own_heads)
+    return rotation(said) | _common(said, own_heads)
 
 
 def _llama(said: Said) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _two_rotations(said: Said) -> dict[str, Any]:
     if kind != "default" or windows:
         raise said.refused("rope_parameters", windows | {"rope_type": kind}, "windows are rotated unscaled")
     said.values.setdefault("rope_theta", 1e6)
-    return _rotation(said, full) | {"rotary.window_base": float(base)}
+    return rotation(said, full) | {"rotary.window_base": float(base)}
 
 
 def _gpt_oss(said: Said) -> dict[str, Any]:

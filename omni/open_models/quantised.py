@@ -32,7 +32,7 @@ class Quantised:
     def shapes(self, rule: Rule, number: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shapes of both, None for what this kind cannot hold: vectors, and other than experts in MXFP4."""
         if self.kind == MXFP4:
-            if rule.slab is None or rule.columns is None or rule.columns % NUMBERS:
+            if rule.slab is None or not isinstance(rule.columns, int) or rule.columns % NUMBERS:
                 return None
             blocks = (rule.slab.count, rule.shape[0], rule.columns // NUMBERS)
             return (*blocks, NUMBERS // 2), blocks

@@ -41,24 +41,38 @@ class Rule:
         gate, up                    gate over up
         q, k, v in n groups         for each of n key/value heads its queries, its key, its value
 
-    All have `columns`, None for vectors. Names hold `{}` for a number out of each range of `each`: the layer,
-    then the expert. With a `slab`, `theirs` is one tensor for all experts of a layer.
+    Where theirs are mixed otherwise, `order` says of each which rows of ours its own are, in their order.
+
+    All have `columns`, None for vectors, several for tensors of more dimensions. Names hold `{}` for a number
+    out of each range of `each`: the layer, then the expert. With a `slab`, `theirs` is one tensor for all
+    experts of a layer.
 
     Raises:
-        ValueError: for rows that do not divide into the groups, and for a slab of several tensors.
+        ValueError: for rows that do not divide into the groups, an `order` that is no order of the rows, and
+            a slab of several tensors.
     """
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
-    columns: int | None = None
+    columns: int | tuple[int, ...] | None = None
     groups: int = 1
-    each: tuple[range, ...] = ()
+    each: tuple[Sequence[int], ...] = ()
     slab: Slab | None = None
+    order: tuple[Runs, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.slab is not None and (len(self.theirs) > 1 or self.groups > 1):
             raise ValueError(f"{self.ours}: a slab is of one tensor, not of {self.theirs}")
+        if self.order is not None:
+            counts = tuple(sum(length for _, length in runs) for runs in self.order)
+            at = 0
+            for start, length in sorted(run for runs in self.order for run in runs):
+                at = at + length if start == at else -1
+            if counts != self.rows or at != sum(self.rows):
+                raise ValueError(
+                    f"{self.ours}: {self.order} is no order of rows {self.rows} of {self.theirs}"
+                )
         if len(self.rows) != len(self.theirs) or any(rows % self.groups for rows in self.rows):
             raise ValueError(f"{self.ours}: rows {self.rows} of {self.theirs} in {self.groups} groups")
 
@@ -78,6 +92,8 @@ class Rule:
     @property
     def runs(self) -> tuple[Runs, ...]:
         """Which rows of ours each of theirs is, in the order of its own."""
+        if self.order is not None:
+            return self.order
         pieces = [rows // self.groups for rows in self.rows]
         starts, size = accumulate(pieces, initial=0), sum(pieces)
         return tuple(
@@ -94,7 +110,8 @@ class Rule:
             yield replace(self, ours=ours, theirs=theirs, each=(), slab=slab)
 
     def _shape(self, rows: int) -> tuple[int, ...]:
-        return (rows,) if self.columns is None else (rows, self.columns)
+        columns = (self.columns,) if isinstance(self.columns, int) else self.columns or ()
+        return (rows, *columns)
 
 
 @dataclass(frozen=True)

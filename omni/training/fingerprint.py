@@ -12,7 +12,7 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import LLMConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.config import DeltaConfig, LLMConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -38,6 +38,8 @@ _LATER = {
         f"model.llm.moe.{key}": vars(MoEConfig())[key]
         for key in ("normalise", "scale", "groups", "group_topk", "shared_gate")
     },
+    "model.llm.output_gate": False,
+    **{f"model.llm.delta.{key}": value for key, value in vars(DeltaConfig()).items()},
     **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
 }
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")

@@ -63,6 +63,15 @@ def test_a_rank_holds_and_sends_on_either_device_the_same(gpu: FakeGPU, folder: 
     assert on_gpu.bytes == pytest.approx(on_cpu.bytes, rel=0.01)
 
 
+def test_delta_nets_of_shared_sequences_wait_for_nothing(gpu: FakeGPU, folder: Path) -> None:
+    sizes = "{key_heads: 2, value_heads: 4, key_dim: 8, value_dim: 8}"
+    kinds = ["model.llm.attention=[delta, full]", f"model.llm.delta={sizes}", "model.llm.output_gate=true"]
+    more = ["layout.llm.cp=2", "model.llm.recompute=full", "data.step_samples=2", "train.precision=bf16"]
+    line = overrides(folder / "mixed", folder / "run", "model.llm.layers=2", *kinds, *more)
+    for rank in (0, 1):
+        assert not unexpected(gpu.run(run_line, line, 2, rank).findings)
+
+
 def test_rows_that_enter_at_several_layers_wait_for_no_shape(gpu: FakeGPU, folder: Path) -> None:
     taps = [
         "+model.encoders.image.taps=[1]",

@@ -56,7 +56,6 @@ def main():
         if rank == "0" and restart == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
-        dist.destroy_process_group()  # else gloo's threads may still run when the process ends, which aborts it
     ready()
     if action in ("ignore", "stay"):
         time.sleep(300)

@@ -52,17 +52,38 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**MOE, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
 }
+DELTA = {
+    **{"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_conv_kernel_dim": 3},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 30.0, "partial_rotary_factor": 0.25},
+}
+SPARSE = {
+    **{"num_experts_per_tok": 2, "num_experts": 4},
+    **{"moe_intermediate_size": 48, "shared_expert_intermediate_size": 32},
+}
+# Models with gated delta nets.
+DELTAS = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **SPARSE},
+    "qwen3_next": {**DELTA, **SPARSE},
+}
 
 
 def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
     """Draw a model, save it in a few files with a tokenizer's beside them, and return it in fp32."""
-    config = transformers.AutoConfig.for_model(family.split()[0], **{**PLAIN, **FAMILIES[family], **more})
+    config = transformers.AutoConfig.for_model(
+        family.split()[0], **{**PLAIN, **(FAMILIES | DELTAS)[family], **more}
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.sub_(4)  # decays as models have them: stronger ones leave no gradient but rounding
     model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -24,13 +24,23 @@ def rules(draw):
 
 
 @st.composite
+def mixed(draw):
+    """A rule whose rows are mixed at random, of matrices or of tensors with a dimension more."""
+    rows = tuple(draw(st.lists(sizes, min_size=1, max_size=3)))
+    places = iter(draw(st.permutations(range(sum(rows)))))
+    order = tuple(tuple((next(places), 1) for _ in range(count)) for count in rows)
+    columns = draw(st.none() | sizes | st.tuples(st.just(1), sizes))
+    return Rule("ours", tuple(f"theirs{i}" for i in range(len(rows))), rows, columns, order=order)
+
+
+@st.composite
 def parts(draw):
     """A rule, the part of ours that a rank holds, and the interval of it that it owns."""
-    rule = draw(rules())
-    dim = draw(st.integers(0, len(rule.shape) - 1))
+    rule = draw(rules() | mixed())
+    dim = draw(st.integers(0, 1 if len(rule.shape) == 2 else 0))
     edges = sorted(draw(st.sets(st.integers(0, rule.shape[dim]), min_size=2)))
     runs = tuple((low, high - low) for low, high in list(pairwise(edges))[::2])
-    held = rule.shape[1 - dim] if len(rule.shape) == 2 else 1
+    held = int(np.prod(rule.shape)) // rule.shape[dim]
     total = held * sum(length for _, length in runs)
     start = draw(st.integers(0, total - 1))
     return rule, Region(rule.shape, dim, runs), start, draw(st.integers(start + 1, total))
@@ -40,7 +50,7 @@ def numbered(rule):
     return torch.arange(np.prod(rule.shape)).view(rule.shape)
 
 
-@given(rules())
+@given(rules() | mixed())
 def test_what_is_cut_out_of_ours_puts_it_together_again(rule):
     ours, back = numbered(rule), torch.full(rule.shape, -1)
     for runs, shape in zip(rule.runs, rule.shapes, strict=True):
@@ -68,6 +78,12 @@ def test_boxes_cover_a_part_exactly_once(part):
         assert (place == -1).all()
         place.copy_(values)
     assert torch.equal(got, region.cut(ours).flatten()[start:stop])
+
+
+@pytest.mark.parametrize("order", [(((0, 3),),), (((0, 1), (0, 1)),), (((0, 1), (2, 1)),)])
+def test_an_order_that_leaves_rows_out_or_takes_them_twice_is_refused(order):
+    with pytest.raises(ValueError, match="no order of rows"):
+        Rule("ours", ("theirs",), (2,), order=order)
 
 
 def test_heads_stand_group_by_group():

@@ -27,6 +27,7 @@ class Stated:
     element: int = 4
     head_dim: int = 8
     window: None = None
+    delta: None = None
     shape: AttentionShape = field(default_factory=lambda: AttentionShape(1, 1))
 
     def weights(self) -> tuple[Weight, ...]:

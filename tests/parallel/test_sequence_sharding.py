@@ -694,13 +694,13 @@ def test_planted_errors_are_seen(ranks):
 
 def attend_one_after_the_other(q, k, v, plan, group):
     """Every exchange finished where it was started, local sequences last."""
-    divided = [sharded_module._divide(x, plan.runs) for x in (q, k, v)]
+    divided = [sharded_module.divide(x, plan.runs) for x in (q, k, v)]
     tensors = finish(start(plan.tiles.incoming, [x[SHARED] for x in divided], group))
     tiles = sharded_module._attend_tiles(tensors, plan, None, None)
     (shared,) = finish(start(plan.tiles.outgoing, tiles, group))
     early = packed_attention(*[x[EARLY] for x in divided], plan.early)
     late = packed_attention(*[x[LATE] for x in divided], plan.late)
-    return sharded_module._join([shared, early, late], plan.runs)
+    return sharded_module.join([shared, early, late], plan.runs)
 
 
 def attend_both_ways(rank, dtype):
