@@ -16,7 +16,8 @@ point they enter.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -80,7 +81,11 @@ class Route:
     nodes: tuple[int, ...] = ()
     ns: int = 0
 
-    @property
+    def __getstate__(self) -> dict[str, object]:
+        """The fields alone: what is found once on each process is not sent."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
     def is_local(self) -> bool:
         """Whether no row leaves its rank, so that no collective is needed."""
         return all(s.source == s.destination for s in self.segments)
@@ -101,12 +106,10 @@ class Route:
         """Rows that cross between ranks: the least that any transport can send."""
         return sum(s.length for s in self.segments if s.source != s.destination)
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Rows of each rank's share of the buffer of a reduce-scatter or all-gather."""
-        rows: Counter[int] = Counter()
-        for s in self.segments:
-            rows[s.source if self.transport == "all_gather" else s.destination] += s.length
+        rows = self.leaving if self.transport == "all_gather" else self.arriving
         return max(rows.values(), default=0)
 
     def over(self, transport: str, nodes: Sequence[int] = (), ns: int = 0) -> "Route":
@@ -122,8 +125,28 @@ class Route:
 
     def transpose(self) -> "Route":
         """Return the way back: what a rank received, it sends, in the same order."""
+        return self._back
+
+    @cached_property
+    def _back(self) -> "Route":
         swapped = tuple(segment.transpose() for segment in self.segments)
         return Route(self.num_ranks, swapped, TRANSPOSED[self.transport], self.nodes, self.ns)
+
+    @cached_property
+    def leaving(self) -> Counter[int]:
+        """Rows that leave each rank, or stay there."""
+        rows: Counter[int] = Counter()
+        for s in self.segments:
+            rows[s.source] += s.length
+        return rows
+
+    @cached_property
+    def arriving(self) -> Counter[int]:
+        """Rows that come to each rank, or stay there."""
+        rows: Counter[int] = Counter()
+        for s in self.segments:
+            rows[s.destination] += s.length
+        return rows
 
 
 def make_route(rows: Iterable[Rows], intervals: Iterable[Interval], num_ranks: int, point: int = 0) -> Route:

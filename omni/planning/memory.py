@@ -29,8 +29,30 @@ Parts = Counter[tuple[str, str]]
 """Bytes by kind and component; rows on their way between components are of none, ""."""
 BETWEEN = ""
 
-Held = dict[tuple[str, int, int], tuple[tuple[str, str], int]]
-"""What is alive, by what it is, its number and its part: kind and component, and bytes."""
+_Key = tuple[str, int, int]
+_Size = tuple[tuple[str, str], int]
+
+
+class Held(dict[_Key, _Size]):
+    """What is alive, by what it is, its number and its part: kind and component, and bytes; `sums` are the
+    bytes of all by kind and component.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: Parts = Counter()
+
+    def __setitem__(self, key: _Key, value: _Size) -> None:
+        self.drop(key)
+        super().__setitem__(key, value)
+        self.sums[value[0]] += value[1]
+
+    def drop(self, key: _Key) -> _Size | None:
+        """Let go of something, if it is there, and return it."""
+        found = super().pop(key, None)
+        if found is not None:
+            self.sums[found[0]] -= found[1]
+        return found
 
 
 def model_peak(spec: Workload, work: RankWork) -> tuple[Parts, str]:
@@ -97,7 +119,7 @@ def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
 
 def _walk(work: RankWork) -> Iterator[tuple[Parts, Op | str]]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
-    held: Held = {}
+    held = Held()
     yield Counter(), "start"
     for op in work.domain.ops_of(work.position):
         if op.kind is Kind.FORWARD:
@@ -109,17 +131,14 @@ def _walk(work: RankWork) -> Iterator[tuple[Parts, Op | str]]:
 
 
 def _sum(held: Held) -> Parts:
-    total: Parts = Counter()
-    for what, size in held.values():
-        total[what] += size
-    return total
+    return Counter(held.sums)
 
 
 def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
     """Yield what is held at the fullest moments of a compute op."""
     if op.kind in (Kind.FORWARD, Kind.ENCODE):
-        component, part, load = work.of(op)
-        forward = part.forward(load)
+        component, _, _ = work.of(op)
+        forward = work.forward(op)
         if _goes_back(work, op):
             yield _sum(held) + _one("activations", component, forward.kept + forward.workspace)
     elif op.kind in (Kind.SHIP, Kind.RETURN):
@@ -129,13 +148,13 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
     elif op.kind in BACKWARDS:
         if not _goes_back(work, op):
             return
-        component, part, load = work.of(op)
+        component, _, _ = work.of(op)
         grad = work.domain.made_by(op)
         assert grad is not None
-        backward = part.backward(load, grad)
+        backward = work.backward(op, grad)
         yield _sum(held) + _one("workspace", component, backward.workspace)
-        done = {key: value for key, value in held.items() if key != _kept(op)}
-        yield _sum(done) + _one("workspace", component, backward.last)
+        what, size = held.get(_kept(op), (("activations", component), 0))
+        yield _sum(held) - _one(*what, size) + _one("workspace", component, backward.last)
 
 
 def _one(kind: str, component: str, size: int) -> Parts:
@@ -151,7 +170,7 @@ def _goes_back(work: RankWork, op: Op) -> bool:
 
 def _returns(work: RankWork, m: int) -> bool:
     """Whether gradients of a microbatch's rows go back."""
-    return Op(Kind.RETURN, m) in work.domain.ops_of(work.position)
+    return m in work.returned
 
 
 def _kept(op: Op) -> tuple[str, int, int]:
@@ -164,8 +183,8 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
     m, kind = op.index, op.kind
     row = work.row_bytes
     if kind in (Kind.FORWARD, Kind.ENCODE):
-        component, part, load = work.of(op)
-        kept = part.forward(load).kept if _goes_back(work, op) else load.rows * row
+        component, _, load = work.of(op)
+        kept = work.forward(op).kept if _goes_back(work, op) else load.rows * row
         held[_kept(op)] = ("activations", component), kept
     elif kind in BACKWARDS:
         _backward(work, op, held)
@@ -177,8 +196,8 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
         held[f"{kind} in", m, 0] = ("buffers", BETWEEN), arriving * row
         held[f"{kind} all", m, 0] = ("buffers", BETWEEN), _moved(work, op)[0]
         if kind is Kind.RETURN:  # the gradients leave as they are
-            held.pop(("row gradients", m, 0), None)
-            held.pop((f"{Kind.SHIP} in", m, 0), None)
+            held.drop(("row gradients", m, 0))
+            held.drop((f"{Kind.SHIP} in", m, 0))
         else:
             _let_go_of_frozen(work, m, held)
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
@@ -217,30 +236,30 @@ def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
     for c in work.encodings:
         chunk = work.domain.chunks[c]
         if m == max(chunk.microbatches) and chunk.component not in work.trained:
-            held.pop(("encoded", c, 0), None)
+            held.drop(("encoded", c, 0))
 
 
 def _take_rows(work: RankWork, op: Op, held: Held) -> None:
     """Rows go when the last part takes them in, unless their gradients go back."""
     last = max(work.domain.parts_with_rows(work.position), default=None)
     if op.part == last and not _returns(work, op.index):
-        held.pop((f"{Kind.SHIP} in", op.index, 0), None)
+        held.drop((f"{Kind.SHIP} in", op.index, 0))
 
 
 def _backward(work: RankWork, op: Op, held: Held) -> None:
     m, p = op.index, op.part
-    held.pop(_kept(op), None)
+    held.drop(_kept(op))
     if op.grad is Grad.INPUT and (op.kind is Kind.ENCODE_BACKWARD or work.domain.llm_learns):
-        component, part, load = work.of(op)
-        held[_kept(op)] = ("workspace", component), part.backward(load, op.grad).kept
+        component, _, _ = work.of(op)
+        held[_kept(op)] = ("workspace", component), work.backward(op, op.grad).kept
     if op.grad is Grad.WEIGHT:
         return
     if op.kind is Kind.ENCODE_BACKWARD:
         _let_go_of_returned(work, held)
         return
     for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
-        held.pop((what, m, p), None)
-    held.pop(("gradient", m, p + 1), None)  # of a part that this rank holds too
+        held.drop((what, m, p))
+    held.drop(("gradient", m, p + 1))  # of a part that this rank holds too
     if p:
         held["gradient", m, p] = ("workspace", LLM), _message(work, op)
     if p == min(work.llm) and _returns(work, m):
@@ -251,17 +270,17 @@ def _let_go_of_returned(work: RankWork, held: Held) -> None:
     """Gradients of rows go when no chunk that they are of waits for its backward."""
     waiting = {m for what, c, _ in held if what == "encoded" for m in work.domain.chunks[c].microbatches}
     for key in [key for key in held if key[0] == "returned" and key[1] not in waiting]:
-        del held[key]
+        held.drop(key)
 
 
 def _waited(op: Op, held: Held) -> None:
     m = op.index
     if op.on is Kind.SEND_BACKWARD:
-        held.pop(("gradient", m, op.part), None)
+        held.drop(("gradient", m, op.part))
     elif op.on in (Kind.SHIP, Kind.RETURN):
-        held.pop((f"{op.on} out", m, 0), None)
-        held.pop((f"{op.on} all", m, 0), None)
+        held.drop((f"{op.on} out", m, 0))
+        held.drop((f"{op.on} all", m, 0))
         if op.on is Kind.RETURN:
-            arrived = held.pop((f"{op.on} in", m, 0), None)
+            arrived = held.drop((f"{op.on} in", m, 0))
             if arrived:
                 held["returned", m, 0] = arrived

@@ -5,10 +5,11 @@ From a plan and the statements of work of the run's parts; nothing is built.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from omni.models.llm import NAME as LLM
 from omni.planning.workload import Workload
-from parallel.work import Load, Part, part_name
+from parallel.work import Grad, Load, Part, Work, part_name
 from pipeline.domain_plan import DomainPlan
 from pipeline.loads import chunk_load, pass_load
 from pipeline.ops import Kind, Op
@@ -44,6 +45,33 @@ class RankWork:
         own: dict[str, Mapping[int, Part]] = {LLM: self.llm} if self.llm else {}
         return own | {name: {0: part} for name, part in self.encoders.items()}
 
+    @cached_property
+    def returned(self) -> frozenset[int]:
+        """Microbatches whose rows' gradients go back."""
+        return frozenset(op.index for op in self.domain.ops_of(self.position) if op.kind is Kind.RETURN)
+
+    def forward(self, op: Op) -> Work:
+        """What the forward pass of a compute op takes."""
+        return self._work(op, None)
+
+    def backward(self, op: Op, grad: Grad) -> Work:
+        """What the backward pass of a compute op takes that makes `grad`."""
+        return self._work(op, grad)
+
+    def _work(self, op: Op, grad: Grad | None) -> Work:
+        encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
+        key = encodes, op.index, op.part, grad
+        found = self._works.get(key)
+        if found is None:
+            _, part, load = self.of(op)
+            found = self._works[key] = part.forward(load) if grad is None else part.backward(load, grad)
+        return found
+
+    @cached_property
+    def _works(self) -> dict[tuple[bool, int, int, Grad | None], Work]:
+        """What passes take, each asked for once."""
+        return {}
+
     def of(self, op: Op) -> tuple[str, Part, Load]:
         """The component and part that a compute op runs, and its load."""
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -63,7 +91,6 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
     position = arrangement.domain_ranks(number).index(rank)
     llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(position)}
-    segments = [route.segments if route is not None else () for route in domain.routes]
     return RankWork(
         rank=rank,
         position=position,
@@ -85,8 +112,8 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
             for c, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         },
-        rows_in=tuple(sum(s.length for s in of if s.destination == position) for of in segments),
-        rows_out=tuple(sum(s.length for s in of if s.source == position) for of in segments),
+        rows_in=tuple(route.arriving[position] if route is not None else 0 for route in domain.routes),
+        rows_out=tuple(route.leaving[position] if route is not None else 0 for route in domain.routes),
         trained=tuple(name for name in plan.components if plan.trains(name)),
         row_bytes=spec.row_bytes,
         element=spec.element,
