@@ -11,9 +11,10 @@
 Pure: no clock, no rank. All ranks of the domain call it with the same arguments and get the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from heapq import heapify, heappop, heappush
 from math import gcd
 
 from dataloader.balance import SampleCosts
@@ -40,6 +41,7 @@ from pipeline.ops import Kind, Op
 from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
+from pipeline.simulator import run
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class DomainPlanner:
     sequences, `feeds` where its rows enter; `party` neighbouring ranks of a stage run passes of the LLM
     together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
-    rank holds, if given; `chunking` makes quanta of work of a domain's items.
+    rank holds, if given; plans that do not fit are not
+    taken if `guarded`; `chunking` makes quanta of work of a domain's items.
     """
 
     encoders: Mapping[str, str]
@@ -91,6 +94,7 @@ class DomainPlanner:
     party: int
     single_queue: bool = False
     encoder_bytes: int | None = None
+    guarded: bool = True
     chunking: Chunking = make_chunks
 
     @cached_property
@@ -113,10 +117,12 @@ class DomainPlanner:
         costs: SampleCosts,
         frozen: tuple[str, ...],
         train: bool,
-    ) -> list[DomainPlan]:
+        fits: Callable[[DomainPlan], bool] = lambda domain: True,
+    ) -> Iterator[DomainPlan]:
         """Plan a domain; `members` are the samples of each of its replicas, by place in `metas`.
 
-        Returns a plan for each candidate of the schedule, in the order of their simulated times.
+        Yields a plan for each candidate of the schedule that `fits`, in the order of their simulated times,
+        then the quickest of the others.
         """
         world = self.arrangement
         microbatches, encoded = self._microbatches(members, costs)
@@ -144,27 +150,64 @@ class DomainPlanner:
         ranks = world.domain_ranks(number)
         if not train:
             domain = self._with_routes(self._with_chunks(domain, waves), ranks)
-            return [self._with_ops(domain, build_forward_only(domain))]
-        candidates = candidates_of(self.schedule, world.llm.parts)
-        planned = [self._scheduled(domain, waves, policy, ranks, frozenset(frozen)) for policy in candidates]
-        if len(planned) > 1:
-            planned.sort(key=lambda each: simulate(each, self.table, self.single_queue).makespan_ns)
-        return planned
+            yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
+            return
+
+        @cache
+        def chunked(quanta: int) -> DomainPlan:
+            """With chunks for a schedule; where these stay where they are, with routes."""
+            made = self._with_chunks(domain, waves, quanta)
+            return made if quanta else self._with_routes(made, ranks)
+
+        candidates = candidates_of(self.schedule, world.llm.parts, guarded=self.guarded)
+        learning = frozenset(frozen)
+        planned = [self._scheduled(chunked, policy, ranks, learning) for policy in candidates]
+        if len(planned) == 1:
+            yield self._with_one_queue(planned[0])
+        else:
+            yield from self._quickest_first(planned, fits)
+
+    def _quickest_first(
+        self, planned: Sequence[DomainPlan], fits: Callable[[DomainPlan], bool]
+    ) -> Iterator[DomainPlan]:
+        """Yield plans that fit in the order of their simulated times, then the quickest that does not.
+
+        Lists for one queue take no less than with a queue for each communicator, and take long to make: they
+        are made in the order of these times, and only until none that is left can be quicker.
+        """
+        queue = [(self._free_ns(each), at, False, each) for at, each in enumerate(planned)]
+        heapify(queue)
+        others = []
+        while queue:
+            _, at, is_made, made = heappop(queue)
+            if is_made:
+                yield made
+            elif not fits(made):
+                others.append(made)
+            else:
+                made = self._with_one_queue(made)
+                ns = simulate(made, self.table, self.single_queue).makespan_ns
+                heappush(queue, (ns, at, True, made))
+        for made in others[:1]:
+            yield self._with_one_queue(made)
+
+    def _free_ns(self, domain: DomainPlan) -> int:
+        """What a step takes at least, whatever the order in which a rank issues its communication."""
+        return run(domain, *plan_costs(domain, self.table)).makespan_ns
 
     def _scheduled(
         self,
-        domain: DomainPlan,
-        waves: Sequence[int],
+        chunked: Callable[[int], DomainPlan],
         policy: SchedulePolicy,
         ranks: Sequence[int],
         frozen: frozenset[str],
     ) -> DomainPlan:
-        """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule."""
-        quanta = policy.quanta_for(len(domain.microbatches), bounded=self.encoder_bytes is not None)
-        domain = self._with_chunks(domain, waves, quanta)
+        """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule, ops for a queue for
+        each communicator.
+        """
+        microbatches = len(chunked(0).microbatches)
+        domain = chunked(policy.quanta_for(microbatches, bounded=self.encoder_bytes is not None))
         domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
-        if not policy.quanta:
-            domain = self._with_routes(domain, ranks)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
         order = policy(domain, Facts(costs, kept, self._slots, frozen, self.single_queue and self.party > 1))
@@ -183,7 +226,10 @@ class DomainPlanner:
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
         """Make op lists of an order of compute, with all communication and reductions."""
         lists = expand(with_reductions(order, domain, self.components), domain)
-        domain = replace(domain, ops=tuple(map(tuple, lists)))
+        return replace(domain, ops=tuple(map(tuple, lists)))
+
+    def _with_one_queue(self, domain: DomainPlan) -> DomainPlan:
+        """Make op lists safe where all communication of a rank shares one queue, if it does."""
         if not self.single_queue:
             return domain
         return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_costs(domain, self.table)))))

@@ -4,7 +4,7 @@ Nothing is refused where `cluster.memory_bytes` is null. What allocators, commun
 not modelled, and neither are plans of evaluation, which keep nothing for a backward.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from omni.config import ConfigError
@@ -13,7 +13,13 @@ from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
+from parallel.costs import CostTable
+from pipeline.costs import plan_memory
+from pipeline.ops import BACKWARDS, Kind
 from pipeline.plan import StepPlan
+
+CLEARLY = 0.97
+"""Share of a device's memory up to which the teams that are likely the fullest speak for all."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +66,44 @@ def fullest_in_team(spec: Workload, first: Peak) -> Peak:
 
 
 def _fullest(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Peak:
+    return max(_peaks(spec, plan, positions), key=lambda peak: peak.bytes)
+
+
+def _peaks(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Iterator[Peak]:
     ranks = spec.arrangement.domain_ranks(plan.number)
     works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
-    peaks = (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
-    return max(peaks, key=lambda peak: peak.bytes)
+    return (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
 
 
-def fits(spec: Workload, plan: StepPlan) -> bool:
+def fits(spec: Workload, table: CostTable, plan: StepPlan) -> bool:
     """Say whether every rank of a plan's domain can hold it."""
     most = spec.cluster.memory_bytes
-    return most is None or fullest_rank(spec, [plan]).bytes <= most
+    if most is None:
+        return True
+    likely = max((peak.bytes for peak in _peaks(spec, plan, _likely_fullest(table, plan))), default=0)
+    if likely > most or likely <= CLEARLY * most:
+        return likely <= most
+    return fullest_rank(spec, [plan]).bytes <= most
+
+
+def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
+    """The first position of the team of each stage, and of those beside the LLM, whose forwards keep most at
+    once: what else a rank holds is about the same for all of a stage.
+    """
+    domain, kept = plan.domain, plan_memory(plan.domain, table)
+    fullest: dict[tuple[int, ...], tuple[int, int]] = {}
+    for team, ops in enumerate(domain.ops):
+        position = team * domain.team
+        held = most = 0
+        for op in ops:
+            if op.kind in (Kind.FORWARD, Kind.ENCODE):
+                held += kept(position, op)
+                most = max(most, held)
+            elif op.kind in BACKWARDS and op.makes_weight:
+                held -= kept(position, op)
+        parts = domain.holds[team]
+        fullest[parts] = max(fullest.get(parts, (-1, 0)), (most, position))
+    return [position for _, position in fullest.values()]
 
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:

@@ -140,19 +140,12 @@ class Planner:
         own = group.replicas[number - group.domains[0]]
         mine = sorted(i for replica in own for i in replica)
         local = {i: at for at, i in enumerate(mine)}
-        candidates = self.domain.plan_domain(
-            number,
-            [[local[i] for i in replica] for replica in own],
-            [group.metas[i] for i in mine],
-            group.costs.take(mine),
-            frozen,
-            train,
-        )
         samples = tuple(taken.sample(group.numbers[i]) for i in mine)
         costliest = max(((group.costs.total_ns[i], group.numbers[i]) for i in mine), default=(0, 0))
         of_group, table = group.plan(place), self.domain.table
-        plans = [
-            StepPlan(
+
+        def plan_of(domain: DomainPlan) -> StepPlan:
+            return StepPlan(
                 step=step,
                 train=train,
                 cost_table=table.number,
@@ -164,9 +157,19 @@ class Planner:
                 domain=replace(domain, samples=samples, costliest=costliest),
                 learnt=table.learnt,
             )
-            for domain in candidates
-        ]
-        if len(plans) == 1:
-            return plans[0]
+
+        candidates = self.domain.plan_domain(
+            number,
+            [[local[i] for i in replica] for replica in own],
+            [group.metas[i] for i in mine],
+            group.costs.take(mine),
+            frozen,
+            train,
+            lambda domain: self.fits(plan_of(domain)),
+        )
+        plans = map(plan_of, candidates)
+        quickest = next(plans)
+        if not (train and self.domain.schedule.candidates) or self.fits(quickest):
+            return quickest
         # Where none fits, the quickest goes on, and is refused with what it is made of.
-        return next(filter(self.fits, plans), plans[0])
+        return next(filter(self.fits, plans), quickest)

@@ -78,6 +78,7 @@ def prepare_run(
         feeds=_feeds(llm, encoders, arrangement, tokenizer.vocab_size),
         microbatch_tokens=data.microbatch_tokens,
         encoder_bytes=config.pipeline.encoder_bytes,
+        guarded=cluster.memory_bytes is not None,
     )
     group_size = config.balance.group or _group_size(arrangement)
     planner = Planner(
@@ -86,7 +87,7 @@ def prepare_run(
         domain=domain,
         frozen=partial(frozen_components, config.optim.components),
         share=share,
-        fits=partial(fits, workload),
+        fits=partial(fits, workload, table),
     )
     return RunSpec(
         **vars(workload),

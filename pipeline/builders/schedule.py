@@ -55,6 +55,7 @@ class SchedulePolicy(Policy):
     that stay whole come to it as about so many chunks for each slot and microbatch, or in long steps as
     `quanta_for` says, of about equal cost, and routes are planned after it. Of a policy with `candidates`
     nothing else counts: the planner plans with each of them and keeps what takes the least simulated time.
+    One that is `deep` holds about twice the activations of 1F1B, and is tried only if what fits is known.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -62,6 +63,7 @@ class SchedulePolicy(Policy):
     in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
     parts: int | None = 1
     quanta: int = 0
+    deep: bool = False
     candidates: tuple["SchedulePolicy", ...] = ()
 
     def quanta_for(self, microbatches: int, bounded: bool) -> int:
@@ -86,14 +88,16 @@ class SchedulePolicy(Policy):
         return order
 
 
-def candidates_of(policy: SchedulePolicy, parts: int) -> tuple[SchedulePolicy, ...]:
+def candidates_of(policy: SchedulePolicy, parts: int, *, guarded: bool = True) -> tuple[SchedulePolicy, ...]:
     """Return the schedules to plan with: a policy, or its candidates for so many parts of the LLM on a rank.
 
-    Of these, schedules for any number of parts are tried where there are several.
+    Of these, schedules for any number of parts are tried where there are several, and deep ones only where
+    plans are `guarded` by what devices hold.
     """
     if not policy.candidates:
         return (policy,)
-    return tuple(each for each in policy.candidates if (each.parts is None) == (parts > 1))
+    usable = (each for each in policy.candidates if guarded or not each.deep)
+    return tuple(each for each in usable if (each.parts is None) == (parts > 1))
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:

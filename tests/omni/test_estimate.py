@@ -184,9 +184,9 @@ def test_activations_are_told_by_component(spec: RunSpec, plans: list[StepPlan])
 
 def test_a_plan_fits_where_its_fullest_rank_does(spec: RunSpec, plans: list[StepPlan]) -> None:
     most = fullest_rank(spec, plans[:1]).bytes
-    assert fits(on(spec, None), plans[0])
-    assert fits(on(spec, most), plans[0])
-    assert not fits(on(spec, most - 1), plans[0])
+    assert fits(on(spec, None), spec.table, plans[0])
+    assert fits(on(spec, most), spec.table, plans[0])
+    assert not fits(on(spec, most - 1), spec.table, plans[0])
 
 
 def test_the_planner_of_a_rank_refuses_what_that_rank_cannot_hold(

@@ -335,24 +335,33 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     own = planner(
         world=world, policies=policies_of(LPT, AUTO), table=table(3), budget=Budget(36, 300, None, "drop")
     )
-    seen = []
+    refused = []
 
-    def only(count):
-        def fits(plan):
-            seen.append(plan.domain.schedule)
-            return len(seen) >= count
-
-        seen.clear()
-        return replace(own, fits=fits).next_step(1, 0, 0).domain
+    def taken():
+        return replace(own, fits=lambda plan: plan.domain.schedule not in refused).next_step(1, 0, 0).domain
 
     makespans = []
-    for count in range(1, len(candidates_of(AUTO, 1)) + 1):
-        chosen = only(count)
-        assert chosen.schedule == seen[-1]
+    for _ in candidates_of(AUTO, 1):
+        chosen = taken()
+        assert chosen.schedule not in refused
         makespans.append(simulate(chosen, own.domain.table).makespan_ns)
+        refused.append(chosen.schedule)
     assert makespans == sorted(makespans)
-    assert sorted(seen) == sorted(policy.name for policy in candidates_of(AUTO, 1))
-    assert only(100).schedule == seen[0], "where none fits, the quickest goes on to be refused"
+    assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1))
+    assert taken().schedule == refused[0], "where none fits, the quickest goes on to be refused"
+
+
+def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
+    deep = {"zero_bubble_h2", "joint_zero_bubble_h2"}
+    assert deep <= {policy.name for policy in candidates_of(AUTO, 1)}
+    assert not deep & {policy.name for policy in candidates_of(AUTO, 1, guarded=False)}
+    world = arrange(Layout(pp=4), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    own = planner(
+        world=world, policies=policies_of(LPT, AUTO), table=table(4), budget=Budget(36, 300, None, "drop")
+    )
+    assert own.next_step(1, 0, 0).domain.schedule in deep
+    unguarded = replace(own, domain=replace(own.domain, guarded=False))
+    assert unguarded.next_step(1, 0, 0).domain.schedule not in deep
 
 
 def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refuses_others():

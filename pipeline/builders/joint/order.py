@@ -195,14 +195,13 @@ def _by_unit(crews: Crews, placed: Sequence[Quantum]) -> tuple[list[list[Quantum
     return quanta, barriers
 
 
-def joint_over(name: str, passes: Passes, parts: int | None = 1) -> SchedulePolicy:
+def joint_over(name: str, passes: Passes, parts: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
     """Return the policy of encoder work around an order of passes, with its bounds."""
-    return SchedulePolicy(
-        name, partial(build_joint, passes), partial(most_in_flight, passes), parts, quanta=QUANTA
-    )
+    build, in_flight = partial(build_joint, passes), partial(most_in_flight, passes)
+    return SchedulePolicy(name, build, in_flight, parts, quanta=QUANTA, deep=deep)
 
 
 JOINT = joint_over("joint", one_f_one_b_passes)
 JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, parts=None)
 JOINT_ZERO_BUBBLE_H1 = joint_over("joint_zero_bubble_h1", zb_h1_passes)
-JOINT_ZERO_BUBBLE_H2 = joint_over("joint_zero_bubble_h2", zb_h2_passes)
+JOINT_ZERO_BUBBLE_H2 = joint_over("joint_zero_bubble_h2", zb_h2_passes, deep=True)
