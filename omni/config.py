@@ -344,6 +344,11 @@ class LLMConfig:
             lambda own: own.qk_norm or own.qk_norm_over == "head",
             "is of norms of queries and keys: set qk_norm=true",
         ),
+        Rule(
+            "qk_norm_over",
+            lambda own: own.qk_norm_over == "head" or own.norm == "RMSNorm",
+            "goes with norm=RMSNorm, not with {norm}",
+        ),
         Rule("sinks", lambda own: not own.mla.kv_rank or not own.sinks, f"{WITH_MLA}false"),
         Rule("head_dim", lambda own: not own.mla.kv_rank or own.head_dim is None, f"{WITH_MLA}null"),
         Rule("qk_norm", lambda own: not own.mla.kv_rank or not own.qk_norm, f"{WITH_MLA}false"),

@@ -40,7 +40,11 @@ from megatron.core.tensor_parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -92,6 +96,7 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_global_memory_buffer",
@@ -99,4 +104,5 @@ __all__ = [
     "get_megatron_optimizer",
     "model_parallel_cuda_manual_seed",
     "quick_gelu",
+    "reduce_from_tensor_model_parallel_region",
 ]

@@ -130,6 +130,7 @@ class ExpertStack:
             bytes=self.layers * self._layer_bytes(load.tokens),
             collectives=(
                 *self.dense.sums(load.tokens, Grad.BOTH, forward=True, halves=self._halves),
+                *self.dense.of_norms(load),
                 *self.dense.exchanges(load, forward=True),
                 *self._routed(load, forward=True),
             ),
@@ -150,7 +151,7 @@ class ExpertStack:
         again = self.recomputation(load, grad)
         once = self.layers * self._layer_bytes(load.tokens)
         inputs, weights = grad is not Grad.WEIGHT, grad is not Grad.INPUT
-        back = self.dense.exchanges(load, forward=False)
+        back = (*self.dense.of_norms(load), *self.dense.exchanges(load, forward=False))
         return Work(
             flops=again.flops + halves[grad],
             bytes=again.bytes + once * (inputs + weights),

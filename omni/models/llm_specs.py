@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from omni.config import LLMConfig
 from omni.models.delta import delta_heads
@@ -12,6 +13,7 @@ from omni.models.delta_module import GatedDeltaNet
 from omni.models.layers import PackedCoreAttention
 from omni.models.moe import experts_spec
 from omni.models.normed_layer import NormedLayer
+from omni.models.wide_norm import WideNorm
 from parallel.megatron import IdentityOp, ModuleSpec, RowParallelLinear
 
 
@@ -23,17 +25,25 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
 
 def layer_specs(
-    plain: ModuleSpec, config: LLMConfig, layers: Iterable[int], device: torch.device
+    plain: ModuleSpec,
+    config: LLMConfig,
+    layers: Iterable[int],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> list[ModuleSpec]:
-    """Return the specs of `layers`, by their numbers in the model, out of that of a `plain` one."""
-    return [_layer(plain, config, layer, device) for layer in layers]
+    """Return the specs of `layers`, by their numbers in the model, out of that of a `plain` one; the ranks of
+    `group` divide their heads.
+    """
+    return [_layer(plain, config, layer, device, group) for layer in layers]
 
 
-def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.device) -> ModuleSpec:
+def _layer(
+    plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.device, group: dist.ProcessGroup | None
+) -> ModuleSpec:
     if config.kind(layer) == "delta":
         first = ModuleSpec(module=GatedDeltaNet, params={"heads": delta_heads(config)})
     else:
-        first = _attention(plain, config, layer)
+        first = _attention(plain, config, layer, group)
     parts: dict[str, Any] = {"self_attention": first}
     if config.norms == "after":
         parts |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), IdentityOp)
@@ -43,12 +53,17 @@ def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.devic
     return replace(plain, module=module, submodules=replace(plain.submodules, **parts))
 
 
-def _attention(plain: ModuleSpec, config: LLMConfig, layer: int) -> ModuleSpec:
+def _attention(
+    plain: ModuleSpec, config: LLMConfig, layer: int, group: dist.ProcessGroup | None
+) -> ModuleSpec:
     params = {"windowed": config.kind(layer) == "window", "rotated": config.rotates(layer)}
     params["sinks"] = config.sinks
     attention = plain.submodules.self_attention
-    inner = {}
+    inner: dict[str, Any] = {}
     if config.output_bias and not config.ffn_bias:  # which would be megatron's for all linears
         inner["linear_proj"] = BiasedRowParallelLinear
+    if config.qk_norm and config.qk_norm_over == "all":
+        for name, heads in (("q_layernorm", config.heads), ("k_layernorm", config.kv_heads)):
+            inner[name] = ModuleSpec(module=WideNorm, params={"heads": heads, "group": group})
     core = ModuleSpec(module=PackedCoreAttention, params=params)
     return replace(attention, submodules=replace(attention.submodules, core_attention=core, **inner))

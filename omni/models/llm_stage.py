@@ -134,6 +134,7 @@ class LLMStage:
             config=config,
             layers=range(first, first + layers[number]),
             device=self.device,
+            group=groups.tp,
         )
         # megatron numbers layers by pipeline stage. It uses the numbers in what we do not: names are ours.
         model = GPTModel(

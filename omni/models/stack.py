@@ -113,6 +113,8 @@ class Stack(LayerSizes):
         qkv = attended * (2 if self.output_gate else 1) + 2 * self.kv_heads * self.head_dim // self.tp
         # Ranks norm different heads.
         of_heads = norm_weights(self.head_dim, self.norm, self.tp > 1) * (2 * self.qk_norm)
+        if self.qk_norm_over == "all":
+            of_heads = plain(attended, self.kv_heads * self.head_dim // self.tp)
         sinks = plain(self.heads // self.tp) if self.sinks else ()
         return (
             *self.ahead_norm(),
@@ -147,6 +149,7 @@ class Stack(LayerSizes):
             bytes=self.layers * self._layer_bytes(linears, load.tokens),
             collectives=(
                 *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
+                *self.of_norms(load),
                 *self.exchanges(load, forward=True),
             ),
             kept=self.layers * kept_by_layer(self, load.seen, load.frozen),
@@ -171,7 +174,7 @@ class Stack(LayerSizes):
             collectives=(
                 *again.collectives,
                 *self.sums(load.tokens, grad, forward=False, halves=2 * self.layers),
-                *(self.exchanges(load, forward=False) if inputs else ()),
+                *((*self.of_norms(load), *self.exchanges(load, forward=False)) if inputs else ()),
             ),
             kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
             workspace=layer_workspace(self, load, grad) if inputs else self._largest_weight(linears),
@@ -187,6 +190,12 @@ class Stack(LayerSizes):
         if self.delta is not None:
             return Work()  # its rule is made anew whatever is kept of the rest
         return Work(flops=self.attention_flops(load), collectives=self.exchanges(load, forward=True))
+
+    def of_norms(self, load: Load) -> tuple[Collective, ...]:
+        """Sums of squares over all heads of queries and of keys, or of the gradients of these sums."""
+        if self.qk_norm_over == "head":
+            return ()
+        return all_reduce("tp", load.tokens * FP32, self.tp, 2 * self.layers)
 
     def exchanges(self, load: Load, *, forward: bool) -> tuple[Collective, ...]:
         """Exchanges of shared sequences: layers with a window read less of them, delta nets other heads."""

@@ -59,9 +59,10 @@ _SCALED = {
 _MUST = ("factor", "trained_tokens")
 
 
-def rotation(said: Said, told: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def rotation(said: Said, told: Mapping[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
     """Keys of rotation, as either generation of the format says it; other kinds are refused. `told` is what
-    it says of layers without windows, where it tells them apart.
+    it says of layers without windows, where it tells them apart; layers that rotate `whole` heads refuse a
+    part of them.
     """
     if told is None:
         told = {**said.take("rope_parameters", {}), **said.take("rope_scaling", {})}
@@ -73,7 +74,12 @@ def rotation(said: Said, told: Mapping[str, Any] | None = None) -> dict[str, Any
     base = rest.pop("rope_theta", None)
     keys = {"rotary_base": float(said.take("rope_theta") if base is None else base)}
     said.skip("rope_theta")
-    for ours, theirs in {**_SCALED[kind], "share": "partial_rotary_factor"}.items():
+    share = rest.pop("partial_rotary_factor", 1.0)
+    if share != 1.0 and not whole:
+        keys["rotary.share"] = share
+    elif share != 1.0:
+        raise said.refused("rope_parameters", dict(told), "layers of this family rotate whole heads")
+    for ours, theirs in _SCALED[kind].items():
         value = rest.pop(theirs, None)
         if value is None and ours in _MUST:
             raise said.refused("rope_parameters", dict(told), f"{kind} needs {theirs}")
@@ -101,9 +107,15 @@ def _attention(said: Said, window: int | None, kinds: Sequence[str] | None = Non
         return {}
     if window is None:
         raise said.refused("sliding_window", None, "layers of sliding_attention need one")
-    lengths = range(1, len(ours) + 1)
-    period = next(n for n in lengths if all(kind == ours[at % n] for at, kind in enumerate(ours)))
-    return {"window": window, "attention": ours[:period]}
+    return {"window": window, "attention": _period(ours)}
+
+
+def _period(of_layers: list[Any]) -> list[Any]:
+    """The shortest pattern that, repeated, gives these."""
+    lengths = range(1, len(of_layers) + 1)
+    return of_layers[
+        : next(n for n in lengths if all(x == of_layers[at % n] for at, x in enumerate(of_layers)))
+    ]
 
 
 def _switched_windows(said: Said) -> dict[str, Any]:
@@ -153,14 +165,17 @@ def _mixtral(said: Said) -> dict[str, Any]:
 
 def _qwen3_moe(said: Said) -> dict[str, Any]:
     keys = _qwen3(said)
+    return keys | _sparse(said, keys, said.take("num_experts", None) or said.take("num_local_experts"))
+
+
+def _sparse(said: Said, keys: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Keys of Qwen's mixtures."""
     said.must("decoder_sparse_step", 1)
     dense = said.take("mlp_only_layers", [])
     if dense != list(range(len(dense))):
         raise said.refused("mlp_only_layers", dense, "layers without experts come first in this engine")
     normed, width = said.take("norm_topk_prob", False), said.take("moe_intermediate_size")
-    number = said.take("num_experts", None) or said.take("num_local_experts")
-    experts = _experts(said, number, width, normed)
-    return keys | experts | {"moe.dense_layers": len(dense)}
+    return _experts(said, number, width, normed) | {"moe.dense_layers": len(dense)}
 
 
 _GEMMA_PERIOD = 6
@@ -182,7 +197,7 @@ def _gemma3(said: Said) -> dict[str, Any]:
     return {
         **keys,
         **_attention(said, said.take("sliding_window"), kinds),
-        **_two_rotations(said),
+        **_two_rotations(said, 1e6, 10000.0),
         "attention_scale": None if scalar == head else scalar**-0.5,
         "qk_norm": True,
         "norms": "around",
@@ -192,21 +207,67 @@ def _gemma3(said: Said) -> dict[str, Any]:
     }
 
 
-def _two_rotations(said: Said) -> dict[str, Any]:
-    """Keys of rotation of a family whose layers with windows have a base of their own, and no scaling."""
+def _two_rotations(said: Said, base: float, local: float | None) -> dict[str, Any]:
+    """Keys of rotation of a family whose layers with windows are rotated unscaled. To say nothing means
+    `base`, and for windows `local`, or None for the same.
+    """
     told = dict(said.take("rope_parameters", {}))
+    said.values["rope_theta"] = said.values.get("rope_theta") or base
     if "full_attention" in told or "sliding_attention" in told:
         full, windows = told.pop("full_attention", {}), dict(told.pop("sliding_attention", {}))
         if told:
             raise said.refused("rope_parameters", told, "it tells full_attention and sliding_attention apart")
     else:
         full, windows = {**told, **said.take("rope_scaling", {})}, {}
-    base = windows.pop("rope_theta", None) or said.take("rope_local_base_freq", 10000.0)
+    own = windows.pop("rope_theta", None) or said.take("rope_local_base_freq", None) or local
     kind = windows.pop("rope_type", "default")
     if kind != "default" or windows:
         raise said.refused("rope_parameters", windows | {"rope_type": kind}, "windows are rotated unscaled")
-    said.values.setdefault("rope_theta", 1e6)
-    return rotation(said, full) | {"rotary.window_base": float(base)}
+    keys = rotation(said, full)
+    return keys | {"rotary.window_base": float(own or keys["rotary_base"])}
+
+
+def _olmo3(said: Said) -> dict[str, Any]:
+    said.must("hidden_act", "silu")
+    said.must("attention_bias", False)
+    keys = _common(said)
+    kinds = ["full_attention" if at % 4 == 0 else "sliding_attention" for at in range(1, keys["layers"] + 1)]
+    return {
+        **keys,
+        **_attention(said, said.take("sliding_window", 4096), kinds),
+        **_two_rotations(said, 500000.0, None),
+        "qk_norm": True,
+        "qk_norm_over": "all",
+        "norms": "after",
+    }
+
+
+def _smollm3(said: Said) -> dict[str, Any]:
+    said.must("mlp_bias", False)
+    biases = dict.fromkeys(("qkv_bias", "output_bias"), said.take("attention_bias", False))
+    count = said.take("num_hidden_layers")
+    said.values["num_hidden_layers"] = count
+    every = said.take("no_rope_layer_interval", 4)
+    rotated = said.take("no_rope_layers", [int(at % every != 0) for at in range(1, count + 1)])
+    window = said.take("sliding_window", None)
+    said.must("use_sliding_window", False) if window is None else None
+    kinds = ["full_attention" if on or window is None else "sliding_attention" for on in rotated]
+    windows = _attention(said, window if said.take("use_sliding_window", False) else None, kinds)
+    return _silu(said) | windows | biases | {"rotary.layers": _period([bool(on) for on in rotated])}
+
+
+def _qwen2_moe(said: Said) -> dict[str, Any]:
+    said.must("use_sliding_window", False)
+    said.skip("sliding_window", "max_window_layers")
+    keys = _silu(said) | _attention(said, None)
+    shared = said.take("shared_expert_intermediate_size")
+    return {
+        **keys,
+        **_sparse(said, keys, said.take("num_experts")),
+        "qkv_bias": said.take("qkv_bias", True),
+        "moe.shared_ffn": shared,
+        "moe.shared_gate": True,
+    }
 
 
 def _gpt_oss(said: Said) -> dict[str, Any]:
@@ -235,11 +296,11 @@ def _experts(said: Said, experts: int, width: int, normed: bool) -> dict[str, An
     """
     said.must("output_router_logits", False)
     topk = said.take("num_experts_per_tok")
-    if normed != (topk > 1):
+    if normed and topk == 1:
         why = "weights of several experts are divided by their sum, that of a single one is not"
         raise said.refused("num_experts_per_tok", topk, f"with norm_topk_prob={normed}; {why}")
     mixture = {"experts": experts, "topk": topk, "ffn": width, "score": "softmax", "bias_update_rate": 0.0}
-    return {f"moe.{key}": value for key, value in mixture.items()}
+    return {f"moe.{key}": value for key, value in mixture.items()} | {"moe.normalise": normed or topk == 1}
 
 
 # Where norms stand decides what they are called.
@@ -290,8 +351,9 @@ def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> 
     if keys["output_bias"]:
         yield same("self_attention.linear_proj.bias", "self_attn.o_proj.bias", hidden)
     if keys["qk_norm"]:
-        yield same("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", head)
-        yield same("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", head)
+        wide = keys["qk_norm_over"] == "all"
+        for part, size in (("q", queries if wide else head), ("k", values if wide else head)):
+            yield same(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight", size)
     yield gated("mlp", "mlp", ("gate_proj", "up_proj"), ffn, dense)
     yield same("mlp.linear_fc2.weight", "mlp.down_proj.weight", hidden, ffn, dense)
     if keys["ffn_bias"] and dense:
@@ -303,6 +365,13 @@ def _rules(keys: Mapping[str, Any], moe: str, gate: str, up: str, down: str) -> 
         yield gated("mlp.experts.{}", f"{moe}.experts.{{}}", (gate, up), width, sparse, each)
         theirs = f"{moe}.experts.{{}}.{down}.weight"
         yield same("mlp.experts.{}.linear_fc2.weight", theirs, hidden, width, sparse, each)
+        if shared := keys["moe.shared_ffn"]:
+            yield gated("mlp.shared_experts", f"{moe}.shared_expert", (gate, up), shared, sparse)
+            theirs = f"{moe}.shared_expert.{down}.weight"
+            yield same("mlp.shared_experts.linear_fc2.weight", theirs, hidden, shared, sparse)
+        if keys["moe.shared_gate"]:
+            theirs = f"{moe}.shared_expert_gate.weight"
+            yield same("mlp.shared_experts.gate_weight", theirs, 1, hidden, sparse)
 
 
 def _gpt_oss_rules(keys: Mapping[str, Any]) -> Iterator[Rule]:
@@ -341,7 +410,10 @@ LLAMA = Family(_llama, _plain_rules, copied=("model.layers.*.self_attn.rotary_em
 MISTRAL = Family(_mistral, _plain_rules)
 GEMMA3 = Family(_gemma3, _plain_rules)
 GPT_OSS = Family(_gpt_oss, lambda keys: tuple(_gpt_oss_rules(keys)))
+OLMO3 = Family(_olmo3, _plain_rules)
+SMOLLM3 = Family(_smollm3, _plain_rules)
 QWEN2 = Family(_qwen2, _plain_rules)
 QWEN3 = Family(_qwen3, _plain_rules)
 MIXTRAL = Family(_mixtral, _mixtral_rules)
 QWEN3_MOE = Family(_qwen3_moe, _plain_rules)
+QWEN2_MOE = Family(_qwen2_moe, _plain_rules)

@@ -65,7 +65,7 @@ def _text(said: Said) -> dict[str, Any]:
         "qk_norm": True,
         "norm_zero_centered": True,
         "norm_eps": said.take("rms_norm_eps"),
-        **rotation(said, told),
+        **rotation(said, told, whole=False),
         "tied": said.take("tie_word_embeddings", False),
         "vocab": said.take("vocab_size"),
     }

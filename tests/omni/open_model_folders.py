@@ -43,6 +43,20 @@ FAMILIES = {
         **{"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
         **{"swiglu_limit": 1.5, "rope_parameters": YARN | {"truncate": False}},
     },
+    "olmo3": {
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+        },
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+    "qwen2_moe": {
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+        **{"shared_expert_intermediate_size": 64},
+    },
+    "qwen3_moe plain": {**MOE, "head_dim": 16, "norm_topk_prob": False},
     "mistral windows": {"sliding_window": 24},
     "llama": {"tie_word_embeddings": False},
     "llama tied": {"tie_word_embeddings": True},

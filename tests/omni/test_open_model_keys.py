@@ -62,6 +62,10 @@ FORGOTTEN = {
         **{"gate_offset": 0.0, "attention": ["full", "window"], "window": 13, "rotary.truncate": True},
         **{"moe.topk": 1, "moe.score": "sigmoid", "rotary.attention_factor": 1.0},
     },
+    "olmo3": {"qk_norm": False, "rotary.window_base": None, "window": 13},
+    "smollm3": {"rotary.layers": [True]},
+    "qwen2_moe": {"moe.normalise": True, "moe.shared_gate": False, "moe.shared_ffn": 0},
+    "qwen3_moe plain": {"moe.normalise": True},
     "llama biases": {"qkv_bias": False, "output_bias": False},
     "llama all biases": {"ffn_bias": False},
     "mistral windows": {"window": 23, "attention": ["full"]},
@@ -153,10 +157,10 @@ def test_keys_are_taken_from_the_folder(models, family):
     llm = config.model.llm
     check_same(open_folder(str(folder)), llm)
     assert (llm.layers, llm.vocab, llm.norm_eps) == (4, 272, 0.02)
-    bases = {"llama 3.1": 500.0, "gemma3_text": 500.0, "qwen2 yarn": 900.0, "gpt_oss": 900.0}
+    bases = {"llama 3.1": 500.0, "gemma3_text": 500.0, "qwen2 yarn": 900.0, "gpt_oss": 900.0, "olmo3": 900.0}
     assert llm.rotary_base == bases.get(family, 30.0)
     assert llm.qkv_bias == (family.startswith("qwen2") or "biases" in family or family == "gpt_oss")
-    assert llm.qk_norm == family.startswith(("qwen3", "gemma"))
+    assert llm.qk_norm == family.startswith(("qwen3", "gemma", "olmo"))
     assert llm.moe.dense_layers == (family == "qwen3_moe")
 
 
@@ -208,6 +212,7 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("llama", {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "yarn"}}, "yarn needs"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope' is not"),
         ("llama", {"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "does not have these"),
+        ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "whole heads"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True is not trained: with attention_bias=False"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not trained"),
@@ -217,7 +222,6 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("llama", {"hidden_size": ...}, "says no hidden_size"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "layers of sliding_attention need one"),
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "layers are of full_attention"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "with norm_topk_prob=False"),
         ("qwen3_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] is not trained"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not trained"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not trained"),

@@ -38,6 +38,8 @@ LAYOUTS = {
     "cp2": {"layout.llm.cp": 2},
     "ep2": {"layout.llm.ep": 2},
     "tp2 dp2": {"layout.llm.tp": 2},
+    "shared": {"layout.domain": 2, "llm_sp.policy": "all"},
+    "joint": {"layout.llm.pp": 2, "pipeline.policy": "joint"},
 }
 MIXTURES = ("mixtral", "qwen3_moe")
 
@@ -182,15 +184,16 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 SHORT = [
-    ("mistral windows", "cp2"),
+    ("gpt_oss", "cp2"),
     ("qwen2", "one"),
     ("gemma3_text", "tp2 dp2"),
     ("llama tied", "pp2"),
-    ("gpt_oss", "ep2"),
 ]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
-LONG += [("qwen3_moe", "ep2"), ("gpt_oss", "tp2 dp2"), ("gpt_oss", "pp2"), ("gpt_oss", "cp2")]
+LONG += [("olmo3", "tp2 dp2"), ("smollm3", "pp2"), ("qwen2_moe", "tp2 dp2"), ("qwen2_moe", "ep2")]
+LONG += [("qwen3_moe", "ep2"), ("gpt_oss", "tp2 dp2"), ("gpt_oss", "pp2"), ("gpt_oss", "ep2")]
+LONG += [("mistral windows", "cp2"), ("gpt_oss", "shared"), ("gemma3_text", "joint")]
 LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
 LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
