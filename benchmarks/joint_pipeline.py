@@ -290,7 +290,7 @@ def auto_off(ratio: float, seed: int) -> float:
         factor = factors.setdefault((rank, op), draw.uniform(1 - NOISE, 1 + NOISE))
         return int(case.costs[0](rank, op) * factor)
 
-    lists = [build(case, policy) for policy in candidates_of(AUTO, 1)]
+    lists = [build(case, policy) for policy in candidates_of(AUTO, 1, STAGES)]
     planned = [over_bound(case, domain) for domain in lists]
     true = [over_bound(case, domain, costs=(measured, case.costs[1])) for domain in lists]
     return true[planned.index(min(planned))] / min(true)

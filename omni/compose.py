@@ -16,6 +16,7 @@ from yaml import YAMLError
 from omni.compose_weights import take_keys
 from omni.config import MAPPINGS, RENAMED, Config, ConfigError
 from omni.keys import check_keys
+from omni.planning.choice import AUTO, POLICIES
 from omni.policies import KINDS
 from omni.refusals import groups, refusal, renamed
 from parallel.policy import registered
@@ -24,10 +25,15 @@ ConfigStore.instance().store(name="schema", node=Config)
 
 
 def offer_policies() -> None:
-    """Let `section=name` choose any policy that an installed package registers, without a file for it."""
+    """Let `section=name` choose any policy that an installed package registers, without a file for it, and
+    `section=auto` have one chosen where that is known.
+    """
     for section, kind, _ in KINDS:
         for name in registered(kind.group):
             ConfigStore.instance().store(group=section, name=name, node={"policy": name})
+    for key in POLICIES:
+        section, _, policy = key.partition(".")
+        ConfigStore.instance().store(group=section, name=AUTO, node={policy: AUTO})
 
 
 def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> Config:

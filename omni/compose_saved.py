@@ -36,6 +36,8 @@ def compose_saved(
     offer_policies()
     values = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(saved)))
     assert isinstance(values, DictConfig)
+    given = [text.lstrip("+~").partition("=")[0] for text in overrides]
+    values.choice.keys = [key for key in saved.choice.keys if not _given(key, given)]
     try:
         with initialize_config_module("hydra_conf", version_base="1.3"):
             appended = [_appended(values, text) for text in overrides]
@@ -52,6 +54,11 @@ def compose_saved(
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         raise ConfigError(refusal(error, overrides)) from error
     return to_config(composed), launcher
+
+
+def _given(key: str, given: Sequence[str]) -> bool:
+    """Whether overrides set a key, or choose its section."""
+    return any(key == name or key.startswith(f"{name}.") for name in given)
 
 
 def _appended(values: DictConfig, text: str) -> str:

@@ -419,11 +419,12 @@ class EncoderLayoutConfig:
 @dataclass
 class LayoutConfig:
     """The LLM's layout, and by name that of each encoder that is divided. A domain has at least `domain`
-    replicas: they plan together, and their ranks may share sequences and items.
+    replicas: they plan together, and their ranks may share sequences and items. `domain: null` leaves the
+    number to be chosen for the run (`omni.planning.choose`).
     """
 
     llm: LLMLayoutConfig = field(default_factory=LLMLayoutConfig)
-    domain: int = 1
+    domain: int | None = 1
     encoders: dict[str, Any] = field(default_factory=dict)
 
 
@@ -432,6 +433,16 @@ class PolicyConfig:
     """A section that names the policy of one decision; docs/policies.md says which decides what."""
 
     policy: str = MISSING
+
+
+@dataclass
+class ChoiceConfig:
+    """What was chosen for the run when it was composed: `keys` that nobody had given, for so many `ranks`.
+    Where another number of ranks goes on with the run, these are chosen again. Nobody sets this section.
+    """
+
+    ranks: int | None = None
+    keys: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -480,7 +491,8 @@ class HeldoutConfig:
 @dataclass
 class DataConfig:
     """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A
-    sample has at most `sample_tokens`, null for `microbatch_tokens`; more takes ranks that share it.
+    sample has at most `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is
+    `microbatch_tokens`, and where a system leaves choices open (`omni`) what its ranks hold together.
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -713,6 +725,7 @@ class Config:
     health: HealthConfig = field(default_factory=HealthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    choice: ChoiceConfig = field(default_factory=ChoiceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     encoder_sp: PolicyConfig = field(default_factory=PolicyConfig)
     llm_sp: PolicyConfig = field(default_factory=PolicyConfig)

@@ -93,9 +93,12 @@ def prepare_job(
         nodes, per_node = split_ranks(
             config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node
         )
-    spec = prepare_run(config, nodes * per_node)
-    _check_saves(config, nodes * per_node)
     path = Path(config.run.dir).absolute()
+    spec = prepare_run(_as_before(config, RunFolder(path)), nodes * per_node)
+    config = spec.config
+    _check_saves(config, nodes * per_node)
+    for line in spec.choice.lines() if spec.choice else ():
+        print(f"{f'{named(number, sets)}: ' if sets else ''}{line}", file=sys.stderr)
     done, cursor, before = _continued(RunFolder(path), spec)
     if done == 0:
         cursor = config.start.cursor or 0
@@ -114,6 +117,16 @@ def prepare_job(
     if launcher.kind in ("slurm", "render"):
         check_batch(job, launcher, Path.cwd())
     return Prepared(job, config, _written(config, launcher))
+
+
+def _as_before(config: Config, folder: RunFolder) -> Config:
+    """Return a configuration that chooses nothing anew where a run is continued: its choices stay."""
+    from omni.planning.choice import as_saved, open_keys
+
+    if open_keys(config):
+        with suppress(ConfigError):  # a new folder, or a file of which `_continued` says more
+            return as_saved(config, load_config(folder.config))
+    return config
 
 
 def _check_saves(config: Config, ranks: int) -> None:

@@ -36,6 +36,8 @@ def estimated(
     if arguments.framework:
         tell(f"times are of these op lists as {arguments.framework} would overlap them, not of our ranks")
     spec = _resolve(config, arguments.framework)
+    for line in spec.choice.lines() if spec.choice else ():
+        tell(line)
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
         raise ConfigError(

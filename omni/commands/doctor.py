@@ -143,10 +143,12 @@ def _at_scale(config: "Config", ranks: int, groups: int) -> Finding:
     """What the first rank of the whole job will send and hold beside training."""
     from dataloader.tokens import SampleMeta
     from omni.planning.at_scale import at_scale
+    from omni.planning.choice import LONGEST, unchosen, with_keys
     from omni.planning.prepare import prepare_run
 
     try:
-        spec = prepare_run(config, ranks, trace=[SampleMeta(0, "none", 1, (), 0)])
+        plain = with_keys(unchosen(config), {LONGEST: None})  # counts do not hang on what is chosen
+        spec = prepare_run(plain, ranks, trace=[SampleMeta(0, "none", 1, (), 0)])
     except ValueError as error:
         return Finding("control plane", False, str(error), "choose what fits")
     found = at_scale(spec, groups)

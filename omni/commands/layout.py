@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError
+    from omni.planning.choice import unchosen
     from omni.planning.choices import chosen_policies
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
     from omni.planning.prepare import make_encoders
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        policies = chosen_policies(config.policies)
+        policies = chosen_policies(unchosen(config).policies)
         encoders = make_encoders(config.model.encoders)
         ranks = planned_ranks(config.launch)
         arrangement = resolve_layout(config.layout, config.placement, tuple(encoders), ranks)

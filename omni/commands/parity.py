@@ -52,8 +52,8 @@ def _compare(reference: list[str], candidate: list[str], steps: int, config_dir:
     from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Difference, compare, compare_weights
 
     with tempfile.TemporaryDirectory() as folder:
-        one = _measure(reference, steps, Path(folder) / "reference", config_dir)
-        two = _measure(candidate, steps, Path(folder) / "candidate", config_dir)
+        one, longest = _measure(reference, steps, Path(folder) / "reference", config_dir)
+        two, _ = _measure(candidate, steps, Path(folder) / "candidate", config_dir, longest)
     failed = False
     for title, differences, tolerance in (
         ("loss, squared norms and gradients of step 1", compare(one, two), TOLERANCE),
@@ -68,7 +68,12 @@ def _compare(reference: list[str], candidate: list[str], steps: int, config_dir:
     return int(failed)
 
 
-def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | None):  # type: ignore[no-untyped-def]
+def _measure(  # type: ignore[no-untyped-def]
+    overrides: list[str], steps: int, path: Path, config_dir: str | None, longest: int | None = None
+):
+    """Measure a configuration, of which no sample is longer than `longest` unless it says so itself; also
+    return how long one may be.
+    """
     from omegaconf import OmegaConf
 
     from infra.launch import launch_local
@@ -83,10 +88,13 @@ def _measure(overrides: list[str], steps: int, path: Path, config_dir: str | Non
     config = compose_config([*overrides, *own], config_dir)
     check_trainable(config)
     ranks = count_ranks(config.launch)
-    prepare_run(config, ranks)
+    if config.data.sample_tokens is None:
+        config.data.sample_tokens = longest
+    spec = prepare_run(config, ranks)
+    config = spec.config
     folder = RunFolder.create(path)
     write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     code = launch_local(folder.config, ranks, "omni.training.parity")
     if code:
         raise ConfigError(f"the measurement of {' '.join(overrides)} failed with exit code {code}")
-    return load(path / FILE)
+    return load(path / FILE), spec.planner.world.budget.longest

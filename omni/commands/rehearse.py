@@ -117,6 +117,8 @@ def _rehearse(
 
     check_trainable(config)
     spec = prepare_run(config, planned_ranks(config.launch))
+    for line in spec.choice.lines() if spec.choice else ():
+        print(line, file=sys.stderr)
     # These take seconds to import: a mistake in the configuration should not wait for them.
     import torch
 

@@ -1,7 +1,6 @@
 """Many choices of policies and sizes scored on the same samples: the table, and which of them to suggest."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -9,6 +8,7 @@ from dataloader.balance import BalancePolicy
 from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.planning.balance_score import Score, Step, as_planned, perturbed, score_step, step_of
+from omni.planning.choice import unchosen
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from parallel.policy import PolicyError, find
@@ -50,7 +50,7 @@ def planner_of(config: Config, world: int, trace: Sequence[SampleMeta], choice: 
         ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
             remedy.
     """
-    config = deepcopy(config)
+    config = unchosen(config)
     data = config.data
     # Who shares may take longer samples than others: all are scored on the same ones.
     data.microbatch_tokens, data.sample_tokens = data.sample_tokens or data.microbatch_tokens, None

@@ -159,7 +159,7 @@ class DomainPlanner:
             made = self._with_chunks(domain, waves, quanta)
             return made if quanta else self._with_routes(made, ranks)
 
-        candidates = candidates_of(self.schedule, world.llm.parts, guarded=self.guarded)
+        candidates = candidates_of(self.schedule, world.llm.parts, world.llm.pp, guarded=self.guarded)
         learning = frozenset(frozen)
         planned = [self._scheduled(chunked, policy, ranks, learning) for policy in candidates]
         if len(planned) == 1:

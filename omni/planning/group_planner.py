@@ -1,7 +1,9 @@
 """A group's level of a plan: its samples divided over its domains, and those of each over its replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from dataloader.balance import BalancePolicy, Bins, SampleCosts
 from dataloader.tokens import SampleMeta
@@ -20,6 +22,20 @@ class Group:
     metas: tuple[SampleMeta, ...]
     costs: SampleCosts
     replicas: list[list[list[int]]]
+
+    @property
+    def own(self) -> Iterator[tuple[int, list[list[int]]]]:
+        """Its domains by number, each with the places of the samples of its replicas."""
+        return zip(self.domains, self.replicas, strict=True)
+
+    def load_ns(self, replicas: Sequence[Sequence[int]], alone: Sequence[bool]) -> int:
+        """Return what samples take a domain, at least: the sum over components of what all its replicas take
+        together, or where a replica bears it `alone`, the busiest of them.
+        """
+        sums = np.array([self.costs.ns[list(of)].sum(0) for of in replicas])
+        least = self.costs.unsplit_ns[[i for of in replicas for i in of]].max(0, initial=0)
+        together = np.where(alone, sums.max(0), sums.sum(0) // len(replicas))
+        return int(np.maximum(together, least).sum())
 
     def plan(self, number: int) -> GroupPlan:
         """Return the level as it stands in plans, of the group of this number."""

@@ -85,7 +85,7 @@ def resolve_layout(
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
     tp = {name: config.encoders[name].tp if name in config.encoders else 1 for name in encoders}
-    domain = config.domain
+    domain = 1 if config.domain is None else config.domain  # null: the least, until one is chosen
     if domain < 1 or layout.dp % domain:
         raise LayoutError(
             f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"

@@ -12,6 +12,8 @@ ranks that share a level compose it from the same arguments and get the same.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dataloader.global_batch import Budget
 from dataloader.tokens import SampleMeta, length
 from omni.planning.domain_planner import DomainPlanner
@@ -82,6 +84,24 @@ class Planner:
             group = self._group(taken, groups, place)
             for number in group.domains:
                 yield self._compose(step, taken, group, place, number)
+
+    def busiest(self, step: int, cursor: int) -> Iterator[StepPlan]:
+        """Plan step `step` of training for the domains that samples load most, these first: of the group with
+        the most work, and of that with the costliest sample.
+        """
+        taken, costing = self.world.take(cursor), self.domain.costing
+        groups = self.world.groups_of(taken, costing)
+        work = self.world.phases_of(taken, costing).sum(1)
+        of_group = np.zeros(len(self.world.groups), np.int64)
+        np.add.at(of_group, groups, work)
+        places = dict.fromkeys((int(of_group.argmax()), groups[int(work.argmax())]))
+        loads = []
+        for place in places:
+            group = self._group(taken, groups, place)
+            loads += [(-group.load_ns(own, costing.alone), number, place, group) for number, own in group.own]
+        loads.sort(key=lambda load: load[:2])
+        for _, number, place, group in loads:
+            yield self._compose(step, taken, group, place, number)
 
     def cursor_of(self, step: int) -> int:
         """Return the stream position at which a step of training begins: it depends on those before it."""

@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 from dataloader.global_batch import Budget
+from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
 from omni.config import Config, ConfigError, DataConfig, LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, llm_parts
 from omni.models.registry import Encoder, make_encoder
+from omni.planning.choice import reopened, unchosen
 from omni.planning.choices import Chosen, chosen_policies
+from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
@@ -25,7 +28,7 @@ from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_optim, frozen_components
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
-from omni.planning.run_data import open_data, tokenizer_of
+from omni.planning.run_data import RunData, open_data, tokenizer_of
 from omni.planning.run_spec import RunSpec
 from omni.planning.sharing import Sharing
 from omni.planning.work import cost_table, part_work, party_size
@@ -44,18 +47,38 @@ def prepare_run(
 ) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it. Steps take the samples of a
     `trace` over and over, if there is one, and last as another `framework` would have them, to be simulated.
+    What the configuration leaves open is chosen, and what was chosen for other ranks is chosen again.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
+    config = reopened(config, world)
+    encoders, plain = make_encoders(config.model.encoders), unchosen(config)
+    resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
+    policies = chosen_policies(plain.policies)
+    check_parts(plain.layout.llm, config.launch.layouts, policies["pipeline"])
+    check_optim(config.optim, (LLM, *encoders), config.train.steps)
+    tokenizer = tokenizer_of(config.data)
+    opened = open_data(config.data, config.train.seed, encoders, tokenizer, trace)
+
+    def resolve(config: Config) -> RunSpec:
+        return _resolve(config, world, encoders, tokenizer, opened, framework)
+
+    return choose(config, world, opened.samples, resolve)
+
+
+def _resolve(
+    config: Config,
+    world: int,
+    encoders: dict[str, Encoder],
+    tokenizer: Tokenizer,
+    opened: RunData,
+    framework: Framework | None,
+) -> RunSpec:
+    """Resolve a configuration of which nothing is open."""
     llm, layout, data = config.model.llm, config.layout, config.data
-    encoders = make_encoders(config.model.encoders)
     arrangement = resolve_layout(layout, config.placement, tuple(encoders), world)
     policies = chosen_policies(config.policies)
-    check_parts(layout.llm, config.launch.layouts, policies["pipeline"])
-    check_optim(config.optim, (LLM, *encoders), config.train.steps)
-    tokenizer = tokenizer_of(data)
-    opened = open_data(data, config.train.seed, encoders, tokenizer, trace)
     check_layout(llm, encoders, arrangement, config.launch.layouts, tokenizer.vocab_size)
     budget = _budget(data, policies, arrangement)
 

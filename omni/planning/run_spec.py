@@ -13,6 +13,7 @@ from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Encoder, naming
+from omni.planning.choice import Choice
 from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
 from omni.planning.workload import Workload
@@ -22,7 +23,9 @@ from parallel.layout import Layout
 
 @dataclass(frozen=True)
 class RunSpec(Workload):
-    """A run, resolved: its policies, who lives where, its components, data and planner."""
+    """A run, resolved: its policies, who lives where, its components, data and planner; and what was chosen
+    of what its configuration left open, if it did.
+    """
 
     config: Config
     policies: Chosen
@@ -31,6 +34,7 @@ class RunSpec(Workload):
     heldout: Mapping[str, Index]
     planner: Planner
     table: CostTable
+    choice: Choice | None = None
 
     @property
     def layout(self) -> Layout:

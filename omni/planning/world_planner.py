@@ -54,11 +54,11 @@ class WorldPlanner:
         if len(self.groups) == 1:
             return [0] * len(taken)  # without looking up what samples cost
         by_cost = self.deal.by_cost
-        work = self._phases_of(taken, costing) if by_cost else np.array(taken.lengths, np.int64)[:, None]
+        work = self.phases_of(taken, costing) if by_cost else np.array(taken.lengths, np.int64)[:, None]
         return self.deal(work, list(map(len, self.groups)))
 
-    def _phases_of(self, taken: Taken, costing: Costing) -> Ints:
-        """What the samples of a step take of the LLM and of encoders [n, 2]."""
+    def phases_of(self, taken: Taken, costing: Costing) -> Ints:
+        """Return what the samples of a step take of the LLM and of encoders: nanoseconds [n, 2]."""
         sources, ids = np.array(taken.source, np.int64), np.array(taken.ids, np.int64)
         items = []
         for number in sorted(set(taken.source)):

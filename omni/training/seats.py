@@ -19,6 +19,7 @@ from torch.distributed import TCPStore
 
 from infra.run_folder import RunFolder
 from omni.config import Config, ConfigError
+from omni.planning.choice import reopened
 from omni.planning.layouts import resolve_layout
 from parallel.layout import LayoutError
 
@@ -58,9 +59,11 @@ def fitting(config: Config, most: int) -> tuple[Config, int]:
 
 
 def _misfit(config: Config, world: int) -> LayoutError | None:
-    """Why the layout of a configuration does not fit so many ranks, None if it does."""
+    """Why the layout of a configuration does not fit so many ranks, None if it does. What was chosen for
+    others is chosen again.
+    """
     try:
-        resolve_layout(config.layout, config.placement, tuple(config.model.encoders), world)
+        resolve_layout(reopened(config, world).layout, config.placement, tuple(config.model.encoders), world)
     except LayoutError as error:
         return error
     return None

@@ -69,6 +69,8 @@ def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, 
         _check_secret()
     check_trainable(config)
     spec = prepare_run(config, world)
+    for line in spec.choice.lines() if spec.choice and rank == 0 else ():
+        print(line, file=sys.stderr, flush=True)
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))
     with contextlib.ExitStack() as held:
         if rank == 0:  # the launcher may hold it already, for all processes of the launch

@@ -88,16 +88,21 @@ class SchedulePolicy(Policy):
         return order
 
 
-def candidates_of(policy: SchedulePolicy, parts: int, *, guarded: bool = True) -> tuple[SchedulePolicy, ...]:
+def candidates_of(
+    policy: SchedulePolicy, parts: int, stages: int, *, guarded: bool = True
+) -> tuple[SchedulePolicy, ...]:
     """Return the schedules to plan with: a policy, or its candidates for so many parts of the LLM on a rank.
 
     Of these, schedules for any number of parts are tried where there are several, and deep ones only where
-    plans are `guarded` by what devices hold.
+    plans are `guarded` by what devices hold. With one stage nothing idles that could be filled: those are
+    tried then that neither split backwards nor place chunks.
     """
     if not policy.candidates:
         return (policy,)
-    usable = (each for each in policy.candidates if guarded or not each.deep)
-    return tuple(each for each in usable if (each.parts is None) == (parts > 1))
+    usable = tuple(each for each in policy.candidates if guarded or not each.deep)
+    usable = tuple(each for each in usable if (each.parts is None) == (parts > 1))
+    plain = (each for each in usable if not each.quanta and each.in_flight is SchedulePolicy.in_flight)
+    return (tuple(plain) if stages == 1 else ()) or usable
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:

@@ -234,7 +234,8 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
     for plan in plans_of_all_domains(planning, 5, cursor):
         planning.verify(plan)
         domain = plan.domain
-        schedules = candidates_of(chosen["policies"].schedule, planning.domain.arrangement.llm.parts)
+        layout = planning.domain.arrangement.llm
+        schedules = candidates_of(chosen["policies"].schedule, layout.parts, layout.pp)
         for team in domain.teams:
             for part in domain.holds[team]:
                 most = max(schedule.in_flight(domain, part) for schedule in schedules)
@@ -325,7 +326,7 @@ def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queu
         )
         return simulate(own.next_step(1, 0, 0).domain, own.domain.table, single_queue).makespan_ns
 
-    candidates = candidates_of(AUTO, parts)
+    candidates = candidates_of(AUTO, parts, 2)
     assert len(candidates) > 1
     assert taken(AUTO) == min(map(taken, candidates))
 
@@ -341,20 +342,20 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
         return replace(own, fits=lambda plan: plan.domain.schedule not in refused).next_step(1, 0, 0).domain
 
     makespans = []
-    for _ in candidates_of(AUTO, 1):
+    for _ in candidates_of(AUTO, 1, 4):
         chosen = taken()
         assert chosen.schedule not in refused
         makespans.append(simulate(chosen, own.domain.table).makespan_ns)
         refused.append(chosen.schedule)
     assert makespans == sorted(makespans)
-    assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1))
+    assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
     assert taken().schedule == refused[0], "where none fits, the quickest goes on to be refused"
 
 
 def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
     deep = {"zero_bubble_h2", "joint_zero_bubble_h2"}
-    assert deep <= {policy.name for policy in candidates_of(AUTO, 1)}
-    assert not deep & {policy.name for policy in candidates_of(AUTO, 1, guarded=False)}
+    assert deep <= {policy.name for policy in candidates_of(AUTO, 1, 4)}
+    assert not deep & {policy.name for policy in candidates_of(AUTO, 1, 4, guarded=False)}
     world = arrange(Layout(pp=4), {"eye": 1, "ear": 1}, COLOCATED, 0)
     own = planner(
         world=world, policies=policies_of(LPT, AUTO), table=table(4), budget=Budget(36, 300, None, "drop")

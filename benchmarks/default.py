@@ -1,0 +1,175 @@
+"""What a run gets that names no policy, beside policies chosen by hand, on whole samples. Simulated.
+
+    python benchmarks/default.py [--layout dp,tp2_pp4,tp8_pp4] [--trace longtail,…] [--ranks 64]
+        [--samples 16] [--seeds 0] [--sets multiplexed,…] [--domains N] [--jobs 1] [--quick]
+
+Three layouts on `cluster=h100`, 16 samples a rank of up to 131,072 tokens, none of which is cut: Llama 3 8B
+with a ViT-H on data parallelism alone and over tp 2, pp 4; Llama 3 70B with a ViT of 2.4 B over tp 8, pp 4.
+Memory is not asked about: 8 B do not fit one GPU, and at 64 ranks the 70B has two replicas, whose samples of
+131,072 tokens take microbatches that no GPU holds. The ViT takes images, videos and recordings alike. Traces
+are `balanced`, `longtail`, and of `shift` the step before its jump and the one after it.
+
+The figure is the slowest domain's step over all work of all domains / all ranks, as in `whole_step.py`;
+reducing gradients, the same under any policy, is left out. Beside the default stand the sets of `BY_HAND`, on
+the same samples; one that shares none has microbatches that hold the longest. `seconds` are of the CPU, for
+preparing the run, choosing included.
+
+Leaves with 1 where the default takes more than its target (dp 1.08, tp2_pp4 1.15, tp8_pp4 1.12), or more than
+1.01 times what the best set takes. The last line is JSON.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+
+from whole_step import measure
+
+from dataloader.tokens import SampleMeta
+from dataloader.trace import all_as, generate
+from omni.compose import compose_config
+from omni.planning.choice import text_of
+from omni.planning.cut import cut_of
+from omni.planning.prepare import prepare_run
+
+SAMPLES = 16  # of a rank
+_8B = (
+    "~experiment", "+model/llm=llama3_8b", "+model/encoder@model.encoders.image=vit_h14", "cluster=h100",
+    "train.steps=1", "train.precision=bf16", "optim.lr=1e-4",
+)  # fmt: skip
+LAYOUTS = {
+    "dp": (*_8B, "data.microbatch_tokens=16896"),
+    "tp2_pp4": (*_8B, "layout=tp2", "layout.llm.pp=4", "+layout.encoders.image.tp=2",
+                "data.microbatch_tokens=16896"),
+    "tp8_pp4": ("experiment=llama3_70b", "layout=tp8_pp4", "data.microbatch_tokens=67584"),
+}  # fmt: skip
+TARGETS = {"dp": 1.08, "tp2_pp4": 1.15, "tp8_pp4": 1.12}
+TRACES = ("longtail", "shift_after", "shift_before", "balanced")
+LONGEST = 135_168  # tokens of a sample
+SHARED = ("llm_sp=dynamic", "encoder_sp=dynamic")
+BY_HAND: dict[str, tuple[str, ...]] = {
+    "multiplexed": ("system=multiplexed",),
+    "domain 8": ("system=multiplexed", "layout.domain=8", *SHARED),
+    "domain 8 auto": ("system=multiplexed", "layout.domain=8", *SHARED, "pipeline=auto"),
+    "domain 2 auto": ("system=multiplexed", "layout.domain=2", *SHARED, "pipeline=auto"),
+    "domain 1 auto": ("system=multiplexed", "pipeline=auto"),
+    "domain 8 all": ("system=multiplexed", "layout.domain=8", "llm_sp=dynamic", "encoder_sp=all"),
+}
+NEAR_BEST = 1.01
+
+
+@dataclass(frozen=True)
+class Row:
+    """A set's step over all work / all ranks, its time, what is cut of its tokens, and what was chosen."""
+
+    over: float
+    step_ms: float
+    cut: float
+    seconds: float
+    chosen: str = ""
+
+
+def trace_of(name: str, count: int, seed: int) -> list[SampleMeta]:
+    """The samples of a step."""
+    if name.startswith("shift"):
+        both = generate("shift", 2 * count, seed)
+        return both[count:] if name == "shift_after" else both[:count]
+    return generate(name, count, seed)
+
+
+def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | str:
+    """Prepare, plan and simulate a set on a layout and trace; or why it cannot be."""
+    layout, trace, seed, name = setting
+    keys, count = BY_HAND.get(name, ("system=omni",)), asked.samples * asked.ranks
+    own = [
+        *LAYOUTS[layout], *keys, f"launch.ranks={asked.ranks}", "data.step_tokens=null",
+        f"data.step_samples={count}", "data.on_long=truncate", "cluster.memory_bytes=null",
+        "+data.sources.trace.path=none",
+    ]  # fmt: skip
+    begin = time.process_time()
+    try:
+        config = compose_config(own)
+        if name in BY_HAND:  # whole samples: whoever cannot share them has a pass that holds the longest
+            whole = config.llm_sp.policy == "dynamic"
+            held = config.data.microbatch_tokens * (config.layout.domain or 1) * config.layout.llm.cp
+            config.data.sample_tokens = LONGEST
+            if not whole or held < LONGEST:
+                config.data.microbatch_tokens = LONGEST
+        spec = prepare_run(config, asked.ranks, all_as("image", trace_of(trace, count, seed)))
+    except ValueError as error:
+        return str(error)
+    seconds = time.process_time() - begin
+    found = measure(spec, asked.domains)
+    cut = cut_of(spec.planner, spec.planner.world.take(0))
+    chosen = text_of(spec.choice.keys) if spec.choice else ""
+    return Row(found.slowest, found.step_ms, round(cut.tokens, 4), round(seconds, 1), chosen)
+
+
+def missed(table: dict[tuple[str, str, int], dict[str, Row]]) -> Iterator[str]:
+    """Say which targets are missed."""
+    for (layout, trace, seed), rows in table.items():
+        own, where = rows["default"], f"{layout}, {trace}, seed {seed}"
+        if own.over > TARGETS[layout]:
+            yield f"{where}: {own.over:.3f}, at most {TARGETS[layout]}"
+        best = min(rows, key=lambda name: rows[name].step_ms)
+        if own.step_ms > NEAR_BEST * rows[best].step_ms:
+            yield f"{where}: {own.step_ms:,.0f} ms, {best} {rows[best].step_ms:,.0f} ms"
+        if own.cut:
+            yield f"{where}: {own.cut:.1%} of tokens are cut"
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layout", type=lambda text: text.split(","), default=list(LAYOUTS))
+    parser.add_argument("--trace", type=lambda text: text.split(","), default=list(TRACES))
+    parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
+    parser.add_argument("--sets", type=lambda text: text.split(","), default=list(BY_HAND), help="by hand")
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
+    parser.add_argument("--domains", type=int, help="plan only so many of them")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each a set")
+    parser.add_argument("--quick", action="store_true", help="longtail, multiplexed and one set by hand")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.trace, asked.sets = ["longtail"], ["multiplexed", "domain 8"]
+    return asked
+
+
+def main() -> int:
+    """Prepare, plan, simulate, print, judge."""
+    asked = arguments()
+    table: dict[tuple[str, str, int], dict[str, Row]] = {}
+    settings = list(product(asked.layout, asked.trace, asked.seeds, ["default", *asked.sets]))
+    print(
+        f"{'layout':8} {'trace':13} {'seed':>4} {'set':16} {'over':>7} {'step ms':>10} {'cut':>6} "
+        f"{'seconds':>8}"
+    )
+    with get_context("spawn").Pool(asked.jobs) as pool:
+        for setting, found in zip(settings, pool.imap(partial(row, asked), settings), strict=True):
+            layout, trace, seed, name = setting
+            if isinstance(found, str):
+                print(f"{layout:8} {trace:13} {seed:4} {name:16} refused: {found}", flush=True)
+                continue
+            table.setdefault((layout, trace, seed), {})[name] = found
+            figures = f"{found.over:7.3f} {found.step_ms:10,.0f} {found.cut:6.1%} {found.seconds:8.1f}"
+            print(f"{layout:8} {trace:13} {seed:4} {name:16} {figures}  {found.chosen}", flush=True)
+    problems = list(missed(table))
+    for problem in problems:
+        print(f"missed: {problem}")
+    result = {
+        ", ".join(map(str, key)): {name: vars(of) for name, of in rows.items()} for key, rows in table.items()
+    }
+    print(json.dumps({"benchmark": "default", "simulated": result, "missed": problems}))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
+
+A key is open where `layout.domain` is null, or where a section of `POLICIES` has the policy `auto`; then
+`data.sample_tokens` is open, too, unless it is given. `system=omni` leaves all of them open.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omni.config import ChoiceConfig, Config
+
+AUTO = "auto"
+DOMAIN, LONGEST = "layout.domain", "data.sample_tokens"
+LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
+    "llm_sp.policy",
+    "encoder_sp.policy",
+    "balance.policy",
+    "pairing.policy",
+)
+POLICIES: Mapping[str, tuple[str, str]] = {
+    LLM_SP: ("uniform", "dynamic"),
+    ENCODER_SP: ("none", "dynamic"),
+    BALANCE: ("two_constraint", "lpt"),
+    PAIRING: ("alike", "in_order"),
+}
+"""The policies that an open key is chosen of; the first is taken where the other gains nothing."""
+
+Keys = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A candidate: its keys, the simulated nanoseconds of a step, and why it cannot be, if so."""
+
+    keys: Keys
+    step_ns: int | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen: keys, the `best` of the candidates that were `tried`, of samples what is cut; `again`
+    if the run was composed for another number of ranks.
+    """
+
+    keys: Keys
+    best: Tried
+    tried: Sequence[Tried]
+    cut: str = ""
+    again: bool = False
+
+    def lines(self) -> Iterator[str]:
+        """Say what was chosen, which keys give the same without choosing, and what others would take."""
+        again = " again, for another number of ranks" if self.again else ""
+        yield f"chosen{again}: {text_of(self.keys)}"
+        if self.cut:
+            yield f"  {self.cut}"
+        own = self.best.step_ns
+        if own is None:
+            return
+        yield f"  simulated, a step of the domains with the most work: {own / 1e6:,.1f} ms. With other keys:"
+        for each in self.tried:
+            if each is not self.best:
+                other = {key: value for key, value in each.keys.items() if self.best.keys[key] != value}
+                step_ns = each.step_ns
+                said = (
+                    each.refused if step_ns is None else f"{step_ns / 1e6:,.1f} ms ({step_ns / own - 1:+.1%})"
+                )
+                why = f", {each.refused}" if each.refused and step_ns is not None else ""
+                yield f"    {text_of(other)}: {said}{why}"
+
+
+def text_of(keys: Keys) -> str:
+    """Return keys as they stand on a command line."""
+    return " ".join(f"{key.removesuffix('.policy')}={value}" for key, value in keys.items())
+
+
+def open_keys(config: Config) -> list[str]:
+    """Return the keys that a configuration leaves to be chosen."""
+    keys = [DOMAIN] if config.layout.domain is None else []
+    keys += [key for key in POLICIES if value_of(config, key) == AUTO]
+    return [*keys, LONGEST] if keys and config.data.sample_tokens is None else keys
+
+
+def unchosen(config: Config) -> Config:
+    """Return a configuration whose open keys are as if nothing were to be shared."""
+    plain = {DOMAIN: 1, LONGEST: None, **{key: names[0] for key, names in POLICIES.items()}}
+    return with_keys(config, {key: plain[key] for key in open_keys(config)})
+
+
+def as_saved(config: Config, saved: Config) -> Config:
+    """Return a configuration whose open keys are as they were saved with the run that it continues."""
+    kept = {key: value_of(saved, key) for key in open_keys(config)}
+    return replace(with_keys(config, kept), choice=deepcopy(saved.choice))
+
+
+def reopened(config: Config, ranks: int) -> Config:
+    """Return a configuration whose chosen keys are open again if they were chosen for other ranks.
+
+    How long a sample may be stays: it decides what is trained on.
+    """
+    if config.choice.ranks in (None, ranks):
+        return config
+    keys = (key for key in config.choice.keys if key != LONGEST)
+    return with_keys(config, {key: None if key == DOMAIN else AUTO for key in keys})
+
+
+def chosen(config: Config, keys: Keys, ranks: int) -> Config:
+    """Return a configuration with what was chosen for so many ranks, which it remembers."""
+    return replace(with_keys(config, keys), choice=ChoiceConfig(ranks, list(keys)))
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Return the value of a key of two parts."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def with_keys(config: Config, keys: Keys) -> Config:
+    """Return a configuration with other values of keys of two parts."""
+    config = deepcopy(config)
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        setattr(getattr(config, section), name, value)
+    return config

@@ -1,0 +1,268 @@
+"""Choose for a run, when it is composed, what nobody gave: the size of domains, sharing, balance, pairing,
+and how long a sample may be.
+
+Candidates differ in open keys alone (`omni.planning.choice`); a key that was given is never changed. Domains
+and sharing are searched together, then one key after the other: what gains only together is not found. Each
+is prepared as a run is, and the planner and simulator of its steps say what its first steps would take: those
+of the domains that samples load most; of steps with more than `A_REPLICA` samples a replica, with so many.
+Candidates, steps, domains and samples are bounded by count and nothing by time, so the same configuration,
+data and ranks give the same choice on any machine.
+
+Samples stay whole where ranks can hold them together: domains are large enough for the longest of the first
+`LOOKED` samples of the run's stream, as far as links allow, and `data.sample_tokens` is what they hold.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+
+from dataloader.samples import Samples
+from dataloader.stream import Ints
+from omni.config import Config, ConfigError
+from omni.planning.choice import (
+    AUTO,
+    BALANCE,
+    DOMAIN,
+    ENCODER_SP,
+    LLM_SP,
+    LONGEST,
+    PAIRING,
+    POLICIES,
+    Choice,
+    Keys,
+    Tried,
+    chosen,
+    open_keys,
+    text_of,
+    unchosen,
+    value_of,
+    with_keys,
+)
+from omni.planning.fullest import fits
+from omni.planning.run_spec import RunSpec
+from parallel.policies import SharingPolicy
+from parallel.policy import find
+from pipeline.costs import simulate
+from pipeline.plan import StepPlan
+
+SIZES = (1, 2, 4, 8, 16, 32)
+"""Replicas of a domain that are tried, or as many below as divide dp."""
+LARGER = (64, 128, 256)
+"""Tried as well, but as plans of them take a rank long, taken only if the longest sample needs so many, or if
+they gain `LARGE_GAIN`.
+"""
+LINKED = 256  # ranks of a domain at most, where the cluster does not say how many share a rail
+PLANNED = 2048  # samples of a step that a domain plans at most, unless the longest sample needs more replicas
+DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
+ENOUGH, IN_DOMAINS = (
+    1024,
+    512,
+)  # samples of steps after which no further one is simulated; of domains of a step
+A_REPLICA = 64  # samples of a simulated step for each replica, at most
+GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
+WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
+LOOKED = 1 << 16
+_ANY = 1 << 40  # tokens
+_FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
+
+Make = Callable[[Config], RunSpec]
+
+
+def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
+    """Prepare a run by `make` with its open keys chosen.
+
+    Raises:
+        ConfigError: where samples are too long for the ranks, and `data.on_long` is `error`.
+        ValueError: what `make` raises for the first candidate, if it does so for every one.
+    """
+    keys = open_keys(config)
+    if not keys:
+        return make(config)
+    start = make(with_keys(unchosen(config), {LONGEST: None}))
+    longest, cut = config.data.sample_tokens, ""
+    lengths = lengths_of(samples)
+    sizes, held = _sizes(config, start, lengths)
+    if longest is None:
+        longest, cut = held, _cut(config, lengths, held)
+    best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
+    own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
+    again = config.choice.ranks is not None
+    return replace(make(chosen(config, own, ranks)), choice=Choice(own, best, tried, cut, again))
+
+
+def lengths_of(samples: Samples) -> Ints:
+    """Return the tokens of the first `LOOKED` samples of a run's stream, whole: int64 [n]."""
+    sources, ids = samples.stream.take(0, min(LOOKED, samples.stream.cycle))
+    out = np.zeros(len(ids), np.int64)
+    for number in np.unique(sources).tolist():
+        of = sources == number
+        out[of] = samples.lengths(samples.stream.names[number], ids[of], _ANY, "truncate")
+    return out
+
+
+def _sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], int]:
+    """The replicas that a domain may have, ascending, all enough for the longest of samples of `lengths`, or
+    for what is given, if any are; and the most tokens that a sample may then have.
+    """
+    world, budget, policy = start.arrangement, config.data.microbatch_tokens, value_of(config, LLM_SP)
+    most = config.data.step_tokens or _ANY  # a longer sample would be a step of its own
+    longest = config.data.sample_tokens or min(int(lengths.max()), max(most, budget))
+    count = _samples_of_step(config, lengths, longest)
+    dp, least = world.llm.dp, world.replicas
+    linked = max(least, (config.cluster.ranks_per_rail or LINKED) * dp // world.world)
+    planned = max(least, PLANNED * dp // max(1, count))
+
+    def divisors(limits: Sequence[int], most: int) -> list[int]:
+        below = (max(n for n in range(1, limit + 1) if dp % n == 0) for limit in limits)
+        return [n for n in dict.fromkeys(max(least, n) for n in below) if n <= most]
+
+    every = divisors((*SIZES, *LARGER), linked)
+    usual = [n for n in every if n <= planned]
+    if config.layout.domain is not None:
+        usual = every = [config.layout.domain]
+    shared = policy == AUTO or find(SharingPolicy, policy, LLM_SP).finds_room
+    if longest <= budget or not shared:
+        return usual, budget
+    enough = next((n for n in every if n * world.llm.cp * budget >= longest), every[-1])
+    held = enough * world.llm.cp * budget
+    return [enough, *(n for n in usual if n > enough)], min(held, most)
+
+
+def _samples_of_step(config: Config, lengths: Ints, longest: int) -> int:
+    """About how many samples a step has."""
+    data = config.data
+    if data.step_tokens is None:
+        return data.step_samples or 1
+    return max(1, data.step_tokens // max(1, int(np.minimum(lengths, longest).mean())))
+
+
+def _shortened(config: Config, start: RunSpec, lengths: Ints, longest: int) -> Config:
+    """The configuration of a run with shorter steps, where they have many samples a replica."""
+    count, most = _samples_of_step(config, lengths, longest), A_REPLICA * start.arrangement.llm.dp
+    keys = ("data.step_tokens", "data.step_samples")
+    given = {key: value_of(config, key) for key in keys if value_of(config, key) is not None}
+    return with_keys(config, {key: value * min(count, most) // count for key, value in given.items()})
+
+
+def _cut(config: Config, lengths: Ints, held: int) -> str:
+    """Say how many samples have more tokens than ranks hold, and what would hold them.
+
+    Raises:
+        ConfigError: where such samples are an error.
+    """
+    data, over = config.data, lengths[lengths > held]
+    if not len(over):
+        return ""
+    lost, members = int((over - held).sum()), max(1, held // data.microbatch_tokens)
+    if held == data.step_tokens:
+        remedy = f"data.step_tokens={int(over.max())}"
+    else:
+        remedy = f"data.microbatch_tokens={-(-int(over.max()) // members)} or more replicas"
+    said = (
+        f"{len(over):,} of the first {len(lengths):,} samples have more than {held:,} tokens, which "
+        f"{members} ranks share at data.microbatch_tokens={data.microbatch_tokens}; the longest has "
+        f"{int(over.max()):,}. Beyond are {lost:,} tokens, {lost / int(lengths.sum()):.1%} of all: {remedy} "
+        "would hold them"
+    )
+    if data.on_long == "error":
+        raise ConfigError(f"data.on_long=error: {said}; or set data.on_long to drop or truncate")
+    return f"data.on_long={data.on_long}: {said}"
+
+
+def _search(
+    config: Config, keys: Sequence[str], start: RunSpec, sizes: Sequence[int], longest: int | None, make: Make
+) -> tuple[Tried, list[Tried]]:
+    """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
+
+    Returns the best candidate and all. A single one is not simulated.
+    """
+    needed = longest is not None and longest > config.data.microbatch_tokens
+    tried: dict[str, Tried] = {}
+
+    def simulated(own: Keys) -> Tried:
+        name = text_of(own)
+        if name not in tried:
+            tried[name] = _tried(with_keys(config, {**own, LONGEST: longest}), own, make)
+        return tried[name]
+
+    first = list(_of_size(sizes[0], keys, start, needed))
+    others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
+    if len(first) == len(sizes) == 1 and not others:
+        return Tried(first[0]), []
+    best, worse = None, 0
+    for size in sizes:
+        before = best
+        for own in _of_size(size, keys, start, needed):
+            found = simulated(own)
+            gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
+            best = found if best is None or _gains(found, best, gain) else best
+        worse = worse + 1 if best is before else 0
+        if worse == WORSE:
+            break
+    assert best is not None
+    for key in (LLM_SP, ENCODER_SP):
+        if best.keys.get(key) == _SECOND[key] and not (needed and key == LLM_SP):
+            simpler = simulated({**best.keys, key: _FIRST[key]})
+            best = best if _gains(best, simpler) else simpler
+    for key in others:
+        found = simulated({**best.keys, key: _SECOND[key]})
+        best = found if _gains(found, best) else best
+    return best, list(tried.values())
+
+
+def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
+    """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less."""
+    if bool(found.refused) != bool(best.refused) or found.step_ns is None or best.step_ns is None:
+        return not found.refused and bool(best.refused)
+    return found.step_ns < (1 - gain) * best.step_ns
+
+
+def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> Iterator[Keys]:
+    """Candidates with domains of so many replicas: without sharing, unless long samples `need` it, and with
+    it. Whole items go to any ranks of a domain in either case.
+    """
+    world = start.arrangement
+    plain = {key: {DOMAIN: size, **_FIRST}[key] for key in keys if key != LONGEST}
+    slots = max((len(world.slots(name)) for name in start.encoders), default=0)
+    helped = {
+        LLM_SP: needed or world.llm.cp * size > 1,
+        ENCODER_SP: slots * size > world.replicas or slots > 1,
+    }
+    shared = {key: _SECOND[key] for key, by_others in helped.items() if key in keys and by_others}
+    if not shared or not needed:
+        yield plain
+    if shared:
+        yield {**plain, **shared}
+
+
+def _tried(config: Config, keys: Keys, make: Make) -> Tried:
+    """Simulate the first steps of a candidate, in the domains that samples load most."""
+    if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
+        config.pipeline.policy = "zero_bubble_h1" if config.layout.llm.parts == 1 else "interleaved"
+    try:
+        spec = make(config)
+    except ValueError as error:
+        return Tried(keys, refused=str(error))
+    total, seen, cursor, refused = 0, 0, 0, ""
+    for step in range(1, STEPS + 1):
+        plans = _first_plans(spec, step, cursor)
+        lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
+        total += max(timeline.makespan_ns for timeline in lists)
+        if not all(fits(spec, spec.table, plan) for plan in plans):
+            refused = "does not fit cluster.memory_bytes"
+        seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor
+        if seen >= ENOUGH:
+            break
+    return Tried(keys, total // step, refused)
+
+
+def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:
+    """The plans of the domains that samples of a step load most, as far as they are bounded."""
+    plans = list[StepPlan]()
+    for plan in islice(spec.planner.busiest(step, cursor), DOMAINS):
+        plans.append(plan)
+        if sum(len(each.domain.samples) for each in plans) >= IN_DOMAINS:
+            break
+    return plans

@@ -1,0 +1,189 @@
+"""What is chosen for a run that leaves keys open: never what was given, about the best, the same anywhere."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from dataloader.tokens import ItemMeta, SampleMeta
+from omni.compose import compose_config
+from omni.compose_saved import compose_saved
+from omni.config import ConfigError
+from omni.planning.choice import DOMAIN, LONGEST, POLICIES, as_saved, open_keys, value_of, with_keys
+from omni.planning.choose import DOMAINS
+from omni.planning.cut import cut_of
+from omni.planning.planner import Planner
+from omni.planning.prepare import prepare_run
+from omni.training.seats import fitting
+from pipeline.costs import simulate
+
+MICROBATCH = 64
+KEYS = [
+    "system=omni", "data.sample_tokens=null", f"data.microbatch_tokens={MICROBATCH}", "data.step_tokens=null",
+    "data.step_samples=24", "train.steps=10",
+]  # fmt: skip
+
+
+def trace_of(*long: int, seed: int = 0) -> list[SampleMeta]:
+    short = [
+        SampleMeta(
+            n,
+            "trace",
+            9 + 7 * ((n + seed) % 6),
+            (ItemMeta("image", 16 * (1 + n % 3), 4, 3, ()),) * (n % 2),
+            9,
+        )
+        for n in range(24 - len(long))
+    ]
+    return [*short, *(SampleMeta(len(short) + n, "trace", size - 1, (), 9) for n, size in enumerate(long))]
+
+
+def prepared(*more, ranks=4, trace=None):
+    return prepare_run(compose_config([*KEYS, *more]), ranks, trace or trace_of(150))
+
+
+def step_ns(spec):
+    plans = spec.planner.all_domains(1, 0)
+    return max(
+        simulate(plan.domain, spec.table, spec.planner.domain.single_queue).makespan_ns for plan in plans
+    )
+
+
+@pytest.mark.parametrize("ranks, more", [(4, []), (4, ["layout=pp2"]), (8, ["layout=tp2"]), (3, [])])
+@pytest.mark.parametrize("long", [(), (60, 64), (150,)])
+def test_no_combination_of_candidates_is_much_better(ranks, more, long):
+    trace = trace_of(*long)
+    spec = prepared(*more, "pipeline=encode_first", ranks=ranks, trace=trace)
+    assert spec.choice is not None
+    assert not open_keys(spec.config)
+    least = None
+    dp = spec.arrangement.llm.dp
+    for size, *names in product([n for n in range(1, dp + 1) if dp % n == 0], *POLICIES.values()):
+        if size * MICROBATCH < min(spec.config.data.sample_tokens, max(long, default=0)):
+            continue  # ranks would hold more than a microbatch
+        own = {DOMAIN: size, **dict(zip(POLICIES, names, strict=True))}
+        own[LONGEST] = spec.config.data.sample_tokens
+        try:
+            other = prepare_run(with_keys(spec.config, own), ranks, trace)
+        except ConfigError:
+            continue  # a long sample that nobody shares
+        least = min(least or step_ns(other), step_ns(other))
+    assert least is not None
+    assert step_ns(spec) <= 1.08 * least
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout.domain": 2},
+        {"llm_sp.policy": "dhp"},
+        {"encoder_sp.policy": "none"},
+        {"balance.policy": "lpt", "pairing.policy": "in_order"},
+        {"layout.domain": 1, "llm_sp.policy": "uniform"},
+        {"data.sample_tokens": 100},
+    ],
+)
+def test_a_key_that_was_given_stays(given):
+    spec = prepared(*(f"{key}={value}" for key, value in given.items()))
+    assert {key: value_of(spec.config, key) for key in given} == given
+    assert not set(given) & set(spec.config.choice.keys)
+
+
+def test_the_printed_keys_give_the_same_run_without_choosing():
+    spec = prepared()
+    first = next(iter(spec.choice.lines()))
+    again = prepared(*first.removeprefix("chosen: ").split())
+    assert again.choice is None
+    assert [plan.digests for plan in again.planner.all_domains(1, 0)] == [
+        plan.digests for plan in spec.planner.all_domains(1, 0)
+    ]
+
+
+def test_the_same_inputs_give_the_same_choice_and_none_hangs_on_a_clock(monkeypatch):
+    first = prepared()
+
+    def never():
+        raise AssertionError("asked for the time")
+
+    for name in ("time", "monotonic", "perf_counter", "process_time"):
+        monkeypatch.setattr(f"time.{name}", never)
+    assert prepared().choice == first.choice
+
+
+def test_long_samples_stay_whole_where_ranks_hold_them_together():
+    spec = prepared()
+    assert spec.arrangement.pool * MICROBATCH >= 150
+    assert spec.config.data.sample_tokens >= 150
+    assert cut_of(spec.planner, spec.planner.world.take(0)).samples == 0
+
+
+def test_what_no_ranks_hold_is_cut_and_said_with_what_would_hold_it():
+    spec = prepared(ranks=2, trace=trace_of(150, 400))
+    assert spec.config.data.sample_tokens == 2 * MICROBATCH
+    said = spec.choice.cut
+    for part in ("2 of the first 24", "128 tokens", "longest has 400", "data.microbatch_tokens=200"):
+        assert part in said
+    whole = prepared("data.microbatch_tokens=200", ranks=2, trace=trace_of(150, 400))
+    assert whole.choice.cut == ""
+    assert cut_of(whole.planner, whole.planner.world.take(0)).samples == 0
+
+
+def test_samples_that_no_ranks_hold_are_refused_where_they_are_an_error():
+    with pytest.raises(ConfigError, match=r"data\.on_long=error: 1 of the first 24 .* 150.* truncate"):
+        prepared("data.on_long=error", ranks=1)
+
+
+def test_a_sample_is_no_longer_than_a_step():
+    spec = prepared("data.step_samples=null", "data.step_tokens=100")
+    assert spec.config.data.sample_tokens == 100
+    assert "data.step_tokens=150" in spec.choice.cut
+
+
+def test_keys_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match=r"data\.sample_tokens=300.*llm_sp=uniform"):
+        prepared("data.sample_tokens=300", "llm_sp=uniform")
+    with pytest.raises(ConfigError, match=r"data\.sample_tokens=300.*raise layout\.domain"):
+        prepared("data.sample_tokens=300", "layout.domain=1")
+
+
+def test_other_ranks_choose_again_and_train_on_the_same_samples():
+    four = prepared().config
+    assert four.choice.ranks == 4
+    two = prepare_run(four, 2, trace_of(150))
+    assert two.choice.again
+    assert "again" in next(iter(two.choice.lines()))
+    assert two.config.layout.domain <= 2
+    assert two.config.data.sample_tokens == four.data.sample_tokens
+    assert prepare_run(four, 4, trace_of(150)).choice is None
+    assert fitting(with_keys(four, {DOMAIN: 4}), 3)[1] == 3, "a domain that was chosen hinders no layout"
+
+
+def test_a_run_that_goes_on_keeps_its_choices_and_an_old_one_what_it_has():
+    fresh = compose_config(KEYS)
+    saved = prepared().config
+    kept = as_saved(fresh, saved)
+    assert replace(kept, run=saved.run) == saved
+    old = compose_config([*KEYS, "system=multiplexed", "layout.domain=2"])
+    assert as_saved(fresh, old).layout.domain == 2
+    assert as_saved(fresh, old).data.sample_tokens is None
+    assert not open_keys(as_saved(fresh, old))
+
+
+def test_a_key_that_is_given_as_a_run_goes_on_is_chosen_no_more():
+    saved = prepared().config
+    config, _ = compose_saved(saved, ["layout.domain=1", "balance=lpt"])
+    assert config.choice.keys == [key for key in saved.choice.keys if key not in (DOMAIN, "balance.policy")]
+    assert not open_keys(config)
+
+
+def test_the_domains_that_are_simulated_have_the_slowest_among_them():
+    spec = prepared("layout.domain=1", "balance=none", "llm_sp=uniform", "data.sample_tokens=64", ranks=8)
+    assert isinstance(spec.planner, Planner)
+    found = [plan.number for plan in spec.planner.busiest(1, 0)]
+    assert sorted(found) == list(range(8))
+    times = {
+        plan.number: simulate(plan.domain, spec.table, False).makespan_ns
+        for plan in spec.planner.all_domains(1, 0)
+    }
+    assert max(times, key=times.__getitem__) in found[:DOMAINS]
+    assert times[found[0]] > times[found[-1]]
