@@ -40,7 +40,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunChoice:
     """What was chosen: keys, the `best` of the candidates that were `tried`, of samples what is cut; `again`
     if the run was composed for another number of ranks.
     """

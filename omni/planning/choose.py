@@ -30,7 +30,7 @@ from omni.planning.choice import (
     LONGEST,
     PAIRING,
     POLICIES,
-    Choice,
+    RunChoice,
     Keys,
     Tried,
     chosen,
@@ -89,7 +89,7 @@ def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
     best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     again = config.choice.ranks is not None
-    return replace(make(chosen(config, own, ranks)), choice=Choice(own, best, tried, cut, again))
+    return replace(make(chosen(config, own, ranks)), choice=RunChoice(own, best, tried, cut, again))
 
 
 def lengths_of(samples: Samples) -> Ints:

@@ -13,7 +13,7 @@ from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Encoder, naming
-from omni.planning.choice import Choice
+from omni.planning.choice import RunChoice
 from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
 from omni.planning.workload import Workload
@@ -34,7 +34,7 @@ class RunSpec(Workload):
     heldout: Mapping[str, Index]
     planner: Planner
     table: CostTable
-    choice: Choice | None = None
+    choice: RunChoice | None = None
 
     @property
     def layout(self) -> Layout:
