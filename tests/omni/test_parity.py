@@ -55,6 +55,19 @@ CASES = {
     "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),
     "dp2 llm long_short": (2, ["llm_sp=long_short", "layout.domain=2", *CHEAP_LINKS]),
     "dp3 dhp": (3, ["llm_sp=dhp", "encoder_sp=dhp", "layout.domain=3", *CHEAP_LINKS]),
+    # What is chosen where nobody names a policy (omni.planning.choose).
+    "dp2 chosen": (
+        2,
+        ["layout.domain=2", "llm_sp=dynamic", "encoder_sp=none", "pipeline=auto", *CHEAP_LINKS],
+    ),
+    "dp2 chosen, nothing shared": (2, ["layout.domain=2", "encoder_sp=dynamic", "balance=lpt", *CHEAP_LINKS]),
+    "dp2 pp2 chosen": (
+        4,
+        [
+            *("layout.llm.pp=2", "layout.domain=2", "llm_sp=dynamic", "encoder_sp=dynamic", "pipeline=auto"),
+            *("balance=lpt", "pairing=in_order", *CHEAP_LINKS),
+        ],
+    ),
     # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
     "dp4 samples of eight microbatches": (
         4,
