@@ -93,7 +93,8 @@ def unchosen(config: Config) -> Config:
 def as_saved(config: Config, saved: Config) -> Config:
     """Return a configuration whose open keys are as they were saved with the run that it continues."""
     kept = {key: value_of(saved, key) for key in open_keys(config)}
-    return replace(with_keys(config, kept), choice=deepcopy(saved.choice))
+    still = ChoiceConfig(saved.choice.ranks, [key for key in saved.choice.keys if key in kept])
+    return replace(with_keys(config, kept), choice=still)
 
 
 def reopened(config: Config, ranks: int) -> Config:

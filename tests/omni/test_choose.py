@@ -163,6 +163,9 @@ def test_a_run_that_goes_on_keeps_its_choices_and_an_old_one_what_it_has():
     saved = prepared().config
     kept = as_saved(fresh, saved)
     assert replace(kept, run=saved.run) == saved
+    given = as_saved(compose_config([*KEYS, "balance=lpt"]), saved)
+    assert given.balance.policy == "lpt"
+    assert "balance.policy" not in given.choice.keys
     old = compose_config([*KEYS, "system=multiplexed", "layout.domain=2"])
     assert as_saved(fresh, old).layout.domain == 2
     assert as_saved(fresh, old).data.sample_tokens is None
