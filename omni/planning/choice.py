@@ -60,7 +60,8 @@ class RunChoice:
         own = self.best.step_ns
         if own is None:
             return
-        yield f"  simulated, a step of the domains with the most work: {own / 1e6:,.1f} ms. With other keys:"
+        step = "a step of at most 64 samples a replica, in its busiest domains"
+        yield f"  simulated, {step}: {own / 1e6:,.1f} ms. With other keys:"
         for each in self.tried:
             if each is not self.best:
                 other = {key: value for key, value in each.keys.items() if self.best.keys[key] != value}
