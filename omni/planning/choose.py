@@ -87,6 +87,11 @@ def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
     if longest is None:
         longest, cut = held, _cut(config, lengths, held)
     best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
+    budget = config.data.microbatch_tokens
+    if best.refused and LONGEST in keys and longest > budget:  # samples that a rank holds alone may fit
+        sizes, _ = _sizes(config, start, np.minimum(lengths, budget))
+        longest, cut = budget, _cut(config, lengths, budget)
+        best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     again = config.choice.ranks is not None
     return replace(make(chosen(config, own, ranks)), choice=RunChoice(own, best, tried, cut, again))
@@ -263,6 +268,7 @@ def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:
     plans = list[StepPlan]()
     for plan in islice(spec.planner.busiest(step, cursor), DOMAINS):
         plans.append(plan)
-        if sum(len(each.domain.samples) for each in plans) >= IN_DOMAINS:
+        guarded = spec.cluster.memory_bytes is not None  # each of these domains is to fit
+        if not guarded and sum(len(each.domain.samples) for each in plans) >= IN_DOMAINS:
             break
     return plans

@@ -190,3 +190,15 @@ def test_the_domains_that_are_simulated_have_the_slowest_among_them():
     }
     assert max(times, key=times.__getitem__) in found[:DOMAINS]
     assert times[found[0]] > times[found[-1]]
+
+
+def test_samples_are_cut_to_a_microbatch_where_devices_hold_no_longer_ones(monkeypatch):
+    def fits(spec, table, plan):
+        return spec.planner.world.budget.longest <= MICROBATCH
+
+    monkeypatch.setattr("omni.planning.choose.fits", fits)
+    spec = prepared()
+    assert spec.config.data.sample_tokens == MICROBATCH
+    assert not spec.choice.best.refused
+    assert "1 of the first 24" in spec.choice.cut
+    assert prepared("data.sample_tokens=150").choice.best.refused == "does not fit cluster.memory_bytes"
