@@ -31,6 +31,11 @@ from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
 TEXTS = ("a short one", "x", "some more words, in a longer text than the others are " * 2, "and the last")
+# Links that cost nothing, so that it pays to share sequences as short as these.
+FREE = {
+    **{"cluster.link_latency_ns": 0, "cluster.node_link_latency_ns": 0, "cluster.op_overhead_ns": 0},
+    **dict.fromkeys(("cluster.link_bytes_per_s", "cluster.node_link_bytes_per_s"), 10**12),
+}
 LAYOUTS = {
     "one": {},
     "tp2": {"layout.llm.tp": 2},
@@ -39,6 +44,7 @@ LAYOUTS = {
     "ep2": {"layout.llm.ep": 2},
     "tp2 dp2": {"layout.llm.tp": 2},
     "shared": {"layout.domain": 2, "llm_sp.policy": "all"},
+    "cp2 dynamic": {"layout.llm.cp": 2, "llm_sp.policy": "dynamic", **FREE},
     "joint": {"layout.llm.pp": 2, "pipeline.policy": "joint"},
 }
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -193,7 +199,12 @@ LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
 LONG += [("olmo3", "tp2 dp2"), ("smollm3", "pp2"), ("qwen2_moe", "tp2 dp2"), ("qwen2_moe", "ep2")]
 LONG += [("qwen3_moe", "ep2"), ("gpt_oss", "tp2 dp2"), ("gpt_oss", "pp2"), ("gpt_oss", "ep2")]
-LONG += [("mistral windows", "cp2"), ("gpt_oss", "shared"), ("gemma3_text", "joint")]
+LONG += [
+    ("mistral windows", "cp2"),
+    ("gpt_oss", "shared"),
+    ("gemma3_text", "joint"),
+    ("gpt_oss", "cp2 dynamic"),
+]
 LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
 LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
