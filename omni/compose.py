@@ -13,6 +13,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from omni.compose_stages import take_steps, typed_stages
 from omni.compose_weights import take_keys
 from omni.config import MAPPINGS, RENAMED, Config, ConfigError
 from omni.keys import check_keys
@@ -51,6 +52,7 @@ def compose_config(overrides: Sequence[str], config_dir: str | None = None) -> C
             composed = compose("config", [*own, *overrides])
             check_shadowed(composed, overrides)
             take_keys(composed, overrides)
+            take_steps(composed, overrides)
     except ConfigError:
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
@@ -133,6 +135,7 @@ def _typed(values: DictConfig | ListConfig) -> Config:
             unset = [field for field, v in vars(mapping[name]).items() if v == MISSING]
             if unset:
                 raise ConfigError(f"{section}.{key}.{name}.{unset[0]}: not set")
+    typed_stages(config, _merged)
     check_keys("", config)
     return config
 

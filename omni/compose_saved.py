@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from omni.compose import check_shadowed, is_choice, offer_policies, own_files, to_config
+from omni.compose_stages import take_steps
 from omni.config import Config, ConfigError
 from omni.refusals import refusal
 
@@ -46,6 +47,7 @@ def compose_saved(
             ConfigStore.instance().store(name=NAME, node=values)
             composed = compose(NAME, [*searched, *appended], return_hydra_config=True)
             check_shadowed(composed, appended)
+            take_steps(composed, overrides)
             launcher = OmegaConf.create(OmegaConf.to_container(composed.hydra.launcher, resolve=True))
             with open_dict(composed):
                 del composed["hydra"]

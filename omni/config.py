@@ -512,17 +512,33 @@ class DataConfig:
 
 @dataclass
 class ComponentOptimConfig:
-    """Per component: a factor on the learning rate, and the spans of steps [first, last) it is frozen for."""
+    """Per component: a factor on the learning rate, the spans of steps [first, last) it is frozen for or
+    true for all, and rates and a schedule of its own. Keys that are null are those of `optim`.
+    """
 
     lr_scale: float = at_least(0, 1.0)
-    frozen: list[list[int]] = field(default_factory=list)
+    frozen: Any = field(default_factory=list)
+    lr: float | None = at_least(0, None)
+    min_lr: float | None = at_least(0, None)
+    warmup_steps: int | None = at_least(0, None)
+    schedule: str | None = one_of((*LR_SCHEDULES, None), None)
+    decay_steps: int | None = at_least(1, None)
 
     rules: ClassVar[Rules] = (
-        Rule(
-            "frozen",
-            lambda own: all(len(span) == 2 and 0 <= span[0] < span[1] for span in own.frozen),
-            "give spans [first, last) of steps",
-        ),
+        Rule("frozen", lambda own: _are_spans(own.frozen), "give true, false, or spans [first, last)"),
+    )
+
+
+def _are_spans(frozen: Any) -> bool:
+    """Whether `frozen` says of every step whether a component is."""
+    if isinstance(frozen, bool):
+        return True
+    return isinstance(frozen, list) and all(
+        isinstance(span, list)
+        and len(span) == 2
+        and all(type(step) is int for step in span)
+        and 0 <= span[0] < span[1]
+        for span in frozen
     )
 
 
@@ -550,6 +566,21 @@ class OptimConfig:
         Rule("beta1", lambda own: 0 <= own.beta1 < 1, "must lie in [0, 1)"),
         Rule("beta2", lambda own: 0 <= own.beta2 < 1, "must lie in [0, 1)"),
     )
+
+
+OF_STAGE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps")
+"""Keys of `optim` that may differ by stage and, with `components`, by component."""
+
+
+@dataclass
+class StageConfig:
+    """`steps` of a run, one stage after the other in the order of `stages`, and what of `optim` is
+    other in them: rates, their schedule, and `components`. Steps of schedules and of spans count from 1 in
+    each stage. What a stage does not say is that of `optim`.
+    """
+
+    steps: int = at_least(1)
+    optim: Any = field(default_factory=dict)
 
 
 @dataclass
@@ -737,6 +768,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    stages: dict[str, Any] = field(default_factory=dict)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     costs: CostsConfig = field(default_factory=CostsConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -21,6 +21,7 @@ from infra.run_lock import holding
 from infra.secrets import secret_in
 from omni.commands._launchers import Composed, LauncherConfig
 from omni.compose import check_shadowed, load_config, to_config
+from omni.compose_stages import take_steps
 from omni.compose_weights import take_keys
 from omni.config import Config, ConfigError
 
@@ -52,6 +53,7 @@ def prepare_jobs(composed: Sequence[Composed], launcher: LauncherConfig) -> list
         try:
             check_shadowed(each.config, list(each.overrides))
             take_keys(each.config, each.overrides)
+            take_steps(each.config, each.overrides)
             jobs.append(prepare_job(_configured(each), launcher, each.number, each.sets))
         except ValueError as error:
             if each.sweep is None:
@@ -81,7 +83,7 @@ def prepare_job(
     from omni.planning.few_samples import few
     from omni.planning.fullest import check_first_steps
     from omni.planning.layouts import count_ranks
-    from omni.planning.optim_schedule import learning_rate_notes
+    from omni.planning.optim_schedule import stage_notes, stages_of
     from omni.planning.prepare import prepare_run
     from omni.planning.trainable import check_trainable
     from omni.training.start import check_start
@@ -103,7 +105,7 @@ def prepare_job(
     if done == 0:
         cursor = config.start.cursor or 0
         check_start(spec)
-    notes = [*learning_rate_notes(config.optim, config.train.steps, done, before)]
+    notes = stage_notes(stages_of(config.optim, config.stages, config.train.steps), done, before)
     if done < config.train.steps:
         notes += few(spec.planner, spec.planner.world.take(cursor))
     for note in notes:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from omni.config import ConfigError
 from omni.planning.memory import by_kind, model_peak
 from omni.planning.memory_advice import GIB, made_of, remedy
+from omni.planning.optim_schedule import stages_of
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
@@ -108,14 +109,18 @@ def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
     """Refuse a run of which some rank cannot hold one of the first two steps, from `step` on, which begins at
-    `cursor` of the stream. All domains are planned for it, so this is for worlds of one machine.
+    `cursor` of the stream, or the first step of a later stage, in which other components learn, with the
+    samples after them. All domains are planned for it, so this is for worlds of one machine.
 
     Raises:
         ConfigError: as `check_memory`, or as `check_encoder_bytes`.
     """
     if spec.cluster.memory_bytes is None and spec.planner.domain.encoder_bytes is None:
         return
-    for number in range(step, min(step + 1, spec.config.train.steps) + 1):
+    config = spec.config
+    stages = stages_of(config.optim, config.stages, config.train.steps)
+    later = [stage.first for stage in stages if stage.first > step + 1]
+    for number in (*range(step, min(step + 1, config.train.steps) + 1), *later):
         plans = list(spec.planner.all_domains(number, cursor))
         for plan in plans:
             spec.planner.verify(plan)

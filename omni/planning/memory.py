@@ -106,8 +106,8 @@ def _scratch(work: RankWork) -> int:
 def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
     """Weights, gradients and optimizer state of a part."""
     held: Parts = Counter()
-    # Main weights for those of half precision, and two moments of what learns.
-    copies = (work.element < FP32) + 2 * (name in work.trained)
+    # Main weights for those of half precision, and two moments of what learns or has learnt.
+    copies = (work.element < FP32) + 2 * (name in work.learnt)
     for axis, own in by_replicas(part.weights()).items():
         ranks = group_of(spec.arrangement, None if name == LLM else name, axis, work.rank)
         laid = buckets(own, len(ranks))

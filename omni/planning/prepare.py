@@ -25,7 +25,7 @@ from omni.planning.frameworks import Framework
 from omni.planning.fullest import fits
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
-from omni.planning.optim_schedule import check_optim, frozen_components
+from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
@@ -57,7 +57,7 @@ def prepare_run(
     resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
     policies = chosen_policies(plain.policies)
     check_parts(plain.layout.llm, config.launch.layouts, policies["pipeline"])
-    check_optim(config.optim, (LLM, *encoders), config.train.steps)
+    check_stages(stages_of(config.optim, config.stages, config.train.steps), (LLM, *encoders))
     tokenizer = tokenizer_of(config.data)
     opened = open_data(config.data, config.train.seed, encoders, tokenizer, trace)
 
@@ -88,7 +88,9 @@ def _resolve(
         cluster = framework.on(cluster, arrangement.llm.cp)
         under = framework, data.microbatch_tokens // arrangement.llm.cp
     work = part_work(llm, encoders, tokenizer.vocab_size, arrangement, element)
-    workload = Workload(arrangement, encoders, work, cluster, llm.hidden * element, element)
+    stages = stages_of(config.optim, config.stages, config.train.steps)
+    learns_from = first_steps(stages, (LLM, *encoders))
+    workload = Workload(arrangement, encoders, work, cluster, llm.hidden * element, element, learns_from)
     table = cost_table(work, encoders, arrangement, cluster, workload.row_bytes, under)
     share = partial(
         sharing_of, llm, data.microbatch_tokens, policies, encoders, arrangement, cluster, element
@@ -108,7 +110,7 @@ def _resolve(
         world=WorldPlanner(opened.samples, budget, policies["deal"], arrangement.num_domains, group_size),
         group=GroupPlanner(policies["balance"], arrangement.replicas),
         domain=domain,
-        frozen=partial(frozen_components, config.optim.components),
+        frozen=partial(frozen_at, stages),
         share=share,
         fits=partial(fits, workload, table),
     )

@@ -23,7 +23,7 @@ class RankWork:
     `llm` are the parts of the LLM that it holds by number, none beside it, and `passes` its loads by
     microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by chunk.
     `rows_in` and `rows_out` count rows of each microbatch that arrive here and that leave; `trained` names
-    the components that learn.
+    the components that learn, `learnt` those that do or have done so.
     """
 
     rank: int
@@ -36,6 +36,7 @@ class RankWork:
     rows_in: tuple[int, ...]
     rows_out: tuple[int, ...]
     trained: tuple[str, ...]
+    learnt: tuple[str, ...]
     row_bytes: int
     element: int
 
@@ -115,6 +116,11 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
         rows_in=tuple(route.arriving[position] if route is not None else 0 for route in domain.routes),
         rows_out=tuple(route.leaving[position] if route is not None else 0 for route in domain.routes),
         trained=tuple(name for name in plan.components if plan.trains(name)),
+        learnt=tuple(
+            name
+            for name in plan.components
+            if plan.trains(name) or spec.learns_from.get(name, plan.step) < plan.step
+        ),
         row_bytes=spec.row_bytes,
         element=spec.element,
     )

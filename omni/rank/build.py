@@ -13,6 +13,7 @@ from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_layer, staged
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, mark_parallel
+from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
@@ -105,6 +106,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     domain = arrangement.domain(rank)
     ranks = arrangement.domain_ranks(domain)
     position = ranks.index(rank)
+    stages = stages_of(config.optim, config.stages, config.train.steps)
     return Rank(
         rank=rank,
         domain=domain,
@@ -114,7 +116,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
         stage=stage,
         components=components,
         names=names,
-        optimizer=JointOptimizer(spec.components, components, config.optim, config.train.steps, device),
+        optimizer=JointOptimizer(spec.components, components, stages, device),
         engine=Engine(
             position=position,
             ranks=ranks,

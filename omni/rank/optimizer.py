@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from omni.config import ConfigError, OptimConfig
-from omni.planning.optim_schedule import frozen_components, learning_rate
+from omni.planning.optim_schedule import Stages, frozen_at, rate_at
 from omni.rank.totals import StepTotals
 from parallel.copies import Copy
 from parallel.megatron import (
@@ -250,20 +250,19 @@ class JointOptimizer:
         self,
         names: Sequence[str],
         components: Mapping[str, ComponentOptimizer],
-        config: OptimConfig,
-        steps: int,
+        stages: Stages,
         device: torch.device,
     ) -> None:
         self.names = tuple(names)
         self.components = dict(components)
-        self.config = config
-        self.steps = steps
+        self.stages = stages
+        self.clip = stages[0].optim.clip  # the same in all
         self.device = device
         self.frozen: tuple[str, ...] = ()
 
     def begin(self, step: int) -> None:
         """Clear gradients and set which components train at `step`."""
-        frozen = frozen_components(self.config.components, step)
+        frozen = frozen_at(self.stages, step)
         for name, component in self.components.items():
             if (name in frozen) != (name in self.frozen):
                 component.set_trainable(name not in frozen)
@@ -300,7 +299,7 @@ class JointOptimizer:
         norm = math.sqrt(sum(n * n for n in self.norms(totals).values()))
         if not math.isfinite(norm):
             return False
-        clip = min(1.0, self.config.clip / (norm + 1e-6)) if self.config.clip > 0 else 1.0
+        clip = min(1.0, self.clip / (norm + 1e-6)) if self.clip > 0 else 1.0
         for name, component in self.components.items():
             if name not in self.frozen:
                 component.scale(clip / totals.num_targets)
@@ -309,7 +308,4 @@ class JointOptimizer:
 
     def learning_rate(self, name: str, step: int) -> float:
         """Learning rate of a component at `step`, 0 while it is frozen."""
-        if name in frozen_components(self.config.components, step):
-            return 0.0
-        own = self.config.components.get(name)
-        return learning_rate(self.config, step, self.steps) * (own.lr_scale if own else 1.0)
+        return rate_at(self.stages, name, step)

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from infra.launch import AGENTS_BEFORE
 from omni.planning.loads import imbalance, trained_flops
+from omni.planning.optim_schedule import stage_at, stages_of
 from omni.planning.plan_process import Predicted, reduces
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
@@ -120,6 +121,9 @@ def metrics_of(
     for source, loss, targets in zip(spec.sources, totals.losses, totals.targets, strict=True):
         if targets:
             metrics[f"loss/train/{source}"] = loss / targets
+    if spec.config.stages:
+        stages = stages_of(spec.config.optim, spec.config.stages, spec.config.train.steps)
+        metrics["progress/stage"] = 1 + stages.index(stage_at(stages, plan.step))
     metrics |= {f"optim/grad_norm/{name}": norm for name, norm in norms.items()}
     metrics |= {f"optim/lr/{name}": rate for name, rate in rates.items()}
     uneven = imbalance(spec, plan, run.of_plan.largest, planned[count:-1])

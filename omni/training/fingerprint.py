@@ -12,7 +12,8 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import DeltaConfig, LLMConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.config import OF_STAGE, DeltaConfig, LLMConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 
 # Keys of the model and the optimizer that decide only memory and time, or when to give up.
@@ -42,6 +43,8 @@ _LATER = {
     **{f"model.llm.delta.{key}": value for key, value in vars(DeltaConfig()).items()},
     **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
 }
+# Keys of a component's optimizer that came later, too: null is that of `optim`.
+_OF_COMPONENT = re.compile(rf"(.+\.)?optim\.components\.[^.]+\.({'|'.join(OF_STAGE)})")
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")
 _HASH = re.compile(r"data\.sources\..+\.hash")  # what a checkpoint may not know: of a dataset without hashes
 
@@ -54,6 +57,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
     """
     config: Any = OmegaConf.to_container(OmegaConf.structured(spec.config))
     parts = {key: config[key] for key in ("model", "optim")}
+    parts["stages"] = _stages(spec)
     parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
     data = config["data"]
     parts["data"] = {
@@ -83,7 +87,23 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
     return {
         key: value
         for key, value in sorted(flattened(parts, ""))
-        if not _FREE.fullmatch(key) and not (key in _LATER and value == _LATER[key])
+        if not _FREE.fullmatch(key)
+        and not (key in _LATER and value == _LATER[key])
+        and not (value is None and _OF_COMPONENT.fullmatch(key))
+    }
+
+
+def _stages(spec: RunSpec) -> dict[str, Any]:
+    """Where each stage begins and how it learns. The length of the last may change, as `train.steps` may."""
+    config = spec.config
+    return {
+        stage.name: {
+            "first": stage.first,
+            "optim": {key: vars(stage.optim)[key] for key in OF_STAGE}
+            | {"components": {name: vars(of) for name, of in stage.optim.components.items()}},
+        }
+        for stage in stages_of(config.optim, config.stages, config.train.steps)
+        if stage.name
     }
 
 

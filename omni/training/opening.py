@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataloader.index import same_data
 from infra.progress import LEGEND
 from infra.run_folder import RunFolder
+from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
 from omni.planning.work import num_parameters
@@ -28,6 +29,8 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
     yield f"  start     {start}, to step {train.steps}" + (
         f"; restart {restart} of {spec.config.launch.max_restarts}" if restart else ""
     )
+    for text in _stages(spec):
+        yield f"  stage     {text}"
     yield f"  every     {_cadence(spec)}"
     for text in (*without_effect(spec.planner.domain.sharing), *_notes(spec)):
         yield f"note: {text}"
@@ -85,6 +88,17 @@ def _start(spec: RunSpec) -> str:
         + (f", {', '.join(drawn)} drawn anew" if drawn else "")
         + f", at position {start.cursor or 0} of the stream"
     )
+
+
+def _stages(spec: RunSpec) -> Iterator[str]:
+    """Each stage, and what learns when it begins."""
+    config = spec.config
+    for stage in stages_of(config.optim, config.stages, config.train.steps):
+        if stage.name:
+            frozen = frozen_components(stage.optim.components, 1)
+            learning = ", ".join(name for name in spec.components if name not in frozen)
+            last = stage.first + stage.steps - 1
+            yield f"{stage.name}, steps {stage.first} to {last}: {learning} learn"
 
 
 def _cadence(spec: RunSpec) -> str:
