@@ -13,6 +13,7 @@ from ops.delta_shape import DeltaHeads
 from ops.device import to_device
 from ops.rotary import PLAIN, Scaling, rotary_table
 from parallel.megatron import PackedSeqParams
+from parallel.memory import Recalled
 from parallel.sequence import SequenceLayout
 from parallel.sharded_attention import AttentionPlan, plan_attention
 from parallel.sharded_delta import DeltaPlan, plan_delta
@@ -49,6 +50,7 @@ class PackedTokens(PackedSeqParams):
     attention never has to guess a position from an index. `entering` holds, for one pass, what is added
     to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model. `windowed` is
     what layers with a window see instead, where there are any, and `delta` what delta nets need to know.
+    `recalled` says what layers kept of its sequences in passes before this one, of generation.
     """
 
     attention: AttentionPlan | None = None
@@ -56,6 +58,7 @@ class PackedTokens(PackedSeqParams):
     entering: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     windowed: "PackedTokens | None" = None
     delta: DeltaPlan | None = None
+    recalled: Recalled | None = None
 
     @property
     def tokens(self) -> int:
@@ -85,11 +88,13 @@ def pack_tokens(
     window: int | None = None,
     scaling: Scaling = PLAIN,
     delta: DeltaHeads | None = None,
+    seen: Sequence[int] = (),
 ) -> PackedTokens:
     """Describe the tokens of a pack, which stand at integer `positions`, [T] or [T, A], of their sequences.
 
     `heads` and `kv_heads` (as many unless given) are those of the whole model. A token sees those at most
     `window` tokens away, None for all. `delta` are the heads of delta nets, of the whole model too.
+    `seen` are the tokens of each sequence that passes before this one have left keys and values of.
     """
     attention = plan_attention(
         sharding.layout,
@@ -101,6 +106,7 @@ def pack_tokens(
         causal=causal,
         window=window,
         tail=sharding.tail,
+        seen=seen,
         device=device,
         dtype=dtype,
     )

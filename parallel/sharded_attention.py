@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ops.attention import Packing, make_packing, make_tile_packing, packed_attention
+from ops.attention import Packing, make_tile_packing, packed_attention
+from ops.span import Span
 from parallel.exchange import finish, start
 from parallel.exchange_plan import Exchange
 from parallel.sequence import SequenceLayout
@@ -56,6 +57,7 @@ def plan_attention(
     causal: bool,
     window: int | None = None,
     tail: int = 0,
+    seen: Sequence[int] = (),
     device: torch.device,
     dtype: torch.dtype,
 ) -> AttentionPlan:
@@ -64,7 +66,8 @@ def plan_attention(
     `tiles[s]` partition heads × rows of sequence s; they are empty for a sequence that lives on one rank. The
     rank's tokens are its shards in packed order and then `tail` padding tokens, a sequence of their own.
     `heads` and `kv_heads` are those of this rank's tensor-parallel share. A token sees those at most `window`
-    tokens away, on both sides or, if causal, before it.
+    tokens away, on both sides or, if causal, before it. `seen` are the tokens of each sequence whose keys and
+    values passes before this one have left here: new ones follow them, and attend to them too.
 
     Raises:
         AssertionError: if tiles do not partition their sequence, or a sequence on several ranks has none.
@@ -72,11 +75,18 @@ def plan_attention(
     tile_plan = plan_tiles(layout, tiles, rank, AttentionShape(heads, kv_heads, causal, window), head_dim)
     pieces = pieces_of(layout, tiles, rank)
     pieces.append((False, tail))
+    before = [*(seen or (0,) * len(tiles)), 0]
+    assert tile_plan is None or not any(before), "sequences that ranks share are not continued"
     local = [length for shared, length in pieces if not shared]
+    spans = [
+        Span(length, at + length, at)
+        for (shared, length), at in zip(pieces, before, strict=True)
+        if not shared
+    ]
     num_early = len(local) if tile_plan is None else _during_incoming(local, window, tile_plan)
     early, late = (
-        make_packing(tuple(part), causal, heads * head_dim, device, dtype, window)
-        for part in (local[:num_early], local[num_early:])
+        make_tile_packing(part, causal, heads * head_dim, device, dtype, window)
+        for part in (spans[:num_early], spans[num_early:])
     )
     groups = [
         make_tile_packing(group.spans, causal, group.heads * head_dim, device, dtype, window)

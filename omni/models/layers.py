@@ -82,6 +82,8 @@ class PackedCoreAttention(MegatronModule):
         assert packed.attention is not None
         if packed.rotary is not None and self.rotated:
             query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
+        if (recalled := packed_seq_params.recalled) is not None:
+            key, value = recalled.extend(self, key, value)
         return sharded_attention(
             query, key, value, packed.attention, self.pool, self.scale, self.sinks
         ).flatten(1)

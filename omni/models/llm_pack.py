@@ -1,5 +1,6 @@
 """The tokens of a microbatch as the layers of the LLM see them: who sees whom, and their rotation."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -15,11 +16,14 @@ def pack_llm(
     config: LLMConfig,
     sharding: Sharding,
     positions: torch.Tensor,
+    seen: Sequence[int] = (),
     *,
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedTokens:
-    """Describe the tokens of a pack, which stand at integer `positions` [T] of their sequences."""
+    """Describe the tokens of a pack, which stand at integer `positions` [T] of their sequences.
+    `seen` is as in `pack_tokens`.
+    """
     pack = partial(
         pack_tokens,
         sharding,
@@ -27,6 +31,7 @@ def pack_llm(
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_size,
+        seen=seen,
         causal=True,
         dtype=dtype,
         device=device,

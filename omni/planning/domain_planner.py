@@ -28,6 +28,7 @@ from parallel.boundary import Route
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
 from parallel.layout import Arrangement
+from parallel.sequence import SequenceLayout
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
@@ -194,6 +195,34 @@ class DomainPlanner:
     def _free_ns(self, domain: DomainPlan) -> int:
         """What a step takes at least, whatever the order in which a rank issues its communication."""
         return run(domain, *plan_costs(domain, self.table)).makespan_ns
+
+    def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
+        """Plan one token more of samples whose sequences a forward pass has left whole on members of the
+        pool: in as many microbatches as there are stages, so that all work at a time.
+        """
+        member = {
+            sample: next(shard.member for shard in shards if shard.length)
+            for batch in domain.microbatches
+            for sample, shards in zip(batch.samples, batch.layout.shards, strict=True)
+        }
+        count = min(len(lasting), self.arrangement.llm.pp)
+        packs = [tuple(range(len(lasting)))[first::count] for first in range(count)]
+        layouts = [
+            SequenceLayout.whole([1] * len(pack), [member[lasting[i]] for i in pack], domain.pool)
+            for pack in packs
+        ]
+        batches = (
+            Microbatch(pack, layout, ((),) * len(pack)) for pack, layout in zip(packs, layouts, strict=True)
+        )
+        after = replace(
+            domain,
+            samples=tuple(replace(domain.samples[i], length=1) for i in lasting),
+            microbatches=tuple(batches),
+            items=(),
+            chunks=(),
+            routes=(None,) * count,
+        )
+        return self._with_ops(after, build_forward_only(after))
 
     def _scheduled(
         self,

@@ -128,6 +128,18 @@ class Planner:
         group = self.group.compose(dict(enumerate(samples)), range(num_domains), self.domain.costing)
         return self._compose(step, taken, group, 0, number, train=False)
 
+    def generation(self) -> "Planner":
+        """Return the planner of passes that generate: no ranks share a sequence, which stays where it is."""
+        own = self.domain
+        whole = {**own.sharing, own.llm: own.sharing[own.llm].kept_whole()}
+        return replace(self, domain=replace(own, sharing=whole), share=lambda table: whole)
+
+    def next_tokens(self, plan: StepPlan, lasting: Sequence[int]) -> StepPlan:
+        """Plan a forward pass over one token more of some samples of a plan of generation, given by number in
+        its domain. They are numbered anew, in the order given, and stay on the ranks that hold them.
+        """
+        return replace(plan, domain=self.domain.next_tokens(plan.domain, lasting))
+
     def verify(self, plan: StepPlan) -> None:
         """Refuse a plan that could hang or hold too much.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallel.least_loaded import longest_first
 from parallel.policies import Pool, SharingPolicy
+from parallel.policies.sharing import NONE
 from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
@@ -66,6 +67,11 @@ class Sharing:
             for of in self.policy(pack, self.pool).shards
         ]
         return SequenceLayout(self.num_members, tuple(shards))
+
+    def kept_whole(self) -> "Sharing":
+        """Sharing of the same members in which no sequence is cut."""
+        pool = replace(self.pool, num_members=self.num_members, tokens_per_rank=None)
+        return replace(self, policy=NONE, pool=pool)
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
         """Divide the attention of each sequence that several ranks share."""

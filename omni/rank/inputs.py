@@ -10,7 +10,7 @@ see `tombstones.py`.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays
 from ops.device import to_device
+from parallel.memory import Continued, Recalled
 from parallel.packed import PackedTokens, Sharding
 from parallel.sequence import Shard
 from parallel.shipping import make_ends
@@ -116,21 +117,34 @@ class Assembler:
         )
         return [(i, own) for i, own in found if own]
 
-    def assemble(self, domain: DomainPlan, fetched: Fetched[ItemArrays], predict: bool) -> StepInputs:
-        """Build the tensors of a step. With `predict`, the last stage gives each next token.
+    def assemble(
+        self,
+        domain: DomainPlan,
+        fetched: Fetched[ItemArrays],
+        predict: bool,
+        continued: Continued | None = None,
+    ) -> StepInputs:
+        """Build the tensors of a step. With `predict`, the last stage gives each next token; tokens may
+        be those that follow what passes before have `continued`.
 
         It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
         """
         on_gpu = self.place.device.type == "cuda"
         with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
-            return self._assemble(domain, fetched, predict)
+            return self._assemble(domain, fetched, predict, continued)
 
-    def _assemble(self, domain: DomainPlan, fetched: Fetched[ItemArrays], predict: bool) -> StepInputs:
+    def _assemble(
+        self,
+        domain: DomainPlan,
+        fetched: Fetched[ItemArrays],
+        predict: bool,
+        continued: Continued | None,
+    ) -> StepInputs:
         position = self.place.position
         texts = dict(zip(self.texts(domain), fetched.texts, strict=True))
         in_llm = domain.stage(position) is not None
         microbatches = [
-            self._microbatch(domain, batch, texts, predict)
+            self._microbatch(domain, batch, texts, predict, continued)
             for batch in (domain.microbatches if in_llm else ())
         ]
         items = dict(zip(self.items(domain), fetched.items, strict=True))
@@ -151,19 +165,29 @@ class Assembler:
         batch: Microbatch,
         texts: Mapping[int, TextArrays],
         predict: bool,
+        continued: Continued | None,
     ) -> MicrobatchInputs:
         place, tp = self.place, domain.tp
         pieces = self.pieces(domain, batch)
         tokens = batch.layout.padded_tokens(domain.member(place.position), tp)
         tail = tokens - sum(p.stop - p.start for p in pieces)
-        runs = [range(p.start, p.stop) for p in pieces] + [range(tail)]
+        seen = [0] * len(batch.samples)
+        if continued is not None:
+            for p in pieces:
+                seen[p.sequence] = continued.seen[p.sample]
+        runs = [range(seen[p.sequence] + p.start, seen[p.sequence] + p.stop) for p in pieces] + [range(tail)]
         packed = pack_llm(
             self.llm,
             Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
             torch.cat([torch.arange(run.start, run.stop) for run in runs]),
+            seen,
             dtype=place.dtype,
             device=place.device,
         )
+        if continued is not None:
+            names = tuple(continued.names[p.sample] for p in pieces)
+            counts = tuple(p.stop - p.start for p in pieces)
+            packed = replace(packed, recalled=Recalled(continued.memory, names, counts, tail))
         tensors: dict[str, Any] = {}
         if self.llm.mixture is not None:
             tensors["padding"] = tail_mask(tokens, tokens - tail, place.position % tp, tp, place.device)
