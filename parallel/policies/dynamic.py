@@ -110,6 +110,8 @@ def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:
     for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
         ranks = _ranks_for(build, number, degree_of[number], work // case.pool.num_members)
         build.share(number, sorted(ranks))
+        if build.makespan >= limit:
+            return None
     if build.makespan >= limit or not build.fits:
         return None
     return build if build.place(s for s in case.order if s not in degree_of) else None
@@ -121,7 +123,7 @@ def _ranks_for(build: Build, number: int, degree: int, mean: int) -> list[int]:
     """
     emptiest = sorted(range(build.pool.num_members), key=build.ns.__getitem__)
     anywhere = emptiest[:degree]
-    if build.pool.on_one_node(anywhere):
+    if degree > build.pool.node_size or build.pool.on_one_node(anywhere):
         return anywhere
 
     def reached(ranks: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ Times of even cuts come from a table that is made once for a pool, so that plann
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -166,6 +166,15 @@ def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard
     return tuple(shards) or (Shard(parts[0][0], 0, 0),)
 
 
+@lru_cache(maxsize=1 << 14)
+def even_sizes(length: int, parts: int, unit: int) -> tuple[int, ...]:
+    """Tokens of each of so many even shares of a sequence, as `cut` cuts it."""
+    sizes = [0] * parts
+    for shard in cut(length, [(number, 1) for number in range(parts)], unit):
+        sizes[shard.member] = shard.length
+    return tuple(sizes)
+
+
 def most_ranks(length: int, pool: Pool) -> int:
     """Ranks that a sequence can be cut over: at most one for each unit."""
     return max(1, min(pool.num_members, -(-length // pool.unit)))
@@ -198,7 +207,11 @@ class Build:
 
     def share(self, number: int, ranks: Sequence[int]) -> None:
         """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
-        self.pour(number, [(rank, 1) for rank in ranks])
+        self.parts[number] = [(rank, 1) for rank in ranks]
+        if self.pool.tokens_per_rank is not None:
+            sizes = even_sizes(self.lengths[number], len(ranks), self.pool.unit)
+            for rank, size in zip(ranks, sizes, strict=True):
+                self.tokens[rank] += size
         spent, latency = self.shared_ns(number, ranks), self.pool.cost.over(ranks).sharing_ns
         for rank in ranks:
             paid = self.latency.get(rank, 0)

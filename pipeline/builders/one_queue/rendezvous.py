@@ -26,6 +26,7 @@ from pipeline.channels import Name, Transfer
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.simulator import Timeline
 
+NEVER = 1 << 62  # nanoseconds
 _RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
@@ -66,7 +67,7 @@ class _Team:
     def comes_to(self, before: int, now: int) -> int:
         """When the team can come to what so many nanoseconds of its compute stand before, at the earliest."""
         ahead = before - self.before[self.at]
-        free = max(self.until, now)
+        free = self.until if self.until > now else now
         return free + ahead if ahead > 0 else free
 
 
@@ -74,7 +75,8 @@ class _Team:
 class _Meeting:
     """A transfer to be made, until it is `made`: the `missing` of its teams have yet to come to it. It is
     `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
-    can at the earliest.
+    can at the earliest. `busy` is the team for which it waited last; by team, no other one needs it before
+    `used`.
     """
 
     transfer: Transfer
@@ -83,6 +85,8 @@ class _Meeting:
     ops: dict[int, Op] = field(default_factory=dict)
     called: bool = False
     soonest: int = 0
+    busy: int = 0
+    used: dict[int, int] = field(default_factory=dict)
 
 
 def meet(timeline: Timeline, patience: int = 1) -> list[list[Op]]:
@@ -165,10 +169,10 @@ class _Meetings:
         left = []
         for meeting in self.ready:
             transfer = meeting.transfer
-            teams = [self.teams[each] for each in transfer.teams]
-            if any(team.until > self.now for team in teams):
+            if self.waits(meeting):
                 left.append(meeting)
                 continue
+            teams = [self.teams[each] for each in transfer.teams]
             meeting.made, done = True, self.now + transfer.ns
             for each, team in zip(transfer.teams, teams, strict=True):
                 team.out.append(meeting.ops[each])
@@ -178,6 +182,17 @@ class _Meetings:
         made = len(left) < len(self.ready)
         self.ready = left
         return made
+
+    def waits(self, meeting: _Meeting) -> bool:
+        """Whether any team of a meeting is not free yet."""
+        teams, now = self.teams, self.now
+        if teams[meeting.busy].until > now and meeting.busy in meeting.ops:
+            return True
+        for each in meeting.transfer.teams:
+            if teams[each].until > now:
+                meeting.busy = each
+                return True
+        return False
 
     def start_those_ready(self, free: Sequence[int]) -> bool:
         """Start the next ops of teams that nothing holds back; tell if there were any."""
@@ -235,28 +250,37 @@ class _Meetings:
             before = end - self.patience * (made - self.now)  # who needs it later gains less than this waits
             # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
             late = team.at > team.last_pass
-            if made < before and (late or self.is_used(meeting.transfer, number, before)):
+            if made < before and (late or self.is_used(meeting, number, before)):
                 meeting.called = self.patience > 0
                 return True
         return False
 
-    def is_used(self, transfer: Transfer, number: int, before: int) -> bool:
+    def is_used(self, meeting: _Meeting, number: int, before: int) -> bool:
         """Whether any other team can come to what needs a transfer before a moment."""
+        if meeting.used.get(number, 0) >= before:
+            return False
+        transfer, now, teams = meeting.transfer, self.now, self.teams
+        soonest = NEVER
         for each in transfer.teams:
             if each != number:
-                other = self.teams[each]
-                if other.comes_to(other.uses[transfer], self.now) < before:
+                other = teams[each]
+                comes = other.comes_to(other.uses[transfer], now)
+                if comes < before:
                     return True
+                if comes < soonest:
+                    soonest = comes
+        meeting.used[number] = soonest
         return False
 
     def soonest(self, meeting: _Meeting, number: int, end: int) -> int:
         """When a team can meet the others at the earliest, or a moment after `end` before which it cannot."""
-        transfer, made = meeting.transfer, self.now
+        transfer, made, now, teams = meeting.transfer, self.now, self.now, self.teams
         for each in transfer.teams:
             if each != number:
-                other = self.teams[each]
-                made = max(made, other.comes_to(other.issues[transfer], self.now))
-                if made >= end:
-                    break
+                comes = (other := teams[each]).comes_to(other.issues[transfer], now)
+                if comes > made:
+                    made = comes
+                    if made >= end:
+                        break
         meeting.soonest = made
         return made
