@@ -5,7 +5,9 @@ not modelled, and neither are plans of evaluation, which keep nothing for a back
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import cast
 
 from omni.config import ConfigError
 from omni.planning.memory import by_kind, model_peak
@@ -15,10 +17,12 @@ from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
 from parallel.costs import CostTable
+from parallel.work import Part
 from pipeline.costs import plan_memory
 from pipeline.ops import BACKWARDS, Kind
 from pipeline.plan import StepPlan
 
+LOADS = 1 << 12  # of a part that are remembered
 CLEARLY = 0.97
 """Share of a device's memory up to which the teams that are likely the fullest speak for all."""
 
@@ -81,10 +85,39 @@ def fits(spec: Workload, table: CostTable, plan: StepPlan) -> bool:
     most = spec.cluster.memory_bytes
     if most is None:
         return True
-    likely = max((peak.bytes for peak in _peaks(spec, plan, _likely_fullest(table, plan))), default=0)
-    if likely > most or likely <= CLEARLY * most:
-        return likely <= most
-    return fullest_rank(spec, [plan]).bytes <= most
+    likely = 0
+    for peak in _peaks(spec, plan, _likely_fullest(table, plan)):
+        if peak.bytes > most:
+            return False
+        likely = max(likely, peak.bytes)
+    return likely <= CLEARLY * most or fullest_rank(spec, [plan]).bytes <= most
+
+
+def remembering(spec: Workload) -> Workload:
+    """Return a workload whose parts state once what a pass of a load takes: candidates of a schedule have the
+    same passes, and so have stages.
+    """
+    kept: list[tuple[Part, Part]] = []
+    work = {}
+    for name, part in spec.work.items():
+        found = next((again for other, again in kept if other == part), None)
+        if found is None:
+            found = cast(Part, _Remembering(part))
+            kept.append((part, found))
+        work[name] = found
+    return replace(spec, work=work)
+
+
+class _Remembering:
+    """A part that is asked once for each load."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self.forward = lru_cache(LOADS)(part.forward)
+        self.backward = lru_cache(LOADS)(part.backward)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._part, name)
 
 
 def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
@@ -104,7 +137,7 @@ def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
                 held -= kept(position, op)
         parts = domain.holds[team]
         fullest[parts] = max(fullest.get(parts, (-1, 0)), (most, position))
-    return [position for _, position in fullest.values()]
+    return [position for _, position in sorted(fullest.values(), reverse=True)]
 
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:

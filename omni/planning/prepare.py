@@ -22,7 +22,7 @@ from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
-from omni.planning.fullest import fits
+from omni.planning.fullest import fits, remembering
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
@@ -112,7 +112,7 @@ def _resolve(
         domain=domain,
         frozen=partial(frozen_at, stages),
         share=share,
-        fits=partial(fits, workload, table),
+        fits=partial(fits, remembering(workload), table),
     )
     return RunSpec(
         **vars(workload),
