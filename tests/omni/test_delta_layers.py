@@ -10,6 +10,7 @@ from ranks import RankPool
 from small import overrides, write_uneven
 from test_shape_work import LLM, D, F, size, token_and_square, whole
 
+from infra.run_folder import RunFolder
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import Config, ConfigError, DeltaConfig, LLMConfig
@@ -19,6 +20,7 @@ from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE
+from omni.training.trainer import Trainer
 from parallel.layout import Layout
 from parallel.work import Grad, even_load
 
@@ -75,6 +77,25 @@ def test_an_output_gate_is_as_many_outputs_more() -> None:
 def test_sizes_that_do_not_fit_are_refused_by_key(llm: LLMConfig, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"model.llm.{words}"):
         check_keys("model.llm", llm)
+
+
+def drawn(rank: int, config: Config) -> dict[str, torch.Tensor]:
+    """The initial weights of the first layer's delta net, by name."""
+    trainer = Trainer(prepare_run(config, 1), RunFolder.create(Path(config.run.dir)), rank, CPU)
+    assert trainer.rank.stage is not None
+    layer = trainer.rank.stage.parts[0].model.decoder.layers[0]
+    return {name: of.detach() for name, of in layer.self_attention.named_parameters()}
+
+
+def test_initial_weights_forget_within_a_thousand_tokens(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    config = configured(data, "model.llm.norm_zero_centered=true", f"run.dir={tmp_path}")
+    weights = ranks.run(1, drawn, config)[0]
+    rates, steps = weights["A_log"].exp(), torch.nn.functional.softplus(weights["dt_bias"])
+    assert ((rates >= 1) & (rates <= 16)).all()
+    assert ((steps >= 0.000999) & (steps <= 0.1001)).all()
+    assert len(rates.unique()) == len(steps.unique()) == 8, "of each head of values"
+    assert (weights["norm.weight"] == 1).all(), "it multiplies by its weight, not by 1 + weight"
+    assert 0.1 < float(weights["conv_weight"].std()) < 1
 
 
 def test_ranks_that_do_not_divide_heads_of_keys_are_refused() -> None:
