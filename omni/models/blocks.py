@@ -132,6 +132,23 @@ def _of_linears(forward: Work, grad: Grad) -> Work:
 
 
 @dataclass(frozen=True)
+class _Last:
+    """Layers whose output the norm behind them has let go of when its gradient is there."""
+
+    stack: Stack
+
+    def weights(self) -> tuple[Weight, ...]:
+        return self.stack.weights()
+
+    def forward(self, load: Load) -> Work:
+        return self.stack.forward(load)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        work = self.stack.backward(load, grad)
+        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens))
+
+
+@dataclass(frozen=True)
 class EncoderPart:
     """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, then `tail`,
     which ends in rows. `token_bytes` are those of a token's input tensors, values and positions.
@@ -198,9 +215,9 @@ class EncoderPart:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Ranks that share the layers first gather the gradients of each other's rows."""
-        work = self._chain.backward(load, grad)
         if grad is Grad.WEIGHT:
-            return work
+            return self._chain.backward(load, grad)
+        work = Chain((*self.stem, _Last(self.stack), *self.tail)).backward(load, grad)
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 

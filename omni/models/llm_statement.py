@@ -31,8 +31,10 @@ from parallel.work import (
 
 
 @dataclass(frozen=True)
-class _Received:
-    """Layers whose output's gradient comes in a message, which is counted as such."""
+class _Last:
+    """The last layers: the gradient of their output comes in a message, which is counted as such, or when it
+    is made, the norm behind them has let go of the output itself.
+    """
 
     stack: Stack | ExpertStack
 
@@ -119,9 +121,10 @@ class LLMPart:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Further losses, losses, layers, embedding."""
-        if self.losses is not None or grad is Grad.WEIGHT:
+        if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        ends = (self.embedding, *self.stacks[:-1], _Received(self.stacks[-1]))
+        last = _Last(self.stacks[-1])
+        ends = (self.embedding, *self.stacks[:-1], last, self.norm, self.losses, *self.further)
         return Chain(tuple(block for block in ends if block is not None)).backward(load, grad)
 
     def input_bytes(self, load: Load) -> int:

@@ -363,4 +363,8 @@ def layer_workspace(stack: Stack, load: Load, grad: Grad) -> int:
         start = max(start, stack.stream(load.tokens) + stack.delta.workspace(load, stack.tp))
     if stack.recompute != "full":
         return start
+    if load.frozen:
+        # When the layer has been computed anew: the sum of all tokens, what it is made of, and its shard.
+        whole = load.tokens * (stack.hidden + stack.ffn // stack.tp) * stack.element
+        start = max(start, whole + 2 * stack.stream(load.tokens))
     return start + kept_by_layer(replace(stack, recompute="none"), load.seen, load.frozen)
