@@ -119,8 +119,8 @@ class Projector:
             return Work()
         rows = load.tokens // self.merge
         second = self.width * self.merged
-        # Or a moment later, when the weight's gradient is copied as the parameter's.
-        start = rows * self.merged + second + max(rows * self.width, second)
+        # Or a moment later, when what it took is gone and the weight's gradient is copied as the parameter's.
+        start = max(rows * self.merged + second + rows * self.width, 2 * second)
         return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
 
 

@@ -247,6 +247,12 @@ class ExpertStack:
             return self.stream(load.tokens)
         dense = replace(self.dense, recompute=recompute)
         shared = kept_by_feed_forward(dense, load.tokens)
+        if load.frozen:
+            # Not what linears take; the router keeps its input.
+            attended = dense.heads * dense.head_dim if load.seen.into or recompute == "selective" else 0
+            shared -= self.stream(load.tokens)
+            shared -= load.tokens * (attended + dense.ffn) // dense.tp * self.element
+            shared -= self._received(load) * (dense.hidden + self.ffn) * self.element
         return (
             kept_between(dense, load.seen)
             + kept_by_attention(dense, load.seen)
@@ -273,10 +279,12 @@ class ExpertStack:
         """Rows on their way and, in a layer that will be recomputed and so keeps nothing, for the moment rows
         in the order of experts, probabilities, and the outputs of norm, attention and shared expert.
         """
+        tokens = self.dense.between(load.tokens)
         if self.dense.recompute != "full":
-            return self._on_their_way(load)
+            # The layer's output is not there yet.
+            return self._on_their_way(load) - self.stream(load.tokens) + tokens * self.experts * FP32
         ordered = self._received(load) * self.dense.hidden * self.element
-        halves = 3 * self.stream(load.tokens) + self._kept_by_router(self.dense.between(load.tokens))
+        halves = 3 * self.stream(load.tokens) + self._kept_by_router(tokens)
         return self._on_their_way(load) + ordered + halves
 
     def _on_their_way(self, load: Load) -> int:

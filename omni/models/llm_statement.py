@@ -37,6 +37,7 @@ class _Last:
     """
 
     stack: Stack | ExpertStack
+    waits: int = 0  # bytes of gradients that losses have made, and that are added to others' later
 
     def weights(self) -> tuple[Weight, ...]:
         return self.stack.weights()
@@ -46,7 +47,7 @@ class _Last:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         work = self.stack.backward(load, grad)
-        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens))
+        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens) + self.waits)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,11 @@ class LLMPart:
         """Further losses, losses, layers, embedding."""
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        last = _Last(self.stacks[-1])
+        waits = 0
+        if self.embedding is not None and self.losses is not None and not self.losses.owned:
+            # autograd adds both gradients of the one table up before it hands them on.
+            waits = self.losses.ids * self.losses.hidden * self.element * (not load.frozen)
+        last = _Last(self.stacks[-1], waits)
         ends = (self.embedding, *self.stacks[:-1], last, self.norm, self.losses, *self.further)
         return Chain(tuple(block for block in ends if block is not None)).backward(load, grad)
 

@@ -42,11 +42,11 @@ class WordEmbedding:
         return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """At the end of everything, gradients of all tokens and of the table."""
+        """At the end of everything, gradients of all tokens and of the table, beside what was looked up."""
         if grad is Grad.WEIGHT:
             return Work()
         shard = load.tokens // self.tp * self.hidden * self.element
-        last = (2 * load.tokens + self.ids) * self.hidden * self.element
+        last = (load.tokens + self.ids) * self.hidden * self.element + self.forward(load).kept
         return Work(collectives=all_gather("tp", shard, self.tp), last=0 if load.frozen else last)
 
 

@@ -154,7 +154,9 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
         backward = work.backward(op, grad)
         yield _sum(held) + _one("workspace", component, backward.workspace)
         what, size = held.get(_kept(op), (("activations", component), 0))
-        yield _sum(held) - _one(*what, size) + _one("workspace", component, backward.last)
+        enters = op.kind is Kind.BACKWARD and op.part == min(work.llm) and _returns(work, op.index)
+        rows = work.rows_in[op.index] * work.row_bytes if enters and backward.last else 0
+        yield _sum(held) - _one(*what, size) + _one("workspace", component, backward.last + rows)
 
 
 def _one(kind: str, component: str, size: int) -> Parts:
