@@ -114,13 +114,15 @@ class Projector:
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """It needs most at its start: gradients of the rows, of the second weight and of its input."""
+        """It needs most at its start, gradients of the rows, of the second weight and of its input, or with
+        the gradient of the first weight.
+        """
         if grad is Grad.WEIGHT:
             return Work()
         rows = load.tokens // self.merge
         second = self.width * self.merged
-        # Or a moment later, when what it took is gone and the weight's gradient is copied as the parameter's.
-        start = max(rows * self.merged + second + rows * self.width, 2 * second)
+        # Or at the first linear, when gradients have taken the place of all that is kept.
+        start = max(rows * self.merged + second + rows * self.width, self.merged**2)
         return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
 
 
