@@ -1,7 +1,7 @@
 """What a rehearsal replaces of the code that it runs.
 
-That is what a fake world cannot answer; on device "cpu" two kernels, attention in half precision and RMSNorm,
-which on a GPU keep less for their backward than torch's kernels for CPUs; and which experts tokens go to.
+That is what a fake world cannot answer; on device "cpu" attention in half precision and norms, whose kernels
+for GPUs keep other bytes for their backward than torch's for CPUs; and which experts tokens go to.
 What stands for torch.cuda itself is in `fake_cuda.py`.
 
 Invariant: nothing is replaced that decides a shape, but the choice of experts, which depends on values. It is
@@ -67,6 +67,7 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
             choose = attention._choose_backend
             put(attention, "_choose_backend", lambda *args: _gpu_backend(choose, args))
             put(F, "rms_norm", lambda x, shape, weight, eps: _RMSNorm.apply(x, weight))
+            put(F, "layer_norm", lambda x, shape, weight, bias, eps: _LayerNorm.apply(x, weight, bias))
         # Python collects garbage at any time: without it, peaks are the same in every run.
         if gc.isenabled():
             stack.callback(gc.enable)
@@ -181,6 +182,21 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
+
+
+class _LayerNorm(torch.autograd.Function):
+    """What a GPU's kernel makes and keeps: its input, and two numbers a row in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        mean, scale = (x.new_empty(*x.shape[:-1], 1, dtype=torch.float32) for _ in range(2))
+        ctx.save_for_backward(x, weight, mean, scale)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, weight, _, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
 
 
 class _Selected(torch.autograd.Function):
