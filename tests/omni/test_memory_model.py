@@ -75,6 +75,20 @@ CAUSES = {
         [0],
         ["model.llm.loss_chunk=64", "model.llm.vocab=8192"],
     ),
+    "a frozen layer that is computed anew is fullest when it is whole": (
+        4,
+        [2],
+        [FROZEN, "layout.llm.tp=2", "layout.llm.pp=2", "model.llm.recompute=full", "model.llm.hidden=512"],
+    ),
+    "the output of an encoder's last layer is gone, too": (
+        1,
+        [0],
+        [
+            "model.encoders.image.recompute=full",
+            "model.encoders.image.hidden=256",
+            "model.encoders.image.ffn=2048",
+        ],
+    ),
     "a rank with both ends has one embedding": (
         1,
         [0],
