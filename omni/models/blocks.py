@@ -7,6 +7,7 @@ does around them. Shapes: T tokens, E width of the encoder, R rows, D width of t
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from omni.models.expert_stack import ExpertStack
 from omni.models.pieces import linear_weights, norm_weights, plain
 from omni.models.stack import Stack
 from ops.linear import linear_flops
@@ -134,20 +135,26 @@ def _of_linears(forward: Work, grad: Grad) -> Work:
 
 
 @dataclass(frozen=True)
-class _Last:
-    """Layers whose output the norm behind them has let go of when its gradient is there."""
+class LastLayers:
+    """The last layers of a part. When the gradient of their output is there, the norm behind them has let go
+    of the output itself; or it came in a message, which is counted as such.
+    """
 
-    stack: Stack
+    stack: Stack | ExpertStack
+    waits: int = 0  # bytes of gradients that losses have made, and that are added to others' later
 
     def weights(self) -> tuple[Weight, ...]:
+        """Parameters of the layers."""
         return self.stack.weights()
 
     def forward(self, load: Load) -> Work:
+        """As of any layers."""
         return self.stack.forward(load)
 
     def backward(self, load: Load, grad: Grad) -> Work:
+        """As of any layers, less their output, and with what waits."""
         work = self.stack.backward(load, grad)
-        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens))
+        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens) + self.waits)
 
 
 @dataclass(frozen=True)
@@ -219,7 +226,7 @@ class EncoderPart:
         """Ranks that share the layers first gather the gradients of each other's rows."""
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        work = Chain((*self.stem, _Last(self.stack), *self.tail)).backward(load, grad)
+        work = Chain((*self.stem, LastLayers(self.stack), *self.tail)).backward(load, grad)
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from omni.config import LLMConfig, MoEConfig
-from omni.models.blocks import FinalNorm
+from omni.models.blocks import FinalNorm, LastLayers
 from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
@@ -28,26 +28,6 @@ from parallel.work import (
     Work,
     all_reduce,
 )
-
-
-@dataclass(frozen=True)
-class _Last:
-    """The last layers: the gradient of their output comes in a message, which is counted as such, or when it
-    is made, the norm behind them has let go of the output itself.
-    """
-
-    stack: Stack | ExpertStack
-    waits: int = 0  # bytes of gradients that losses have made, and that are added to others' later
-
-    def weights(self) -> tuple[Weight, ...]:
-        return self.stack.weights()
-
-    def forward(self, load: Load) -> Work:
-        return self.stack.forward(load)
-
-    def backward(self, load: Load, grad: Grad) -> Work:
-        work = self.stack.backward(load, grad)
-        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens) + self.waits)
 
 
 @dataclass(frozen=True)
@@ -128,7 +108,7 @@ class LLMPart:
         if self.embedding is not None and self.losses is not None and not self.losses.owned:
             # autograd adds both gradients of the one table up before it hands them on.
             waits = self.losses.ids * self.losses.hidden * self.element * (not load.frozen)
-        last = _Last(self.stacks[-1], waits)
+        last = LastLayers(self.stacks[-1], waits)
         ends = (self.embedding, *self.stacks[:-1], last, self.norm, self.losses, *self.further)
         return Chain(tuple(block for block in ends if block is not None)).backward(load, grad)
 
