@@ -56,10 +56,8 @@ they gain `LARGE_GAIN`.
 LINKED = 256  # ranks of a domain at most, where the cluster does not say how many share a rail
 PLANNED = 2048  # samples of a step that a domain plans at most, unless the longest sample needs more replicas
 DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
-ENOUGH, IN_DOMAINS = (
-    1024,
-    512,
-)  # samples of steps after which no further one is simulated; of domains of a step
+ENOUGH = 1024  # samples of steps after which no further one is simulated
+IN_DOMAINS = 512  # samples of domains of a step, after which no further domain is
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
 WORSE = 2  # sizes in a row without a gain, after which no larger one is tried

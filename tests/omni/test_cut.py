@@ -70,7 +70,7 @@ def test_the_command_says_it_in_its_header_its_figures_and_its_rows(
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 3
     for row in rows[1:]:
-        assert row.split()[5:8] == [
+        assert row.split()[6:9] == [
             str(found["samples"]), f"{found['samples_per_rank']:g}", f"{found['cut']['tokens']:.1%}"
         ]  # fmt: skip
 
