@@ -90,7 +90,9 @@ def take_global_batch(
         taken += int(np.count_nonzero(tokens_of))
         tokens += int(tokens_of.sum())
         if not taken and cursor == begin + stream.cycle:
-            key = "microbatch_tokens" if budget.sample_tokens is None else "sample_tokens"
+            # Where both are one number, a sample may be as long as a microbatch.
+            own = budget.sample_tokens not in (None, budget.microbatch_tokens)
+            key = "sample_tokens" if own else "microbatch_tokens"
             raise DataError(
                 f"data.{key}={budget.longest} fits no sample: "
                 f"{cursor - begin} in a row were dropped, as too long or for an item that its encoder cannot "
