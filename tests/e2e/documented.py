@@ -55,8 +55,8 @@ _LLAMA = "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024"
 
 # Appended to those that run by themselves and would take long.
 LESS = {
-    f"{_LLAMA} data.step_tokens=16777216 pipeline=joint": "data.step_tokens=1048576",
-    f"{_LLAMA} data.step_tokens=16777216 system=stage0": "data.step_tokens=1048576",
+    f"{_LLAMA} data.step_tokens=8388608 pipeline=joint": "data.step_tokens=1048576",
+    f"{_LLAMA} data.step_tokens=8388608 system=stage0": "data.step_tokens=1048576",
     "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": "data.step_tokens=8192",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",
