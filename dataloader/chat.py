@@ -30,12 +30,13 @@ class ChatTemplate:
         self._names = names
         self._template = _compiled(source, today)
 
-    def render(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
-        """The text, and the spans of its characters that stand in generation blocks.
+    def render(self, messages: Sequence[Message], tools: Any = None, asks: bool = False) -> tuple[str, Spans]:
+        """The text, and the spans of its characters that stand in generation blocks. If it `asks`, what
+        begins an assistant's turn comes last (`add_generation_prompt`).
 
         Raises DataError saying what the template raised.
         """
-        marked = self._render(messages, tools)
+        marked = self._render(messages, tools, asks)
         if self.has_blocks:
             return _unmarked(marked)
         return marked, ()
@@ -60,6 +61,35 @@ class ChatTemplate:
             raise DataError("all of the text is in targets: the template tells no turn from another")
         return text, spans
 
+    def prompt(self, messages: Sequence[Message], tools: Any = None) -> str:
+        """The text after which the model goes on, with what begins its turn: as the template writes that for
+        prompts or, if it knows no prompts, before what an assistant says.
+
+        Raises DataError as `render` does.
+        """
+        plain, asking = (self.render(messages, tools, asks)[0] for asks in (False, True))
+        if asking != plain:
+            return asking
+        text, spans = self._answered(messages, (), tools)
+        begun = text[: spans[-1][0]] if spans else ""
+        # Of white space alone a tokenizer makes one token with the word that is to come.
+        return begun if begun.startswith(plain) and begun[len(plain) :].strip() else plain
+
+    def closing(self, messages: Sequence[Message], special: Collection[str], tools: Any = None) -> str | None:
+        """The special token that ends what a model says after these messages, None if none can be told."""
+        text, spans = self._answered(messages, special, tools)
+        said = text[slice(*spans[-1])].rstrip() if spans else ""
+        return max((token for token in special if said.endswith(token)), key=len, default=None)
+
+    def _answered(
+        self, messages: Sequence[Message], special: Collection[str], tools: Any
+    ) -> tuple[str, Spans]:
+        """As `targets`, of messages and a word more that an assistant says; no spans if it has none."""
+        try:
+            return self.targets([*messages, {"role": "assistant", "content": "x"}], special, tools)
+        except DataError:  # it is for answers that are given, which nobody asks for here
+            return "", ()
+
     def _said(self, messages: Sequence[Message], plain: str, tools: Any) -> Spans:
         """Where the contents of assistants stand: marks at their edges, else within their white space."""
         turns = [message for message in messages if message["role"] == "assistant"]
@@ -79,10 +109,10 @@ class ChatTemplate:
             "their places are not known: give one with generation blocks (template: FILE of the tokenizer)"
         )
 
-    def _render(self, messages: Sequence[Message], tools: Any) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any, asks: bool = False) -> str:
         try:
             text: str = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=False, **self._names
+                messages=messages, tools=tools, documents=None, add_generation_prompt=asks, **self._names
             )
         except Exception as error:  # a stranger's template raises what it likes
             raise DataError(f"the chat template raised {type(error).__name__}: {error}") from error

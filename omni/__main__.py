@@ -20,6 +20,8 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni sweep show runs/NAME/TIME           the results of omni train -m as one table
   omni timeline runs/NAME --step 100       draw a recorded step of a run beside its simulation
   omni sync runs/NAME                      bring W&B level with a run folder, after the fact or once more
+  omni eval runs/NAME                      held-out losses and transcriptions of a checkpoint
+  omni generate runs/NAME --prompt TEXT    what the model of a checkpoint answers
   omni checkpoint verify runs/NAME         verify, show and export the checkpoints of a run
   omni parity reference -- candidate       compare loss, norms and every gradient of two configurations
   omni doctor experiment=quickstart        say what is wrong with this machine, and what to do
@@ -36,6 +38,8 @@ _COMMANDS = {
     "sweep": "show the results of a sweep as one table",
     "timeline": "draw a recorded step of a run, measured above simulated",
     "sync": "bring the W&B run of a run folder level with its metrics",
+    "eval": "held-out losses and transcriptions of a checkpoint",
+    "generate": "what the model of a checkpoint answers to texts and chats",
     "checkpoint": "verify, show and export the checkpoints of a run",
     "parity": "compare loss, norms and gradients of two configurations",
     "doctor": "look at what a run needs of this machine and say what to mend",

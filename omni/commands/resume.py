@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.commands._of_checkpoint import checkpoint_of
 from omni.commands._shared import add_configuration
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def _configured(arguments: argparse.Namespace) -> "tuple[Config, LauncherConfig]
     own = RunFolder(arguments.fork.absolute())
     if own.config.exists():
         raise ConfigError(f"--fork {arguments.fork} is a run: choose a new folder, or resume that run")
-    checkpoint, cursor = _checkpoint(folder, saved, arguments.step)
+    checkpoint, manifest = checkpoint_of(folder, saved, arguments.step)
     stage = as_stage(saved, checkpoint, arguments.optimizer)
     config, launcher = compose_saved(stage, arguments.overrides, arguments.config_dir)
     kept_at = config.train.checkpoint_dir
@@ -90,31 +91,8 @@ def _configured(arguments: argparse.Namespace) -> "tuple[Config, LauncherConfig]
             f"train.checkpoint_dir={kept_at} holds the checkpoints of {arguments.run}: give the stage one of "
             f"its own, or train.checkpoint_dir=null to keep them in {arguments.fork}"
         )
-    return _in_folder(with_cursor(config, saved, cursor), own), settings_of(launcher)
+    return _in_folder(with_cursor(config, saved, manifest["cursor"]), own), settings_of(launcher)
 
 
 def _in_folder(config: "Config", folder: "RunFolder") -> "Config":
     return replace(config, run=replace(config.run, dir=str(folder.path)))
-
-
-def _checkpoint(folder: "RunFolder", config: "Config", step: int | None) -> tuple[str, int]:
-    """Where a checkpoint of a run lies, the newest good one unless its step is given, and its position in the
-    stream of samples.
-    """
-    from infra.checkpoint import CheckpointError, complete, folder_of, newest, read_manifest
-    from omni.config import ConfigError
-    from omni.training.storage import storage_of
-
-    storage = storage_of(config, folder)
-    try:
-        steps = complete(storage)
-        if step is None:
-            manifest, _ = newest(storage)
-        else:
-            manifest = read_manifest(storage, step) if step in steps else None
-    except (CheckpointError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    if manifest is None:
-        there = ", ".join(map(folder_of, steps)) or "none"
-        raise ConfigError(f"{folder.path} has no such checkpoint to fork; there are: {there}")
-    return storage.locate(folder_of(manifest["step"])), manifest["cursor"]

@@ -52,8 +52,8 @@ def open_data(
         return RunData({}, {}, in_order(trace))
     if not data.sources:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
-    indexes = _open_all("data.sources", data.sources, tokenizer, taken)
     heldout = _open_all("data.heldout", data.heldout, tokenizer, taken)
+    indexes = _open_all("data.sources", data.sources, tokenizer, taken)
     for name, index in heldout.items():
         generate = data.heldout[name].generate
         if generate and not index.manifest.text.frame.bos:

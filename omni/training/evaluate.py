@@ -53,7 +53,7 @@ class Evaluator:
 
     def loss(self, step: int, source: str, num_samples: int) -> float:
         """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset."""
-        metas = self._metas(source, num_samples)
+        metas = self.samples(source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         for numbers in grouped(metas, self._tokens_at_once()):
             group = [metas[i] for i in numbers]
@@ -83,7 +83,7 @@ class Evaluator:
         """Generate the text after each sample's last item, greedily and of at most `most_tokens` tokens, and
         return those that came to their end, on every rank. `stop` and errors are those of `FreeGeneration`.
         """
-        metas = self._metas(source, num_samples)
+        metas = self.samples(source, num_samples)
         prompts = [self._prompt(source, meta) for meta in metas]
         generator = FreeGeneration(self.passes, self.control)
         ends = frozenset({self.spec.tokenizer.eos})
@@ -103,7 +103,8 @@ class Evaluator:
             generated=self.spec.tokenizer.decode(tokens),
         )
 
-    def _metas(self, source: str, num_samples: int) -> list[SampleMeta]:
+    def samples(self, source: str, num_samples: int) -> list[SampleMeta]:
+        """What is taken of `num_samples` samples, spread evenly over a source: those that the run takes."""
         total = len(self.spec.heldout[source])
         num_samples = min(num_samples, total)
         metas = [self.spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]

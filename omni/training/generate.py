@@ -8,6 +8,7 @@ every token. Where a kind of layer keeps nothing, or `cached` is false, each pas
 Invariant: tokens are those of passes over all tokens, whatever the layout, but for ties within rounding.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.tokens import SampleMeta, length
+from infra.shutdown import StopFlag
 from omni.planning.planner import Planner
 from omni.rank.step import waiting_at
 from omni.training.forward import ForwardPasses, grouped
@@ -55,6 +57,33 @@ class Growing:
 
 
 Stop = Callable[[int, int], bool]
+
+
+class Limit:
+    """Lets generation leave off `seconds` after this was made, or when a signal asks to stop. Meanwhile
+    `show` is told whose texts are generated, and how many of how many are done.
+    """
+
+    def __init__(self, seconds: float, signal: StopFlag, show: Callable[[str, int, int], None]) -> None:
+        self.seconds = seconds
+        self.signal = signal
+        self.show = show
+        self.until = time.monotonic() + seconds
+        self.counts = 0, 0
+
+    def stop(self, name: str, done: int, of: int) -> bool:
+        """Whether to leave off now."""
+        self.counts = done, of
+        self.show(name, done, of)
+        return self.signal.requested or time.monotonic() > self.until
+
+    def left_off(self, name: str) -> str | None:
+        """Say where and why generation left off; None if all came to its end."""
+        done, of = self.counts
+        if done == of:
+            return None
+        why = self.signal.signal_name or f"train.generate_s={self.seconds:g}, or a signal to another rank"
+        return f"generation left off at {done} of {of} of {name}: {why}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ in the plan; everything a rank does is in its op list. What lies between taking 
 import contextlib
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
+from omni.training.generate import Limit
 from omni.training.health import Health
 from omni.training.learning import CostTables
 from omni.training.progression import BadDataError, Progression
@@ -155,7 +156,7 @@ class Trainer:
                 )
                 return False
             self.progression.check_end()
-            transcriptions = self.transcribe(report)
+            transcriptions = self.transcribe(report.generating, report.note)
             report.finish(transcriptions, self.control.gather("peaks", peak_memory_bytes()))
         return True
 
@@ -308,31 +309,26 @@ class Trainer:
             for name, heldout in self.config.data.heldout.items()
         }
 
-    def transcribe(self, report: Reporter | Silent) -> dict[str, list[Transcription]]:
+    def transcribe(
+        self, show: Callable[[str, int, int], None], note: Callable[[str], None]
+    ) -> dict[str, list[Transcription]]:
         """Freely generated transcriptions of the held-out sources that ask for them: as many as there are
-        after `train.generate_s` seconds, or when a signal asks to stop.
+        after `train.generate_s` seconds, or when a signal asks to stop. `show` hears of each source how many
+        of how many are done, `note` why there are fewer.
         """
-        limit_s = self.config.train.generate_s
-        until, counts = time.monotonic() + limit_s, (0, 0)
 
-        def stop(name: str, done: int, of: int) -> bool:
-            nonlocal counts
-            counts = done, of
-            self.watchdog.beat()
-            report.generating(name, done, of)
-            return self.stop.requested or time.monotonic() > until
+        def told(name: str, done: int, of: int) -> None:
+            self.watchdog.beat()  # a rank may wait for those of other domains
+            show(name, done, of)
 
-        found = {}
+        limit, found = Limit(self.config.train.generate_s, self.stop, told), {}
         for name, heldout in self.config.data.heldout.items():
             if heldout.generate:
                 found[name] = self.evaluator.transcribe(
-                    self.step, name, heldout.generate, heldout.generate_tokens, partial(stop, name)
+                    self.step, name, heldout.generate, heldout.generate_tokens, partial(limit.stop, name)
                 )
-                if counts[0] < counts[1]:
-                    why = (
-                        self.stop.signal_name or f"train.generate_s={limit_s:g}, or a signal to another rank"
-                    )
-                    report.note(f"generation left off at {counts[0]} of {counts[1]} of {name}: {why}")
+                if (why := limit.left_off(name)) is not None:
+                    note(why)
         return found
 
     def save_if_due(self, report: Reporter | Silent) -> float:

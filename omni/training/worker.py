@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.format import DataError
+from dataloader.tokens import SampleMeta
 from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
 from infra.run_folder import RunFolder
@@ -61,14 +62,18 @@ _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES,
 
 
 @contextlib.contextmanager
-def joined(config_path: Path, seat: Seat) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
-    """Join the ranks that train, as one of them. What is done there ends with a meeting of all ranks."""
+def joined(
+    config_path: Path, seat: Seat, trace: Sequence[SampleMeta] = ()
+) -> Iterator[tuple[RunSpec, RunFolder, int, torch.device, PlanStep]]:
+    """Join the ranks that train, as one of them. What is done there ends with a meeting of all ranks. A
+    `trace` takes the place of datasets.
+    """
     config, rank, world = seat.config, seat.rank, seat.world
     assert rank is not None
     if world > 1:
         _check_secret()
     check_trainable(config)
-    spec = prepare_run(config, world)
+    spec = prepare_run(config, world, trace)
     for line in spec.choice.lines() if spec.choice and rank == 0 else ():
         print(line, file=sys.stderr, flush=True)
     planner = replace(spec.planner, admit=partial(check_rank, spec, rank))

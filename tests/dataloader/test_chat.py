@@ -70,6 +70,36 @@ def test_what_has_no_sound_mask_is_refused(template, talk, message):
         ChatTemplate(template, {}).targets(talk, SPECIAL)
 
 
+TURNS = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, asked",
+    [
+        (CHATML, "<|im_start|>user\ntwo and two?<|im_end|>\n<|im_start|>assistant\n"),
+        # What a model for prompts is given may be other than what it learns from.
+        (
+            TURNS + "{% if add_generation_prompt %}[assistant] <think>{% endif %}",
+            "[user] two and two?<|im_end|>\n[assistant] <think>",
+        ),
+        (BLOCKS, "<|im_start|>user\ntwo and two?<|im_end|><|im_start|>assistant\n"),
+        (TURNS, "[user] two and two?<|im_end|>\n[assistant] "),
+        # White space alone begins no turn: a word and the space before it are one token.
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}"
+            " {{ m.content }}<|im_end|>{% endif %}{% endfor %}",
+            "[INST] two and two? [/INST]",
+        ),
+    ],
+    ids=["prompts", "other prompts", "blocks", "no prompts", "white space"],
+)  # fmt: skip
+def test_a_prompt_ends_where_the_model_goes_on(template, asked):
+    chat = ChatTemplate(template, {})
+    assert chat.prompt(TALK[:1]) == asked
+    assert chat.closing(TALK[:1], SPECIAL) == "<|im_end|>"
+    assert chat.closing(TALK[:1], ()) is None
+
+
 def test_what_templates_expect_is_there():
     template = "{{ strftime_now('%d %b %Y') }} {{ messages[0] | tojson }} {{ bos_token }}{% break %}"
     template = "{% for m in messages %}" + template + "{% endfor %}"

@@ -170,6 +170,7 @@ def test_what_is_run_as_a_module_is_guarded():
         "omni/__main__.py",
         "omni/calibration/worker.py",
         "omni/doctor/worker.py",
+        "omni/training/of_checkpoint.py",
         "omni/training/worker.py",
         "omni/training/parity.py",
     ],
@@ -194,6 +195,7 @@ def test_entry_points_are_all_in_the_list_above():
         "omni/__main__.py",
         "omni/calibration/worker.py",
         "omni/doctor/worker.py",
+        "omni/training/of_checkpoint.py",
         "omni/training/worker.py",
         "omni/training/parity.py",
     }

@@ -97,7 +97,7 @@ def test_a_stage_does_not_keep_its_checkpoints_among_those_of_its_run(saved, tmp
     stage = configured("train.checkpoint_dir=null")
     assert stage.start == StartConfig(f"{kept}/step_00000007", cursor=56)
     assert (stage.train.checkpoint_dir, stage.run.dir) == (None, str(tmp_path / "stage"))
-    with pytest.raises(ConfigError, match="no such checkpoint to fork; there are: step_00000007"):
+    with pytest.raises(ConfigError, match="no such checkpoint; there are: step_00000007"):
         configured("--step", "8")
 
 

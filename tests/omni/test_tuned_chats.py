@@ -1,6 +1,11 @@
-"""A published folder, weights and tokenizer, trains on chats: the first loss is transformers' own."""
+"""A published folder, weights and tokenizer, trains on chats and answers them: the first loss and the answers
+are transformers' own.
+"""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +20,9 @@ from infra.run_folder import read_metrics
 from omni.__main__ import main
 
 TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-TEMPLATE = "{% for message in messages %}" + TURN + "{% endfor %}"
+BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TEMPLATE = "{% for message in messages %}" + TURN + "{% endfor %}" + BEGUN
+TOKENS = 24
 CHATS = (("Two and two?", "two and two is four"), ("hello there", "how are you?"), ("the answer?", "four"))
 
 
@@ -36,10 +43,27 @@ def plain_loss(model: torch.nn.Module, folder: Path) -> float:
     return float(torch.cat(losses).mean())
 
 
+def plain_answers(folder: Path) -> list[tuple[str, int]]:
+    """What transformers answers to the questions, and in how many tokens, without any code of ours."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    file = str(folder / "tokenizer.json")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file, chat_template=TEMPLATE)
+    ends = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    answers = []
+    for asked, _ in CHATS:
+        turn = [{"role": "user", "content": asked}]
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        more = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": ends, "pad_token_id": 0}
+        new = model.generate(ids, **more)[0, ids.shape[1] :].tolist()
+        answers.append((tokenizer.decode(new, skip_special_tokens=True), len(new)))
+    return answers
+
+
 @pytest.mark.slow  # it starts a run
 def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -> None:
     folder, run = tmp_path / "published", tmp_path / "run"
-    model = make("qwen2", folder, vocab_size=320)
+    model = make("qwen2", folder, vocab_size=320, initializer_range=0.3)
     write_tokenizer(folder, TEMPLATE)
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in CHATS]
     chats = tmp_path / "chats.jsonl"
@@ -58,3 +82,26 @@ def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -
     assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (out / "chat_template.jinja").read_text() == TEMPLATE
+
+    questions, found = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    questions.write_text("".join(json.dumps({"messages": of[:1]}) + "\n" for of in turns))
+    generate = ["generate", str(run), "--messages", str(questions), "--tokens", str(TOKENS)]
+    assert main([*generate, "--out", str(found), "layout.llm.tp=1", "layout.llm.pp=2"]) == 0
+    answers = [json.loads(line) for line in found.read_text().splitlines()]
+    expected = plain_answers(out)
+    assert [(of["answer"], of["tokens"]) for of in answers] == expected
+    assert len({text for text, _ in expected}) == len(CHATS)
+    # Too little time is told by the exit code, and a signal is heeded.
+    assert main([*generate, "train.generate_s=1e-9"]) == 1
+    questions.write_text(questions.read_text() * 200)
+    command = [sys.executable, "-m", "omni", *generate, "launch.ranks=1", "layout.llm.tp=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert any("generating texts" in line for line in running.stdout)
+            running.send_signal(signal.SIGTERM)
+            said, _ = running.communicate(timeout=120)
+        finally:
+            running.kill()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert "of 600 of answers: SIGTERM" in said
