@@ -1,14 +1,24 @@
-"""`omni parity`: loss, norms and every gradient of a candidate configuration against a reference."""
+"""`omni parity`: loss, norms and every gradient of a candidate configuration against a reference, or loss and
+logits of a configuration against transformers' model of the same folder.
+"""
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omni.commands._shared import add_config_dir
 from omni.config import ConfigError
 
+if TYPE_CHECKING:
+    from omni.config import Config
+    from omni.planning.run_spec import RunSpec
+    from omni.training.parity import Difference, Measurement
+
 NUM_SHOWN = 8
+NUM_SAMPLES = 8  # of a step, unless its size is given
 _DESCRIPTION = """\
 Runs both configurations in fp32 from the same weights on the same samples and compares the loss, the squared
 gradient norm of each component and every gradient of the first step, then the weights after --steps steps.
@@ -16,6 +26,13 @@ Overrides as for `omni train`, the reference's before `--`, the candidate's afte
 applies to both.
 
   omni parity --steps 3 launch.ranks=1 -- launch.ranks=2 layout=pp2
+
+With --against FOLDER of published weights, one configuration begins with them, and the loss of its first step
+and logits at each position of its samples are compared with what transformers computes on this machine's CPU
+of each sample alone: the model, the tokens, the targets and the layout are then right together. The step
+takes 8 samples unless its size is given. It needs the package transformers.
+
+  omni parity --against models/qwen ~experiment +data.sources.mine.path=data/mine layout.llm.tp=2
 """
 
 
@@ -24,12 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps before weights are compared")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with transformers instead")
     add_config_dir(parser)
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="REFERENCE ... -- CANDIDATE ...")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure both, print the worst differences, return 0 if all are within tolerance."""
+    if arguments.against is not None:
+        return _against(arguments.against, arguments.overrides, arguments.config_dir)
     reference, separator, candidate = _split(arguments.overrides)
     if not separator:
         print("error: give the candidate's overrides after --", file=sys.stderr)
@@ -49,17 +69,22 @@ def _split(overrides: list[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _compare(reference: list[str], candidate: list[str], steps: int, config_dir: str | None) -> int:
-    from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Difference, compare, compare_weights
+    from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, compare, compare_weights
 
     with tempfile.TemporaryDirectory() as folder:
         one, longest = _measure(reference, steps, Path(folder) / "reference", config_dir)
         two, _ = _measure(candidate, steps, Path(folder) / "candidate", config_dir, longest)
-    failed = False
-    for title, differences, tolerance in (
+    return _verdict(
         ("loss, squared norms and gradients of step 1", compare(one, two), TOLERANCE),
         (f"weights after {steps} steps", compare_weights(one, two), WEIGHT_TOLERANCE),
-    ):
-        bad: list[Difference] = [d for d in differences if not d.relative <= tolerance]
+    )
+
+
+def _verdict(*compared: "tuple[str, list[Difference], float]") -> int:
+    """Print the worst differences of each title; return 1 if any is beyond its tolerance."""
+    failed = False
+    for title, differences, tolerance in compared:
+        bad = [d for d in differences if not d.relative <= tolerance]
         failed |= bool(bad)
         print(f"{title}: {len(differences)} compared, {len(bad)} beyond {tolerance:g}; the worst:")
         for difference in differences[:NUM_SHOWN]:
@@ -68,33 +93,76 @@ def _compare(reference: list[str], candidate: list[str], steps: int, config_dir:
     return int(failed)
 
 
-def _measure(  # type: ignore[no-untyped-def]
-    overrides: list[str], steps: int, path: Path, config_dir: str | None, longest: int | None = None
-):
-    """Measure a configuration, of which no sample is longer than `longest` unless it says so itself; also
-    return how long one may be.
+def _against(published: Path, overrides: list[str], config_dir: str | None) -> int:
+    """Measure a configuration that begins with a folder's weights, and what transformers makes of them."""
+    from omni.compose import compose_config
+    from omni.training.against import FILE, TOLERANCE, compare, load, theirs
+    from omni.training.parity import OVERRIDES
+
+    try:
+        if importlib.util.find_spec("transformers") is None:
+            raise ConfigError(
+                f"--against {published} takes the package transformers: pip install 'omni-train[open]'"
+            )
+        own = [f"start.weights='{published.absolute()}'", "train.steps=1"]
+        with tempfile.TemporaryDirectory() as folder:
+            config = compose_config([*overrides, *OVERRIDES, *own, f"run.dir={folder}/run"], config_dir)
+            if config.model.encoders:
+                raise ConfigError(
+                    f"model.encoders has {', '.join(config.model.encoders)}, and {published} is a model of "
+                    f"text: leave encoders out"
+                )
+            if config.data.step_tokens is config.data.step_samples is None:
+                config.data.step_samples = NUM_SAMPLES
+            _launch(config, "omni.training.against")
+            loss, scored = load(Path(config.run.dir) / FILE)
+            differences = compare(loss, scored, theirs(published))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tokens = sum(len(sample.ids) for sample in scored)
+    return _verdict((f"first loss, and logits at {tokens} tokens", differences, TOLERANCE))
+
+
+def _launch(config: "Config", module: str) -> "RunSpec":
+    """Run a measurement's ranks to their end. Return what they ran.
+
+    Raises:
+        ConfigError: if it is refused, or a rank failed.
     """
     from omegaconf import OmegaConf
 
     from infra.launch import launch_local
     from infra.run_folder import RunFolder, write_text
-    from omni.compose import compose_config
     from omni.planning.layouts import count_ranks
     from omni.planning.prepare import prepare_run
     from omni.planning.trainable import check_trainable
+    from omni.training.start import check_start
+
+    check_trainable(config)
+    ranks = count_ranks(config.launch)
+    spec = prepare_run(config, ranks)
+    check_start(spec)
+    folder = RunFolder.create(Path(config.run.dir))
+    write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(spec.config), resolve=True))
+    code = launch_local(folder.config, ranks, module)
+    if code:
+        raise ConfigError(f"the ranks of the measurement failed with exit code {code}: see above")
+    return spec
+
+
+def _measure(
+    overrides: list[str], steps: int, path: Path, config_dir: str | None, longest: int | None = None
+) -> "tuple[Measurement, int]":
+    """Measure a configuration, of which no sample is longer than `longest` unless it says so itself; also
+    return how long one may be.
+    """
+    from omni.compose import compose_config
     from omni.training.parity import FILE, OVERRIDES, load
 
     own = [*OVERRIDES, f"run.dir={path}", f"train.steps={steps}", "optim.warmup_steps=0"]
     config = compose_config([*overrides, *own], config_dir)
-    check_trainable(config)
-    ranks = count_ranks(config.launch)
     if config.data.sample_tokens is None:
         config.data.sample_tokens = longest
-    spec = prepare_run(config, ranks)
-    config = spec.config
-    folder = RunFolder.create(path)
-    write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
-    code = launch_local(folder.config, ranks, "omni.training.parity")
-    if code:
-        raise ConfigError(f"the measurement of {' '.join(overrides)} failed with exit code {code}")
+    spec = _launch(config, "omni.training.parity")
     return load(path / FILE), spec.planner.world.budget.longest

@@ -16,10 +16,9 @@ from dataloader.reader import Reader
 from dataloader.tokens import SampleMeta, fit, length, tokenize
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
-from omni.training.forward import ForwardPasses, grouped
+from omni.training.forward import ForwardPasses, grouped, of_domain
 from omni.training.generate import FreeGeneration, Prompt, Stop
 from parallel.control import Control
-from pipeline.plan import StepPlan
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Evaluator:
             domains = self.spec.arrangement.num_domains
             plan = self.spec.planner.evaluation(step, group, domains, self.rank.domain)
             self.spec.planner.verify(plan)
-            domain, own = plan.domain, _own(plan, group)
+            domain, own = plan.domain, of_domain(plan, group)
             texts = {i: self._text(source, own[i]) for i in self.rank.assembler.texts(domain)}
             for _, inputs, losses in self.passes.run(plan, own, texts, predict=False):
                 if domain.reports(self.rank.position):
@@ -118,9 +117,3 @@ class Evaluator:
     def _text(self, source: str, meta: SampleMeta) -> TextArrays:
         sample = self.readers[source].read(meta.id, text=True, items=False)
         return tokenize(sample, meta, self.spec.tokenizer)
-
-
-def _own(plan: StepPlan, metas: Sequence[SampleMeta]) -> list[SampleMeta]:
-    """The samples of a plan's domain, of all that were planned, in its order."""
-    replicas = plan.group.replicas[plan.number - plan.group.first]
-    return [metas[n] for n in sorted(n for replica in replicas for n in replica)]

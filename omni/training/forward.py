@@ -5,6 +5,7 @@ They go the way training goes, planner → verifier → engine, and keep nothing
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from omni.rank.step import execute
 from parallel.memory import Continued
 from pipeline.domain_plan import Microbatch
 from pipeline.plan import StepPlan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,9 @@ def grouped(metas: Sequence[SampleMeta], tokens: int, more: int = 0) -> list[lis
         groups[-1].append(number)
         used += size
     return groups
+
+
+def of_domain(plan: StepPlan, values: Sequence[T]) -> list[T]:
+    """Those of a plan's domain, in its order, of the values of all samples that were planned."""
+    replicas = plan.group.replicas[plan.number - plan.group.first]
+    return [values[n] for n in sorted(n for replica in replicas for n in replica)]

@@ -27,6 +27,7 @@ NOT_RUN = {
     "omni train '~experiment' start.weights=": "needs a published model: tests/omni/test_open_models.py",
     "omni train experiment=mine 'data.tokenizer=": "needs a tokenizer of one: tests/omni/test_tuned_chats.py",
     "omni generate runs/tuned": "needs a published model: tests/omni/test_tuned_chats.py",
+    "omni parity --against models/qwen": "needs a published model: tests/omni/test_against.py",
     "omni checkpoint export runs/tuned": "needs a published model: tests/omni/test_open_models.py",
     "omni train -m hydra/launcher=slurm": "needs Slurm: tests/e2e/test_slurm.py",
     "omni train -m hydra/launcher=ray": "needs Ray: tests/e2e/test_ray.py",

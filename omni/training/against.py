@@ -1,0 +1,206 @@
+"""A configuration against transformers' own model of the same folder: the loss of its first step, and logits.
+
+The ranks of a run begin with the folder's weights and compute their first step; then they score the step's
+samples by passes that go the way training goes, several times, each with other labels at every position. A
+loss is log Σ exp(logits) - logit of the label, so what is compared are log-probabilities, of the token that
+comes and of others drawn at random, at every position, under any layout, and no rank holds all logits.
+
+Invariant: the loss differs by at most TOLERANCE of itself, log-probabilities by at most TOLERANCE of the
+largest logit. transformers computes each sample alone, unpacked, in fp32, in one process, afterwards.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infra.lineage import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()  # before the imports that take seconds
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from dataloader.loader import TextArrays
+from dataloader.tokens import SampleMeta, tokenize
+from infra.run_folder import RunFolder
+from omni.config import ConfigError
+from omni.planning.plan_process import PlanStep
+from omni.planning.run_spec import RunSpec
+from omni.training.forward import ForwardPasses, grouped, of_domain
+from omni.training.parity import Difference
+from omni.training.trainer import Trainer
+from pipeline.plan import StepPlan
+
+TOLERANCE = 1e-5
+OTHERS = 3  # labels that are drawn for each position, beside the token that comes
+FILE = "against.pt"
+_QUANTISED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sample of T tokens: input `ids` and `labels` int64 [T], which `targets` count bool [T], and the
+    losses [1 + OTHERS, T] of its labels and of those drawn.
+    """
+
+    ids: Ints
+    labels: Ints
+    targets: npt.NDArray[np.bool_]
+    losses: npt.NDArray[np.float32]
+
+
+def drawn(number: int, tokens: int, vocab: int) -> Ints:
+    """Labels for a sample, by its number in the step, int64 [OTHERS, T]: the same on every rank."""
+    return np.random.default_rng(number).integers(vocab, size=(OTHERS, tokens))
+
+
+def measure(
+    spec: RunSpec, folder: RunFolder, rank: int, device: torch.device, plan_step: PlanStep | None = None
+) -> tuple[float, list[Scored]] | None:
+    """Compute the loss of the first step and score its samples, on rank 0; None on other ranks."""
+    trainer = Trainer(spec, folder, rank, device, plan_step)
+    trainer.restore()
+    with trainer.ahead() as ahead:
+        done = trainer.run_step(trainer.begin(ahead, 1))
+    taken = done.prepared.plan.taken
+    metas = [spec.planner.world.meta_of(taken, number) for number in range(len(taken))]
+    found = _scored(trainer, metas)
+    trainer.control.barrier("the end")
+    trainer.close()
+    return None if found is None else (done.totals.loss, found)
+
+
+def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | None:
+    spec, rank = trainer.spec, trainer.rank
+    vocab, texts = spec.config.model.llm.vocab, []
+    assert vocab is not None, "a folder says it"
+    for meta in metas:
+        sample = trainer.readers[meta.source].read(meta.id, text=True, items=False)
+        texts.append(tokenize(sample, meta, spec.tokenizer))
+    labels = [
+        np.concatenate([own[None], drawn(number, len(own), vocab)])
+        for number, (_, own, _) in enumerate(texts)
+    ]
+    passes, at_once = ForwardPasses(spec, rank, trainer.readers), 4 * spec.config.data.microbatch_tokens
+    pieces: list[tuple[int, int, int, npt.NDArray[np.float32]]] = []  # sample, row of labels, first, losses
+    for numbers in grouped(metas, at_once * spec.layout.dp):
+        group = [metas[n] for n in numbers]
+        plan = spec.planner.evaluation(1, group, spec.arrangement.num_domains, rank.domain)
+        spec.planner.verify(plan)
+        own = of_domain(plan, numbers)
+        for row in range(1 + OTHERS):
+            arrays = {
+                i: (texts[n][0], labels[n][row], np.ones(len(texts[n][0]), np.bool_))
+                for i, n in enumerate(own)
+            }
+            pieces += [
+                (own[sample], row, first, losses)
+                for sample, first, losses in _losses(passes, plan, [metas[n] for n in own], arrays)
+            ]
+    gathered: list[Any] | None = [None] * spec.arrangement.world if rank.is_first else None
+    dist.gather_object(pieces, gathered, group=rank.groups.world, group_dst=0)
+    if gathered is None:
+        return None
+    full = [np.full(of.shape, np.nan, np.float32) for of in labels]
+    for number, row, first, losses in (piece for of_rank in gathered for piece in of_rank):
+        full[number][row, first : first + len(losses)] = losses
+    return [Scored(*text, losses) for text, losses in zip(texts, full, strict=True)]
+
+
+def _losses(
+    passes: ForwardPasses, plan: StepPlan, metas: Sequence[SampleMeta], texts: Mapping[int, TextArrays]
+) -> Iterator[tuple[int, int, npt.NDArray[np.float32]]]:
+    """Losses of neighbouring tokens, where this rank reports them: their sample, their first, and they."""
+    domain, rank = plan.domain, passes.rank
+    found = passes.run(plan, metas, texts, predict=False)
+    for batch, inputs, losses in found if domain.reports(rank.position) else ():
+        assert inputs.weights is not None
+        # Targets are gathered in the order of pieces, with padding between those of tp ranks.
+        real = losses[inputs.weights > 0].float().cpu().numpy()
+        for piece in rank.assembler.pieces(domain, batch):
+            size = piece.stop - piece.start
+            yield piece.sample, piece.start, real[:size]
+            real = real[size:]
+        assert not len(real)
+
+
+def compare(loss: float, scored: Sequence[Scored], model: torch.nn.Module) -> list[Difference]:
+    """Differences of the loss and of the log-probabilities of each sample, the worst first, from what a model
+    of transformers computes.
+
+    Raises:
+        AssertionError: if a token was scored by no rank.
+    """
+    total, targets, largest = 0.0, 0, 0.0
+    apart = []
+    for number, sample in enumerate(scored):
+        assert not np.isnan(sample.losses).any(), f"tokens of sample {number} were scored by no rank"
+        with torch.no_grad():
+            logits = model(torch.from_numpy(sample.ids)[None]).logits[0].double()
+        largest = max(largest, float(logits.abs().max()))
+        labels = np.concatenate([sample.labels[None], drawn(number, len(sample.ids), logits.shape[-1])])
+        theirs = logits.logsumexp(-1) - logits.gather(1, torch.from_numpy(labels).T).T
+        total += float(theirs[0][torch.from_numpy(sample.targets)].sum())
+        targets += int(sample.targets.sum())
+        apart.append(float((torch.from_numpy(sample.losses).double() - theirs).abs().max()))
+    of_logits = [Difference(f"logits of sample {n}", away / largest) for n, away in enumerate(apart)]
+    mean = total / targets
+    of_loss = Difference(f"first loss, {loss:.6f} and {mean:.6f}", abs(loss / mean - 1))
+    return [of_loss, *sorted(of_logits, key=lambda of: -of.relative)]
+
+
+def theirs(folder: Path) -> torch.nn.Module:
+    """transformers' model of a folder, in fp32, by no code but its own; quantised weights made full numbers.
+
+    Raises:
+        ConfigError: saying what transformers said, if it cannot load it.
+    """
+    import transformers
+
+    more: dict[str, Any] = {}
+    try:
+        said = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        quantised = getattr(said, "quantization_config", None)
+        if quantised is not None:
+            kind = getattr(transformers, _QUANTISED[quantised["quant_method"]])
+            more["quantization_config"] = kind(dequantize=True)
+        found: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **more
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"transformers {transformers.__version__} cannot load {folder}: {error}") from error
+    return found.eval()
+
+
+def load(path: Path) -> tuple[float, list[Scored]]:
+    """Read what ranks have measured."""
+    loss, scored = torch.load(path, weights_only=True)
+    return loss, [Scored(*(tensor.numpy() for tensor in of)) for of in scored]
+
+
+def main(config_path: Path) -> None:
+    """One rank of a measurement, as torchrun starts it."""
+    from omni.compose import load_config
+    from omni.training.seats import find_seat
+    from omni.training.worker import joined
+
+    seat = find_seat(load_config(config_path), RunFolder(config_path.parent))
+    with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
+        measured = measure(spec, folder, rank, device, plan_step)
+        if measured is not None:
+            loss, scored = measured
+            tensors = [[torch.from_numpy(array) for array in vars(of).values()] for of in scored]
+            torch.save((loss, tensors), folder.path / FILE)
+
+
+if __name__ == "__main__":
+    from omni.training.worker import exit_with
+
+    exit_with(main, Path(sys.argv[1]))
