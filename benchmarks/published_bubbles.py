@@ -57,7 +57,7 @@ def domain_of(stages: int, parts: int, microbatches: int) -> DomainPlan:
         party=1,
         llm=0,
         homes=((0, stages),),
-        samples=tuple(PlannedSample("text", m, 1) for m in range(microbatches)),
+        samples=tuple(PlannedSample("text", m, 1, ((0, 1),)) for m in range(microbatches)),
         microbatches=tuple(Microbatch((m,), layout, ((),)) for m in range(microbatches)),
         items=(),
         chunks=(),

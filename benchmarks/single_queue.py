@@ -52,7 +52,7 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
         party=tp,
         llm=1,
         homes=((0, size), (0, size)),
-        samples=tuple(PlannedSample("made up", m, LENGTH) for m in range(num_microbatches)),
+        samples=tuple(PlannedSample("made up", m, LENGTH, ((0, LENGTH),)) for m in range(num_microbatches)),
         microbatches=tuple(
             Microbatch((m,), SequenceLayout.whole([LENGTH], [0], 1), ((),)) for m in range(num_microbatches)
         ),

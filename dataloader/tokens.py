@@ -74,6 +74,21 @@ def item_row_offsets(meta: SampleMeta) -> tuple[int, ...]:
     return tuple(offsets)
 
 
+def target_runs(meta: SampleMeta) -> tuple[tuple[int, int], ...]:
+    """Runs [start, stop) of a sample's LLM input tokens whose next token carries loss, where all its text is
+    target text: as the mask of `tokenize` then says.
+    """
+    runs = []
+    at, seen = meta.frame.bos - 1, 0  # the token before a stretch of text, and text tokens before it
+    for item in meta.items:
+        last = at + item.at - seen
+        runs.append((at, last))
+        at, seen = last + item.rows + meta.frame.end_of_item, item.at
+    ends = meta.frame.eos and not meta.truncated
+    runs.append((at, at + meta.text_tokens - seen + ends))
+    return tuple((max(0, start), stop) for start, stop in runs if max(0, start) < stop)
+
+
 def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     """The sample as it is trained on when a sequence may have at most `budget` input tokens.
 

@@ -17,11 +17,14 @@ from pipeline.ops import BACKWARDS, Kind, Op
 
 @dataclass(frozen=True)
 class PlannedSample:
-    """A sample of the step: where it comes from and its tokens in the LLM after any truncation."""
+    """A sample of the step: where it comes from and its tokens in the LLM after any truncation; `targets` are
+    the runs [start, stop) of them whose next token carries loss, as if all text were target text.
+    """
 
     source: str
     id: int
     length: int
+    targets: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

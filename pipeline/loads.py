@@ -1,6 +1,5 @@
 """What compute ops process on a rank: from a domain's plan to the loads that parts state their work for."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,7 @@ def pass_load(
         windowed=None if within is None else seen(within, part.head_dim, messages),
         squares=batch.share(member).squares,
         sequences=_sequences(batch.layout.shards, member),
-        targets=_targets(domain, batch, m, member) if losses else 0,
+        targets=_targets(domain, batch, member) if losses else 0,
         routed=tuple(
             batch.layout.padded_tokens(domain.member(at), tp) // tp for at in range(first, first + part.ep)
         ),
@@ -53,43 +52,26 @@ def _sequences(shards: Sequence[Sequence[Shard]], rank: int) -> int:
     return sum(any(shard.member == rank and shard.length for shard in of) for of in shards)
 
 
-def _targets(domain: DomainPlan, batch: Microbatch, m: int, member: int) -> int:
-    """Positions that give losses, padded to one number on every tensor-parallel rank and summed over them.
-
-    As if all text were target text: a token counts unless a row of an item or the end of an item follows.
-    """
+def _targets(domain: DomainPlan, batch: Microbatch, member: int) -> int:
+    """Positions that give losses, padded to one number on every tensor-parallel rank and summed over them."""
     share = batch.layout.padded_tokens(member, domain.tp) // domain.tp
     counts = [0] * domain.tp
-    blank = _without_target(domain, m)
-    starts = [start for start, _ in blank]
-    at, begin = 0, 0
-    for shards, length in zip(batch.layout.shards, batch.layout.lengths, strict=True):
+    at = 0
+    for sample, shards in zip(batch.samples, batch.layout.shards, strict=True):
         for shard in shards:
             if shard.member != member:
                 continue
-            first, last = begin + shard.start, begin + shard.start + shard.length
-            _count(counts, share, at, shard.length, 1)
-            for start, stop in blank[max(0, bisect_right(starts, first) - 1) :]:
-                if start >= last:
-                    break
-                low, high = max(start, first), min(stop, last)
-                _count(counts, share, at + low - first, high - low, -1)
+            for start, stop in domain.samples[sample].targets:
+                low, high = max(start, shard.start), min(stop, shard.start + shard.length)
+                _count(counts, share, at + low - shard.start, high - low)
             at += shard.length
-        begin += length
     return max(counts) if domain.tp == 1 else domain.tp * max(1, *counts)
 
 
-def _without_target(domain: DomainPlan, m: int) -> list[tuple[int, int]]:
-    """Runs of the packed axis of microbatch `m` whose next token is of an item, in order."""
-    items = sorted(item.start for item in domain.items if item.microbatch == m)
-    rows = {item.start: item.rows for item in domain.items if item.microbatch == m}
-    return [(start - 1, start + rows[start]) for start in items]
-
-
-def _count(counts: list[int], share: int, start: int, length: int, sign: int) -> None:
-    """Add a run of a member's tokens to the parts that hold it."""
+def _count(counts: list[int], share: int, start: int, length: int) -> None:
+    """Add a run of a member's tokens, if there is one, to the parts that hold it."""
     while length > 0:
         part, local = divmod(start, share)
         step = min(length, share - local)
-        counts[part] += sign * step
+        counts[part] += step
         start, length = start + step, length - step

@@ -70,9 +70,10 @@ class Taken:
         """Tokens of the step in the LLM."""
         return sum(self.lengths)
 
-    def sample(self, number: int) -> PlannedSample:
-        """Return one sample."""
-        return PlannedSample(self.sources[self.source[number]], self.ids[number], self.lengths[number])
+    def sample(self, number: int, targets: tuple[tuple[int, int], ...]) -> PlannedSample:
+        """Return one sample, whose `targets` its metadata tells."""
+        source = self.sources[self.source[number]]
+        return PlannedSample(source, self.ids[number], self.lengths[number], targets)
 
 
 @dataclass(frozen=True)

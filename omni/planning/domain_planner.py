@@ -216,7 +216,7 @@ class DomainPlanner:
         )
         after = replace(
             domain,
-            samples=tuple(replace(domain.samples[i], length=1) for i in lasting),
+            samples=tuple(replace(domain.samples[i], length=1, targets=()) for i in lasting),
             microbatches=tuple(batches),
             items=(),
             chunks=(),

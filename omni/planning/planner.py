@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dataloader.global_batch import Budget
-from dataloader.tokens import SampleMeta, length
+from dataloader.tokens import SampleMeta, length, target_runs
 from omni.planning.domain_planner import DomainPlanner
 from omni.planning.encoder_memory import check_encoder_bytes
 from omni.planning.group_planner import Group, GroupPlanner
@@ -172,7 +172,7 @@ class Planner:
         own = group.replicas[number - group.domains[0]]
         mine = sorted(i for replica in own for i in replica)
         local = {i: at for at, i in enumerate(mine)}
-        samples = tuple(taken.sample(group.numbers[i]) for i in mine)
+        samples = tuple(taken.sample(group.numbers[i], target_runs(group.metas[i])) for i in mine)
         costliest = max(((group.costs.total_ns[i], group.numbers[i]) for i in mine), default=(0, 0))
         of_group, table = group.plan(place), self.domain.table
 

@@ -76,7 +76,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         sums = [a + b for a, b in zip(sums, planned_sums(spec, plan, counts=True), strict=False)]
         metas = spec.planner.metas_of(plan.domain)
         samples += metas
-        targets += sum(meta.text_tokens + (meta.frame.eos and not meta.truncated) for meta in metas)
+        targets += sum(stop - start for sample in plan.domain.samples for start, stop in sample.targets)
         timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
         if slowest is None or timeline.makespan_ns > slowest[1].makespan_ns:
             slowest = plan, timeline

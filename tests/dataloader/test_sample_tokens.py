@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError, validate_sample
+from dataloader.format import PLACEHOLDER, DataError, Frame, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
 from dataloader.tokenizer import ByteTokenizer, Encoding, get_tokenizer
 from dataloader.tokens import (
@@ -16,6 +16,7 @@ from dataloader.tokens import (
     fit_lengths,
     item_row_offsets,
     length,
+    target_runs,
     text_tokens,
     tokenize,
 )
@@ -124,6 +125,17 @@ def test_truncation_keeps_the_longest_prefix_without_a_cut_item(drawn, budget):
     assert labels.tolist() == [*whole[1:best], BYTES.eos]
     full_mask = tokenize(sample, meta, BYTES)[2]
     assert mask.tolist() == [*full_mask[: best - 1].tolist(), False]
+
+
+@settings(deadline=None)
+@given(samples(), st.integers(1, 40), st.builds(Frame, st.booleans(), st.booleans(), st.booleans()))
+def test_targets_are_known_from_metadata_where_all_text_is_target_text(drawn, budget, frame):
+    sample, rows = replace(drawn[0], targets=None), drawn[1]
+    kept = fit(replace(meta_of(sample, rows), frame=frame), budget, "truncate")
+    if kept is not None:
+        mask = tokenize(sample, kept, BYTES)[2]
+        runs = target_runs(kept)
+        assert [t for start, stop in runs for t in range(start, stop)] == np.flatnonzero(mask).tolist()
 
 
 @st.composite

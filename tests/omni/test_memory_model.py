@@ -99,6 +99,12 @@ CAUSES = {
         [0],
         ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.recompute=full"],
     ),
+    "frozen experts put nothing off": (1, [0], [FROZEN, MOE, "model.llm.recompute=full"]),
+    "the last token of a sample that was cut is no target": (
+        1,
+        [0],
+        ["data.on_long=truncate", "data.microbatch_tokens=100", "model.llm.vocab=8192"],
+    ),
 }
 
 

@@ -29,7 +29,7 @@ from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from pipeline.builders import ENCODE_FIRST
 from pipeline.domain_plan import PlannedSample
-from pipeline.plan import StepPlan
+from pipeline.plan import StepPlan, Taken
 
 BALANCES, DEALS = own(BalancePolicy), own(DealPolicy)
 LONG_STEP = replace(BUDGET, step_tokens=None, step_samples=30)
@@ -38,6 +38,15 @@ LONG_STEP = replace(BUDGET, step_tokens=None, step_samples=30)
 def of_domains(plan: StepPlan) -> list[list[int]]:
     """The samples that a plan's group gives each of its domains, by number in the step."""
     return [sorted(n for replica in replicas for n in replica) for replicas in plan.group.replicas]
+
+
+def named(sample: PlannedSample) -> tuple[str, int, int]:
+    """What the world's level knows of a sample, too."""
+    return sample.source, sample.id, sample.length
+
+
+def taken_at(taken: Taken, number: int) -> tuple[str, int, int]:
+    return named(taken.sample(number, ()))
 
 
 @settings(deadline=None, max_examples=60)
@@ -79,7 +88,7 @@ def test_groups_divide_the_step_as_dealt_and_domains_have_what_their_group_gives
         assert all(dealt[n] == plan.group.number for domain in own for n in domain)
         assert all(len(replicas) == chosen["world"].replicas for replicas in plan.group.replicas)
         # A domain numbers its samples in the order of the step, and each replica trains on its own.
-        assert plan.domain.samples == tuple(taken.sample(n) for n in mine)
+        assert list(map(named, plan.domain.samples)) == [taken_at(taken, n) for n in mine]
         if chosen["llm_sp"] == "uniform":
             replicas = plan.group.replicas[plan.number - plan.group.first]
             replica_of = {mine.index(n): r for r, of in enumerate(replicas) for n in of}
@@ -98,8 +107,8 @@ def test_what_a_step_trains_on_and_its_order_do_not_depend_on_groups(balance, gr
     assert {plan.taken.ids for plan in plans} == {whole.taken.ids}
     assert {plan.taken for plan in plans} == {whole.taken}
     assert {plan.world for plan in plans} == {whole.world}
-    trained = Counter(s for plan in plans for s in plan.domain.samples)
-    assert trained == Counter(map(whole.taken.sample, range(len(whole.taken))))
+    trained = Counter(named(s) for plan in plans for s in plan.domain.samples)
+    assert trained == Counter(taken_at(whole.taken, n) for n in range(len(whole.taken)))
 
 
 @pytest.mark.parametrize("deal_policy", DEALS.values(), ids=list(DEALS))
@@ -112,8 +121,8 @@ def test_a_step_trains_on_the_same_samples_whatever_the_world_the_groups_and_the
         planning = planner(world, budget=LONG_STEP, policies=policies, group_size=group_size)
         plans = list(planning.all_domains(1, 7))
         assert {plan.taken for plan in plans} == {taken}
-        trained = Counter(s for plan in plans for s in plan.domain.samples)
-        assert trained == Counter(map(taken.sample, range(len(taken))))
+        trained = Counter(named(s) for plan in plans for s in plan.domain.samples)
+        assert trained == Counter(taken_at(taken, n) for n in range(len(taken)))
 
 
 def test_dealing_by_cost_is_given_what_samples_cost():
@@ -192,8 +201,7 @@ def test_planning_a_domain_asks_for_nothing_of_other_groups(group_size):
         dealt = deal(plan.taken.lengths, 6, group_size)
         mine = [n for n, group in enumerate(dealt) if group == number // group_size]
         # Once each: the metadata of the group's samples, in the order of the step.
-        own = [plan.taken.sample(n) for n in mine]
-        assert asked == [(sample.source, sample.id) for sample in own]
+        assert asked == [taken_at(plan.taken, n)[:2] for n in mine]
         assert len(asked) < len(plan.taken)
         # The group's samples over its domains, then those of each domain over its replicas.
         assert costed == [len(mine), *map(len, of_domains(plan))]

@@ -287,7 +287,7 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
         party=tp,
         llm=0,
         homes=((0, stages * tp),),
-        samples=tuple(PlannedSample("here", i, n) for i, n in enumerate(lengths)),
+        samples=tuple(PlannedSample("here", i, n, ((0, n),)) for i, n in enumerate(lengths)),
         microbatches=(batch,),
         items=(),
         chunks=(),

@@ -152,7 +152,8 @@ def make_plan(
     texts = [[2] * shape.pool for _ in range(microbatches)]
     items, chunks, lengths = _pack(shape, work, texts)
     batches = tuple(_microbatch(shape, m, lengths[m], cuts) for m in range(microbatches))
-    samples = tuple(PlannedSample("text", i, n) for i, n in enumerate(n for of in lengths for n in of))
+    every = [n for of in lengths for n in of]
+    samples = tuple(PlannedSample("text", i, n, ((0, n),)) for i, n in enumerate(every))
     trained = [number for number, name in enumerate(COMPONENTS) if train and name not in frozen]
     domain = DomainPlan(
         team=shape.team,
