@@ -160,7 +160,7 @@ class ExpertStack:
                 *self.dense.sums(load.tokens, grad, forward=False, halves=self._halves),
                 *((*back, *self._routed(load, forward=False)) if inputs else ()),
             ),
-            kept=self._kept_for_weights(load) if grad is Grad.INPUT else 0,
+            kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
             workspace=self._workspace(load) if inputs else self._largest_weight(),
             launches=again.launches + self.layers * (inputs + weights),
             dispatches=again.dispatches + self.layers * (inputs + weights),
@@ -301,9 +301,11 @@ class ExpertStack:
         """
         row, out = self.dense.hidden * self.element, self.stream(load.tokens)
         rows = self._received(load)
-        expert = (-(-rows // self.local) + self.dense.hidden) * self.ffn * self.element
+        each = -(-rows // self.local) * self.ffn
+        expert = 0 if load.frozen else (each + self.dense.hidden * self.ffn) * self.element
         # Products are weighed in fp32: gradients of the weighed product, of the product and of its weight.
-        weighed = -(-rows // self.local) * self.ffn * 3 * FP32
+        # The last, in half precision, stands where the second linear's input was, if that was kept.
+        weighed = each * (3 * FP32 + self.element * load.frozen)
         start = rows * row + max(rows * row, expert, weighed)
         if self.dense.delta is not None:
             start = max(start, self.dense.delta.workspace(load, self.tp))
