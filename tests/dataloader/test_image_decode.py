@@ -2,6 +2,7 @@ import io
 import re
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image, ImageOps
 from dataloader import decode
 from dataloader.decode import decode_image, read_image_size
 from dataloader.format import Item, SampleError
+from dataloader.image_header import read_jpeg_frame
 
 
 def pillow_item(image, kind):
@@ -188,6 +190,94 @@ def test_corrupt_wrong_size_and_wrong_format():
     middle = len(item.data) // 2
     with pytest.raises(SampleError):
         decode_image(replace(item, data=item.data[:middle] + b"\0" * 9 + item.data[middle + 9 :]))
+
+
+def jpeg_header(height, width, sof=0xC0):
+    """A grey JPEG of 8x8 pixels whose header says another size."""
+    buffer = io.BytesIO()
+    Image.new("L", (8, 8)).save(buffer, "JPEG")
+    data = bytearray(buffer.getvalue())
+    at = data.index(b"\xff\xc0")
+    data[at + 1] = sof
+    data[at + 5 : at + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    return bytes(data)
+
+
+def png_header(height, width):
+    data = bytearray(image_item(8, 8).data)
+    data[16:24] = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize("stated", [(64, 64), (12_000, 12_000)])
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_a_header_of_more_than_its_bytes_can_hold_is_refused_before_anything_is_decoded(
+    kind, stated, monkeypatch
+):
+    data = (jpeg_header if kind == "jpeg" else png_header)(12_000, 12_000)
+    assert len(data) < 700
+
+    def decoded(*given, **named):
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(decode, "_decode_jpeg", decoded)
+    monkeypatch.setattr(decode, "_decode_pillow", decoded)
+    why = r"12000x12000 pixels, which take \d+ bytes at least" if stated[0] > 64 else r"says \(64, 64\)"
+    with pytest.raises(SampleError, match=why):
+        decode_image(Item("image", kind, stated, data))
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"optimize": True}])
+def test_pictures_of_one_colour_are_larger_than_the_least_that_is_asked_of_them(options):
+    buffer = io.BytesIO()
+    Image.new("L", (4000, 3000)).save(buffer, "JPEG", quality=1, **options)
+    assert decode_image(Item("image", "jpeg", (3000, 4000), buffer.getvalue())).shape == (3000, 4000, 1)
+    buffer = io.BytesIO()
+    Image.new("1", (4000, 3000)).save(buffer, "PNG", compress_level=9)
+    assert decode_image(Item("image", "png", (3000, 4000), buffer.getvalue())).shape == (3000, 4000, 1)
+
+
+def test_an_empty_file_says_so():
+    with pytest.raises(SampleError, match="the image has no bytes"):
+        decode_image(Item("image", "jpeg", (8, 8), b""))
+    with pytest.raises(SampleError, match="the image has no bytes"):
+        read_image_size(b"")
+
+
+def test_16_bit_colours_keep_their_upper_bits():
+    rows = b"".join(b"\0" + b"\xab\x12\x34\x56\x00\xff" * 4 for _ in range(4))
+    header = (4).to_bytes(4, "big") * 2 + bytes([16, 2, 0, 0, 0])
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(of).to_bytes(4, "big") + name + of + zlib.crc32(name + of).to_bytes(4, "big")
+        for name, of in chunks
+    )
+    decoded = decode_image(Item("image", "png", (4, 4), data))
+    assert decoded.reshape(-1, 3).tolist() == [[0xAB, 0x34, 0x00]] * 16
+
+
+def test_of_an_animation_the_first_picture_is_shown():
+    frames = [Image.new("RGB", (6, 4), colour) for colour in ((200, 0, 0), (0, 200, 0))]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "PNG", save_all=True, append_images=frames[1:])
+    assert Image.open(buffer).n_frames == 2
+    decoded = decode_image(Item("image", "png", (4, 6), buffer.getvalue()))
+    assert (decoded == (200, 0, 0)).all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"icc_profile": b"p" * 200}, {"comment": b"hello"}])
+def test_a_bare_header_is_read_as_pillow_reads_it(extra):
+    data = noisy_jpeg(**extra)
+    frame = read_jpeg_frame(data)
+    assert frame == ((48, 64), 3, True, True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for other in ({"exif": exif}, {"xmp": b'<x tiff:Orientation="6"/>'}):
+        assert not read_jpeg_frame(noisy_jpeg(**extra, **other)).bare
+    start = data.index(b"\xff\xda")
+    for cut in range(start):
+        assert read_jpeg_frame(data[:cut]) is None
 
 
 def test_read_image_size():
