@@ -36,7 +36,9 @@ _OWN_KEY = re.compile(r"(?<![\w.])encoder\.(?=\w)")
 
 @dataclass(frozen=True)
 class ItemArrays:
-    """An item ready for its encoder: `values` [T, ...] float32 and integer `positions` [T, A]."""
+    """An item ready for its encoder: `values` [T, ...] float32, or of any type that its `transfer` takes, and
+    integer `positions` [T, A].
+    """
 
     values: "np.ndarray"
     positions: "np.ndarray"
@@ -65,6 +67,10 @@ class Encoder(Protocol):
     `attach` names the attach points of its rows: ("llm.embed",), where they replace the embeddings of an
     item's placeholders, or several such as ("llm.embed", "llm.layers.2"). It puts out as many rows for each
     of them, one point after the other; those of a layer are added to its input.
+
+    What `preprocess` returns goes to the device as it is, unless the encoder has `transfer(values, device)`,
+    which brings values [T, ...] of several items there and makes them what its module takes: bytes, for one,
+    are a quarter of what they become.
 
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
     of tokens that must stay together when an item is split, None if items are never split.
@@ -130,6 +136,17 @@ class Encoder(Protocol):
 def prepare_item(encoder: Encoder, item: "Item") -> ItemArrays:
     """Turn an item's encoded bytes into what its encoder takes in. Raises SampleError for a bad item."""
     return encoder.preprocess(encoder.decode(item))
+
+
+def transferred(encoder: Encoder, values: "np.ndarray", device: "torch.device") -> "torch.Tensor":
+    """Bring values [T, ...] that `preprocess` made to `device`, as the encoder's module takes them."""
+    import torch
+
+    from ops.device import to_device
+
+    own = getattr(encoder, "transfer", None)
+    tensor: torch.Tensor = own(values, device) if own else to_device(torch.from_numpy(values), device)
+    return tensor
 
 
 def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:

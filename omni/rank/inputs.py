@@ -23,7 +23,7 @@ from omni.config import LLMConfig
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
-from omni.models.registry import Encoder, ItemArrays
+from omni.models.registry import Encoder, ItemArrays, transferred
 from ops.device import to_device
 from parallel.memory import Continued, Recalled
 from parallel.packed import PackedTokens, Sharding
@@ -99,8 +99,12 @@ class Assembler:
     def fetch_of(self, domain: DomainPlan, metas: Sequence[SampleMeta]) -> Fetch:
         """Say what this rank must load. `metas` are those of the domain's samples."""
         texts = tuple((metas[i].source, metas[i]) for i in self.texts(domain))
-        items = [domain.items[i] for i in self.items(domain)]
-        return Fetch(texts, tuple((metas[i.sample].source, metas[i.sample].id, i.index) for i in items))
+        items = [(metas[i.sample], i.index) for i in (domain.items[n] for n in self.items(domain))]
+        return Fetch(
+            texts,
+            tuple((meta.source, meta.id, index) for meta, index in items),
+            tuple(_cost(meta, index) for meta, index in items),
+        )
 
     def items(self, domain: DomainPlan) -> list[int]:
         """Return the items that this rank encodes any of, in the order of loading."""
@@ -228,7 +232,7 @@ class Assembler:
         tail = 0 if chunk.layout.local_tokens(slot) else encoder.unit or 1
         if tail:
             pieces.append(_silence(encoder, tail))
-        values = self._tensor(np.concatenate([piece.values for piece in pieces]))
+        values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
         positions = self._tensor(np.concatenate([piece.positions for piece in pieces]))
         sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp)
         packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
@@ -237,6 +241,14 @@ class Assembler:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(array), self.place.device)
+
+
+def _cost(meta: SampleMeta, index: int) -> int:
+    """What it takes to prepare an item: its share of the sample's bytes, by its tokens. Bytes of a file say
+    more of decoding than tokens do, since encoders shrink what is large.
+    """
+    tokens = sum(item.tokens for item in meta.items)
+    return meta.bytes * meta.items[index].tokens // max(1, tokens)
 
 
 def _targets(

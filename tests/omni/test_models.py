@@ -43,7 +43,8 @@ def test_preprocessing_gives_the_counted_tokens(
     encoder = ViTEncoder(ViTConfig(patch=4, merge=2, channels=channels, max_tokens=max_tokens))
     tokens, rows = encoder.count((height, width))
     arrays = encoder.preprocess(np.zeros((height, width, 3), np.uint8))
-    assert arrays.values.shape == (tokens, 16 * channels)
+    values = encoder.transfer(arrays.values, torch.device("cpu"))
+    assert values.shape == (tokens, 16 * channels)
     assert arrays.positions.shape == (tokens, 2)
     assert tokens == 4 * rows
     assert tokens <= max(max_tokens, 4)
@@ -56,7 +57,8 @@ def test_patches_of_a_window_are_neighbours_and_hold_their_pixels() -> None:
     assert [tuple(p) for p in arrays.positions[:8]] == [
         (0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3),
     ]  # fmt: skip
-    for values, (row, column) in zip(arrays.values, arrays.positions, strict=True):
+    ready = encoder.transfer(arrays.values, torch.device("cpu"))
+    for values, (row, column) in zip(ready, arrays.positions, strict=True):
         patch = image[2 * row : 2 * row + 2, 2 * column : 2 * column + 2, 0]
         np.testing.assert_allclose(values * 255, patch.ravel(), rtol=1e-5)
 
@@ -250,7 +252,7 @@ def _rows(rank: int, line: list[str]) -> list[torch.Tensor]:
     ready = [encoder.preprocess(image) for image in images]
 
     def encode(which: list[int]) -> torch.Tensor:
-        values = torch.cat([torch.from_numpy(ready[i].values) for i in which])
+        values = encoder.transfer(np.concatenate([ready[i].values for i in which]), torch.device("cpu"))
         positions = torch.cat([torch.from_numpy(ready[i].positions) for i in which])
         lengths = [len(ready[i].values) for i in which]
         packed = encoder.pack(Sharding.whole(lengths), positions, torch.float32, torch.device("cpu"))

@@ -22,10 +22,14 @@ from omni.models.blocks import Embed, Table
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
+from ops.device import to_device
 from parallel.work import Block
 
 if TYPE_CHECKING:
     from parallel.packed import PackedTokens
+
+
+SIDES = ("rows", "columns")  # of a patch that are picture: numbers behind its pixels
 
 
 @dataclass
@@ -93,24 +97,51 @@ class ViTEncoder(TransformerEncoder):
         return np.zeros((1, 1, 1), np.uint8)
 
     def preprocess(self, array: np.ndarray) -> ItemArrays:
-        """uint8 [H, W, C] → normalised patches [T, P] in window order, with (row, column) positions."""
+        """uint8 [H, W, C] → patches [T, P + 2] in window order, with (row, column) positions.
+
+        A patch has its pixels, row by row and channels last, and behind them how many of its rows and columns
+        are picture; the others are padding. Pixels are uint8 where the encoder sees colours; where it sees
+        greys they are the sum of three channels, int16. `transfer` makes numbers of them.
+        """
         c = self.config
-        image = torch.from_numpy(np.ascontiguousarray(array)).float().div_(255.0)
-        image = image.mean(2, keepdim=True) if c.channels == 1 else image.expand(-1, -1, 3)
-        image = image.sub(c.mean).div_(c.std).permute(2, 0, 1)
         height, width = self._scaled(array.shape[:2])
-        if (height, width) != array.shape[:2]:
-            image = F.interpolate(
-                image[None], (height, width), mode="bilinear", antialias=True, align_corners=False
-            )[0]
+        image = array if (height, width) == array.shape[:2] else _shrunk(array, height, width)
+        image = _with_channels(image, c.channels)
         rows, columns = self.grid(array.shape[:2])
-        image = F.pad(image, (0, columns * c.patch - width, 0, rows * c.patch - height))
-        windows = image.reshape(
-            c.channels, rows // c.merge, c.merge, c.patch, columns // c.merge, c.merge, c.patch
+        padded = np.zeros((rows * c.patch, columns * c.patch, c.channels), image.dtype)
+        padded[:height, :width] = image
+        windows = padded.reshape(
+            rows // c.merge, c.merge, c.patch, columns // c.merge, c.merge, c.patch, c.channels
         )
-        # → window row, window column, row and column in the window, then the values of the patch
-        patches = windows.permute(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
-        return ItemArrays(patches.contiguous().numpy(), _window_positions(rows, columns, c.merge))
+        positions = _window_positions(rows, columns, c.merge)
+        patches = np.empty((rows * columns, self.values + len(SIDES)), image.dtype)
+        # → window row, window column, row and column in the window, then the pixels of the patch
+        ordered = windows.transpose(0, 3, 1, 4, 2, 5, 6)
+        patches[:, : self.values].reshape(ordered.shape)[:] = ordered  # a view: axes are only divided
+        seen = np.array((height, width)) - positions * c.patch
+        patches[:, self.values :] = seen.clip(0, c.patch)
+        return ItemArrays(patches, positions)
+
+    def transfer(self, values: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Patches [T, P + 2] of `preprocess` → normalised float32 [T, P] on `device`, channel by channel, 0
+        where nothing is seen.
+        """
+        c = self.config
+        pixels = to_device(torch.from_numpy(values), device)[:, : self.values]
+        planes = pixels.unflatten(1, (c.patch**2, c.channels)).permute(0, 2, 1)
+        normal = planes.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
+        if c.channels == 1:
+            normal.div_(3.0)
+        normal.div_(255.0).sub_(c.mean).div_(c.std)
+        # Only few patches are padded. They are looked for here, since to ask a GPU is to wait for it.
+        edge = np.flatnonzero((values[:, self.values :] < c.patch).any(1))
+        side = np.arange(c.patch)
+        row, column = (side < of[:, None] for of in values[edge, self.values :].T)
+        seen = np.repeat((row[:, :, None] & column[:, None, :])[:, None], c.channels, 1)
+        seen = seen.reshape(len(edge), self.values)
+        where, kept = (to_device(torch.from_numpy(array), device) for array in (edge, seen))
+        normal[where] = normal[where].where(kept, 0.0)
+        return normal
 
     def stem(self, dtype: torch.dtype) -> torch.nn.Module:
         """A linear, and learned positions."""
@@ -135,6 +166,20 @@ class PatchStem(torch.nn.Module):
         """values [T, P], positions [T, 2] → [T, E]."""
         hidden: torch.Tensor = self.patch_linear(values)
         return hidden + self.row_embedding(positions[:, 0]) + self.column_embedding(positions[:, 1])
+
+
+def _with_channels(image: np.ndarray, channels: int) -> np.ndarray:
+    """uint8 [H, W, 1 or 3] → colours uint8 [H, W, 3], or greys [H, W, 1] as the sum of three, int16."""
+    if channels == 1:
+        return image.sum(2, dtype=np.int16, keepdims=True) * np.int16(3 // image.shape[2])
+    return np.broadcast_to(image, (*image.shape[:2], channels))
+
+
+def _shrunk(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """uint8 [H, W, C] → [height, width, C]: bilinear and antialiased, to the nearest level."""
+    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+    small = F.interpolate(planes, (height, width), mode="bilinear", antialias=True, align_corners=False)
+    return small[0].permute(1, 2, 0).numpy()
 
 
 def _window_positions(rows: int, columns: int, merge: int) -> np.ndarray:
