@@ -21,15 +21,23 @@ from dataloader.tokens import SampleMeta, tokenize
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 T = TypeVar("T")  # what an item becomes
-_WORK_SIZE = 16  # samples a thread takes at a time
+_MOST_PLACES = 16  # texts or items that a thread takes at a time
+_PARTS = 4  # of a fetch for each thread, so that they end together
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """What a rank needs for a step: texts to tokenise, items by (source, sample id, item index)."""
+    """What a rank needs for a step: texts to tokenise, items by (source, sample id, item index). `costs` says
+    what each item takes, in any unit, such as the bytes of its file; items without are alike.
+    """
 
     texts: tuple[tuple[str, SampleMeta], ...]
     items: tuple[tuple[str, int, int], ...]
+    costs: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.costs) in (0, len(self.items))
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,9 @@ class _Work(NamedTuple):
 class _Job(Generic[T]):
     """A fetch under way; everything but the lists' elements is guarded by the loader's lock."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Fetch, num_threads: int) -> None:
         self.fetch = fetch
-        self.todo = deque(_works(fetch))
+        self.todo = deque(_works(fetch, num_threads))
         self.total = len(self.todo)
         self.done = 0
         self.running: dict[int, str] = {}  # by thread
@@ -127,7 +135,7 @@ class Loader(Generic[T]):
             self._check_open()
             if key in self._jobs:
                 raise ValueError(f"fetch {key} was submitted and not collected yet: use another key")
-            self._jobs[key] = _Job(fetch)
+            self._jobs[key] = _Job(fetch, len(self._threads))
             self._changed.notify_all()
 
     def get(self, key: int, timeout_s: float) -> Fetched[T]:
@@ -255,16 +263,38 @@ class Loader(Generic[T]):
                 raise
 
 
-def _works(fetch: Fetch) -> list[_Work]:
-    """A fetch in parts for threads; in the order of sample ids, so that row groups are read once."""
+def default_threads(cores: int, ranks: int) -> int:
+    """Threads of a rank's loader where `ranks` share `cores`: an even share, from 1 to 16."""
+    return min(max(1, cores // ranks), _MOST_THREADS)
+
+
+def _works(fetch: Fetch, num_threads: int) -> list[_Work]:
+    """A fetch in parts for threads, of neighbours in the order of sample ids, which are read together.
+
+    Parts cost about the same, `_PARTS` or more for each thread; what costs more than that is a part of its
+    own, and the first to be done.
+    """
     texts = sorted(range(len(fetch.texts)), key=lambda i: (fetch.texts[i][0], fetch.texts[i][1].id))
     items = sorted(range(len(fetch.items)), key=lambda i: fetch.items[i])
-    parts: list[tuple[str, list[int]]] = [("texts", texts), ("items", items)]
+    text_costs = [meta.text_tokens for _, meta in fetch.texts]
     return [
-        _Work(kind, tuple(order[begin : begin + _WORK_SIZE]))
-        for kind, order in parts
-        for begin in range(0, len(order), _WORK_SIZE)
+        *_parts("texts", texts, text_costs, num_threads),
+        *_parts("items", items, fetch.costs or [1] * len(items), num_threads),
     ]
+
+
+def _parts(kind: str, order: Sequence[int], costs: Sequence[int], num_threads: int) -> list[_Work]:
+    limit = max(1, -(-sum(costs) // (_PARTS * num_threads)))
+    parts: list[list[int]] = []
+    cost = 0
+    for place in order:
+        if not parts or cost + costs[place] > limit or len(parts[-1]) == _MOST_PLACES:
+            parts.append([])
+            cost = 0
+        parts[-1].append(place)
+        cost += costs[place]
+    parts.sort(key=lambda part: costs[part[0]] <= limit)
+    return [_Work(kind, tuple(part)) for part in parts]
 
 
 def _describe(fetch: Fetch, work: _Work) -> str:

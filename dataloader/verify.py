@@ -89,5 +89,5 @@ def verify_dataset(
                 decoders[item.modality](item)
             except SampleError as error:
                 found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {error}")
-    reader.close()
+    reader.files.close()
     return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded), hashed)

@@ -492,7 +492,8 @@ class HeldoutConfig:
 class DataConfig:
     """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A
     sample has at most `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is
-    `microbatch_tokens`, and where a system leaves choices open (`omni`) what its ranks hold together.
+    `microbatch_tokens`, and where a system leaves choices open (`omni`) what its ranks hold together. Null
+    `loader_threads` are the machine's cores by its ranks, from 1 to 16.
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -506,7 +507,7 @@ class DataConfig:
     on_error: str = one_of(("fail", "skip"), "fail")
     max_error_share: float = at_least(0, 0.01)
     window_groups: int = at_least(1, 64)
-    loader_threads: int = at_least(1, 1)
+    loader_threads: int | None = at_least(1, None)
     record_samples: bool = False
 
 

@@ -173,7 +173,7 @@ def _inspect(args: argparse.Namespace) -> int:
             targets = "all" if spans is None else " … ".join(sample.text[a:b] for a, b in spans) or "none"
             samples.add_row(*map(_literal, (sample.id, sizes, _short(sample.text), _short(targets))))
         console.print(samples)
-        reader.close()
+        reader.files.close()
     return 0
 
 
@@ -213,7 +213,7 @@ def _show(args: argparse.Namespace) -> int:
             piece = visible("".join(c for _, c in characters)).replace(PLACEHOLDER, "□")
             shown.append(piece, "bold green" if carries and args.mask else "")
         console.print(shown)
-    reader.close()
+    reader.files.close()
     return 0
 
 

@@ -7,6 +7,7 @@ in the plan; everything a rank does is in its op list. What lies between taking 
 """
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,11 @@ from typing import Any
 import torch
 
 from dataloader.decoders import decoder_versions
-from dataloader.loader import Loader
+from dataloader.loader import Loader, default_threads
 from dataloader.reader import Reader
+from dataloader.shared_files import SharedFiles
 from infra.checkpoint import CheckpointError, Keep, folder_of
+from infra.machine import usable_cores
 from infra.run_folder import RunFolder
 from infra.screen import beside
 from infra.shutdown import StopFlag
@@ -92,9 +95,9 @@ class Trainer:
         self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.parts > 1)
         if self.first and world > 1:
             print(self.warmed, flush=True)
-        window = self.config.data.window_groups
-        self.readers = {name: Reader(index.path, window) for name, index in spec.indexes.items()}
-        heldout = {name: Reader(index.path, window) for name, index in spec.heldout.items()}
+        self.files = SharedFiles()
+        self.readers = {name: Reader(index.path, self.files) for name, index in spec.indexes.items()}
+        heldout = {name: Reader(index.path, self.files) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table)
         self.evaluator = Evaluator(spec, self.rank, heldout, self.control)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder, self.control)
@@ -170,7 +173,7 @@ class Trainer:
         ahead = Ahead(
             self.spec.planner,
             self.plan_step or partial(plan_step, self.spec.planner, predicts=self.first),
-            Loader(self.readers, self.spec.tokenizer, items, self.config.data.loader_threads),
+            Loader(self.readers, self.spec.tokenizer, items, self.loader_threads),
             self.rank.assembler,
             domain=self.rank.domain,
             first=first,
@@ -185,6 +188,12 @@ class Trainer:
             yield ahead
         finally:
             ahead.close()
+
+    @property
+    def loader_threads(self) -> int:
+        """How many threads load for this rank."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.spec.arrangement.world))
+        return self.config.data.loader_threads or default_threads(usable_cores(), ranks)
 
     def begin(self, ahead: Ahead, step: int) -> Prepared:
         """Hear what all ranks told of the step before the last one, take the next, and tell of the last: see

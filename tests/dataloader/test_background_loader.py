@@ -2,14 +2,16 @@ import threading
 import time
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from dataset_samples import image_item, item_counts, make_sample, write_dataset
 
 from dataloader.decode import decode_image
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError
 from dataloader.index import Index
-from dataloader.loader import Failure, Fetch, Loader
+from dataloader.loader import Failure, Fetch, Loader, _works, default_threads
 from dataloader.reader import Reader
+from dataloader.shared_files import SharedFiles
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
@@ -81,6 +83,20 @@ def test_items_that_fail_to_decode_are_reported_and_the_rest_is_delivered(tmp_pa
     assert isinstance(fetched.failures[0], Failure)
     assert "(8, 8)" in fetched.failures[0].reason
     assert len(fetched.texts) == 2
+
+
+@pytest.mark.parametrize("stated", [(12_000, 12_000), (64, 64)])
+def test_a_header_that_states_gigabytes_is_bad_data_by_name(tmp_path, opened, stated):
+    data = bytearray(image_item(8, 8, "JPEG").data)
+    at = data.index(b"\xff\xc0")
+    data[at + 5 : at + 9] = (12_000).to_bytes(2, "big") * 2
+    with DatasetWriter(tmp_path / "set", BYTES) as writer:
+        writer.add(Sample("huge", PLACEHOLDER, (Item("image", "jpeg", stated, bytes(data)),)))
+    loader = opened(tmp_path / "set")
+    loader.submit(0, fetch_of(tmp_path / "set", [0]))
+    (failure,) = loader.get(0, 20).failures
+    assert (failure.source, failure.sample, failure.item, failure.name) == ("s", 0, 0, "huge")
+    assert "12000" in failure.reason
 
 
 def test_a_missing_shard_raises_in_get_and_other_fetches_survive(tmp_path, opened):
@@ -160,6 +176,99 @@ def test_at_most_depth_fetches_run_ahead(tmp_path, opened):
         time.sleep(0.01)
     time.sleep(0.1)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize("bytes_of_large", [1, 10_000])
+def test_parts_cost_about_the_same_and_what_is_large_is_a_part_of_its_own(bytes_of_large):
+    """None costs more than a sixteenth of all for four threads, but for a single large item."""
+    items = tuple(("s", (7 * i) % 100, 0) for i in range(100))
+    costs = tuple(bytes_of_large if sample == 42 else 1 + sample % 5 for _, sample, _ in items)
+    parts = [work.places for work in _works(Fetch((), items, costs), num_threads=4)]
+    assert sorted(place for part in parts for place in part) == list(range(100))
+    for part in parts:
+        assert [items[place] for place in part] == sorted(items[place] for place in part)
+        assert len(part) == 1 or sum(costs[place] for place in part) <= -(-sum(costs) // 16)
+        assert len(part) <= 16
+    if bytes_of_large > 1:
+        assert [items[place][1] for place in parts[0]] == [42]
+        assert len(parts) <= 10
+    assert len(_works(Fetch((), items[:16]), num_threads=4)) == 16
+    assert default_threads(cores=192, ranks=8) == 16
+    assert default_threads(cores=2, ranks=4) == 1
+    assert default_threads(cores=16, ranks=4) == 4
+
+
+def test_sixteen_images_keep_four_threads_at_work(tmp_path, opened):
+    path = tmp_path / "set"
+    with DatasetWriter(path, BYTES) as writer:
+        for i in range(16):
+            writer.add(Sample(f"{i}", PLACEHOLDER, (image_item(8, 8),)))
+    together = threading.Barrier(4, timeout=20)
+
+    def meeting(item):
+        together.wait()  # until four threads are here
+        return decode_image(item)
+
+    loader = opened(path, {"image": meeting}, num_threads=4)
+    loader.submit(0, fetch_of(path, range(16)))
+    assert len(loader.get(0, 20).items) == 16
+
+
+def on_threads(work, numbers):
+    threads = [threading.Thread(target=work, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_threads_read_side_by_side(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    together = threading.Barrier(4, timeout=20)
+
+    def opened(name):
+        together.wait()  # until four threads are about to read
+        return pa.OSFile(name)
+
+    reader = Reader(path, SharedFiles(open_file=opened))
+    found = {}
+
+    def work(i):
+        found[i] = reader.read(i, text=True, items=False).id
+
+    on_threads(work, (0, 4, 8, 12))  # of four row groups in two shards
+    assert found == {i: f"id-{i}" for i in (0, 4, 8, 12)}
+
+
+def test_what_threads_ask_for_at_once_is_read_once(tmp_path):
+    path = write_dataset(tmp_path / "set")
+    files, asked = SharedFiles(), threading.Barrier(3, timeout=20)
+    read, found = [], []
+
+    def make():
+        read.append(1)
+        time.sleep(0.2)
+        return "it", 2
+
+    def work(number):
+        asked.wait()
+        found.append(files.cached("key", make))
+
+    on_threads(work, range(3))
+    assert (read, found) == ([1], ["it"] * 3)
+
+    def fail():
+        raise DataError("damaged")
+
+    for _ in range(2):  # an error is not kept
+        with pytest.raises(DataError, match="damaged"):
+            files.cached("other", fail)
+    reader = Reader(path, files)
+    reader.read(0, text=True, items=False)
+    once = files.bytes_read
+    on_threads(lambda i: reader.read(i, text=True, items=False), range(4))
+    assert files.bytes_read == once
 
 
 def test_closing_ends_a_waiting_get(tmp_path, opened):

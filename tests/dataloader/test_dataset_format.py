@@ -19,6 +19,7 @@ from dataloader.format import PLACEHOLDER, DataError, Item, Sample, validate_sam
 from dataloader.index import Index
 from dataloader.item_counts import RememberedCounts
 from dataloader.reader import Reader
+from dataloader.shared_files import SharedFiles
 from dataloader.tokenizer import ByteTokenizer, Encoding
 from dataloader.tokens import length, text_tokens, tokenize
 from dataloader.verify import verify_dataset
@@ -180,48 +181,54 @@ def test_damaged_bytes_are_found_and_texts_do_not_read_items(tmp_path):
     flip(path / "shard-00000.parquet", b"3payload", b"3PAYLOAD")  # in row group 1
     reader = Reader(path)
     assert reader.read(3, text=True, items=False).id == "n3"
-    assert 0 < reader.bytes_read < 1000
+    assert 0 < reader.files.bytes_read < 1000
     assert reader.read(0, text=False, items=True).items[0].data == b"0" + payload
-    assert reader.bytes_read > 2 * len(payload)
+    assert reader.files.bytes_read > 2 * len(payload)
     with pytest.raises(DataError, match=r"shard-00000.parquet, row group 1"):
         reader.read(3, text=False, items=True)
 
 
 def test_the_cache_is_bounded_and_saves_reads(tmp_path):
     path = write_dataset(tmp_path / "set")
-    reader = Reader(path)
+    files = SharedFiles()
+    reader = Reader(path, files)
     for i in (0, 1, 2, 3, 0):
         reader.read(i, text=True, items=True)
-    once = reader.bytes_read
+    once = files.bytes_read
     reader.read(4, text=True, items=True)
-    assert reader.bytes_read > once
-    small = Reader(path, cache_bytes=1)
+    assert files.bytes_read > once
+    files = SharedFiles(cache_bytes=1)
+    small = Reader(path, files)
     for i in (0, 4, 0, 4):
         small.read(i, text=True, items=False)
-    assert len(small._cache) == 1
-    groups = small.bytes_read
+    groups = files.bytes_read
     small.read(0, text=True, items=False)
     small.read(4, text=True, items=False)
-    assert small.bytes_read == groups * 3 // 2  # each of the four reads before fetched its group again
+    assert files.bytes_read == groups * 3 // 2  # each of the four reads before fetched its group again
     with pytest.raises(IndexError):
         small.read(50, text=True, items=False)
+    files.close()
+    assert files.cached_bytes == 0
 
 
-def test_the_cache_holds_a_window_of_groups(tmp_path):
-    path = write_dataset(tmp_path / "set")  # 13 groups of 4 samples
-    reader = Reader(path, window_groups=4)
-    for window in range(3):
-        for i in [*range(16 * window, 16 * window + 16), *range(16 * window, 16 * window + 16)]:
-            reader.read(i, text=True, items=True)
-    whole = Reader(path)
-    for i in range(48):
-        whole.read(i, text=True, items=True)
-    assert reader.bytes_read == whole.bytes_read  # nothing that a window needs was forgotten within it
-    assert len(reader._cache) == 2 * 5 < len(whole._cache) == 2 * 12
+def test_all_sources_share_one_bound(tmp_path):
+    paths = [write_dataset(tmp_path / f"set{n}") for n in range(5)]
+    most = 20_000
+
+    def held(paths):
+        files = SharedFiles(cache_bytes=most)
+        readers = [Reader(path, files) for path in paths]
+        for i in range(50):
+            for reader in readers:
+                assert reader.read(i, text=True, items=True) == make_sample(i)
+                assert files.cached_bytes <= most
+        return files.cached_bytes
+
+    assert most / 2 < held(paths) <= 1.2 * held(paths[:1])
 
 
 def test_a_reader_is_shared_between_threads(tmp_path):
-    reader = Reader(write_dataset(tmp_path / "set"), cache_bytes=4000)
+    reader = Reader(write_dataset(tmp_path / "set"), SharedFiles(cache_bytes=4000))
     wrong = []
 
     def work(step):

@@ -1,0 +1,110 @@
+"""What all readers of a rank share: a cache bounded in bytes, open files bounded in number, and their counts.
+
+Reading holds no lock, so that threads wait for a slow store side by side. What several of them ask for at
+once is read once.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+CACHE_BYTES = 256 << 20
+_IDLE_FILES = 64  # open and not in use: sources may have more files than a process may have open
+
+V = TypeVar("V")
+
+
+class SharedFiles:
+    """Files that are read, and what is kept of them; safe to share between threads.
+
+    The cache holds at most `cache_bytes`, or one value that is larger; the least recently used go first.
+    `bytes_read` counts what was read of files so far, `cached_bytes` what the cache holds now.
+    """
+
+    def __init__(
+        self, cache_bytes: int = CACHE_BYTES, open_file: Callable[[str], pa.NativeFile] = pa.OSFile
+    ) -> None:
+        self.bytes_read = 0
+        self.cached_bytes = 0
+        self._cache_bytes = cache_bytes
+        self._open_file = open_file
+        self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
+        self._making: dict[Any, Future[Any]] = {}
+        self._idle: deque[tuple[str, pa.NativeFile]] = deque()
+        self._lock = threading.Lock()
+
+    def cached(self, key: Any, make: Callable[[], tuple[V, int]]) -> V:
+        """Return what `make` returns for a key, a value and its size in bytes, from the cache if it is there.
+        Of threads that ask at once one calls `make`, and all get its value, or the error that it raised.
+        """
+        with self._lock:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                value: V = self._cache[key][0]
+                return value
+            under_way = self._making.get(key)
+            own: Future[V] = Future()
+            if under_way is None:
+                self._making[key] = own
+        if under_way is not None:
+            value = under_way.result()
+            return value
+        try:
+            value, size = make()
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            own.set_exception(error)
+            raise
+        with self._lock:
+            del self._making[key]
+            self._keep(key, value, size)
+        own.set_result(value)
+        return value
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[pa.NativeFile]:
+        """A file that nobody else uses meanwhile. Raises OSError."""
+        with self._lock:
+            found = next((i for i, (name, _) in enumerate(self._idle) if name == path), None)
+            file = None
+            if found is not None:
+                file = self._idle[found][1]
+                del self._idle[found]
+        if file is None:
+            file = self._open_file(path)
+        try:
+            yield file
+        except BaseException:
+            file.close()
+            raise
+        with self._lock:
+            self._idle.append((path, file))
+            oldest = self._idle.popleft()[1] if len(self._idle) > _IDLE_FILES else None
+        if oldest is not None:
+            oldest.close()
+
+    def count(self, size: int) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            self.bytes_read += size
+
+    def close(self) -> None:
+        """Close the files that nobody uses, and forget the cache."""
+        with self._lock:
+            idle, self._idle = self._idle, deque()
+            self._cache.clear()
+            self.cached_bytes = 0
+        for _, file in idle:
+            file.close()
+
+    def _keep(self, key: Any, value: Any, size: int) -> None:
+        self._cache[key] = (value, size)
+        self.cached_bytes += size
+        while len(self._cache) > 1 and self.cached_bytes > self._cache_bytes:
+            self.cached_bytes -= self._cache.popitem(last=False)[1][1]
