@@ -36,6 +36,11 @@ class Tree:
         """The first rank of a rank's node."""
         return rank - rank % self.per_node
 
+    def node(self, rank: int) -> range:
+        """The ranks of a rank's node."""
+        first = self.leader(rank)
+        return range(first, min(first + self.per_node, self.world))
+
     def parent(self, rank: int) -> int | None:
         """The rank that this one sends to; None for the root."""
         if rank != self.leader(rank):
@@ -47,7 +52,7 @@ class Tree:
         if rank != self.leader(rank):
             return ()
         node = rank // self.per_node
-        members = range(rank + 1, min(rank + self.per_node, self.world))
+        members = self.node(rank)[1:]
         below = (child for child in (2 * node + 1, 2 * node + 2) if child < self.num_nodes)
         return (*members, *(child * self.per_node for child in below))
 

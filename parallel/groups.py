@@ -11,13 +11,15 @@ A communicator takes device memory on every rank. So none is made that nothing i
 summed over the world, always in one order, goes over torch's default group.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from parallel.control_tree import Tree
 from parallel.layout import Arrangement, Mesh, Staged
 from parallel.megatron import ProcessGroupCollection
 
@@ -43,6 +45,19 @@ class Groups:
 def make_groups(arrangement: Arrangement, llm: Staged, timeout: timedelta) -> Groups:
     """Create all groups of this rank that something is sent over."""
     return _groups(_Maker(dist.get_rank(), timeout), arrangement, llm)
+
+
+@contextlib.contextmanager
+def node_group(tree: Tree, timeout: timedelta) -> Iterator[dist.ProcessGroup]:
+    """Connect the ranks of a node by gloo, for what they hand each other in host memory before training. All
+    ranks of the world come here, those that are alone on their node too, so that all count groups alike.
+    """
+    members = list(tree.node(dist.get_rank()))
+    group = dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def count_groups(arrangement: Arrangement, llm: Staged, rank: int) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 published ones.
 """
 
+from datetime import timedelta
+
 from infra.checkpoint import CheckpointError, first_problem, locate, read_manifest
 from infra.run_folder import RunFolder, write_json
 from omni.config import ConfigError
@@ -15,6 +17,7 @@ from omni.training.fingerprint import fingerprint
 from omni.training.loading import from_first, load
 from omni.training.start import shared_components
 from parallel.control import Control
+from parallel.groups import node_group
 
 WEIGHTS = "weights.json"  # in the run folder: which files it began with
 
@@ -57,10 +60,11 @@ def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Cont
             problem = problem or f"{name} is another file than the first rank's"
     if (told := first_problem(problem, control, "loading")) is not None:
         raise ConfigError(f"start.weights={url}: {told}. Give all nodes the same folder")
-    reader = FolderReader(weights)
-    if LLM in rank.components:
-        wanted = wanted_of(weights, rank.components[LLM], rank.names[LLM])
-        reader.fill(wanted, rank.groups.components[LLM].tp)
+    own_llm = rank.components.get(LLM)
+    wanted = wanted_of(weights, own_llm, rank.names[LLM]) if own_llm is not None else []
+    with node_group(control.tree, timedelta(seconds=control.timeout_s)) as group:
+        reader = FolderReader(weights, group)
+        reader.fill(wanted)
     if (told := first_problem(reader.problem, control, "loading")) is not None:
         raise ConfigError(f"start.weights={url} cannot be read: {told}")
     spread_weights({name: own for name, own in rank.components.items() if name == LLM})
