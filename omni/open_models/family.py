@@ -19,6 +19,7 @@ from omni.open_models.rules import Rule
 
 GROUP = "omni.families"
 _NEVER = object()
+Rules = Callable[[Mapping[str, Any]], tuple[Rule, ...]]
 
 
 class Said:
@@ -68,14 +69,16 @@ class Said:
 @dataclass(frozen=True)
 class Family:
     """`keys` takes what `config.json` says and returns keys of `model.llm`, those of `moe` as "moe.topk"; any
-    that it does not return has its default. `rules` takes all keys of `model.llm` and returns the rules.
-    Tensors whose names match a pattern of `copied` (with * for anything) are no weights: they are not read,
-    and exported as they were.
+    that it does not return has its default. `rules` takes all keys of `model.llm` and returns the rules; so
+    do `otherwise` for folders of the same models in another form, such as all experts of a layer in one
+    tensor: those are taken that name most of what the folder holds. Tensors whose names match a pattern of
+    `copied` (with * for anything) are no weights: they are not read, and exported as they were.
     """
 
     keys: Callable[[Said], dict[str, Any]]
-    rules: Callable[[Mapping[str, Any]], tuple[Rule, ...]]
+    rules: Rules
     copied: tuple[str, ...] = ()
+    otherwise: tuple[Rules, ...] = ()
 
 
 def family_of(model_type: str, path: str) -> Family:

@@ -71,7 +71,16 @@ class Folder:
     @cached_property
     def rules(self) -> dict[str, Rule]:
         """The rule of each parameter of ours, by name."""
-        return {rule.ours: rule for every in self.family.rules(self.keys) for rule in every.named()}
+        forms = [
+            {rule.ours: rule for every in of(self.keys) for rule in every.named()}
+            for of in (self.family.rules, *self.family.otherwise)
+        ]
+        if len(forms) == 1:
+            return forms[0]
+        held = self.tensors.keys()
+        return max(
+            forms, key=lambda form: len(held & {name for rule in form.values() for name in rule.theirs})
+        )
 
     @cached_property
     def names(self) -> dict[str, list[tuple[Rule, int]]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omni.open_models.families import SKIPPED, rotation
 from omni.open_models.family import Family, Said
-from omni.open_models.rules import Rule, Runs
+from omni.open_models.rules import Rule, Runs, Slab
 
 _OURS = "decoder.layers.{}"
 _KINDS = {"linear_attention": "delta", "full_attention": "full"}
@@ -120,9 +120,10 @@ def _in_turn(several: Sequence[Runs]) -> Runs:
     return tuple(chain.from_iterable(zip(*several, strict=True)))
 
 
-def _rules(keys: Mapping[str, Any], root: str, mixed: bool) -> Iterator[Rule]:
+def _rules(keys: Mapping[str, Any], root: str, mixed: bool, fused: bool) -> Iterator[Rule]:
     """The rules of a text model whose tensors are under `root`. With `mixed` the linears of a delta net are
-    those of Qwen3-Next: by heads of keys, what the rule reads and gates in one, b and a in another.
+    those of Qwen3-Next: by heads of keys, what the rule reads and gates in one, b and a in another. With
+    `fused` all experts of a layer are two tensors.
     """
     hidden, vocab, count = keys["hidden"], keys["vocab"], keys["layers"]
     kinds = [keys["attention"][layer % len(keys["attention"])] for layer in range(count)]
@@ -149,7 +150,10 @@ def _rules(keys: Mapping[str, Any], root: str, mixed: bool) -> Iterator[Rule]:
         return
     experts = range(keys["moe.experts"])
     yield rule("mlp.router.weight", "mlp.gate.weight", len(experts), hidden, every)
-    yield from _gated(rule, "mlp.experts.{}", "mlp.experts.{}", keys["moe.ffn"], hidden, every, experts)
+    if fused:
+        yield from _fused(rule, keys["moe.ffn"], hidden, every, experts)
+    else:
+        yield from _gated(rule, "mlp.experts.{}", "mlp.experts.{}", keys["moe.ffn"], hidden, every, experts)
     yield from _gated(rule, "mlp.shared_experts", "mlp.shared_expert", keys["moe.shared_ffn"], hidden, every)
     yield rule("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", 1, hidden, every)
 
@@ -158,6 +162,14 @@ def _gated(rule: Any, ours: str, theirs: str, ffn: int, hidden: int, *each: Sequ
     both = f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"
     yield rule(f"{ours}.linear_fc1.weight", both, (ffn, ffn), hidden, *each)
     yield rule(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight", hidden, ffn, *each)
+
+
+def _fused(rule: Any, ffn: int, hidden: int, layers: Sequence[int], experts: Sequence[int]) -> Iterator[Rule]:
+    """Experts one after the other, each as ours: gate over up [2 · ffn, hidden], and down [hidden, ffn]."""
+    slab, ours, theirs = Slab(len(experts)), "mlp.experts.{}", "mlp.experts"
+    both = layers, experts
+    yield rule(f"{ours}.linear_fc1.weight", f"{theirs}.gate_up_proj", 2 * ffn, hidden, *both, slab=slab)
+    yield rule(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj", hidden, ffn, *both, slab=slab)
 
 
 def _attention(keys: Mapping[str, Any], rule: Any, layers: Sequence[int]) -> Iterator[Rule]:
@@ -207,13 +219,15 @@ def _delta(keys: Mapping[str, Any], rule: Any, layers: Sequence[int], mixed: boo
     )
 
 
-def _of(root: str, mixed: bool = False) -> Any:
-    return lambda keys: tuple(_rules(keys, root, mixed))
+def _of(root: str, mixed: bool = False, fused: bool = False) -> Any:
+    return lambda keys: tuple(_rules(keys, root, mixed, fused))
 
 
 _COPIED = ("mtp.*", "model.visual.*")
-QWEN3_5 = Family(partial(_whole, _dense), _of("model.language_model"), _COPIED)
-QWEN3_5_MOE = Family(partial(_whole, _moe), _of("model.language_model"), _COPIED)
-QWEN3_5_TEXT = Family(_dense, _of("model"), _COPIED)
-QWEN3_5_MOE_TEXT = Family(_moe, _of("model"), _COPIED)
-QWEN3_NEXT = Family(_moe, _of("model", mixed=True), _COPIED)
+_WHOLE, _TEXT = "model.language_model", "model"
+QWEN3_5 = Family(partial(_whole, _dense), _of(_WHOLE), _COPIED)
+QWEN3_5_TEXT = Family(_dense, _of(_TEXT), _COPIED)
+# Published folders hold all experts of a layer as one, text models that were saved apart each by itself.
+QWEN3_5_MOE = Family(partial(_whole, _moe), _of(_WHOLE, fused=True), _COPIED, (_of(_WHOLE),))
+QWEN3_5_MOE_TEXT = Family(_moe, _of(_TEXT), _COPIED, (_of(_TEXT, fused=True),))
+QWEN3_NEXT = Family(_moe, _of(_TEXT, mixed=True), _COPIED)

@@ -80,12 +80,15 @@ SPARSE = {
 DELTAS = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SPARSE},
+    "qwen3_5_moe_text fused": {**DELTA, **SPARSE},
     "qwen3_next": {**DELTA, **SPARSE},
 }
 
 
 def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: object) -> torch.nn.Module:
-    """Draw a model, save it in a few files with a tokenizer's beside them, and return it in fp32."""
+    """Draw a model, save it in a few files with a tokenizer's beside them, and return it in fp32; of a family
+    that is "fused" all experts of a layer as one tensor, as they are in memory.
+    """
     config = transformers.AutoConfig.for_model(
         family.split()[0], **{**PLAIN, **(FAMILIES | DELTAS)[family], **more}
     )
@@ -98,7 +101,8 @@ def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: 
         for name, parameter in model.named_parameters():
             if name.endswith("dt_bias"):
                 parameter.sub_(4)  # decays as models have them: stronger ones leave no gradient but rounding
-    model.to(dtype).save_pretrained(folder, max_shard_size="100KB")
+    model.is_fused = "fused" in family or family == "gpt_oss"
+    model.to(dtype).save_pretrained(folder, max_shard_size="100KB", save_original_format=not model.is_fused)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "modeling_own.py").write_text("raise SystemExit('code of a folder was run')")

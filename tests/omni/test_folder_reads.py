@@ -205,7 +205,12 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("layout", "nodes"),
-    [("tp8 pp4 dp2", (3,)), *(pytest.param(of, range(8), marks=pytest.mark.slow) for of in LAYOUTS)],
+    [
+        ("tp8 pp4 dp2", (3,)),
+        pytest.param("tp8 pp4 dp2", range(8), marks=pytest.mark.slow),
+        pytest.param("tp2 pp4 dp8", (1, 7), marks=pytest.mark.slow),
+        pytest.param("dp64", (7,), marks=pytest.mark.slow),
+    ],
 )
 def test_the_nodes_of_64_ranks_read_a_model_of_70_b_in_large_ranges_dry(tmp_path, layout, nodes):
     headers_alone(tmp_path / "model", SEVENTY, 5 * 10**9)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -136,9 +137,9 @@ def expected(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def on_disk(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """In memory the experts of a layer are one tensor, in files one each; but for gpt-oss."""
+    """In memory the experts of a layer are one tensor, in most files one each."""
     found = {}
-    if model.config.model_type == "gpt_oss":
+    if model.is_fused:
         return tensors
     mixtral = model.config.model_type == "mixtral"
     for name, tensor in tensors.items():
@@ -230,6 +231,20 @@ def test_a_step_is_that_of_transformers_and_the_files_come_back(
     assert files(tmp_path / "out") == files(folder)
     noted = json.loads((tmp_path / "run" / "weights.json").read_text())
     assert noted["files"].keys() == {name for name in files(folder) if name.endswith(".safetensors")}
+
+
+def trained_on_nodes_of_one(rank: int, config: Config, world: int):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    return trained(rank, config, world)
+
+
+def test_each_node_reads_for_itself(ranks: RankPool, data, models, tmp_path):
+    """Columns of a matrix are divided over two nodes: both read its rows."""
+    folder, model = models("qwen2")
+    config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS["tp2"])
+    results = ranks.run(2, trained_on_nodes_of_one, config, 2)
+    assert results[0][0] == pytest.approx(expected(model)[0], rel=TOLERANCE)
+    assert all(size(folder) / 2 < read < size(folder) for *_, read in results)
 
 
 @pytest.mark.slow  # it starts a run

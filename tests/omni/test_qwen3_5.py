@@ -45,11 +45,20 @@ from parallel.sharded_delta import sharded_delta
 __all__ = ["data", "models"]  # fixtures
 
 DENSE, SPARSE, NEXT = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
+FUSED = f"{SPARSE} fused"
 SHARED = {"layout.domain": 2, "llm_sp.policy": "all"}
 TP2, PP2, CP2, EP2 = ({f"layout.llm.{axis}": 2} for axis in ("tp", "pp", "cp", "ep"))
-SHORT = [(DENSE, 1, {}), (DENSE, 4, TP2 | CP2), (SPARSE, 2, SHARED | EP2), (NEXT, 2, TP2)]
+SHORT = [(DENSE, 1, {}), (DENSE, 4, TP2 | CP2), (FUSED, 2, SHARED | EP2), (NEXT, 2, TP2)]
 LONG = [(DENSE, 2, TP2), (DENSE, 2, PP2), (DENSE, 2, SHARED)]
-LONG += [(SPARSE, 1, {}), (SPARSE, 2, EP2), (SPARSE, 4, TP2 | PP2), (NEXT, 1, {})]
+LONG += [
+    (SPARSE, 1, {}),
+    (SPARSE, 2, SHARED | EP2),
+    (SPARSE, 2, EP2),
+    (FUSED, 4, TP2 | PP2),
+    (FUSED, 1, {}),
+    (SPARSE, 4, TP2 | PP2),
+    (NEXT, 1, {}),
+]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +158,8 @@ def with_tower(family: str, folder: Path) -> torch.nn.Module:
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
-    model.save_pretrained(folder, max_shard_size="100KB")
+    # As it is published, and in memory: all experts of a layer are one tensor.
+    model.save_pretrained(folder, max_shard_size="100KB", save_original_format=False)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"]["mtp.fc.weight"] = "mtp.safetensors"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
