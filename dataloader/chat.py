@@ -54,7 +54,7 @@ class ChatTemplate:
         if not self.has_blocks:
             said = self._said(messages, text, tools)
             spans = tuple((start, _closed(text, stop, special)) for start, stop in said)
-        spans = tuple((start, stop) for start, stop in spans if start < stop)
+        spans = joined(spans)
         if not spans:
             raise DataError("the template's generation blocks hold nothing: no token would carry loss")
         if sum(stop - start for start, stop in spans) == len(text):
@@ -220,8 +220,31 @@ def _unmarked(marked: str) -> tuple[str, Spans]:
     return text, tuple(spans)
 
 
+def joined(spans: Spans) -> Spans:
+    """Spans without those that are empty, neighbours that touch as one: what somebody says in two blocks."""
+    found: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
 def _closed(text: str, stop: int, special: Collection[str]) -> int:
     """The end of the special token that stands at `stop`, after white space perhaps; `stop` if none does."""
     at = stop + len(text[stop:]) - len(text[stop:].lstrip())
     found = [token for token in special if text.startswith(token, at)]
     return at + len(max(found, key=len)) if found else stop
+
+
+def ends_of_turns(messages: Sequence[Message], text: str, spans: Spans) -> tuple[int, ...]:
+    """Where turns of assistants end in a text of which they say `spans`: after each, if they are one for each
+    of their messages and hold its content. A turn may else lie in several, and only the end of all is known.
+    """
+    said = [_texts(message.get("content")) for message in messages if message["role"] == "assistant"]
+    held = [text[start:stop] for start, stop in spans]
+    one_each = len(said) == len(held) and all(
+        part.strip() in own for parts, own in zip(said, held, strict=True) for part in parts
+    )
+    return tuple(stop for _, stop in (spans if one_each else spans[-1:]))

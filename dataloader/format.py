@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,11 @@ SHARD_SCHEMA = pa.schema(
         ),
     ]
 )
+
+TURNS = pa.field("turns", pa.list_(pa.int32()), nullable=False)
+"""Of a shard the characters, of an index the text tokens, after which a sample may be cut: a column only
+where samples are cut so.
+"""
 
 TEXT_COLUMNS = ("id", "text", "targets")
 ITEM_COLUMNS = ("id", "items")
@@ -95,13 +101,15 @@ class Sample:
     """One training document: a text in which each `PLACEHOLDER` stands for the next item.
 
     `targets` are half-open, ascending character spans [start, stop) of `text` that carry loss; None means
-    all text. A span may run across a placeholder: items never carry loss.
+    all text. A span may run across a placeholder: items never carry loss. `turns` are the ends, ascending, of
+    the turns of a chat, after which it may be cut if it is too long; None means after any token.
     """
 
     id: str
     text: str
     items: tuple[Item, ...] = ()
     targets: tuple[tuple[int, int], ...] | None = None
+    turns: tuple[int, ...] | None = None
 
 
 def validate_sample(sample: Sample) -> None:
@@ -138,6 +146,13 @@ def validate_sample(sample: Sample) -> None:
                 f"or leaves the text of {len(sample.text)} characters: give ascending [start, stop) spans"
             )
         end = stop
+    ends = (0, *(sample.turns or ()))
+    in_order = all(start < stop <= len(sample.text) for start, stop in pairwise(ends))
+    if not in_order or any(sample.text[stop - 1] == PLACEHOLDER for stop in ends[1:]):
+        raise DataError(
+            f"{name}: its turns end after {list(ends[1:])} of {len(sample.text)} characters: give ascending "
+            "ends, each after text and not after an item"
+        )
 
 
 def _validate_item(name: str, item: Item) -> None:
@@ -187,11 +202,13 @@ class DatasetTotals:
 class Frame:
     """Which tokens stand around a sample's text: a bos before it, an end_of_item after the rows of each item.
     The eos is always the last label; `eos` says whether it carries loss where targets reach the text's end.
+    With `turns` a sample that is too long is cut where a turn ends, and nowhere else.
     """
 
     bos: bool = True
     end_of_item: bool = True
     eos: bool = True
+    turns: bool = False
 
 
 PLAIN = Frame()

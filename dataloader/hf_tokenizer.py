@@ -19,9 +19,10 @@ class HFTokenizer:
     """Reads the folder `path` (or a `tokenizer.json`) with the `tokenizers` package.
 
     `bos` is the token that the tokenizer itself puts before a text, none if it puts none there; `eos` the one
-    that `tokenizer_config.json` names. `bos`, `eos`, `item` and `end_of_item` name others by their text; an
-    item's rows carry the eos if `item` is left out, and are followed by nothing without `end_of_item`. The
-    chat template is the file `template`, else `chat_template.jinja`, else that of `tokenizer_config.json`.
+    that it puts after it or, if it puts none there, the one that `tokenizer_config.json` names, which then is
+    only where generation stops. `bos`, `eos`, `item` and `end_of_item` name others by their text; an item's
+    rows carry the eos if `item` is left out, and are followed by nothing without `end_of_item`. The chat
+    template is the file `template`, else `chat_template.jinja`, else that of `tokenizer_config.json`.
 
     Raises ValueError naming key, value and remedy.
     """
@@ -58,8 +59,11 @@ class HFTokenizer:
         self.vocab_size = max(ids.values()) + 1
         added = self._reading.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in sorted(added.items()) if token.special}
-        self.bos = _first_of(self._reading) if bos is None else _id(ids, "bos", bos)
-        self.eos = _id(ids, "eos", eos if eos is not None else _named(config, "eos_token"))
+        before, after = _framed(self._reading)
+        self.bos = _only("bos", before, self._reading) if bos is None else _id(ids, "bos", bos)
+        ends = _only("eos", after, self._reading) if eos is None else _id(ids, "eos", eos)
+        self.ends_texts = ends is not None
+        self.eos = _id(ids, "eos", _named(config, "eos_token")) if ends is None else ends
         self.item = self.eos if item is None else _id(ids, "item", item)
         self.end_of_item = None if end_of_item is None else _id(ids, "end_of_item", end_of_item)
         named = {key: _named(config, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -112,11 +116,24 @@ def _named(config: dict[str, Any], key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _first_of(reading: Any) -> int | None:
-    """The token that the tokenizer puts before a text."""
-    plain, whole = (reading.encode("a", add_special_tokens=special).ids for special in (False, True))
-    before = len(whole) - len(plain)
-    return whole[0] if before > 0 and whole[0] != plain[0] else None
+def _framed(reading: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before a text and after it. Its own file says them: where there is
+    one, transformers does not heed `add_bos_token` and `add_eos_token` of the other either.
+    """
+    encoded = reading.encode("a")
+    own = [place for place, added in enumerate(encoded.special_tokens_mask) if not added]
+    first, last = (own[0], own[-1] + 1) if own else (len(encoded), len(encoded))
+    return encoded.ids[:first], encoded.ids[last:]
+
+
+def _only(key: str, found: list[int], reading: Any) -> int | None:
+    if len(found) > 1:
+        tokens = [reading.id_to_token(i) for i in found]
+        raise ValueError(
+            f"{key}: the tokenizer puts {tokens} at an edge of a text, where a sample has one token: name "
+            f"one, such as {key}: {tokens[-1]!r}"
+        )
+    return found[0] if found else None
 
 
 def _id(ids: dict[str, int], key: str, text: str | None) -> int:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataloader.format import (
     INDEX_SCHEMA,
     MANIFEST,
+    TURNS,
     DataError,
     Manifest,
     SampleError,
@@ -27,8 +28,8 @@ from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 Ints = npt.NDArray[np.int64]
 
 # The index's columns, flattened: those of lists are offsets and values.
-_TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE = range(7)
-_ITEM_SIZES = (4, 8, 4, 2, 4, 4, 4)  # bytes of a number
+_TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE, _TURNS, _TURN = range(9)
+_ITEM_SIZES = (4, 8, 4, 2, 4, 4, 4, 4, 4)  # bytes of a number
 _HASHED = 64 << 20  # bytes of an index that are compared with their hash on opening: less than 0.1 s
 
 
@@ -63,7 +64,9 @@ class Index:
         self.manifest = manifest
         self._name = str(path / manifest.index.file)
         self._file = pa.ipc.open_file(content)
-        if self._file.schema != INDEX_SCHEMA or self._file.num_record_batches == 0:
+        self._frame = manifest.text.frame
+        schema = INDEX_SCHEMA.append(TURNS) if self._frame.turns else INDEX_SCHEMA
+        if self._file.schema != schema or self._file.num_record_batches == 0:
             raise ValueError("it lacks the index's columns")
         self._batch_rows = self._file.get_batch(0).num_rows
         self._address = content.address
@@ -118,8 +121,11 @@ class Index:
             items.append(ItemMeta(name, tokens, rows, at, size, refused))
         text_tokens = int(self._int32[start[_TEXT_TOKENS] + row])
         size_of_all = int(self._int64[start[_BYTES] + row])
-        frame = self.manifest.text.frame
-        return SampleMeta(i, source, text_tokens, tuple(items), size_of_all, frame=frame)
+        turns: tuple[int, ...] = ()
+        if self._frame.turns:
+            first, last = self._int32[start[_TURNS] + row : start[_TURNS] + row + 2].tolist()
+            turns = tuple(self._int32[start[_TURN] + first : start[_TURN] + last].tolist())
+        return SampleMeta(i, source, text_tokens, tuple(items), size_of_all, frame=self._frame, turns=turns)
 
     def lengths(self, ids: Ints, counts: RememberedCounts, budget: int, policy: str) -> Ints:
         """LLM input tokens of samples [n] as they are trained on, int64 [n]: `length` of what `fit` returns.
@@ -136,7 +142,8 @@ class Index:
             rows == REFUSED,
             budget,
             policy,
-            self.manifest.text.frame,
+            self._frame,
+            *self._turns_of(start, row),
         )
 
     def item_tokens(self, ids: Ints, counts: RememberedCounts) -> dict[str, tuple[Ints, Ints]]:
@@ -165,6 +172,16 @@ class Index:
         first = self._int32[start[:, _ITEMS] + row].astype(np.int64)
         num_items = self._int32[start[:, _ITEMS] + row + 1] - first
         return start, row, _Places(start, first, num_items)
+
+    def _turns_of(self, start: Ints, row: Ints) -> tuple[Ints, Ints] | tuple[()]:
+        """How many turns each sample has, and where they end, those of all samples one after the other."""
+        if not self._frame.turns:
+            return ()
+        first = self._int32[start[:, _TURNS] + row].astype(np.int64)
+        count = self._int32[start[:, _TURNS] + row + 1] - first
+        before = np.cumsum(count) - count
+        at = np.arange(count.sum()) + np.repeat(start[:, _TURN] + first - before, count)
+        return count, self._int32[at].astype(np.int64)
 
     def _counted(self, place: "_Places", count_of: Callable[[str, list[Any], int], Ints]) -> Ints:
         """What encoders make of items [k], a number each, `REFUSED` for some."""
@@ -204,6 +221,8 @@ class Index:
             items = columns.column("items").buffers()  # of lists of structs, validities and all
             buffers = [columns.column(name).buffers()[1] for name in ("text_tokens", "bytes")]
             buffers += [items[i] for i in (1, 4, 6, 8, 10)]
+            turns = columns.column(TURNS.name).buffers() if self._frame.turns else [None] * 4
+            buffers += [turns[1], turns[3]]
             self._starts[batch] = [
                 (buffer.address - self._address) // size if buffer else 0  # there may be none for no values
                 for buffer, size in zip(buffers, _ITEM_SIZES, strict=True)

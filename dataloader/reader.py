@@ -1,13 +1,14 @@
 """Reading samples back from a dataset's shards, by row group."""
 
 import bisect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, DataError, Item, Sample, read_manifest
+from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
 from dataloader.shared_files import SharedFiles
 
 
@@ -22,6 +23,7 @@ class Reader:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.files = SharedFiles() if files is None else files
+        self._text_columns = TEXT_COLUMNS + (TURNS.name,) * self.manifest.text.frame.turns
         self._first_rows = [0]
         for shard in self.manifest.shards:
             self._first_rows.append(self._first_rows[-1] + shard.rows)
@@ -36,16 +38,17 @@ class Reader:
         group, row = divmod(i, self.manifest.rows_per_group)
         sample = Sample("", "")
         if text:
-            values = self._row(group, row, TEXT_COLUMNS)
-            targets = values["targets"]
+            values = self._row(group, row, self._text_columns)
+            targets, turns = values["targets"], values.get(TURNS.name)
             spans = None if targets is None else tuple((t["start"], t["stop"]) for t in targets)
-            sample = Sample(values["id"], values["text"], (), spans)
+            ends = None if turns is None else tuple(turns)
+            sample = Sample(values["id"], values["text"], (), spans, ends)
         if items:
             values = self._row(group, row, ITEM_COLUMNS)
             found = tuple(
                 Item(v["modality"], v["format"], tuple(v["size"]), v["data"]) for v in values["items"] or ()
             )
-            sample = Sample(values["id"], sample.text, found, sample.targets)
+            sample = replace(sample, id=values["id"], items=found)
         return sample
 
     def _row(self, group: int, row: int, columns: tuple[str, ...]) -> dict[str, Any]:

@@ -35,7 +35,8 @@ class Tokenizer(Protocol):
     """The contract. Encoding must not depend on anything but the text.
 
     `bos`, `eos`, `item` and `end_of_item` are ids: an item's rows carry `item` and are followed by one
-    `end_of_item`. A vocabulary that begins no sample, or ends no item, has None.
+    `end_of_item`. A vocabulary that begins no sample, or ends no item, has None. One with an attribute
+    `ends_texts` that is false ends no text: its eos is where generation stops, and carries no loss.
     """
 
     @property
@@ -114,7 +115,8 @@ class ByteTokenizer:
 
 def text_form(tokenizer: Tokenizer) -> TextForm:
     """How a tokenizer has plain text: in a frame of all tokens that it has for one."""
-    frame = Frame(bos=tokenizer.bos is not None, end_of_item=tokenizer.end_of_item is not None)
+    ends = getattr(tokenizer, "ends_texts", True)
+    frame = Frame(tokenizer.bos is not None, tokenizer.end_of_item is not None, ends)
     return TextForm(tokenizer.digest, frame=frame)
 
 

@@ -45,7 +45,8 @@ class SampleMeta:
     """A sample without its payload: all that planning needs.
 
     `id` is the sample's index within its source, `text_tokens` and `items` are what is kept of it, `bytes`
-    its stored payload. A `truncated` sample keeps a prefix: its eos stays a label but carries no loss.
+    its stored payload. `turns` are numbers of text tokens at which turns end, where the frame has turns. A
+    `truncated` sample keeps a prefix: its eos stays a label but carries no loss.
     """
 
     id: int
@@ -56,6 +57,7 @@ class SampleMeta:
     phase: int = 0
     truncated: bool = False
     frame: Frame = PLAIN
+    turns: tuple[int, ...] = ()
 
 
 def length(meta: SampleMeta) -> int:
@@ -96,7 +98,8 @@ def fit(meta: SampleMeta, budget: int, policy: str) -> SampleMeta | None:
     take, `error` raises DataError, `drop` returns None, and `truncate` keeps the longest prefix of at most
     `budget` input tokens that does not cut into an item: text is cut at any token; an item that cannot be
     taken, or whose rows and end_of_item do not all fit, goes, with everything after it. The last kept token's
-    label is then the eos, without loss. Returns None if only the bos would stay.
+    label is then the eos, without loss. Where the frame has turns, the longest such prefix that ends with a
+    turn is kept. Returns None if only the bos would stay, or no whole turn.
     """
     _check_fit(budget, policy)
     refused = next((number for number, item in enumerate(meta.items) if item.refused), None)
@@ -127,11 +130,14 @@ def fit_lengths(
     budget: int,
     policy: str,
     frame: Frame = PLAIN,
+    num_turns: npt.NDArray[np.int64] | None = None,
+    turns: npt.NDArray[np.int64] | None = None,
 ) -> npt.NDArray[np.int64]:
     """`length` of what `fit` returns for n samples with k items in all, int64 [n], without their metadata.
 
     `text_tokens` and `num_items` are [n]; `at`, `rows` and `refused` are [k], the items of one sample after
-    those of the one before, as in `ItemMeta`. A sample that `fit` drops, or raises for, has length 0.
+    those of the one before, as in `ItemMeta`. Where the frame has turns, `num_turns` [n] and `turns` [m] are
+    those of `SampleMeta`. A sample that `fit` drops, or raises for, has length 0.
     """
     _check_fit(budget, policy)
     whole = rows + frame.end_of_item
@@ -149,6 +155,17 @@ def fit_lengths(
     gone = refused | (start + whole > budget)
     cut = np.full_like(lengths, budget)
     np.minimum.at(cut, sample[gone], start[gone])
+    if frame.turns:
+        assert num_turns is not None
+        assert turns is not None
+        # One order of the items and turns of all samples; an item at a turn's end comes after it.
+        of_turn = np.repeat(np.arange(len(lengths)), num_turns)
+        wide = 1 + max(at.max(initial=0), turns.max(initial=0))
+        items = np.searchsorted(sample * wide + at, of_turn * wide + turns)
+        ends = frame.bos + turns + after[items] - after[first][of_turn]
+        whole_turns = ends <= cut[of_turn]
+        cut = np.zeros_like(cut)
+        np.maximum.at(cut, of_turn[whole_turns], ends[whole_turns])
     return np.where(fits, lengths, np.where(cut > frame.bos, cut, 0))
 
 
@@ -175,6 +192,9 @@ def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:
         kept.append(item)
     else:
         text += min(meta.text_tokens - text, free)
+    if meta.frame.turns:
+        text = max((turn for turn in meta.turns if turn <= text), default=0)
+        kept = [item for item in kept if item.at < text]
     if text == 0 and not kept:
         return None
     return replace(meta, text_tokens=text, items=tuple(kept), truncated=True)
@@ -183,12 +203,13 @@ def _truncate(meta: SampleMeta, budget: int) -> SampleMeta | None:
 @dataclass(frozen=True)
 class TextTokens:
     """The text of a sample in tokens: `ids` int64 [T] without those of items, item i after `items[i]` of
-    them, and which of them are targets, bool [T].
+    them, and which of them are targets, bool [T]; turn i ends after `turns[i]` of them.
     """
 
     ids: npt.NDArray[np.int64]
     items: tuple[int, ...]
     targets: npt.NDArray[np.bool_]
+    turns: tuple[int, ...] = ()
 
 
 def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
@@ -210,7 +231,8 @@ def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
         first = np.searchsorted(spans[:, 1], starts, side="right")  # the first span that ends after its start
         begins = np.append(spans[:, 0], np.iinfo(np.int64).max)[first]
         targets = begins < np.maximum(stops, starts + 1)
-    return TextTokens(ids[~of_item], items, targets[~of_item])
+    turns = np.searchsorted(starts[~of_item], sample.turns or ())
+    return TextTokens(ids[~of_item], items, targets[~of_item], tuple(turns.tolist()))
 
 
 def tokenize(

@@ -79,7 +79,7 @@ def verify_dataset(
         counted = [
             (item.modality, at, item.size) for item, at in zip(sample.items, tokens.items, strict=True)
         ]
-        if (meta.text_tokens, recorded) != (len(tokens.ids), counted):
+        if (meta.text_tokens, recorded, meta.turns) != (len(tokens.ids), counted, tokens.turns):
             found("miscounted", f"sample {sample.id!r} ({i}): the index disagrees with the shard")
         for position, item in enumerate(sample.items):
             if item.modality not in decoders:

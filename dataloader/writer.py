@@ -19,6 +19,7 @@ from dataloader.format import (
     INDEX_SCHEMA,
     MANIFEST,
     SHARD_SCHEMA,
+    TURNS,
     DataError,
     DataFile,
     DatasetTotals,
@@ -74,6 +75,8 @@ class DatasetWriter:
         self._overwrite = overwrite
         self._recipe = recipe
         self._text = text_form(tokenizer) if text is None else text
+        both = (SHARD_SCHEMA, INDEX_SCHEMA)
+        self._schema, self._index_schema = (of.append(TURNS) if self._text.frame.turns else of for of in both)
         self._rows: list[dict[str, Any]] = []
         self._index_rows: list[dict[str, Any]] = []
         self._shard: pq.ParquetWriter | None = None
@@ -95,12 +98,14 @@ class DatasetWriter:
             shutil.rmtree(self._partial)
             os.close(self._lock)
             raise
-        self._index = pa.ipc.new_file(str(self._partial / INDEX_FILE), INDEX_SCHEMA)
+        self._index = pa.ipc.new_file(str(self._partial / INDEX_FILE), self._index_schema)
         return self
 
     def add(self, sample: Sample) -> None:
         """Append one sample."""
         validate_sample(sample)
+        if self._text.frame.turns != (sample.turns is not None):
+            raise DataError(f"sample {sample.id!r}: either all samples of a dataset have turns, or none")
         tokens = text_tokens(sample, self._tokenizer)
         for item in sample.items:
             self._modalities.setdefault(item.modality, len(self._modalities))
@@ -115,6 +120,7 @@ class DatasetWriter:
                     {"modality": self._modalities[item.modality], "at": at, "size": item.size}
                     for item, at in zip(sample.items, tokens.items, strict=True)
                 ],
+                "turns": tokens.turns,
             }
         )
         self._num_samples += 1
@@ -144,13 +150,13 @@ class DatasetWriter:
             # Statistics would store the smallest and largest image; checksums tell damage from a bad image.
             self._shard = pq.ParquetWriter(
                 self._partial / f"shard-{len(self._shards):05d}.parquet",
-                SHARD_SCHEMA,
+                self._schema,
                 compression="none",
                 use_dictionary=False,
                 write_statistics=False,
                 write_page_checksum=True,
             )
-        table = pa.Table.from_pylist(self._rows, schema=SHARD_SCHEMA)
+        table = pa.Table.from_pylist(self._rows, schema=self._schema)
         self._shard.write_table(table, row_group_size=self._rows_per_group)
         self._rows_in_shard += len(self._rows)
         self._groups_in_shard += 1
@@ -167,7 +173,7 @@ class DatasetWriter:
         self._groups_in_shard = self._rows_in_shard = 0
 
     def _write_index(self) -> None:
-        self._index.write_batch(pa.RecordBatch.from_pylist(self._index_rows, schema=INDEX_SCHEMA))
+        self._index.write_batch(pa.RecordBatch.from_pylist(self._index_rows, schema=self._index_schema))
         self._index_rows = []
 
     def _finish(self) -> None:
@@ -269,8 +275,9 @@ def _under_way(partial: Path, remove: bool = False) -> bool:
     return False
 
 
-def is_intact(path: str | Path, recipe: str, tokenizer: Tokenizer) -> bool:
-    """Whether `path` holds a complete dataset of this recipe and tokenizer, so that building it is a no-op.
+def is_intact(path: str | Path, recipe: str, tokenizer: Tokenizer, text: TextForm | None = None) -> bool:
+    """Whether `path` holds a complete dataset of this recipe, tokenizer and frame, so that building it is a
+    no-op. `text` is that of `DatasetWriter`.
 
     Returns False if nothing is there; raises DataError if what is there is damaged or another dataset.
     """
@@ -279,12 +286,13 @@ def is_intact(path: str | Path, recipe: str, tokenizer: Tokenizer) -> bool:
         return False
     manifest = read_manifest(path)
     check_files(path, manifest)
-    held = (manifest.recipe, manifest.tokenizer, manifest.text.tokenizer)
-    asked = (recipe, tokenizer.name, tokenizer.digest)
+    frame = (text_form(tokenizer) if text is None else text).frame
+    held = (manifest.recipe, manifest.tokenizer, manifest.text.tokenizer, manifest.text.frame)
+    asked = (recipe, tokenizer.name, tokenizer.digest, frame)
     if held != asked:
         raise DataError(
-            f"{path} holds another dataset (recipe, tokenizer and its digest are {held}; asked for {asked}): "
-            "choose another folder or overwrite it (--overwrite)"
+            f"{path} holds another dataset (recipe, tokenizer, its digest and frame are {held}; asked for "
+            f"{asked}): choose another folder or overwrite it (--overwrite)"
         )
     return True
 
@@ -336,6 +344,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "targets": targets,
         "items": [vars(item) for item in sample.items],
+        "turns": sample.turns,
     }
 
 

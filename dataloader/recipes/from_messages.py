@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from dataloader.chat import ChatTemplate, Message
+from dataloader.chat import ChatTemplate, Message, ends_of_turns
 from dataloader.format import DataError, Frame, Sample, TextForm
 from dataloader.recipes.from_jsonl import add_lines, recipe_of
 from dataloader.tokenizer import Tokenizer, digest_of
@@ -19,7 +19,8 @@ SHAREGPT_ROLES = {
     "tool": "tool", "observation": "tool",
 }  # fmt: skip
 _KEYS = {"id", "messages", "conversations", "system", "tools"}
-_FRAME = Frame(bos=False, end_of_item=False, eos=False)  # the template writes what begins and ends a text
+# The template writes what begins and ends a text.
+_FRAME = Frame(bos=False, end_of_item=False, eos=False, turns=True)
 
 
 def build_from_messages(
@@ -48,7 +49,7 @@ def build_from_messages(
     template = ChatTemplate(tokenizer.template, names, today)
     form = TextForm(tokenizer.digest, digest_of(tokenizer.template), _FRAME)
     recipe = f"messages {recipe_of(jsonl)} template={form.template[:16]} {today}".rstrip()
-    if not overwrite and is_intact(out, recipe, tokenizer):
+    if not overwrite and is_intact(out, recipe, tokenizer, form):
         return False
     tell(f"building {out} from {jsonl} ...")
     with DatasetWriter(out, tokenizer, overwrite=overwrite, recipe=recipe, text=form) as writer:
@@ -63,8 +64,10 @@ def _sample(line: bytes, number: int, template: ChatTemplate, tokenizer: Tokeniz
     raw = json.loads(line)
     if not isinstance(raw, dict):
         raise DataError("the line is not a JSON object")
-    text, targets = template.targets(messages_of(raw), tokenizer.special, raw.get("tools"))
-    sample = Sample(str(raw.get("id", number)), text, (), targets)
+    messages = messages_of(raw)
+    text, targets = template.targets(messages, tokenizer.special, raw.get("tools"))
+    turns = ends_of_turns(messages, text, targets)
+    sample = Sample(str(raw.get("id", number)), text, (), targets, turns)
     counted = text_tokens(sample, tokenizer).targets
     if not counted.any() or counted.all():
         raise DataError(

@@ -4,16 +4,19 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_bpe import write_tokenizer
 
-from dataloader.chat import ChatTemplate
+from dataloader.chat import ChatTemplate, ends_of_turns
 from dataloader.format import DataError
 from dataloader.index import Index
+from dataloader.item_counts import RememberedCounts
 from dataloader.reader import Reader
 from dataloader.recipes.from_messages import build_from_messages
 from dataloader.tokenizer import get_tokenizer
-from dataloader.tokens import tokenize
+from dataloader.tokens import fit, length, tokenize
+from dataloader.verify import verify_dataset
 from omni.commands import data
 
 CHATML = (
@@ -33,6 +36,7 @@ TALK = [
     {"role": "assistant", "content": "quite"},
 ]
 SPECIAL = ("<|im_start|>", "<|im_end|>")
+COUNTS = RememberedCounts(lambda modality, size: (0, 0))
 
 
 def said(template, talk=TALK):
@@ -193,3 +197,45 @@ def test_show_colours_what_carries_loss(tmp_path, monkeypatch, capsys):
     assert data.run(args) == 0
     coloured = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", capsys.readouterr().out, re.DOTALL)
     assert "".join(coloured) == " is four.<|im_end|>quite<|im_end|>"  # line breaks have no colour
+
+
+def test_a_chat_that_is_too_long_keeps_whole_turns(tmp_path):
+    tokenizer = hf(write_tokenizer(tmp_path / "bpe", CHATML))
+    file = write(tmp_path / "chats.jsonl", {"messages": TALK}, {"messages": TALK[:2]})
+    build_from_messages(file, tmp_path / "set", tokenizer)
+    index, reader = Index.open(tmp_path / "set", tokenizer), Reader(tmp_path / "set")
+    whole, first = (index.meta(i, "s", lambda modality, size: (0, 0)) for i in range(2))
+    sample = reader.read(0, text=True, items=False)
+    closed = sample.text.index("<|im_end|>", sample.text.index("assistant")) + len("<|im_end|>")
+    least = len(tokenizer.encode(sample.text[:closed]).ids)
+    assert whole.turns == (least, length(whole) - 1)  # a line break comes after the last
+    assert first.turns == whole.turns[:1]
+    for budget in range(1, length(whole)):
+        kept = fit(whole, budget, "truncate")
+        if budget < least:
+            assert kept is None
+            continue
+        ids, labels, mask = tokenize(sample, kept, tokenizer)
+        assert len(ids) == max(turn for turn in whole.turns if turn <= budget)
+        assert ids[-1] == labels[-2] == tokenizer.special["<|im_end|>"]
+        assert mask[-2:].tolist() == [True, False]
+    lengths = index.lengths(np.array([0, 1, 0]), COUNTS, least, "truncate")
+    assert lengths.tolist() == [least, least, least]
+    assert index.lengths(np.array([0, 1]), COUNTS, least - 1, "truncate").tolist() == [0, 0]
+    report = verify_dataset(tmp_path / "set", tokenizer, {})
+    assert not report.problems
+
+
+def test_turns_are_told_apart_where_each_has_a_block_with_its_words():
+    text = "qA.qB."
+    talk = [{"role": "assistant", "content": content} for content in ("A", "B")]
+    assert ends_of_turns(talk, text, ((1, 3), (4, 6))) == (3, 6)
+    assert ends_of_turns(talk, text, ((1, 2), (2, 3), (4, 6))) == (6,)  # a turn in two blocks
+    assert ends_of_turns(talk, text, ((1, 3), (3, 4))) == (4,)  # one in none
+
+
+def test_what_is_said_in_two_blocks_that_touch_is_one_span():
+    two = BLOCKS.replace("<|im_end|>{% end", "{% endgeneration %}{% generation %}<|im_end|>{% end", 1)
+    text, spans = ChatTemplate(two, {}).targets(TALK, SPECIAL)
+    assert said(two) == said(BLOCKS)
+    assert ends_of_turns(TALK, text, spans) == tuple(stop for _, stop in spans)

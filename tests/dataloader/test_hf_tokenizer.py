@@ -1,7 +1,9 @@
+import json
+
 import numpy as np
 import pytest
 from tiny_bpe import write_tokenizer
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample
 from dataloader.index import Index
@@ -38,7 +40,7 @@ def test_it_gives_the_ids_of_the_whole_text_and_maps_targets_by_offsets(folder):
 def test_items_cut_the_text_and_the_frame_is_the_tokenizers(folder, tmp_path):
     sample = Sample("s", f"two {PLACEHOLDER}and two", (Item("image", "png", (8, 8), b"x"),))
     for keys, lead, after in (({}, 1, 0), ({"end_of_item": "</s>", "item": "<image>"}, 1, 1)):
-        tokenizer = hf(folder, **keys)
+        tokenizer = hf(folder, eos="</s>", **keys)
         path = tmp_path / f"set{after}"
         with DatasetWriter(path, tokenizer) as writer:
             writer.add(sample)
@@ -60,7 +62,7 @@ def test_one_that_begins_no_text_has_no_start_token(tmp_path):
     ids, labels, mask = tokenize(Sample("s", "the answer"), meta, tokenizer)
     whole = tokenizer.encode("the answer").ids.tolist()
     assert (ids.tolist(), labels.tolist()) == (whole, [*whole[1:], tokenizer.eos])
-    assert mask.all()
+    assert mask.tolist() == [True] * (len(whole) - 1) + [False]  # nor does it end one
     index = Index.open(tmp_path / "set")
     counts = RememberedCounts(lambda modality, size: (0, 0))
     assert index.lengths(np.array([0]), counts, 99, "drop").tolist() == [len(whole)]
@@ -93,3 +95,62 @@ def test_what_cannot_be_is_refused(folder, keys, message):
     }
     with pytest.raises(ValueError, match=message):
         get_tokenizer({"name": "hf", **keys})
+
+
+FRAMED = {
+    "nothing": ({}, None),
+    "both": ({}, "<s> $A </s>"),
+    "bos": ({}, "<s> $A"),
+    "eos": ({}, "$A </s>"),
+    "another eos than it names": ({}, "$A <|im_end|>"),
+    "bos said elsewhere": ({"add_bos_token": True}, None),
+    "eos said elsewhere": ({"add_bos_token": False, "add_eos_token": True}, "<s> $A"),
+}
+
+
+@pytest.mark.parametrize("said, template", FRAMED.values(), ids=FRAMED)
+def test_a_text_begins_and_ends_as_transformers_has_it(tmp_path, said, template):
+    transformers = pytest.importorskip("transformers", reason="transformers, the referee, is not installed")
+    folder = write_tokenizer(tmp_path / "bpe")
+    frame(folder, said, template)
+    referee, tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder), hf(folder)
+    with DatasetWriter(tmp_path / "set", tokenizer) as writer:
+        for number, text in enumerate(TEXTS):
+            writer.add(Sample(str(number), text))
+    index, reader = Index.open(tmp_path / "set", tokenizer), Reader(tmp_path / "set")
+    for number, text in enumerate(TEXTS):
+        meta = index.meta(number, "s", lambda modality, size: (0, 0))
+        ids, labels, mask = tokenize(reader.read(number, text=True, items=False), meta, tokenizer)
+        assert mask[:-1].all()
+        assert [*ids.tolist(), *labels[-1:][mask[-1:]].tolist()] == referee(text)["input_ids"]
+    assert referee.eos_token_id in (tokenizer.eos, tokenizer.special["</s>"])
+    assert is_intact(tmp_path / "set", "", tokenizer)
+    if not tokenizer.ends_texts:
+        assert labels[-1] == referee.eos_token_id  # where generation stops
+        with pytest.raises(DataError, match=r"another dataset .*eos=False.*eos=True"):
+            is_intact(tmp_path / "set", "", hf(folder, eos="</s>"))
+
+
+TEXTS = ("two", "the answer is two\n\nand é", "  indented <|im_end|>four ")
+
+
+def frame(folder, said, template):
+    """Have a tokenizer's files say what it puts around a text."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "</s>"} | said))
+    if template is not None:
+        file = str(folder / "tokenizer.json")
+        reading = Tokenizer.from_file(file)
+        tokens = [(token, reading.token_to_id(token)) for token in template.split() if token != "$A"]
+        reading.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
+        reading.save(file)
+
+
+def test_several_tokens_at_an_edge_are_refused_until_one_is_named(tmp_path):
+    folder = write_tokenizer(tmp_path / "bpe")
+    frame(folder, {}, "<|im_start|> <s> $A")
+    with pytest.raises(
+        ValueError, match=r"bos: the tokenizer puts \['<\|im_start\|>', '<s>'\].*such as bos: '<s>'"
+    ):
+        hf(folder)
+    assert hf(folder, bos="<s>").bos == hf(folder, bos="<s>").special["<s>"]

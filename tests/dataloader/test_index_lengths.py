@@ -14,10 +14,12 @@ from dataloader.format import (
     PLACEHOLDER,
     DataFile,
     DatasetTotals,
+    Frame,
     Item,
     Manifest,
     Sample,
     SampleError,
+    TextForm,
 )
 from dataloader.index import Index
 from dataloader.item_counts import REFUSED, RememberedCounts
@@ -51,11 +53,15 @@ ITEMS = [
 ]
 
 
-def written(path: Path, samples: list[list[Item]]) -> Index:
-    with DatasetWriter(path, ByteTokenizer()) as writer:
+def written(path: Path, samples: list[list[Item]], turns: bool = False) -> Index:
+    """A dataset of samples with such items; with turns, every third sample has none."""
+    form = TextForm(frame=Frame(turns=turns))
+    with DatasetWriter(path, ByteTokenizer(), text=form) as writer:
         for number, items in enumerate(samples):
             text = "".join(f"{k}{PLACEHOLDER}" for k in range(len(items))) + "x" * (1 + number % 7)
-            writer.add(Sample(f"s{number}", text, tuple(items)))
+            ends = [at for at, character in enumerate(text, 1) if character != PLACEHOLDER]
+            own = tuple(ends[number % 2 :: 2]) if number % 3 else ()
+            writer.add(Sample(f"s{number}", text, tuple(items), turns=own if turns else None))
     return Index.open(path)
 
 
@@ -64,15 +70,16 @@ def written(path: Path, samples: list[list[Item]]) -> Index:
     st.lists(st.lists(st.sampled_from(ITEMS), max_size=4), min_size=1, max_size=20),
     st.sampled_from([1, 3, 50]),
     st.integers(1, 25),
-    st.sampled_from(["drop", "truncate", "error"]),
+    st.sampled_from(["drop", "truncate", "truncate", "error"]),
+    st.booleans(),
     st.randoms(),
 )
 def test_lengths_are_those_of_the_samples_one_by_one(
-    tmp_path_factory, samples, batch, budget, policy, random
+    tmp_path_factory, samples, batch, budget, policy, turns, random
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dataloader.writer.INDEX_BATCH_ROWS", batch)
-        index = written(tmp_path_factory.mktemp("data") / "set", samples)
+        index = written(tmp_path_factory.mktemp("data") / "set", samples, turns)
     ids = [random.randrange(len(samples)) for _ in range(random.randrange(40))]
     remembered = RememberedCounts(counts)
     for _ in range(2):

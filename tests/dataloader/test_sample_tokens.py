@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import PLACEHOLDER, DataError, Frame, Item, Sample, SampleError, validate_sample
+from dataloader.format import PLACEHOLDER, PLAIN, DataError, Frame, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
 from dataloader.tokenizer import ByteTokenizer, Encoding, get_tokenizer
 from dataloader.tokens import (
@@ -138,8 +138,39 @@ def test_targets_are_known_from_metadata_where_all_text_is_target_text(drawn, bu
         assert [t for start, stop in runs for t in range(start, stop)] == np.flatnonzero(mask).tolist()
 
 
+TURNS = Frame(bos=False, end_of_item=False, eos=False, turns=True)
+
+
+@settings(deadline=None)
+@given(samples(), st.data(), st.integers(1, 40), st.sampled_from([BYTES, PairTokenizer()]))
+def test_truncation_keeps_whole_turns(drawn, data, budget, tokenizer):
+    sample, rows = drawn
+    texts = [at for at, character in enumerate(sample.text, 1) if character != PLACEHOLDER]
+    ends = data.draw(st.sets(st.sampled_from(texts), max_size=4)) if texts else ()
+    sample = replace(sample, turns=tuple(sorted(ends)))
+    validate_sample(sample)
+    turns = text_tokens(sample, tokenizer).turns
+    meta = replace(meta_of(sample, rows, tokenizer), frame=TURNS, turns=turns)
+    # By its definition: each token, and each row, with the character that it begins with.
+    remaining, whole = list(rows), []
+    for token, start, _ in zip(*tokenizer.encode(sample.text), strict=True):
+        item = sample.text[start] == PLACEHOLDER
+        whole += [(tokenizer.item if item else token, start)] * (remaining.pop(0) if item else 1)
+    fitting = [[token for token, start in whole if start < end] for end in sample.turns]
+    fitting = [ids for ids in fitting if ids and len(ids) <= budget]
+    kept = fit(meta, budget, "truncate")
+    if len(whole) <= budget:
+        assert kept is meta
+    elif not fitting:
+        assert kept is None
+    else:
+        ids, labels, mask = tokenize(sample, kept, tokenizer)
+        assert ids.tolist() == fitting[-1]
+        assert (labels[-1], mask[-1]) == (tokenizer.eos, False)
+
+
 @st.composite
-def metas(draw):
+def metas(draw, frame=PLAIN):
     text = draw(st.integers(0, 12))
     ats = sorted(draw(st.lists(st.integers(0, text), max_size=4)))
     item = st.tuples(st.integers(1, 5), st.sampled_from([False, False, False, True]))
@@ -147,12 +178,22 @@ def metas(draw):
         ItemMeta("image", 0, 0, at, (), "too wide") if refused else ItemMeta("image", 4 * rows, rows, at, ())
         for at, (rows, refused) in ((at, draw(item)) for at in ats)
     ]
-    return SampleMeta(0, "s", text, tuple(items), 0)
+    # Often where items stand, too.
+    places = [*range(1, text + 1), *(at for at in ats * 3 if at)]
+    turns = sorted(draw(st.sets(st.sampled_from(places), max_size=4))) if places and frame.turns else ()
+    return SampleMeta(0, "s", text, tuple(items), 0, frame=frame, turns=tuple(turns))
 
 
 @settings(deadline=None)
-@given(st.lists(metas(), max_size=8), st.integers(1, 30), st.sampled_from(["drop", "truncate", "error"]))
-def test_lengths_of_many_samples_are_those_of_what_is_kept_of_each(drawn, budget, policy):
+@given(
+    st.sampled_from([PLAIN, TURNS, replace(PLAIN, turns=True)]).flatmap(
+        lambda frame: st.tuples(st.just(frame), st.lists(metas(frame), max_size=8))
+    ),
+    st.integers(1, 30),
+    st.sampled_from(["drop", "truncate", "truncate", "error"]),
+)
+def test_lengths_of_many_samples_are_those_of_what_is_kept_of_each(framed, budget, policy):
+    frame, drawn = framed
     items = [item for meta in drawn for item in meta.items]
     lengths = fit_lengths(
         np.array([meta.text_tokens for meta in drawn], dtype=np.int64),
@@ -162,6 +203,9 @@ def test_lengths_of_many_samples_are_those_of_what_is_kept_of_each(drawn, budget
         np.array([item.refused != "" for item in items], dtype=np.bool_),
         budget,
         policy,
+        frame,
+        np.array([len(meta.turns) for meta in drawn], dtype=np.int64),
+        np.array([turn for meta in drawn for turn in meta.turns], dtype=np.int64),
     )
     assert lengths.dtype == np.int64
     kept = [fit(meta, budget, "drop" if policy == "error" else policy) for meta in drawn]
