@@ -33,21 +33,26 @@ from ops.device import to_device
 
 LENGTH_EPS = 1e-6  # under the root of the squared length of a query or a key
 
+DeltaState = tuple[torch.Tensor, ...]
+"""What the rule needs of a sequence's tokens so far: the last inputs of the convolution [J - 1, G, channels],
+of zeros where there were fewer, and S [G, R, P, V]."""
+
 
 @dataclass(frozen=True)
 class DeltaPacking:
     """How whole sequences of a pack divide into chunks; all tables lie on the device, all sizes on the host.
 
     `steps` counts the chunks of each step of the loop over states: those of the first sequences, from the one
-    with most chunks on. `chunked` [M · C] says which token stands at each place of the chunks, T at the ends
-    of chunks that a sequence does not fill, and `places` [T] at which place each token does. `spaced`
-    [T + S · (J - 1)] are the tokens with so many empty places T before each of S sequences that no tap
-    reaches another one; the outputs of tokens are numbers `tapped` [T] of what the convolution puts out.
-    `above` [C, C] is True above the diagonal.
+    with most chunks on, in which `order` the loop has all S. `chunked` [M · C] says which token stands at
+    each place of the chunks, T at the ends of chunks that a sequence does not fill, and `places` [T] at which
+    place each token does. `spaced` [T + S · (J - 1)] are the tokens with so many empty places T before each
+    of S sequences that no tap reaches another one; the outputs of tokens are numbers `tapped` [T] of what the
+    convolution puts out. `above` [C, C] is True above the diagonal.
     """
 
     lengths: tuple[int, ...]
     steps: tuple[int, ...]
+    order: tuple[int, ...]
     chunked: torch.Tensor
     places: torch.Tensor
     spaced: torch.Tensor
@@ -81,7 +86,8 @@ def make_delta_packing(lengths: Sequence[int], taps: int, device: torch.device) 
     spaced[tapped + taps - 1] = np.arange(tokens)
     above = np.triu(np.ones((CHUNK, CHUNK), bool), 1)
     tables = (chunked, places[:-1], spaced, tapped, above)
-    return DeltaPacking(lengths, tuple(steps), *(to_device(torch.from_numpy(x), device) for x in tables))
+    on_device = (to_device(torch.from_numpy(x), device) for x in tables)
+    return DeltaPacking(lengths, tuple(steps), tuple(longest_first), *on_device)
 
 
 def packed_delta(
@@ -105,6 +111,32 @@ def packed_delta(
 
     out: torch.Tensor = _Anew.apply(rule, x, conv, a_log, dt_bias)
     return out
+
+
+def continued_delta(
+    x: torch.Tensor,
+    conv: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    packing: DeltaPacking,
+    shape: DeltaShape,
+    before: Sequence[DeltaState | None],
+) -> tuple[torch.Tensor, list[DeltaState]]:
+    """`packed_delta` of tokens that go on from `before`, of each sequence of the packing what is kept of its
+    tokens so far or None if there are none; also return what is kept of each now. Without gradients.
+    """
+    assert len(before) == len(packing.lengths), f"{len(before)} states for {packing.lengths}"
+    dtype, earlier = x.dtype, conv.shape[-1] - 1
+    x, conv, a_log, dt_bias = (of.to(_wide(of.dtype)) for of in (x, conv, a_log, dt_bias))
+    mixed, b, a = x.split([shape.channels, shape.values, shape.values], -1)
+    none = mixed.new_zeros(earlier, *mixed.shape[1:]), _empty(x, 1, shape)[0]
+    inputs, states = zip(*(none if of is None else of for of in before), strict=True)
+    joined = [torch.cat(of) for of in zip(inputs, mixed.split(packing.lengths), strict=True)]
+    mixed = _tapped(torch.cat(joined), conv).index_select(0, packing.tapped)
+    state, ended = torch.stack([states[s] for s in packing.order]), list[torch.Tensor]()
+    out = _ruled(mixed, b, a, a_log, dt_bias, packing, shape, state, ended)
+    after = dict(zip(packing.order, torch.cat(ended[::-1]), strict=True))
+    return out.to(dtype), [(of[len(of) - earlier :], after[s]) for s, of in enumerate(joined)]
 
 
 class _Anew(torch.autograd.Function):
@@ -135,13 +167,39 @@ def _delta(
     packing: DeltaPacking,
     shape: DeltaShape,
 ) -> torch.Tensor:
-    dtype, heads = x.dtype, x.shape[1]
+    dtype = x.dtype
     if x.shape[0] == 0:
         # A sum of all inputs keeps the graph connected for ranks without tokens.
         return x[..., : shape.out] + 0 * (conv.sum() + a_log.sum() + dt_bias.sum())
     x, conv, a_log, dt_bias = (of.to(_wide(of.dtype)) for of in (x, conv, a_log, dt_bias))
     mixed, b, a = x.split([shape.channels, shape.values, shape.values], -1)
-    mixed = F.silu(_convolved(mixed, conv, packing))
+    # Empty places before each sequence hold tokens of zeros, so no tap reaches another one.
+    spaced = _padded(mixed).index_select(0, packing.spaced)
+    mixed = _tapped(spaced, conv).index_select(0, packing.tapped)
+    state = _empty(x, packing.steps[0], shape)
+    return _ruled(mixed, b, a, a_log, dt_bias, packing, shape, state).to(dtype)
+
+
+def _empty(x: torch.Tensor, sequences: int, shape: DeltaShape) -> torch.Tensor:
+    """The states of sequences before their first tokens, [S, G, R, P, V]."""
+    return x.new_zeros(sequences, x.shape[1], shape.values, shape.key_dim, shape.value_dim)
+
+
+def _ruled(
+    mixed: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    packing: DeltaPacking,
+    shape: DeltaShape,
+    state: torch.Tensor,
+    ended: list[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The rule, of what the convolution puts out [T, G, channels], from states [S, G, R, P, V] on: [T, G,
+    R · V]. States come, and go to `ended`, in the order of the loop, there those of the shortest first.
+    """
+    heads, mixed = mixed.shape[1], F.silu(mixed)
     beta, decay = b.sigmoid(), -a_log.exp() * F.softplus(a + dt_bias)
     chunks = _padded(torch.cat([mixed, beta, decay], -1)).index_select(0, packing.chunked)
     chunks = chunks.view(-1, CHUNK, heads, shape.width).transpose(1, 2)  # [M, G, C, width]
@@ -150,9 +208,9 @@ def _delta(
     value = value.unflatten(-1, (shape.values, shape.value_dim)).transpose(2, 3)  # [M, G, R, C, V]
     beta, decay = beta.transpose(2, 3), decay.transpose(2, 3)  # [M, G, R, C]
     query = _of_length_1(query) * shape.key_dim**-0.5
-    out = _of_chunks(query, _of_length_1(key), value, beta, decay, packing)
+    out = _of_chunks(query, _of_length_1(key), value, beta, decay, packing, state, ended)
     out = out.permute(0, 3, 1, 2, 4).reshape(-1, heads, shape.out)
-    return out.index_select(0, packing.places).to(dtype)
+    return out.index_select(0, packing.places)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -168,14 +226,14 @@ def _of_length_1(x: torch.Tensor) -> torch.Tensor:
     return x * (x.square().sum(-1, keepdim=True) + LENGTH_EPS).rsqrt()
 
 
-def _convolved(x: torch.Tensor, conv: torch.Tensor, packing: DeltaPacking) -> torch.Tensor:
-    """[T, G, channels] → the same: each channel by its own taps, over the last J tokens of the sequence."""
-    spaced, taps = _padded(x).index_select(0, packing.spaced), conv.shape[-1]
+def _tapped(spaced: torch.Tensor, conv: torch.Tensor) -> torch.Tensor:
+    """[N, G, channels] → [N - J + 1, G, channels]: each channel by its own taps, over J tokens."""
+    taps = conv.shape[-1]
     count = spaced.shape[0] - taps + 1
     out = spaced.narrow(0, 0, count) * conv[..., 0]
     for tap in range(1, taps):
         out = torch.addcmul(out, spaced.narrow(0, tap, count), conv[..., tap])
-    return out.index_select(0, packing.tapped)
+    return out
 
 
 def _of_chunks(
@@ -185,8 +243,11 @@ def _of_chunks(
     beta: torch.Tensor,
     decay: torch.Tensor,
     packing: DeltaPacking,
+    state: torch.Tensor,
+    ended: list[torch.Tensor] | None,
 ) -> torch.Tensor:
-    """query and key [M, G, C, P], value [M, G, R, C, V], beta and decay [M, G, R, C] → [M, G, R, C, V].
+    """query and key [M, G, C, P], value [M, G, R, C, V], beta and decay [M, G, R, C] → [M, G, R, C, V];
+    states as for `_ruled`.
 
     With a token's correction u_i = β_i (v_i − what its decayed state holds for k_i), D_ij the decay from j
     to i and S the state before the chunk, it obeys (I + lower(β K Kᵀ · D)) U = β V − β exp(c) K S.
@@ -207,11 +268,14 @@ def _of_chunks(
     writing = (key * between[..., -1, :].unsqueeze(-1)).transpose(-1, -2)
     kept = total[..., -1:].exp().unsqueeze(-1)
     each = (of.split(packing.steps) for of in (values, keys, within, reading, writing, kept))
-    state = value.new_zeros(packing.steps[0], *value.shape[1:3], key.shape[-1], value.shape[-1])
     out = []
     for news, old, own, reads, writes, stays in zip(*each, strict=True):
+        if ended is not None:
+            ended.append(state[news.shape[0] :])
         state = state.narrow(0, 0, news.shape[0])
         corrections = news - old @ state
         out.append(reads @ state + own @ corrections)
         state = state * stays + writes @ corrections
+    if ended is not None:
+        ended.append(state)
     return torch.cat(out)

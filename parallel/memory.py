@@ -1,7 +1,7 @@
 """What layers keep of sequences from one pass to the next, so that a pass computes the newest tokens alone.
 
-A layer keeps what it likes of a sequence: attention the keys and values of all its tokens, a recurrence would
-keep its last state. Who generates has one `Memory` a rank and continues the same sequences, by name, pass
+A layer keeps what it likes of a sequence: attention the keys and values of all its tokens, a recurrence its
+last state. Who generates has one `Memory` a rank and continues the same sequences, by name, pass
 after pass; what of a pass stands for which of them is a `Recalled`, which layers find in their descriptor.
 
 Invariant: after passes over the tokens [0, n) and [n, m) of a sequence, a layer has put out what one pass
@@ -42,6 +42,15 @@ class Recalled:
     names: tuple[int, ...]
     counts: tuple[int, ...]
     tail: int
+
+    def recall(self, layer: Hashable) -> list[State | None]:
+        """What `layer` holds of each sequence, None of a new one; None of the tail, if there is one."""
+        held = self.memory.states[layer]
+        return [*map(held.get, self.names), *[None] * bool(self.tail)]
+
+    def keep(self, layer: Hashable, states: Iterable[State]) -> None:
+        """Keep new states in the place of those that `layer` holds, in that order."""
+        self.memory.states[layer] |= zip(self.names, states, strict=False)
 
     def extend(self, layer: Hashable, *new: torch.Tensor) -> list[torch.Tensor]:
         """Keep new tokens [T, …] behind those that `layer` holds. Returns, sequence by sequence, all tokens

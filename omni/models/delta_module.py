@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ops.delta import continued_delta
 from ops.delta_shape import DeltaHeads
 from parallel.megatron import (
     ColumnParallelLinear,
@@ -94,7 +95,12 @@ class GatedDeltaNet(MegatronModule):
         conv, a_log, dt_bias = (
             of.unflatten(0, (count, -1)) for of in (self.conv_weight.squeeze(1), self.A_log, self.dt_bias)
         )
-        out = sharded_delta(x, conv, a_log, dt_bias, plan, self.pool)
+        if (recalled := packed_seq_params.recalled) is None:
+            out = sharded_delta(x, conv, a_log, dt_bias, plan, self.pool)
+        else:  # no ranks share a sequence that passes continue
+            before = recalled.recall(self)
+            out, after = continued_delta(x, conv, a_log, dt_bias, plan.local, shape, before)
+            recalled.keep(self, after)
         values = (shape.values, shape.value_dim)
         normed = self.norm(out.unflatten(-1, values), gate.unflatten(-1, values))
         projected, _ = self.linear_proj(normed.flatten(1).unsqueeze(1))

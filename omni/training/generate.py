@@ -3,7 +3,7 @@
 The first pass is over all of what is given, and encodes its items; layers keep what they need of it, on the
 ranks that it ran on (`parallel.memory`). Each further pass is over one token a sequence, planned as any pass
 is; a plan serves until a sequence ends. Domains generate for samples of their own; the ranks of one agree on
-every token. Where a kind of layer keeps nothing, or `cached` is false, each pass is over all tokens anew.
+every token. Where `cached` is false, each pass is over all tokens anew.
 
 Invariant: tokens are those of passes over all tokens, whatever the layout, but for ties within rounding.
 """
@@ -24,8 +24,6 @@ from omni.training.forward import ForwardPasses, grouped
 from parallel.control import Control
 from parallel.memory import Continued, Memory
 from pipeline.plan import StepPlan
-
-FORGETFUL = frozenset({"delta"})  # kinds of attention that keep nothing of a pass yet
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ class FreeGeneration:
         """
         rank, spec = self.passes.rank, self.passes.spec
         number, domains = rank.domain, spec.arrangement.num_domains
-        cached = cached and not FORGETFUL.intersection(spec.config.model.llm.attention)
         budget = spec.planner.world.budget
         at_once = 4 * spec.layout.dp * budget.microbatch_tokens // domains
         own = [Growing(n, prompt) for n, prompt in enumerate(prompts)][number::domains]

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from ops import delta
-from ops.delta import make_delta_packing, packed_delta
+from ops.delta import continued_delta, make_delta_packing, packed_delta
 from ops.delta_shape import DeltaShape
 
 CPU = torch.device("cpu")
@@ -87,6 +87,27 @@ def test_a_pack_is_its_sequences_alone():
     assert away(packed, alone) < 1e-13
     for own, theirs in zip(gradients(packed, inputs), gradients(alone, inputs), strict=True):
         assert away(own, theirs) < 1e-12
+
+
+@pytest.mark.parametrize("cuts", [(0.0, 1.0), (0.3, 0.3), (0.0, 0.5)])
+def test_passes_over_parts_are_one_pass_over_all(cuts):
+    """A sequence may begin in the second pass, end in the first, and be shorter than the convolution."""
+    lengths = [length for length in RAGGED if length]
+    x, *weights = drawn(lengths)
+    cut = [min(length, max(n % 2, round(length * cuts[n % 2]))) for n, length in enumerate(lengths)]
+    halves = [(of[:at], of[at:]) for of, at in zip(x.split(lengths), cut, strict=True)]
+    out, kept = [list[torch.Tensor]() for _ in lengths], dict[int, delta.DeltaState]()
+    for half in (0, 1):
+        there = [n for n, of in enumerate(halves) if len(of[half])]
+        packing = make_delta_packing([len(halves[n][half]) for n in there], SHAPE.taps, CPU)
+        news, before = torch.cat([halves[n][half] for n in there]), [kept.get(n) for n in there]
+        with torch.no_grad():
+            found, after = continued_delta(news, *weights, packing, SHAPE, before)
+        kept |= zip(there, after, strict=True)
+        for n, of in zip(there, found.split(packing.lengths), strict=True):
+            out[n].append(of)
+    plain = plainly(lengths, [x, *weights])
+    assert away(torch.cat([torch.cat(of) for of in out]), plain) < 1e-12
 
 
 def test_what_follows_is_not_seen_before_it_nor_in_another_sequence():
