@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from open_model_folders import DELTA, PLAIN, changed, make, transformers
+from open_model_folders import DELTA, PLAIN, changed, transformers
 from open_model_folders import SPARSE as SPARSE_KEYS
 from ranks import RankPool
 from safetensors.torch import save_file
@@ -29,15 +29,12 @@ from test_open_models import (
 
 import parallel.sharded_delta as sharding
 from infra.checkpoint import complete, read_manifest
-from infra.run_folder import RunFolder
 from infra.storage import Storage
-from omni.config import Config, ConfigError
+from omni.config import ConfigError
 from omni.models import delta_module
 from omni.models.delta_module import GatedNorm
 from omni.open_models.folder import open_folder
-from omni.planning.prepare import prepare_run
 from omni.training.export_folder import export_folder
-from omni.training.trainer import Trainer
 from ops import delta
 from ops.delta import DeltaPacking, make_delta_packing
 from parallel.sharded_delta import sharded_delta
@@ -206,46 +203,3 @@ def test_what_config_json_may_not_say(models, tmp_path, values, words):
     changed(folder, **values)
     with pytest.raises(ConfigError, match=words):
         open_folder(str(folder))
-
-
-def losses_of(rank: int, config: Config, world: int) -> list[float]:
-    """The losses of all steps of a run."""
-    folder = RunFolder.create(Path(config.run.dir))
-    trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
-    trainer.restore()
-    losses = []
-    with trainer.ahead() as ahead:
-        for step in range(1, config.train.steps + 1):
-            done = trainer.run_step(trainer.begin(ahead, step))
-            trainer.update(done)
-            losses.append(done.totals.loss)
-    trainer.control.barrier("the end")
-    trainer.close()
-    return losses
-
-
-def plain_losses(model: torch.nn.Module, steps: int) -> list[float]:
-    """The same in plain torch: AdamW, clipping, decay of matrices alone."""
-    matrices = [of for of in model.parameters() if of.dim() > 1]
-    vectors = [of for of in model.parameters() if of.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-4)
-    losses = []
-    for _ in range(steps):
-        losses.append(expected(model)[0])
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (4, TP2 | PP2)])
-def test_thirty_steps_of_adamw_lose_what_plain_torch_loses(ranks: RankPool, data, tmp_path, world, layout):
-    folder, steps = tmp_path / "published", 30
-    model = make(DENSE, folder)
-    more = ("optim.min_lr=1e-3", "optim.eps=1e-4", "train.steps=30")
-    config = with_values(configured(data, folder, tmp_path / "run", *more), layout)
-    found = ranks.run(world, losses_of, config, world)[0]
-    plain = plain_losses(model, steps)
-    assert plain[-1] < plain[0] - 1
-    assert max(abs(own - of) for own, of in zip(found, plain, strict=True)) < 1e-4
