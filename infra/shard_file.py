@@ -20,7 +20,7 @@ from infra.storage import Storage
 
 CHUNK = 256 * 1024  # bytes that are hashed together: what a read of any range is rounded to
 REQUEST = 64 * 1024 * 1024  # bytes of neighbouring ranges that are read at once, at most
-_DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}
 _LENGTH = 8
 
 

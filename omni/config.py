@@ -213,6 +213,36 @@ class RotaryConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (Hu et al., LoRA, 2021): to each linear W [out, in] called in `targets` is added
+    alpha / rank · B A, with A [rank, in] and B [out, rank]. These alone learn in their component. There are
+    none if `rank` is 0.
+    """
+
+    rank: int = at_least(0, 0)
+    alpha: float = at_least(1e-6, 16.0)
+    targets: list[str] = field(default_factory=list)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "rank",
+            lambda own: own.rank or not own.targets,
+            "with targets={targets}: give a rank of at least 1, or leave lora out",
+        ),
+        Rule(
+            "targets",
+            lambda own: own.targets or not own.rank,
+            "nothing would learn: name linears, such as [linear_qkv, linear_proj], or leave lora out",
+        ),
+        Rule(
+            "targets",
+            lambda own: len(set(own.targets)) == len(own.targets),
+            "names a linear twice: name each once",
+        ),
+    )
+
+
+@dataclass
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
@@ -233,7 +263,8 @@ class LLMConfig:
     `activation: null` is silu with gates and gelu without. Ahead of it the gate is cut off above
     `activation_clamp`, and what it gates on both sides, to which `gate_offset` is then added (gpt-oss).
     `qkv_bias` and `output_bias` are of attention's linears, `ffn_bias` of the feed-forward's, or of experts
-    and their router. Word embeddings are multiplied by `embedding_scale`.
+    and their router. Word embeddings are multiplied by `embedding_scale`. With `lora` adapters of linears
+    learn, and nothing else of the LLM.
 
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
@@ -274,6 +305,7 @@ class LLMConfig:
     loss_chunk: int = at_least(1, 4096)
     recompute: str = one_of(RECOMPUTE, "none")
     moe: MoEConfig = field(default_factory=MoEConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     rules: ClassVar[Rules] = (
         Rule(

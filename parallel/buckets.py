@@ -67,10 +67,11 @@ def buckets(weights: Sequence[Weight], ranks: int) -> Buckets:
 
 
 def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
-    """Divide parameters by the axis that their gradients are reduced over."""
+    """Divide the parameters that learn by the axis that their gradients are reduced over."""
     by_axis: dict[str, list[Weight]] = {REPLICAS: [], EXPERT_REPLICAS: []}
     for weight in weights:
-        by_axis[EXPERT_REPLICAS if weight.expert else REPLICAS].append(weight)
+        if not weight.frozen:
+            by_axis[EXPERT_REPLICAS if weight.expert else REPLICAS].append(weight)
     return {axis: own for axis, own in by_axis.items() if own}
 
 
@@ -79,6 +80,7 @@ def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int)
 
     `ranks` are the sizes of the axes, 1 where one is left out.
     """
+    weights = [weight for weight in weights if not weight.frozen]
     partial = sum(weight.elements for weight in weights if weight.partial)
     sums = all_reduce("tp", partial * FP32, ranks.get("tp", 1)) if partial else ()
     ends = (all_reduce(ENDS, w.elements * FP32, ranks.get(ENDS, 1)) for w in weights if w.tied)

@@ -142,8 +142,9 @@ def all_to_all(axis: str, to: Sequence[int], calls: int = 1) -> tuple[Collective
 class Work:
     """What a pass takes on one rank: FLOPs (recomputation included), bytes read and written, collectives.
 
-    `plain_flops` are those of `flops` whose products no format of 8 bits or less takes. `launches` are layers
-    whose kernels are started, `dispatches` those of them that sort tokens by their experts.
+    `plain_flops` are those of `flops` whose products no format of 8 bits or less takes; `frozen_flops` those
+    of a forward whose weights never learn although others of the component do. `launches` are layers whose
+    kernels are started, `dispatches` those of them that sort tokens by their experts.
     `kept` is what stays in memory for the backward when a forward is done, or for gradients of weights that
     are put off when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a
     moment when all that it finds kept is still there; `last` what the end of a backward needs, when all is
@@ -157,6 +158,7 @@ class Work:
     workspace: int = 0
     last: int = 0
     plain_flops: int = 0
+    frozen_flops: int = 0
     launches: int = 0
     dispatches: int = 0
 
@@ -167,13 +169,15 @@ class Weight:
 
     Over the replicas of the component; of an `expert`, over those of the experts. That of a `partial` one is
     first summed over tensor-parallel ranks, which see different tokens. A `tied` one is summed over the two
-    ends of the pipeline as well, and has a bucket of its own.
+    ends of the pipeline as well, and has a bucket of its own. A `frozen` one never learns: it has no
+    gradient, no bucket and no state of an optimizer.
     """
 
     elements: int
     expert: bool = False
     partial: bool = False
     tied: bool = False
+    frozen: bool = False
 
 
 class Block(Protocol):
@@ -298,6 +302,7 @@ def _summed(works: Sequence[Work], workspace: int) -> Work:
         workspace=workspace,
         last=works[0].last if works else 0,
         plain_flops=sum(work.plain_flops for work in works),
+        frozen_flops=sum(work.frozen_flops for work in works),
         launches=sum(work.launches for work in works),
         dispatches=sum(work.dispatches for work in works),
     )

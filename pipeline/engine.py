@@ -118,6 +118,7 @@ class _RunningStep:
         self.inputs = inputs
         self.position = engine.position
         self.with_rows = domain.parts_with_rows(engine.position)
+        self.llm_learns = plan.trains(plan.components[domain.llm])
         ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
@@ -192,7 +193,7 @@ class _RunningStep:
     def learns(self, op: Op) -> bool:
         """Whether what a backward goes through has weights that train, whose gradients a later op makes."""
         if op.kind is Kind.BACKWARD:
-            return self.plan.trains(self.plan.components[self.domain.llm])
+            return self.llm_learns
         return self.plan.trains(self.domain.chunks[op.index].component)
 
     # The boundary.
@@ -261,9 +262,10 @@ class _RunningStep:
         entering: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if part in self.with_rows and m in self.shipped:
             hidden, entering = self.enter(m, part, hidden)
-        if part == 0 and m in self.returned and not hidden.requires_grad:
+        if part == 0 and not hidden.requires_grad and (m in self.returned or self.llm_learns):
             # The embedding is frozen. The plan says that gradients come back to this pass, so every rank that
-            # shares its layers or sequences goes back, also one whose own tokens took in no row.
+            # shares its layers or sequences goes back, also one whose own tokens took in no row. And layers
+            # that are computed anew find the weights in them that learn only if their input has a gradient.
             hidden.requires_grad_()
         output = stage.forward(part, inputs, hidden, entering)
         if part < self.domain.num_parts - 1:

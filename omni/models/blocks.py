@@ -158,6 +158,28 @@ class LastLayers:
 
 
 @dataclass(frozen=True)
+class Frozen:
+    """A block of a component in which adapters learn, and nothing of this."""
+
+    block: Block
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Those of the block."""
+        return tuple(replace(weight, frozen=True) for weight in self.block.weights())
+
+    def forward(self, load: Load) -> Work:
+        """As of the block in a component that is frozen."""
+        work = self.block.forward(replace(load, frozen=True))
+        return replace(work, frozen_flops=work.flops)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Gradients of its inputs, in the backward that makes those."""
+        if grad is Grad.WEIGHT:
+            return Work()
+        return self.block.backward(replace(load, frozen=True), Grad.INPUT)
+
+
+@dataclass(frozen=True)
 class EncoderPart:
     """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, then `tail`,
     which ends in rows. `token_bytes` are those of a token's input tensors, values and positions.
@@ -211,7 +233,13 @@ class EncoderPart:
 
     @property
     def _chain(self) -> Chain:
-        return Chain((*self.stem, self.stack, *self.tail))
+        return self._chained(self.stack)
+
+    def _chained(self, layers: Block) -> Chain:
+        """All blocks, with these in the place of its layers."""
+        if self.stack.lora is None:
+            return Chain((*self.stem, layers, *self.tail))
+        return Chain((*map(Frozen, self.stem), layers, *map(Frozen, self.tail)))
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters, in the module's order."""
@@ -226,7 +254,7 @@ class EncoderPart:
         """Ranks that share the layers first gather the gradients of each other's rows."""
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        work = Chain((*self.stem, LastLayers(self.stack), *self.tail)).backward(load, grad)
+        work = self._chained(LastLayers(self.stack)).backward(load, grad)
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 

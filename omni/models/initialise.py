@@ -11,6 +11,7 @@ import re
 
 import torch
 
+from omni.models.adapters import A, B
 from omni.models.regions import Numbering, named_parameters
 
 # The layers whose output is added to the residual stream.
@@ -25,7 +26,8 @@ def initialise(
 
     Matrices are normal with standard deviation 0.8/√fan-in, divided by √(2·layers) where they write to
     the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero; decays of delta
-    nets are as `_decays` says.
+    nets are as `_decays` says. Of an adapter A is uniform within 1/√fan-in and B zero, so that it begins as
+    nothing.
     """
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
@@ -33,6 +35,11 @@ def initialise(
         if name.endswith((".A_log", ".dt_bias")):
             drawn = _decays(name, shape, torch.Generator().manual_seed(_seed(seed, component, name)))
             parameter.copy_(named.region.cut(drawn))
+            continue
+        if name.endswith((A, B)):
+            most = 0.0 if name.endswith(B) else shape[1] ** -0.5
+            generator = torch.Generator().manual_seed(_seed(seed, component, name))
+            parameter.copy_(named.region.cut(torch.empty(shape).uniform_(-most, most, generator=generator)))
             continue
         if parameter.dim() < 2:
             # The norm of a delta net's heads multiplies by its weight, whatever the others do.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from omni.config import RECOMPUTE, WINDOWS_STAY, ConfigError, LLMConfig, MoEConfig
 from omni.keys import Rule, Rules, at_least, one_of
+from omni.models.adapters import Lora
 from omni.models.delta import Delta
 from omni.models.latent import Latent
 from ops.names import NORMS
@@ -21,8 +22,8 @@ class LayerSizes:
     `bias` is that of all linears, `qkv_bias` and `output_bias` those of attention even without it; `gated`
     makes the feed-forward a SwiGLU instead of a GELU. A head has `head_size` numbers, hidden / heads if it is
     0; `qk_norm` norms those of queries and keys. In `windowed` of the layers a token sees `window` tokens.
-    `latent` takes the place of heads of queries, keys and values, `delta` that of attention. The other sizes
-    are as `LLMConfig` calls them.
+    `latent` takes the place of heads of queries, keys and values, `delta` that of attention. With `lora` only
+    adapters of linears learn. The other sizes are as `LLMConfig` calls them.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class LayerSizes:
     latent: Latent | None = None
     delta: Delta | None = None
     output_gate: bool = False
+    lora: Lora | None = None
 
 
 @dataclass
@@ -157,6 +159,7 @@ def llm_layers(config: LLMConfig) -> LayerSizes:
         windowed=windowed(config, range(config.layers)),
         output_gate=config.output_gate,
         latent=None if mla is None else Latent(config.hidden, config.heads, **vars(mla)),
+        lora=Lora.of(config.lora),
     )
 
 

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Sequence
+from operator import attrgetter
 
 from omni.config import ConfigError, LLMConfig
-from omni.models.layer_sizes import check_divisible, check_experts
+from omni.models.adapters import check_adapters
+from omni.models.layer_sizes import check_divisible, check_experts, llm_layers
 from omni.models.llm_statement import LLMPart, llm_part, single_layers
+from omni.models.stack import Stack
 from ops.linear import linear_flops
 from parallel.layout import Layout, Staged, stage_layers
 from parallel.work import even_load
@@ -79,6 +82,28 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
         raise ConfigError(
             f"layout.llm.ep={layout.ep}, but the model has no experts: set model.llm.moe, or ep=1"
         )
+
+
+def check_llm_adapters(config: LLMConfig) -> None:
+    """Refuse adapters that the LLM's layers do not take.
+
+    Raises:
+        ConfigError: naming the key, the value and the remedy.
+    """
+    if not config.lora.rank:
+        return
+    for key, has in (
+        ("moe.experts", config.mixture is not None),
+        ("delta.key_heads", "delta" in config.attention),
+        ("mla.kv_rank", config.latent is not None),
+        ("mtp", config.mtp > 0),
+    ):
+        if has:
+            raise ConfigError(
+                f"model.llm.lora.rank={config.lora.rank} with model.llm.{key}={attrgetter(key)(config)}: "
+                f"such layers take no adapters yet; leave lora out, or set {key}=0"
+            )
+    check_adapters("model.llm", config.lora, Stack.of(llm_layers(config), 1).linears())
 
 
 def staged(config: LLMConfig) -> Staged:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from omni.config import LLMConfig
+from omni.models.adapter_modules import adapt
+from omni.models.adapters import Lora
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
@@ -148,6 +150,7 @@ class LLMStage:
             share_embeddings_and_output_weights=config.tied,
             pg_collection=groups,
         ).to(self.device)
+        adapt(model, Lora.of(config.lora))
         put_off_in(model.decoder, self.deferral)
         forget_passes(model.decoder)
         numbering = Numbering(

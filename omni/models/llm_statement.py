@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from omni.config import LLMConfig, MoEConfig
-from omni.models.blocks import FinalNorm, LastLayers
+from omni.models.adapters import Lora
+from omni.models.blocks import FinalNorm, Frozen, LastLayers
 from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
 from omni.models.layer_sizes import llm_layers, windowed
-from omni.models.stack import Stack
+from omni.models.stack import FIRST, Stack
 from omni.models.vocabulary import Losses, WordEmbedding
 from ops.delta_shape import DeltaHeads
 from parallel.buckets import reduction
@@ -88,9 +89,23 @@ class LLMPart:
         return self.stacks[0].tp
 
     @property
+    def lora(self) -> Lora | None:
+        """Adapters of its layers, beside which nothing of it learns."""
+        first = self.stacks[0]
+        return (first.dense if isinstance(first, ExpertStack) else first).lora
+
+    @property
     def _chain(self) -> Chain:
-        ends = (self.embedding, *self.stacks, self.norm, self.losses, *self.further)
-        return Chain(tuple(block for block in ends if block is not None))
+        return self._chained(self.stacks)
+
+    def _chained(self, stacks: Sequence[Block]) -> Chain:
+        """All blocks, with these in the place of its layers."""
+        ends = (self.norm, self.losses, *self.further)
+        before, after = (
+            tuple(block if self.lora is None else Frozen(block) for block in of if block is not None)
+            for of in ((self.embedding,), ends)
+        )
+        return Chain((*before, *stacks, *after))
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters, in the module's order."""
@@ -104,13 +119,12 @@ class LLMPart:
         """Further losses, losses, layers, embedding."""
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        waits = 0
+        waits, learns = 0, self.lora is None and not load.frozen
         if self.embedding is not None and self.losses is not None and not self.losses.owned:
             # autograd adds both gradients of the one table up before it hands them on.
-            waits = self.losses.ids * self.losses.hidden * self.element * (not load.frozen)
+            waits = self.losses.ids * self.losses.hidden * self.element * learns
         last = LastLayers(self.stacks[-1], waits)
-        ends = (self.embedding, *self.stacks[:-1], last, self.norm, self.losses, *self.further)
-        return Chain(tuple(block for block in ends if block is not None)).backward(load, grad)
+        return self._chained((*self.stacks[:-1], last)).backward(load, grad)
 
     def input_bytes(self, load: Load) -> int:
         """Rotation, ids, and what each target needs."""
@@ -123,8 +137,9 @@ class LLMPart:
         return load.tokens * self.head_dim * self.element
 
     def gathered_bytes(self, load: Load) -> int:
-        """Tokens of all ranks of tp; frozen layers gather them in tensors of their own."""
-        divided = self.tp > 1 and not load.frozen
+        """Tokens of all ranks of tp; frozen linears without adapters gather them in tensors of their own."""
+        gathers = not load.frozen if self.lora is None else bool(set(FIRST) & set(self.lora.targets))
+        divided = self.tp > 1 and gathers
         return load.tokens * self.stacks[0].hidden * self.element if divided else 0
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:

@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 import torch
 
+from omni.models.adapters import A, B
 from omni.models.moe import expert_name
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -108,7 +109,8 @@ def mark_parallel(module: torch.nn.Module) -> None:
         else:
             continue
         for name, parameter in part.named_parameters(recurse=False):
-            divided = name == "weight" or dim == 0  # a row-parallel bias is whole on every rank
+            # A row-parallel bias is whole on every rank, and so is an adapter's side that none divides.
+            divided = name in (("weight", "bias", B) if dim == 0 else ("weight", A))
             parameter.tensor_model_parallel = divided
             parameter.partition_dim = dim if divided else -1
 

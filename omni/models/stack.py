@@ -11,8 +11,10 @@ Shapes, all of one rank: T tokens that attention and feed-forward see, t those b
 ranks share them, else T), D width, F feed-forward, N and K heads of queries and of keys, H head size.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from omni.models.adapters import Adapter
 from omni.models.layer_moments import most_in_backward
 from omni.models.layer_sizes import LayerSizes
 from omni.models.pieces import Linears, exchanges, linear_weights, linears_flops, norm_weights, plain
@@ -35,6 +37,9 @@ from parallel.work import (
 
 BETWEEN = 10
 """Times that a layer reads or writes the stream between its halves: two norms, and two sums of two."""
+
+FIRST = ("linear_qkv", "linear_fc1")
+"""Linears ahead of each half, whose outputs tensor-parallel ranks divide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,31 @@ class Stack(LayerSizes):
     def one_norm(self) -> tuple[Weight, ...]:
         """Parameters of one norm."""
         return norm_weights(self.hidden, self.norm, self.splits_tokens)
+
+    def held(self, *weights: Weight) -> tuple[Weight, ...]:
+        """Parameters that are no adapter's: where there are adapters, these alone learn."""
+        return weights if self.lora is None else tuple(replace(weight, frozen=True) for weight in weights)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linears that take adapters, of all ranks together, by name."""
+        names = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+        return dict(zip(names, self.attention_linears() + self.feed_forward_linears(self.ffn), strict=True))
+
+    def adapters(self) -> dict[str, Adapter]:
+        """Adapters of a layer by the name of their linear."""
+        if self.lora is None:
+            return {}
+        shared = {"rank": self.lora.rank, "tp": self.tp, "element": self.element}
+        return {
+            name: Adapter(*sides, first=name in FIRST, splits_tokens=self.splits_tokens, **shared)
+            for name, sides in self.linears().items()
+            if name in self.lora.targets
+        }
+
+    def adapter_weights(self, name: str) -> tuple[Weight, ...]:
+        """Parameters of the adapter of a linear, none if it has none."""
+        own = self.adapters().get(name)
+        return own.weights() if own is not None else ()
 
     def ahead_norm(self) -> tuple[Weight, ...]:
         """Parameters of the norm ahead of one half."""
@@ -116,12 +146,13 @@ class Stack(LayerSizes):
         if self.qk_norm_over == "all":
             of_heads = plain(attended, self.kv_heads * self.head_dim // self.tp)
         sinks = plain(self.heads // self.tp) if self.sinks else ()
+        output = self.summed_linear(attended, self.hidden * (self.bias or self.output_bias))
         return (
-            *self.ahead_norm(),
-            *sinks,
-            *self.summed_linear(attended, self.hidden * (self.bias or self.output_bias)),
-            *linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias)),
-            *of_heads,
+            *self.held(*self.ahead_norm(), *sinks, *output),
+            *self.adapter_weights("linear_proj"),
+            *self.held(*linear_weights(self.hidden, qkv, qkv * (self.bias or self.qkv_bias))),
+            *self.adapter_weights("linear_qkv"),
+            *self.held(*of_heads),
         )
 
     def layer_weights(self) -> tuple[Weight, ...]:
@@ -130,10 +161,11 @@ class Stack(LayerSizes):
         first = inner * (2 if self.gated else 1)
         return (
             *self.attention_weights(),
-            *self.ahead_norm(),
-            *linear_weights(self.hidden, first, first * self.bias),
-            *self.summed_linear(inner, self.hidden * self.bias),
-            *self.after_norms(),
+            *self.held(*self.ahead_norm(), *linear_weights(self.hidden, first, first * self.bias)),
+            *self.adapter_weights("linear_fc1"),
+            *self.held(*self.summed_linear(inner, self.hidden * self.bias)),
+            *self.adapter_weights("linear_fc2"),
+            *self.held(*self.after_norms()),
         )
 
     def weights(self) -> tuple[Weight, ...]:
@@ -144,9 +176,13 @@ class Stack(LayerSizes):
         """The sum of a divided linear needs a tensor of all tokens before it is scattered."""
         linears = self.attention_linears() + self.feed_forward_linears(self.ffn)
         of_linears = self.layers * linears_flops(linears, load.tokens, self.tp)
+        adapters = self.adapters().values()
+        of_adapters = self.layers * sum(own.forward_flops(load.tokens) for own in adapters)
+        moved = self._layer_bytes(linears, load.tokens) + sum(own.bytes(load.tokens) for own in adapters)
         return Work(
-            flops=of_linears + self.attention_flops(load),
-            bytes=self.layers * self._layer_bytes(linears, load.tokens),
+            flops=of_linears + of_adapters + self.attention_flops(load),
+            frozen_flops=of_linears if self.lora is not None else 0,
+            bytes=self.layers * moved,
             collectives=(
                 *self.sums(load.tokens, Grad.BOTH, forward=True, halves=2 * self.layers),
                 *self.of_norms(load),
@@ -161,6 +197,8 @@ class Stack(LayerSizes):
         """Gradients of inputs take the linears once more and attention twice, as it has no weights; gradients
         of weights take the linears. Layers are recomputed for the former.
         """
+        if self.lora is not None:
+            return self._adapted_backward(load, grad)
         linears = self.attention_linears() + self.feed_forward_linears(self.ffn)
         of_linears = self.layers * linears_flops(linears, load.tokens, self.tp)
         again = self.recomputation(load, grad)
@@ -179,6 +217,30 @@ class Stack(LayerSizes):
             kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
             workspace=layer_workspace(self, load, grad) if inputs else self._largest_weight(linears),
             launches=again.launches + self.layers * (inputs + weights),
+        )
+
+    def _adapted_backward(self, load: Load, grad: Grad) -> Work:
+        """Gradients of inputs go through frozen linears; those of adapters are made with them."""
+        if grad is Grad.WEIGHT:
+            return Work()
+        frozen = replace(self, lora=None).backward(replace(load, frozen=True), Grad.INPUT)
+        adapters, learns = self.adapters().values(), not load.frozen
+        sums = [one for own in adapters for one in own.sums(load.tokens, learns)]
+        again = self.recompute == "full"
+        flops = sum(
+            own.backward_flops(load.tokens, learns) + own.forward_flops(load.tokens) * again
+            for own in adapters
+        )
+        moved = sum(own.bytes(load.tokens) for own in adapters) * (1 + learns + again)
+        return replace(
+            frozen,
+            flops=frozen.flops + self.layers * flops,
+            bytes=frozen.bytes + self.layers * moved,
+            collectives=(
+                *frozen.collectives,
+                *(replace(one, calls=self.layers) for one in sums),
+            ),
+            workspace=layer_workspace(self, load, grad),
         )
 
     def recomputation(self, load: Load, grad: Grad) -> Work:
@@ -306,16 +368,32 @@ def pointwise_bytes(stack: Stack, ffn: int) -> int:
 def kept_by_layer(stack: Stack, seen: Attended, frozen: bool = False) -> int:
     """Bytes that a layer keeps for its backward, its output included and its input not. If it is `frozen`,
     inputs of linears are not among them: what norms put out, what the second linear takes, and what attention
-    puts out where it keeps none or its pieces.
+    puts out where it keeps none or its pieces. Where adapters learn, those of their linears are, and what
+    they make of them.
     """
     if stack.recompute == "full":
         return stack.stream(seen.tokens)
-    attended = stack.heads * stack.head_dim if seen.into or stack.recompute == "selective" else 0
-    divided = seen.tokens * (stack.ffn + attended) // stack.tp * stack.element
-    inputs = 2 * stack.stream(seen.tokens) + divided
-    return -inputs * frozen + (
-        kept_between(stack, seen) + kept_by_attention(stack, seen) + kept_by_feed_forward(stack, seen.tokens)
+    own = stack.adapters() if not frozen else {}
+    unkept = unkept_inputs(stack, seen, own) if frozen or own else 0
+    return (
+        kept_between(stack, seen)
+        + kept_by_attention(stack, seen)
+        + kept_by_feed_forward(stack, seen.tokens)
+        + sum(adapter.inner(seen.tokens) for adapter in own.values())
+        - unkept
     )
+
+
+def unkept_inputs(stack: Stack, seen: Attended, learn: Collection[str]) -> int:
+    """Bytes of the inputs of frozen linears, by name all but those whose adapters `learn`."""
+    attended = stack.heads * stack.head_dim if seen.into or stack.recompute == "selective" else 0
+    inputs = {
+        "linear_qkv": stack.stream(seen.tokens),
+        "linear_proj": seen.tokens * attended // stack.tp * stack.element,
+        "linear_fc1": stack.stream(seen.tokens),
+        "linear_fc2": seen.tokens * stack.ffn // stack.tp * stack.element,
+    }
+    return sum(size for name, size in inputs.items() if name not in learn)
 
 
 def kept_between(stack: Stack, seen: Attended) -> int:
@@ -358,12 +436,13 @@ def layer_workspace(stack: Stack, load: Load, grad: Grad) -> int:
     """Bytes that the backward of a layer needs at most, beside what was kept: with full recomputation, what
     the layer would have kept too.
     """
-    start = most_in_backward(stack, load.seen, now=grad is Grad.BOTH, frozen=load.frozen)
+    frozen = load.frozen or stack.lora is not None
+    start = most_in_backward(stack, load.seen, now=grad is Grad.BOTH, frozen=frozen, learns=not load.frozen)
     if stack.delta is not None:
         start = max(start, stack.stream(load.tokens) + stack.delta.workspace(load, stack.tp))
     if stack.recompute != "full":
         return start
-    if load.frozen:
+    if frozen:
         # When the layer has been computed anew: the sum of all tokens, what it is made of, and its shard.
         whole = load.tokens * (stack.hidden + stack.ffn // stack.tp) * stack.element
         start = max(start, whole + 2 * stack.stream(load.tokens))

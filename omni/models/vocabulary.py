@@ -42,12 +42,14 @@ class WordEmbedding:
         return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """At the end of everything, gradients of all tokens and of the table, beside what was looked up."""
-        if grad is Grad.WEIGHT:
+        """At the end of everything, gradients of all tokens and of the table, beside what was looked up;
+        nothing where it is frozen.
+        """
+        if grad is Grad.WEIGHT or load.frozen:
             return Work()
         shard = load.tokens // self.tp * self.hidden * self.element
         last = (load.tokens + self.ids) * self.hidden * self.element + self.forward(load).kept
-        return Work(collectives=all_gather("tp", shard, self.tp), last=0 if load.frozen else last)
+        return Work(collectives=all_gather("tp", shard, self.tp), last=last)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,16 @@ class Losses:
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Gradients of hidden states and of the weight; of several chunks each is computed anew."""
+        """Gradients of hidden states and, unless it is frozen, of the weight; of several chunks each is
+        computed anew.
+        """
         if grad is Grad.WEIGHT:
             return Work()
-        anew = load.targets > self.chunk
+        anew, products = load.targets > self.chunk, 1 if load.frozen else 2
         return Work(
-            flops=2 * self._flops(load.targets),
-            plain_flops=2 * self._flops(load.targets),
-            bytes=2 * self._bytes(load.targets),
+            flops=products * self._flops(load.targets),
+            plain_flops=products * self._flops(load.targets),
+            bytes=products * self._bytes(load.targets),
             collectives=(
                 *reduce_scatter("tp", self._wanted(load), self.tp),
                 *(self._sums(load.targets) if anew else ()),

@@ -48,13 +48,15 @@ class _Product:
     group: dist.ProcessGroup | None
 
     def add(self) -> None:
-        inputs = self.inputs if self.group is None else _gathered(self.inputs, self.group)
+        inputs = self.inputs if self.group is None else gathered(self.inputs, self.group)
         rows, columns = (x.contiguous().flatten(0, -2) for x in (self.grads, inputs))
         vars(self.weight)["main_grad"].add_(rows.t().matmul(columns))
 
 
-def _gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather into the scratch memory that megatron's own passes take: the next product may overwrite it."""
+def gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather shards [t, ...] of a group into the scratch memory that megatron's own passes take: the next
+    product may overwrite it.
+    """
     size = [inputs.shape[0] * group.size(), *inputs.shape[1:]]
     whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, inputs.dtype, "mpu")
     dist.all_gather_into_tensor(whole, inputs.contiguous(), group=group)

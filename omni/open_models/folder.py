@@ -31,8 +31,8 @@ QUANTISED_TYPES: dict[str, tuple[tuple[str, ...], ...]] = {
     MXFP4: (("U8",), ("U8",)),
 }
 """Of numbers and of scales."""
-# Keys of model.llm that say how a model is computed, not which it is.
-FREE = ("vocab_multiple", "loss_chunk", "recompute")
+# Keys of model.llm that say how a model is computed or learns, not which it is.
+FREE = ("vocab_multiple", "loss_chunk", "recompute", "lora.rank", "lora.alpha", "lora.targets")
 _LENGTH = 8
 _SHOWN = 5
 

@@ -6,23 +6,30 @@ from dataclasses import dataclass
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
 from parallel.sequence import SequenceLayout
-from parallel.work import Load, even_load, part_name
+from parallel.work import Load, Work, even_load, part_name
 from pipeline.plan import StepPlan
 
 _MOST_SAMPLES = 1 << 20  # of a step: nanoseconds of one and its number in 63 bits
 
 
 def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
-    """FLOPs of a domain's forward passes by component, without those of the output layer."""
+    """FLOPs of a domain by component, without those of the output layer: backward counts twice the forward,
+    that of weights which never learn once, recomputation not at all.
+    """
     domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
     for batch in domain.microbatches:
         load = _whole(batch.layout)
         parts = (spec.work[part_name(LLM, number)] for number in range(domain.num_parts))
-        flops[LLM] += sum(part.forward(load).flops for part in parts) * domain.tp
+        flops[LLM] += sum(_trained(plan, LLM, part.forward(load)) for part in parts) * domain.tp
     for chunk in domain.chunks:
         forward = spec.work[chunk.component].forward(_whole(chunk.layout))
-        flops[chunk.component] += forward.flops * chunk.tp
+        flops[chunk.component] += _trained(plan, chunk.component, forward) * chunk.tp
     return flops
+
+
+def _trained(plan: StepPlan, name: str, forward: Work) -> int:
+    """FLOPs of a forward of a component and, unless it is frozen in the step, of its backward."""
+    return forward.flops if name in plan.frozen else 3 * forward.flops - forward.frozen_flops
 
 
 def _whole(layout: SequenceLayout) -> Load:
@@ -104,15 +111,15 @@ def _capacity(spec: RunSpec, plan: StepPlan) -> int:
 
 
 def trained_flops(
-    spec: RunSpec, plan: StepPlan, forward: Mapping[str, float], num_targets: int
+    spec: RunSpec, plan: StepPlan, planned: Mapping[str, float], num_targets: int
 ) -> dict[str, float]:
-    """FLOPs of a step by component, of which `forward` are those of forward passes: backward counts twice the
-    forward, recomputation not at all, the output layer only for the targets it ran on.
+    """FLOPs of a step by component, of which plans add up to those `planned`: the output layer counts only
+    for the targets it ran on.
     """
-    flops = dict(forward)
+    flops = dict(planned)
     last = spec.work[part_name(LLM, plan.domain.num_parts - 1)]
-    flops[LLM] += last.forward(even_load(0, targets=num_targets)).flops * last.tp
-    return {name: value * (1 if name in plan.frozen else 3) for name, value in flops.items()}
+    flops[LLM] += _trained(plan, LLM, last.forward(even_load(0, targets=num_targets))) * last.tp
+    return flops
 
 
 def imbalance(spec: RunSpec, plan: StepPlan, most: Largest, sums: Sequence[float]) -> dict[str, float]:

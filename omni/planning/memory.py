@@ -108,7 +108,9 @@ def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
     held: Parts = Counter()
     # Main weights for those of half precision, and two moments of what learns or has learnt.
     copies = (work.element < FP32) + 2 * (name in work.learnt)
-    for axis, own in by_replicas(part.weights()).items():
+    weights = part.weights()
+    held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * work.element
+    for axis, own in by_replicas(weights).items():
         ranks = group_of(spec.arrangement, None if name == LLM else name, axis, work.rank)
         laid = buckets(own, len(ranks))
         held["weights", name] += laid.total * work.element

@@ -5,16 +5,16 @@ not divide the world, datasets that are missing or cut short. What a key may be 
 when the configuration was composed (`omni.keys`). Each function below is given its own section.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from dataloader.global_batch import Budget
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
-from omni.config import Config, ConfigError, DataConfig, LLMConfig
+from omni.config import Config, ConfigError, DataConfig, LLMConfig, ModelConfig
 from omni.models.llm import NAME as LLM
-from omni.models.llm import attach_points, llm_parts
+from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.choice import reopened, unchosen
 from omni.planning.choices import Chosen, chosen_policies
@@ -57,7 +57,10 @@ def prepare_run(
     resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
     policies = chosen_policies(plain.policies)
     check_parts(plain.layout.llm, config.launch.layouts, policies["pipeline"])
-    check_stages(stages_of(config.optim, config.stages, config.train.steps), (LLM, *encoders))
+    stages = stages_of(config.optim, config.stages, config.train.steps)
+    check_stages(stages, (LLM, *encoders))
+    check_llm_adapters(config.model.llm)
+    _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
     opened = open_data(config.data, config.train.seed, encoders, tokenizer, trace)
 
@@ -124,6 +127,23 @@ def _resolve(
         planner=planner,
         table=table,
     )
+
+
+def _check_adapters_learn(model: ModelConfig, learns: Collection[str]) -> None:
+    """Refuse adapters of a component that is frozen in every step.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    ranks = {LLM: ("model.llm.lora.rank", model.llm.lora.rank)}
+    for name, options in model.encoders.items():
+        ranks[name] = f"model.encoders.{name}.lora.rank", (options.get("lora") or {}).get("rank", 0)
+    for name, (key, rank) in ranks.items():
+        if rank and name not in learns:
+            raise ConfigError(
+                f"{key}={rank}, but optim.components.{name}.frozen freezes adapters, too, in every step. "
+                f"What they belong to is frozen without it: leave frozen out, in stages as well, or lora"
+            )
 
 
 def make_encoders(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Encoder]:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from infra.shard_file import CheckpointError
+from omni.models.adapters import A, B
 from omni.models.regions import Numbering, Region
 from omni.open_models.decode import from_mxfp4, out_of_slab, times_scales
 from omni.open_models.folder import Folder, Stored
@@ -96,7 +97,7 @@ def _as(data: torch.Tensor, dtype: str) -> torch.Tensor:
 def wanted_of(
     folder: Folder, component: ComponentOptimizer, numberings: Mapping[int, Numbering]
 ) -> list[Wanted]:
-    """Return what this rank's shards of the LLM need of a folder.
+    """Return what this rank's shards of the LLM need of a folder, which knows no adapters.
 
     Raises:
         CheckpointError: for a parameter that no rule gives, or of another shape.
@@ -104,6 +105,7 @@ def wanted_of(
     return [
         wanted
         for shard in owned(component, numberings)
+        if not shard.name.endswith((A, B))
         for wanted in wanted_by(folder, shard.name, shard.region, shard.start, shard.main.data.view(-1))
     ]
 

@@ -77,10 +77,12 @@ class ComponentOptimizer:
         # Without the group that megatron would add up a tied embedding over: see `tie`.
         self.groups_of_parts = copy(groups)
         self.groups_of_parts.embd = None
+        # All, but for a component with adapters.
+        self.learning = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.wrapped = {part: _with_buffers(name, module, groups) for part, module in modules.items()}
         # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
         self.optimizers = _adamw(list(self.wrapped.values()), groups, config)
-        has_experts = any(not getattr(p, "allreduce", True) for p in self.parameters)
+        has_experts = any(not getattr(p, "allreduce", True) for p in self.learning)
         if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
             for ddp in self.wrapped.values():
@@ -122,7 +124,7 @@ class ComponentOptimizer:
                 found.update({parameter: (o, main) for parameter, main in pairs})
         return found
 
-    def owner_of_main(self, main: torch.nn.Parameter) -> Any:
+    def owner_of_main(self, main: torch.Tensor) -> Any:
         """Return the optimizer that updates a shard of fp32 weights."""
         return next(o for o in self.optimizers if any(main is p for p in o.get_parameters()))
 
@@ -152,7 +154,7 @@ class ComponentOptimizer:
         group = self.groups.embd
         if group is None or group.size() == 1:
             return
-        for parameter in self.parameters:
+        for parameter in self.learning:
             if getattr(parameter, "shared_embedding", False):
                 dist.all_reduce(vars(parameter)["main_grad"], group=group)
 
@@ -160,6 +162,40 @@ class ComponentOptimizer:
         """Gather the weights of all parts from the ranks that have updated or loaded a shard of them."""
         for ddp in self.wrapped.values():
             ddp.start_param_sync(force_sync=True)
+
+    def base_shards(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor]]:
+        """Return what this rank loads and saves of each parameter that never learns, which all its replicas
+        hold whole: the first of its elements, and a view of them.
+        """
+        found, learning = {}, set(self.learning)
+        for parameter in self.parameters:
+            if parameter not in learning:
+                share, start = self._share(parameter)
+                found[parameter] = start, parameter.data.view(-1)[start : start + share]
+        return found
+
+    def gather_base(self) -> None:
+        """Gather the parameters that never learn from the ranks that have loaded a shard of them."""
+        for parameter, (start, shard) in self.base_shards().items():
+            group = self._replicas(parameter)
+            if group.size() > 1:
+                share, _ = self._share(parameter)
+                padded = parameter.new_zeros(share * group.size())
+                padded[start : start + len(shard)] = shard
+                dist.all_gather_into_tensor(
+                    padded, padded[group.rank() * share :][:share].clone(), group=group
+                )
+                parameter.data.view(-1).copy_(padded[: parameter.numel()])
+
+    def _replicas(self, parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+        """The ranks that hold copies of a parameter."""
+        return self.groups.dp_cp if getattr(parameter, "allreduce", True) else self.groups.expt_dp
+
+    def _share(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """How many elements of a parameter each replica loads, and the first of this one's."""
+        group = self._replicas(parameter)
+        share = -(-parameter.numel() // group.size())
+        return share, min(group.rank() * share, parameter.numel())
 
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's shards of the summed gradients, each element on one rank only."""
@@ -183,8 +219,8 @@ class ComponentOptimizer:
             optimizer.step_with_ready_grads()
 
     def set_trainable(self, trainable: bool) -> None:
-        """Freeze or thaw all weights; a frozen component computes no weight gradients."""
-        for parameter in self.parameters:
+        """Freeze or thaw all weights that ever learn; a frozen component computes no weight gradients."""
+        for parameter in self.learning:
             parameter.requires_grad_(trainable)
 
 

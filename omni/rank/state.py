@@ -27,6 +27,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 BUFFERS = "buffers"
 CPU_RNG, CUDA_RNG = "rng/cpu", "rng/cuda"
 _SIZE = 4  # bytes of an fp32 element
+DTYPES = {4: torch.float32, 2: torch.bfloat16}
+"""Of weights in files, by bytes of an element."""
 Names = Mapping[str, Mapping[int, Numbering]]
 """For each component and each of its parts on this rank, what its canonical names need."""
 Index = Sequence[Mapping[str, Any]]
@@ -60,7 +62,8 @@ def snapshot(
                 continue
             key = f"{component}/{shard.name}"
             trained = MOMENTS[0] in shard.adam
-            pieces[key] = Piece(shard.region, shard.start, shard.main.numel(), trained).plain()
+            size = shard.main.element_size()
+            pieces[key] = Piece(shard.region, shard.start, shard.main.numel(), trained, size).plain()
             tensors[f"{key}/main"] = shard.main.detach()
             if trained:
                 tensors |= {f"{key}/{moment}": shard.adam[moment] for moment in MOMENTS}
@@ -107,35 +110,38 @@ def spread_weights(components: Mapping[str, ComponentOptimizer]) -> None:
         for inner in optimizer.optimizers:
             inner._copy_main_params_to_model_params()
         optimizer.gather_weights()
+        optimizer.gather_base()
 
 
 @dataclass(frozen=True)
 class Piece:
     """What a file holds of one parameter: `count` elements from `start` of a flattened region, with AdamW's
-    state if it is `trained`.
+    state if it is `trained`. Its elements have `size` bytes: 4 of fp32, 2 of bf16.
     """
 
     region: Region
     start: int
     count: int
     trained: bool
+    size: int = _SIZE
 
     def plain(self) -> list[Any]:
-        """Return it in plain values, for the manifest."""
-        region = self.region
-        return [region.shape, region.dim, region.runs, self.start, self.count, int(self.trained)]
+        """Return it in plain values, for the manifest; what came last is left out where it is as it was."""
+        region, size = self.region, [self.size] * (self.size != _SIZE)
+        return [region.shape, region.dim, region.runs, self.start, self.count, int(self.trained), *size]
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Self:
         """Read what `plain` made."""
-        shape, dim, runs, start, count, trained = plain
-        return cls(Region(tuple(shape), dim, tuple(map(tuple, runs))), start, count, bool(trained))
+        shape, dim, runs, start, count, trained, *size = plain
+        return cls(Region(tuple(shape), dim, tuple(map(tuple, runs))), start, count, bool(trained), *size)
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Bytes [start, stop) of a tensor in a file, and where they go: for each of `runs`, (place in `target`,
-    place in what was read, length), counted in elements of `target`, which is flat.
+    place in what was read, length), counted in elements. `target` is flat; what is read has numbers of
+    `dtype`, that of `target` if None.
     """
 
     tensor: str
@@ -143,10 +149,11 @@ class Wanted:
     stop: int
     target: torch.Tensor
     runs: Sequence[tuple[int, int, int]]
+    dtype: torch.dtype | None = None
 
     def fill(self, data: torch.Tensor) -> None:
         """Copy bytes that were read."""
-        source = data.view(self.target.dtype)
+        source = data.view(self.dtype or self.target.dtype)
         for here, there, length in self.runs:
             self.target[here : here + length].copy_(source[there : there + length])
 
@@ -156,15 +163,17 @@ class Owned:
     """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
     `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
+    Of a parameter that never learns, `main` are its own elements in its own type, and `learns` is false.
     `copy` tells apart what several ranks of a replica own alike (see `Named`); (0, 0) is saved.
     """
 
     name: str
     region: Region
     start: int
-    main: torch.nn.Parameter
+    main: torch.Tensor
     adam: dict[str, torch.Tensor]
     copy: tuple[int, int]
+    learns: bool = True
 
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where its elements lie in the flattened full tensor: see `Region.elements`."""
@@ -173,8 +182,13 @@ class Owned:
 
 def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) -> Iterator[Owned]:
     """Yield this rank's shards of a component's parameters, by canonical name."""
-    owned = optimizer.main_weights()
+    owned, base = optimizer.main_weights(), optimizer.base_shards()
     for named in all_parameters(optimizer.modules, numberings):
+        if named.parameter in base:
+            start, shard = base[named.parameter]
+            if len(shard):
+                yield Owned(named.name, named.region, start, shard, {}, named.copy, learns=False)
+            continue
         if named.parameter not in owned:
             continue
         inner, main = owned[named.parameter]
@@ -208,11 +222,12 @@ def _want_shard(
     if len(trained) > 1:
         raise CheckpointError(f"{key}: some of its optimizer state is missing in the checkpoint")
     main = shard.main
-    inner: Any = optimizer.owner_of_main(main)
-    inner.optimizer.state.pop(main, None)
     targets = {"main": main.data.view(-1)}
     step: torch.Tensor | None = None
-    if moments and trained == {True}:
+    if shard.learns:
+        inner: Any = optimizer.owner_of_main(main)
+        inner.optimizer.state.pop(main, None)
+    if shard.learns and moments and trained == {True}:
         # A step of its own for every parameter: a shared one would count every step many times.
         step = torch.zeros((), dtype=torch.float32, device=main.device)
         adam = {moment: torch.zeros_like(main) for moment in MOMENTS}
@@ -231,7 +246,8 @@ def _want_shard(
         low, high = min(there for _, there, _ in runs), max(there + length for _, there, length in runs)
         runs = [(here, there - low, length) for here, there, length in runs]
         for name, target in targets.items():
-            wanted[holder].append(Wanted(f"{key}/{name}", low * _SIZE, high * _SIZE, target, runs))
+            size, dtype = (piece.size, DTYPES[piece.size]) if name == "main" else (_SIZE, None)
+            wanted[holder].append(Wanted(f"{key}/{name}", low * size, high * size, target, runs, dtype))
     if covered < main.numel():
         raise CheckpointError(f"{key}: {main.numel() - covered} of its elements are not in the checkpoint")
 

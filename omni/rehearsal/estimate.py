@@ -88,10 +88,10 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
     plan, timeline = slowest
     count = len(plan.components)
     means = mean_loads(spec, plan, sums[count:])
-    forward = dict(zip(plan.components, sums[:count], strict=True))
+    planned = dict(zip(plan.components, sums[:count], strict=True))
     return Estimate(
         loads={name: (of, means[name]) for name, of in zip(plan.components, most, strict=True)},
-        flops=trained_flops(spec, plan, forward, targets),
+        flops=trained_flops(spec, plan, planned, targets),
         plan=plan,
         timeline=timeline,
         spent=mean_spent(timeline, spec.table),

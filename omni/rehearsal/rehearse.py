@@ -247,7 +247,7 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
             meter.adopt((main.detach() for main in optimizer.get_parameters()), "optimizer")
             for state in optimizer.optimizer.state.values():
                 meter.adopt((x for x in state.values() if isinstance(x, torch.Tensor)), "optimizer")
-        meter.adopt((vars(parameter)["main_grad"] for parameter in component.parameters), "gradients")
+        meter.adopt((vars(parameter)["main_grad"] for parameter in component.learning), "gradients")
         meter.adopt(component.parameters, "weights")
 
 

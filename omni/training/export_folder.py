@@ -25,7 +25,7 @@ from omni.open_models.folder import BYTES, CONFIG, INDEX, Folder, Tensor
 from omni.open_models.rules import Rule
 from omni.rank.folder_weights import DTYPES
 from omni.rank.state import pieces_of
-from omni.training.export import readers, whole
+from omni.training.export import merged, readers, shapes_of
 
 # Weights in other forms would be those from before training, and code is not ours to hand on.
 _LEFT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".py")
@@ -33,7 +33,8 @@ _LEFT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".on
 
 def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder, out: Path) -> int:
     """Write the LLM of a checkpoint as `source` holds it, to a folder that is new or empty; the index comes
-    last. One parameter of ours at a time is in memory. Returns how many tensors there are.
+    last. Adapters are merged. One parameter of ours at a time is in memory. Returns how many tensors there
+    are.
 
     Raises:
         ConfigError: if the checkpoint holds another model, or the folder is not empty.
@@ -42,7 +43,7 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
     """
     source.check()
     pieces = pieces_of(manifest["index"])
-    _check_model(source, {key: of[0][1].region.shape for key, of in pieces.items()})
+    _check_model(source, shapes_of(pieces))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty: name a folder that is new")
     out.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
 
         @lru_cache(maxsize=1)  # queries, keys and values are cut out of one
         def ours(name: str) -> torch.Tensor:
-            flat = whole(f"{LLM}/{name}", pieces[f"{LLM}/{name}"], reader)
+            flat = merged(f"{LLM}/{name}", manifest, pieces, reader)
             return torch.from_numpy(flat).view(source.rules[name].shape)
 
         held = plain_tensors(source)

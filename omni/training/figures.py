@@ -97,8 +97,8 @@ def metrics_of(
     """The metrics of one training step that are known when it is done."""
     prepared, totals, plan, planned = run.prepared, run.totals, run.prepared.plan, run.of_plan.planned
     tokens, count = plan.taken.tokens, len(plan.components)
-    forward = dict(zip(plan.components, planned, strict=False))
-    flops = trained_flops(spec, plan, forward, round(totals.num_targets))
+    of_plans = dict(zip(plan.components, planned, strict=False))
+    flops = trained_flops(spec, plan, of_plans, round(totals.num_targets))
     peak = spec.cluster.flops * spec.arrangement.world * step_s
     capacity = planned[-1]
     metrics = {

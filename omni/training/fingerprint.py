@@ -12,7 +12,7 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import OF_STAGE, DeltaConfig, LLMConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.config import OF_STAGE, DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 
@@ -42,6 +42,7 @@ _LATER = {
     "model.llm.output_gate": False,
     **{f"model.llm.delta.{key}": value for key, value in vars(DeltaConfig()).items()},
     **{f"model.llm.mla.{key}": 0 for key in vars(MLAConfig())},
+    **{f"model.llm.lora.{key}": value for key, value in vars(LoraConfig()).items()},
 }
 # Keys of a component's optimizer that came later, too: null is that of `optim`.
 _OF_COMPONENT = re.compile(rf"(.+\.)?optim\.components\.[^.]+\.({'|'.join(OF_STAGE)})")

@@ -29,6 +29,7 @@ NOT_RUN = {
     "omni generate runs/tuned": "needs a published model: tests/omni/test_tuned_chats.py",
     "omni parity --against models/qwen": "needs a published model: tests/omni/test_against.py",
     "omni checkpoint export runs/tuned": "needs a published model: tests/omni/test_open_models.py",
+    "omni checkpoint export runs/adapted": "needs a published model: tests/omni/test_lora.py",
     "omni train -m hydra/launcher=slurm": "needs Slurm: tests/e2e/test_slurm.py",
     "omni train -m hydra/launcher=ray": "needs Ray: tests/e2e/test_ray.py",
     "omni train '+model.encoders.radar": "an encoder of the reader's own: tests/examples",

@@ -20,6 +20,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 FROZEN = "+optim.components={llm: {frozen: [[1, 9]]}}"
+LORA = "model.llm.lora={rank: 8, targets: [linear_qkv, linear_fc2]}"
+WIDE = ("model.llm.hidden=256", "model.llm.ffn=1024")
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
 CAUSES = {
     "parts share the rotation and gathered tokens": (
@@ -89,6 +91,21 @@ CAUSES = {
             "model.encoders.image.ffn=2048",
         ],
     ),
+    "adapters take inputs of their linears alone, and nothing else learns": (1, [0], [LORA, *WIDE]),
+    "what adapters of ranks that divide tokens sum is scattered": (
+        2,
+        [0, 1],
+        [LORA.replace("qkv", "proj").replace("fc2", "fc1"), *WIDE, "layout.llm.tp=2"],
+    ),
+    "adapters put nothing off": (
+        4,
+        [0, 3],
+        [
+            *(LORA, *WIDE, "layout.llm.tp=2", "layout.llm.pp=2", "pipeline=zero_bubble_h1"),
+            "model.llm.recompute=full",
+        ],
+    ),
+    "adapters of a step in which their model is frozen": (1, [0], [LORA, *WIDE, FROZEN.replace("9", "2")]),
     "a rank with both ends has one embedding": (
         1,
         [0],
