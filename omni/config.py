@@ -494,6 +494,15 @@ class BalanceConfig(PolicyConfig):
 
 
 @dataclass
+class PackingConfig(PolicyConfig):
+    """A pack has at most `data.microbatch_tokens` / `divisor` tokens, unless one sample has more: passes are
+    smaller then and more of them fill a pipeline. `divisor: null` leaves it to be chosen for the run.
+    """
+
+    divisor: int | None = at_least(1, 1)
+
+
+@dataclass
 class PipelineConfig(PolicyConfig):
     """A rank holds at most `encoder_bytes` of activations of each encoder; null does not bound them."""
 
@@ -796,7 +805,7 @@ class Config:
     boundary: PolicyConfig = field(default_factory=PolicyConfig)
     deal: PolicyConfig = field(default_factory=PolicyConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    packing: PolicyConfig = field(default_factory=PolicyConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
     pairing: PolicyConfig = field(default_factory=PolicyConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     data: DataConfig = field(default_factory=DataConfig)

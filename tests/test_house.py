@@ -23,7 +23,10 @@ GIVEN_ALL = {
     # open keys lie in any section, and a candidate is a configuration
     *(f"choice.{name}" for name in ("as_saved", "chosen", "open_keys", "reopened", "unchosen")),
     *(f"choice.{name}" for name in ("value_of", "with_keys")),
-    *(f"choose.{name}" for name in ("_cut", "_samples_of_step", "_search", "_shortened", "_sizes", "_tried")),
+    *(
+        f"choose.{name}"
+        for name in ("_cut", "_samples_of_step", "_search", "_shortened", "_simulated", "_sizes", "_tried")
+    ),
     "choose.choose",
     "balance_table.planner_of",  # resolves a run for every row of its table
     "balance_table.choices",

@@ -1,7 +1,8 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
-A key is open where `layout.domain` is null, or where a section of `POLICIES` has the policy `auto`; then
-`data.sample_tokens` is open, too, unless it is given. `system=omni` leaves all of them open.
+A key is open where `layout.domain` or `packing.divisor` is null, or where a section of `POLICIES` has the
+policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni` leaves all of them
+open.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from omni.config import ChoiceConfig, Config
 
 AUTO = "auto"
-DOMAIN, LONGEST = "layout.domain", "data.sample_tokens"
+DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
 LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
     "llm_sp.policy",
     "encoder_sp.policy",
@@ -32,11 +33,14 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate: its keys, the simulated nanoseconds of a step, and why it cannot be, if so."""
+    """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, and the bytes that
+    a rank would hold `beyond` its device's memory.
+    """
 
     keys: Keys
     step_ns: int | None = None
     refused: str = ""
+    beyond: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,14 +84,14 @@ def text_of(keys: Keys) -> str:
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
-    keys = [DOMAIN] if config.layout.domain is None else []
+    keys = [key for key in (DOMAIN, PACKS) if value_of(config, key) is None]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
     return [*keys, LONGEST] if keys and config.data.sample_tokens is None else keys
 
 
 def unchosen(config: Config) -> Config:
     """Return a configuration whose open keys are as if nothing were to be shared."""
-    plain = {DOMAIN: 1, LONGEST: None, **{key: names[0] for key, names in POLICIES.items()}}
+    plain = {DOMAIN: 1, PACKS: 1, LONGEST: None, **{key: names[0] for key, names in POLICIES.items()}}
     return with_keys(config, {key: plain[key] for key in open_keys(config)})
 
 
@@ -106,7 +110,7 @@ def reopened(config: Config, ranks: int) -> Config:
     if config.choice.ranks in (None, ranks):
         return config
     keys = (key for key in config.choice.keys if key != LONGEST)
-    return with_keys(config, {key: None if key == DOMAIN else AUTO for key in keys})
+    return with_keys(config, {key: AUTO if key in POLICIES else None for key in keys})
 
 
 def chosen(config: Config, keys: Keys, ranks: int) -> Config:

@@ -28,6 +28,7 @@ from omni.planning.choice import (
     ENCODER_SP,
     LLM_SP,
     LONGEST,
+    PACKS,
     PAIRING,
     POLICIES,
     Keys,
@@ -40,7 +41,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.fullest import fits
+from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
 from parallel.policies import SharingPolicy
 from parallel.policy import find
@@ -61,6 +62,7 @@ IN_DOMAINS = 512  # samples of domains of a step, after which no further domain 
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
 WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
+DIVISORS = (2, 4)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
 LOOKED = 1 << 16
 _ANY = 1 << 40  # tokens
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
@@ -192,7 +194,7 @@ def _search(
 
     first = list(_of_size(sizes[0], keys, start, needed))
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
-    if len(first) == len(sizes) == 1 and not others:
+    if len(first) == len(sizes) == 1 and not others and PACKS not in keys:
         return Tried(first[0]), []
     best, worse = None, 0
     for size in sizes:
@@ -209,6 +211,14 @@ def _search(
         if best.keys.get(key) == _SECOND[key] and not (needed and key == LLM_SP):
             simpler = simulated({**best.keys, key: _FIRST[key]})
             best = best if _gains(best, simpler) else simpler
+    for divisor in DIVISORS if PACKS in keys else ():
+        # With one stage a pass of fewer tokens only costs more, but holds less.
+        if start.arrangement.llm.pp == 1 and not best.refused:
+            break
+        found = simulated({**best.keys, PACKS: divisor})
+        if not _gains(found, best):
+            break
+        best = found
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
         best = found if _gains(found, best) else best
@@ -216,9 +226,13 @@ def _search(
 
 
 def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
-    """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less."""
+    """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less; of
+    two that no device can hold, it holds less.
+    """
     if bool(found.refused) != bool(best.refused) or found.step_ns is None or best.step_ns is None:
         return not found.refused and bool(best.refused)
+    if found.refused:
+        return found.beyond < best.beyond
     return found.step_ns < (1 - gain) * best.step_ns
 
 
@@ -227,7 +241,7 @@ def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> It
     it. Whole items go to any ranks of a domain in either case.
     """
     world = start.arrangement
-    plain = {key: {DOMAIN: size, **_FIRST}[key] for key in keys if key != LONGEST}
+    plain = {key: {DOMAIN: size, PACKS: 1, **_FIRST}[key] for key in keys if key != LONGEST}
     slots = max((len(world.slots(name)) for name in start.encoders), default=0)
     helped = {
         LLM_SP: needed or world.llm.cp * size > 1,
@@ -241,24 +255,43 @@ def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> It
 
 
 def _tried(config: Config, keys: Keys, make: Make) -> Tried:
-    """Simulate the first steps of a candidate, in the domains that samples load most."""
+    """Simulate the first steps of a candidate, in the domains that samples load most.
+
+    Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
+    from the best, or if a device cannot hold it, that which holds least.
+    """
+    schedules: tuple[str, ...] = (config.pipeline.policy,)
     if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
-        config.pipeline.policy = "zero_bubble_h1" if config.layout.llm.parts == 1 else "interleaved"
+        schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.parts == 1 else ("interleaved",)
+    found = None
+    for schedule in schedules:
+        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make)
+        found = other if found is None or _gains(other, found) else found
+        if not found.refused:
+            break
+    assert found is not None
+    return found
+
+
+def _simulated(config: Config, keys: Keys, make: Make) -> Tried:
+    """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
     try:
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
-    total, seen, cursor, refused = 0, 0, 0, ""
+    total, seen, cursor, beyond, refused = 0, 0, 0, 0, ""
     for step in range(1, STEPS + 1):
         plans = _first_plans(spec, step, cursor)
         lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
         total += max(timeline.makespan_ns for timeline in lists)
-        if not all(fits(spec, spec.table, plan) for plan in plans):
-            refused = "does not fit cluster.memory_bytes"
+        if not all(map(spec.planner.fits, plans)):
+            beyond = max(map(spec.planner.holds, plans)) - (spec.cluster.memory_bytes or 0)
+            refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB"
+            break
         seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor
         if seen >= ENOUGH:
             break
-    return Tried(keys, total // step, refused)
+    return Tried(keys, total // step, refused, beyond)
 
 
 def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:

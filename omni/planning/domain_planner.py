@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from math import gcd
 
 from dataloader.balance import SampleCosts
@@ -34,7 +35,7 @@ from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
-from pipeline.builders.schedule import candidates_of
+from pipeline.builders.schedule import candidates_of, lean_of
 from pipeline.costs import plan_costs, plan_memory, simulate
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
@@ -43,6 +44,8 @@ from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 from pipeline.simulator import run
+
+QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is tried with
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class DomainPlanner:
     together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
     rank holds, if given; plans that do not fit are not
-    taken if `guarded`; `chunking` makes quanta of work of a domain's items.
+    taken if `guarded`; `chunking` makes quanta of work of a domain's items; packs have
+    `microbatch_tokens` / `pack_divisor` tokens at most.
     """
 
     encoders: Mapping[str, str]
@@ -97,11 +101,17 @@ class DomainPlanner:
     encoder_bytes: int | None = None
     guarded: bool = True
     chunking: Chunking = make_chunks
+    pack_divisor: int = 1
 
     @cached_property
     def costing(self) -> Costing:
         """What samples cost."""
         return Costing(self.table, self.arrangement, self.llm, self.encoders, self.sharing)
+
+    @property
+    def pack_tokens(self) -> int:
+        """The most tokens of a pack of several samples."""
+        return max(1, self.microbatch_tokens // self.pack_divisor)
 
     def _tokens_cost(self, part: str, tokens: int) -> int:
         return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
@@ -123,7 +133,7 @@ class DomainPlanner:
         """Plan a domain; `members` are the samples of each of its replicas, by place in `metas`.
 
         Yields a plan for each candidate of the schedule that `fits`, in the order of their simulated times,
-        then the quickest of the others.
+        then lean ones, then the others.
         """
         world = self.arrangement
         microbatches, encoded = self._microbatches(members, costs)
@@ -163,15 +173,19 @@ class DomainPlanner:
         candidates = candidates_of(self.schedule, world.llm.parts, world.llm.pp, guarded=self.guarded)
         learning = frozenset(frozen)
         planned = [self._scheduled(chunked, policy, ranks, learning) for policy in candidates]
-        if len(planned) == 1:
+        if len(planned) == 1 and not (self.guarded and self.schedule.lean):
             yield self._with_one_queue(planned[0])
         else:
-            yield from self._quickest_first(planned, fits)
+            lean = self._lean(planned[0], chunked, ranks, learning)
+            yield from self._quickest_first(planned, fits, lean)
 
     def _quickest_first(
-        self, planned: Sequence[DomainPlan], fits: Callable[[DomainPlan], bool]
+        self,
+        planned: Sequence[DomainPlan],
+        fits: Callable[[DomainPlan], bool],
+        lean: Iterator[DomainPlan],
     ) -> Iterator[DomainPlan]:
-        """Yield plans that fit in the order of their simulated times, then the quickest that does not.
+        """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not.
 
         Lists for one queue take no less than with a queue for each communicator, and take long to make: they
         are made in the order of these times, and only until none that is left can be quicker.
@@ -189,8 +203,27 @@ class DomainPlanner:
                 made = self._with_one_queue(made)
                 ns = simulate(made, self.table, self.single_queue).makespan_ns
                 heappush(queue, (ns, at, True, made))
-        for made in others[:1]:
-            yield self._with_one_queue(made)
+        yield from map(self._with_one_queue, chain(lean, others))
+
+    def _lean(
+        self,
+        planned: DomainPlan,
+        chunked: Callable[[int], DomainPlan],
+        ranks: Sequence[int],
+        frozen: frozenset[str],
+    ) -> Iterator[DomainPlan]:
+        """Plan with lean schedules, in turn; those that place chunks under bounds on activations of encoders,
+        shares of all that a rank encodes in the step as `planned`.
+        """
+        world, kept = self.arrangement, plan_memory(planned, self.table)
+        encoded = (
+            sum(kept(team * planned.team, op) for op in ops if op.kind is Kind.ENCODE)
+            for team, ops in enumerate(planned.ops)
+        )
+        most = max(encoded)
+        for policy in lean_of(self.schedule, world.llm.parts, world.llm.pp) if most else ():
+            for quarters in QUARTERS if policy.quanta else (4,):
+                yield self._scheduled(chunked, policy, ranks, frozen, most * quarters // 4)
 
     def _free_ns(self, domain: DomainPlan) -> int:
         """What a step takes at least, whatever the order in which a rank issues its communication."""
@@ -230,16 +263,20 @@ class DomainPlanner:
         policy: SchedulePolicy,
         ranks: Sequence[int],
         frozen: frozenset[str],
+        encoder_bytes: int | None = None,
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule, ops for a queue for
-        each communicator.
+        each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is configured:
+        a single microbatch may need more.
         """
+        most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
         microbatches = len(chunked(0).microbatches)
-        domain = chunked(policy.quanta_for(microbatches, bounded=self.encoder_bytes is not None))
-        domain = replace(domain, bounds=self._bounds(domain, policy), schedule=policy.name)
+        domain = chunked(policy.quanta_for(microbatches, bounded=most is not None))
+        domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
         order = policy(domain, Facts(costs, kept, self._slots, frozen, self.single_queue and self.party > 1))
+        domain = replace(domain, bounds=self._bounds(domain, policy, self.encoder_bytes))
         if policy.quanta:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
@@ -282,9 +319,11 @@ class DomainPlanner:
             for part in reversed(range(num_parts if component == self.llm else 1))
         )
 
-    def _bounds(self, domain: DomainPlan, policy: SchedulePolicy) -> tuple[tuple[str, int], ...]:
+    def _bounds(
+        self, domain: DomainPlan, policy: SchedulePolicy, encoder_bytes: int | None
+    ) -> tuple[tuple[str, int], ...]:
         """Bytes of each part's activations: of the most microbatches that a schedule has in flight, and of
-        encoders what the configuration allows, if it bounds them.
+        encoders at most so many, if they are bounded.
         """
         kept, bounds = plan_memory(domain, self.table), []
         for part in range(domain.num_parts):
@@ -298,8 +337,8 @@ class DomainPlanner:
                 for rank in range(first, first + domain.stage_size, domain.tp)
             )
             bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
-        if self.encoder_bytes is not None:
-            bounds += [(name, self.encoder_bytes) for name in self._slots]
+        if encoder_bytes is not None:
+            bounds += [(name, encoder_bytes) for name in self._slots]
         return tuple(bounds)
 
     @cached_property
@@ -330,7 +369,7 @@ class DomainPlanner:
 
         Returns with the microbatches, by sample, the one with which its items are encoded.
         """
-        policy, size = self.packing, self.microbatch_tokens
+        policy, size = self.packing, self.pack_tokens
         owns = [costs.take(mine) for mine in members]
         packs = [policy(own, size) for own in owns]
         together = self.pairing(
@@ -359,11 +398,8 @@ class DomainPlanner:
 
     @property
     def _room(self) -> int:
-        """Tokens of a microbatch of several packs: a full pack of each replica, or of each member of a pool
-        of which none holds more.
-        """
-        world, policy = self.arrangement, self.sharing[self.llm].policy
-        return self.microbatch_tokens * (world.pool if policy.finds_room else world.replicas)
+        """Tokens of a microbatch of several packs: a full pack of each replica."""
+        return self.microbatch_tokens * self.arrangement.replicas
 
     def _items(
         self, microbatch: int, samples: Sequence[int], metas: Sequence[SampleMeta]

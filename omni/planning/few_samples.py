@@ -28,13 +28,14 @@ def few(planner: Planner, taken: Taken) -> Iterator[str]:
             f"a step has {count:,} samples for {places:,} {name}: {places - count:,} of these train on "
             f"none. Set data.{key}={least} or more, which is a sample each, or use fewer ranks"
         )
-    full = budget.microbatch_tokens * world.llm.dp  # tokens of a microbatch of every replica
+    full = planner.domain.pack_tokens * world.llm.dp  # tokens of a microbatch of every replica
     passes = -(-taken.tokens // full)
     if count and passes < world.llm.pp:
         least = -(-value * world.llm.pp * full // taken.tokens)
         yield (
             f"a step of {taken.tokens:,} tokens fills {passes} of the microbatches of "
-            f"data.microbatch_tokens={budget.microbatch_tokens} on each of {world.llm.dp:,} replicas, fewer "
+            f"{planner.domain.pack_tokens} tokens (data.microbatch_tokens={budget.microbatch_tokens}, "
+            f"packing.divisor={planner.domain.pack_divisor}) on each of {world.llm.dp:,} replicas, fewer "
             f"than the {world.llm.pp} stages of layout.llm.pp: ranks idle as it fills and empties. "
-            f"Set data.{key}={least} or more, or a smaller data.microbatch_tokens"
+            f"Set data.{key}={least} or more, or a larger packing.divisor"
         )

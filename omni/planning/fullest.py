@@ -93,6 +93,11 @@ def fits(spec: Workload, table: CostTable, plan: StepPlan) -> bool:
     return likely <= CLEARLY * most or fullest_rank(spec, [plan]).bytes <= most
 
 
+def holds(spec: Workload, plan: StepPlan) -> int:
+    """Return the bytes of the fullest rank of a plan's domain."""
+    return fullest_rank(spec, [plan]).bytes
+
+
 def remembering(spec: Workload) -> Workload:
     """Return a workload whose parts state once what a pass of a load takes: candidates of a schedule have the
     same passes, and so have stages.
@@ -182,11 +187,15 @@ def check_memory(spec: RunSpec, fullest: Peak) -> None:
     most = spec.cluster.memory_bytes
     if most is None or fullest.bytes <= most:
         return
+    policy, schedule = spec.policies["pipeline"], fullest.plan.domain.schedule
+    none = (
+        f" No schedule of pipeline={policy.name} fits; {schedule} holds least." if policy.candidates else ""
+    )
     raise ConfigError(
         f"rank {fullest.rank} ({place(spec, fullest.rank)}) would hold {fullest.bytes / GIB:.1f} GiB at "
         f"{fullest.at} of step {fullest.plan.step}, more than the {most / GIB:.1f} GiB of "
         f"cluster.memory_bytes={most} "
-        f"({spec.cluster.name}): {made_of(fullest.parts)}. {remedy(spec, fullest.parts, most)}"
+        f"({spec.cluster.name}): {made_of(fullest.parts)}.{none} {remedy(spec, fullest.parts, most)}"
     )
 
 

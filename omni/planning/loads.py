@@ -106,7 +106,7 @@ def _capacity(spec: RunSpec, plan: StepPlan) -> int:
     """Tokens that the microbatches of a domain had room for: a full pack of each replica, or a sample that is
     longer.
     """
-    full = spec.arrangement.replicas * spec.config.data.microbatch_tokens
+    full = spec.arrangement.replicas * spec.planner.domain.pack_tokens
     return sum(max(full, sum(batch.layout.lengths)) for batch in plan.domain.microbatches)
 
 

@@ -37,14 +37,19 @@ def _always(plan: StepPlan) -> bool:
     return True
 
 
+def _nothing(plan: StepPlan) -> int:
+    """Say that a plan holds nothing."""
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Planner:
     """Plans any step of a run, by a planner of each level.
 
     `frozen` tells the components frozen at a step; `share` says how components share sequences by a cost
     table. Of a schedule with candidates, the plan of least simulated time is taken among those that `fits`
-    says all ranks of the domain can hold. `admit` refuses a plan that breaks no rule, but that whoever plans
-    cannot run.
+    says all ranks of the domain can hold; if there is none, the one whose fullest rank `holds` least bytes.
+    `admit` refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
     world: WorldPlanner
@@ -53,6 +58,7 @@ class Planner:
     frozen: Callable[[int], tuple[str, ...]]
     share: Callable[[CostTable], Mapping[str, Sharing]]
     fits: Callable[[StepPlan], bool] = _always
+    holds: Callable[[StepPlan], int] = _nothing
     admit: Callable[[StepPlan], None] = _anything
 
     def with_table(self, table: CostTable) -> "Planner":
@@ -203,5 +209,10 @@ class Planner:
         quickest = next(plans)
         if not (train and self.domain.schedule.candidates) or self.fits(quickest):
             return quickest
-        # Where none fits, the quickest goes on, and is refused with what it is made of.
-        return next(filter(self.fits, plans), quickest)
+        seen = [quickest]
+        for plan in plans:
+            if self.fits(plan):
+                return plan
+            seen.append(plan)
+        # Where none fits, the one that holds least goes on, and is refused with what it is made of.
+        return min(seen, key=self.holds)

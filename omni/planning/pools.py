@@ -119,7 +119,9 @@ def _nodes(arrangement: Arrangement, members: Sequence[Sequence[int]], cluster: 
 
 def _llm_sharing(policy: SharingPolicy, arrangement: Arrangement, budget: int, cost: SequenceCost) -> Sharing:
     over = arrangement.llm.cp if policy.within_replica else arrangement.pool
-    pool = make_pool(cost, over, tokens_per_rank=budget if policy.finds_room else None)
+    # A pool that is full holds what its replicas would hold without sharing.
+    most = -(-budget // arrangement.llm.cp) if policy.finds_room else None
+    pool = make_pool(cost, over, tokens_per_rank=most)
     return Sharing(policy, pool, arrangement.pool)
 
 

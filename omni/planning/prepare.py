@@ -22,7 +22,7 @@ from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
-from omni.planning.fullest import fits, remembering
+from omni.planning.fullest import fits, holds, remembering
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
@@ -107,15 +107,18 @@ def _resolve(
         microbatch_tokens=data.microbatch_tokens,
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
+        pack_divisor=config.packing.divisor or 1,
     )
     group_size = config.balance.group or _group_size(arrangement)
+    remembered = remembering(workload)
     planner = Planner(
         world=WorldPlanner(opened.samples, budget, policies["deal"], arrangement.num_domains, group_size),
         group=GroupPlanner(policies["balance"], arrangement.replicas),
         domain=domain,
         frozen=partial(frozen_at, stages),
         share=share,
-        fits=partial(fits, remembering(workload), table),
+        fits=partial(fits, remembered, table),
+        holds=partial(holds, remembered),
     )
     return RunSpec(
         **vars(workload),

@@ -2,7 +2,7 @@
 
 Which one that is depends on the step: with a few very long items, encoding before the pipeline balances best;
 with many, filling the pipeline's bubbles does. Where encoders are small and devices have room, ZB-H2 leaves
-hardly a bubble.
+hardly a bubble. Where none of these fits, encoders go back in time for what they hold to have room.
 """
 
 from pipeline.builders.joint.order import (
@@ -11,6 +11,7 @@ from pipeline.builders.joint.order import (
     JOINT_ZERO_BUBBLE_H1,
     JOINT_ZERO_BUBBLE_H2,
 )
+from pipeline.builders.just_in_time import ONE_F_ONE_B
 from pipeline.builders.passes import ENCODE_FIRST, INTERLEAVED, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
 from pipeline.builders.schedule import Facts, Order, SchedulePolicy
 from pipeline.domain_plan import DomainPlan
@@ -34,4 +35,5 @@ AUTO = SchedulePolicy(
         JOINT_INTERLEAVED,
         INTERLEAVED,
     ),
+    lean=(JOINT, JOINT_INTERLEAVED, ONE_F_ONE_B),
 )

@@ -56,6 +56,8 @@ class SchedulePolicy(Policy):
     `quanta_for` says, of about equal cost, and routes are planned after it. Of a policy with `candidates`
     nothing else counts: the planner plans with each of them and keeps what takes the least simulated time.
     One that is `deep` holds about twice the activations of 1F1B, and is tried only if what fits is known.
+    Where no candidate fits, those that are `lean` are tried in turn; of these, schedules that place chunks
+    under bounds on what encoders hold.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -65,6 +67,7 @@ class SchedulePolicy(Policy):
     quanta: int = 0
     deep: bool = False
     candidates: tuple["SchedulePolicy", ...] = ()
+    lean: tuple["SchedulePolicy", ...] = ()
 
     def quanta_for(self, microbatches: int, bounded: bool) -> int:
         """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each.
@@ -103,6 +106,14 @@ def candidates_of(
     usable = tuple(each for each in usable if (each.parts is None) == (parts > 1))
     plain = (each for each in usable if not each.quanta and each.in_flight is SchedulePolicy.in_flight)
     return (tuple(plain) if stages == 1 else ()) or usable
+
+
+def lean_of(policy: SchedulePolicy, parts: int, stages: int) -> tuple[SchedulePolicy, ...]:
+    """Return the schedules to try in turn where none of `candidates_of` fits. With one stage nothing places
+    chunks better than just in time.
+    """
+    usable = (each for each in policy.lean if (each.parts is None) == (parts > 1))
+    return tuple(each for each in usable if stages > 1 or not each.quanta)
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:

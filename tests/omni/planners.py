@@ -121,7 +121,8 @@ def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget)
         if name == "llm":
             over = world.llm.cp if policy.within_replica else world.pool
             # Room for sequences that a policy leaves whole, or cuts unevenly.
-            most = budget.microbatch_tokens * (1 if policy.finds_room else 2)
+            own_share = -(-budget.microbatch_tokens // world.llm.cp)
+            most = own_share if policy.finds_room else 2 * budget.microbatch_tokens
             out[name] = Sharing(policy, make_pool(cost, over, 1, most), world.pool)
         else:
             slots = len(world.slots(name))

@@ -166,7 +166,7 @@ def test_a_run_that_goes_on_keeps_its_choices_and_an_old_one_what_it_has():
     given = as_saved(compose_config([*KEYS, "balance=lpt"]), saved)
     assert given.balance.policy == "lpt"
     assert "balance.policy" not in given.choice.keys
-    old = compose_config([*KEYS, "system=multiplexed", "layout.domain=2"])
+    old = compose_config([*KEYS[1:], "system=multiplexed", "layout.domain=2"])
     assert as_saved(fresh, old).layout.domain == 2
     assert as_saved(fresh, old).data.sample_tokens is None
     assert not open_keys(as_saved(fresh, old))
@@ -194,11 +194,20 @@ def test_the_domains_that_are_simulated_have_the_slowest_among_them():
 
 def test_samples_are_cut_to_a_microbatch_where_devices_hold_no_longer_ones(monkeypatch):
     def fits(spec, table, plan):
-        return spec.planner.world.budget.longest <= MICROBATCH
+        return max(plan.taken.lengths) <= MICROBATCH
 
-    monkeypatch.setattr("omni.planning.choose.fits", fits)
+    monkeypatch.setattr("omni.planning.prepare.fits", fits)
     spec = prepared()
     assert spec.config.data.sample_tokens == MICROBATCH
     assert not spec.choice.best.refused
     assert "1 of the first 24" in spec.choice.cut
-    assert prepared("data.sample_tokens=150").choice.best.refused == "does not fit cluster.memory_bytes"
+    assert prepared("data.sample_tokens=150").choice.best.refused.startswith("does not fit")
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_rank_holds_no_more_of_a_pass_where_sequences_are_shared(cp):
+    spec = prepared(f"layout.llm.cp={cp}", "llm_sp=dynamic", "layout.domain=2", "data.sample_tokens=64")
+    plan = next(spec.planner.all_domains(1, 0))
+    pool = spec.arrangement.pool
+    most = [max(map(batch.layout.local_tokens, range(pool))) for batch in plan.domain.microbatches]
+    assert max(most) <= MICROBATCH // cp

@@ -34,11 +34,12 @@ from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import AUTO, ENCODE_FIRST, JOINT
-from pipeline.builders.schedule import candidates_of
+from pipeline.builders.schedule import candidates_of, lean_of
 from pipeline.costs import plan_memory, simulate
 from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
+from pipeline.rules.memory import peaks
 
 
 def trained_on(plans: Iterable[StepPlan]) -> Counter:
@@ -349,7 +350,35 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
         refused.append(chosen.schedule)
     assert makespans == sorted(makespans)
     assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
-    assert taken().schedule == refused[0], "where none fits, the quickest goes on to be refused"
+    held = {name: 9 - (name == refused[2]) for name in refused}
+    own = replace(own, holds=lambda plan: held[plan.domain.schedule])
+    assert taken().schedule == refused[2], "where none fits, the one that holds least goes on to be refused"
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_where_no_candidate_fits_auto_has_encoders_hold_less(pp):
+    costs = table(pp)
+    eye = replace(costs.parts["eye"], kept_token=100)
+    own = planner(
+        world=arrange(Layout(pp=pp), {"eye": 1, "ear": 1}, COLOCATED, 0),
+        policies=policies_of(LPT, AUTO),
+        table=replace(costs, parts={**costs.parts, "eye": eye}),
+        budget=Budget(36, 300, None, "drop"),
+    )
+
+    def held(plan):
+        kept = plan_memory(plan.domain, own.domain.table)
+        of_eye = replace(plan, domain=replace(plan.domain, bounds=(("eye", 0),)))
+        return max(peak.bytes for peak in peaks(of_eye, kept))
+
+    quickest = own.next_step(1, 0, 0)
+    most = 0.8 * held(quickest)
+    fitting = replace(own, fits=lambda plan: held(plan) <= most).next_step(1, 0, 0)
+    assert held(fitting) <= most
+    assert fitting.domain.schedule in {policy.name for policy in lean_of(AUTO, 1, pp)}
+    own.verify(fitting)
+    never = replace(own, fits=lambda plan: False, holds=held).next_step(1, 0, 0)
+    assert held(never) <= held(fitting), "the one that holds least goes on to be refused"
 
 
 def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
