@@ -59,7 +59,7 @@ def taken_by(plan: StepPlan) -> Counter:
 
 def in_order(plan: StepPlan) -> list[tuple[str, int]]:
     """The samples that the step takes, in the order of the stream."""
-    samples = map(plan.taken.sample, range(len(plan.taken)))
+    samples = (plan.taken.sample(number, ()) for number in range(len(plan.taken)))
     return [(sample.source, sample.id) for sample in samples]
 
 
