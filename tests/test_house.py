@@ -25,7 +25,16 @@ GIVEN_ALL = {
     *(f"choice.{name}" for name in ("value_of", "with_keys")),
     *(
         f"choose.{name}"
-        for name in ("_cut", "_samples_of_step", "_search", "_shortened", "_simulated", "_sizes", "_tried")
+        for name in (
+            "_cut",
+            "_packed",
+            "_samples_of_step",
+            "_search",
+            "_shortened",
+            "_simulated",
+            "_sizes",
+            "_tried",
+        )
     ),
     "choose.choose",
     "balance_table.planner_of",  # resolves a run for every row of its table

@@ -62,7 +62,7 @@ IN_DOMAINS = 512  # samples of domains of a step, after which no further domain 
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
 WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
-DIVISORS = (2, 4)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
+DIVISORS = (2, 4, 8)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
 LOOKED = 1 << 16
 _ANY = 1 << 40  # tokens
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
@@ -86,12 +86,12 @@ def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
     sizes, held = _sizes(config, start, lengths)
     if longest is None:
         longest, cut = held, _cut(config, lengths, held)
-    best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
+    best, tried = _search(config, keys, start, sizes, longest, lengths, make)
     budget = config.data.microbatch_tokens
     if best.refused and LONGEST in keys and longest > budget:  # samples that a rank holds alone may fit
         sizes, _ = _sizes(config, start, np.minimum(lengths, budget))
         longest, cut = budget, _cut(config, lengths, budget)
-        best, tried = _search(_shortened(config, start, lengths, longest), keys, start, sizes, longest, make)
+        best, tried = _search(config, keys, start, sizes, longest, lengths, make)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     again = config.choice.ranks is not None
     return replace(make(chosen(config, own, ranks)), choice=RunChoice(own, best, tried, cut, again))
@@ -177,19 +177,26 @@ def _cut(config: Config, lengths: Ints, held: int) -> str:
 
 
 def _search(
-    config: Config, keys: Sequence[str], start: RunSpec, sizes: Sequence[int], longest: int | None, make: Make
+    config: Config,
+    keys: Sequence[str],
+    start: RunSpec,
+    sizes: Sequence[int],
+    longest: int,
+    lengths: Ints,
+    make: Make,
 ) -> tuple[Tried, list[Tried]]:
     """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
 
     Returns the best candidate and all. A single one is not simulated.
     """
-    needed = longest is not None and longest > config.data.microbatch_tokens
+    needed = longest > config.data.microbatch_tokens
+    short = _shortened(config, start, lengths, longest)
     tried: dict[str, Tried] = {}
 
     def simulated(own: Keys) -> Tried:
         name = text_of(own)
         if name not in tried:
-            tried[name] = _tried(with_keys(config, {**own, LONGEST: longest}), own, make)
+            tried[name] = _tried(with_keys(short, {**own, LONGEST: longest}), own, make)
         return tried[name]
 
     first = list(_of_size(sizes[0], keys, start, needed))
@@ -211,18 +218,33 @@ def _search(
         if best.keys.get(key) == _SECOND[key] and not (needed and key == LLM_SP):
             simpler = simulated({**best.keys, key: _FIRST[key]})
             best = best if _gains(best, simpler) else simpler
-    for divisor in DIVISORS if PACKS in keys else ():
-        # With one stage a pass of fewer tokens only costs more, but holds less.
-        if start.arrangement.llm.pp == 1 and not best.refused:
-            break
-        found = simulated({**best.keys, PACKS: divisor})
-        if not _gains(found, best):
-            break
-        best = found
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
         best = found if _gains(found, best) else best
+    if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
+        whole = with_keys(config, {LONGEST: longest})
+        best, packed = _packed(whole, best, make)
+        tried |= {text_of(each.keys): each for each in packed}
     return best, list(tried.values())
+
+
+def _packed(config: Config, best: Tried, make: Make) -> tuple[Tried, list[Tried]]:
+    """Try smaller packs. How a pipeline fills and empties shows on a whole step alone, so the first one is
+    simulated: a candidate stands among the others with as much more or less than the best as it takes there.
+    """
+    first = least = _tried(with_keys(config, best.keys), best.keys, make, steps=1)
+    start, found = best, [best]
+    for divisor in DIVISORS:
+        own = {**start.keys, PACKS: divisor}
+        other = _tried(with_keys(config, own), own, make, steps=1)
+        step_ns = None
+        if start.step_ns and first.step_ns and other.step_ns:
+            step_ns = start.step_ns * other.step_ns // first.step_ns
+        found.append(replace(other, step_ns=step_ns))
+        if not _gains(other, least):
+            break
+        best, least = found[-1], other
+    return best, found
 
 
 def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
@@ -254,7 +276,7 @@ def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> It
         yield {**plain, **shared}
 
 
-def _tried(config: Config, keys: Keys, make: Make) -> Tried:
+def _tried(config: Config, keys: Keys, make: Make, steps: int = STEPS) -> Tried:
     """Simulate the first steps of a candidate, in the domains that samples load most.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
@@ -265,7 +287,7 @@ def _tried(config: Config, keys: Keys, make: Make) -> Tried:
         schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.parts == 1 else ("interleaved",)
     found = None
     for schedule in schedules:
-        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make)
+        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, steps)
         found = other if found is None or _gains(other, found) else found
         if not found.refused:
             break
@@ -273,14 +295,14 @@ def _tried(config: Config, keys: Keys, make: Make) -> Tried:
     return found
 
 
-def _simulated(config: Config, keys: Keys, make: Make) -> Tried:
+def _simulated(config: Config, keys: Keys, make: Make, steps: int) -> Tried:
     """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
     try:
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
     total, seen, cursor, beyond, refused = 0, 0, 0, 0, ""
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         plans = _first_plans(spec, step, cursor)
         lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
         total += max(timeline.makespan_ns for timeline in lists)

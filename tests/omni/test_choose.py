@@ -9,7 +9,7 @@ from dataloader.tokens import ItemMeta, SampleMeta
 from omni.compose import compose_config
 from omni.compose_saved import compose_saved
 from omni.config import ConfigError
-from omni.planning.choice import DOMAIN, LONGEST, POLICIES, as_saved, open_keys, value_of, with_keys
+from omni.planning.choice import DOMAIN, LONGEST, PACKS, POLICIES, as_saved, open_keys, value_of, with_keys
 from omni.planning.choose import DOMAINS
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
@@ -211,3 +211,17 @@ def test_a_rank_holds_no_more_of_a_pass_where_sequences_are_shared(cp):
     pool = spec.arrangement.pool
     most = [max(map(batch.layout.local_tokens, range(pool))) for batch in plan.domain.microbatches]
     assert max(most) <= MICROBATCH // cp
+
+
+def test_packs_are_smaller_where_that_fills_a_pipeline():
+    keys = ["layout=pp2", "data.microbatch_tokens=640", "pipeline=encode_first", "data.sample_tokens=640"]
+    keys += ["cluster.op_overhead_ns=0", "cluster.launch_ns=0"]
+    spec = prepared(*keys, trace=trace_of())
+    assert spec.config.packing.divisor > 1
+    assert "packing.divisor" in next(iter(spec.choice.lines()))
+    one = prepare_run(with_keys(spec.config, {PACKS: 1}), 4, trace_of())
+    assert step_ns(spec) < 0.95 * step_ns(one)
+    assert prepared(*keys, "packing.divisor=1", trace=trace_of()).config.packing.divisor == 1
+    assert prepared(*keys[1:], trace=trace_of()).config.packing.divisor == 1, "one stage has nothing to fill"
+    costly = [*keys[:4], "cluster.launch_ns=1000000"]
+    assert prepared(*costly, trace=trace_of()).config.packing.divisor == 1, "each pass starts kernels"
