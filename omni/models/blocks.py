@@ -29,16 +29,16 @@ class Embed:
         return linear_weights(self.values, self.hidden, self.hidden)
 
     def forward(self, load: Load) -> Work:
-        """It keeps its input, a copy where that is of lower precision, and its output."""
-        copied = load.tokens * self.values * self.element * (self.element != FP32)
+        """It keeps its input, a copy where that is of lower precision, and its output; frozen, this alone."""
+        copied = load.tokens * self.values * self.element * (self.element != FP32 and not load.frozen)
         return Work(
             flops=linear_flops(load.tokens, self.values, self.hidden),
             kept=copied + load.tokens * self.hidden * self.element,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Twice the forward, as if values had gradients too."""
-        return _of_linears(self.forward(load), grad)
+        """Twice the forward, as if values had gradients too; nothing where it is frozen."""
+        return Work() if load.frozen else _of_linears(self.forward(load), grad)
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,25 @@ class Projector:
         return (*first, *linear_weights(self.merged, self.width, self.width))
 
     def forward(self, load: Load) -> Work:
-        """It keeps its input, what the first linear puts out, and the activation. FLOPs are those of the
-        first linear: the second is small beside the layers.
+        """It keeps its input, what the first linear puts out, and the activation; of a frozen one the second
+        alone. FLOPs are those of the first linear: the second is small beside the layers.
         """
         return Work(
             flops=linear_flops(load.tokens, self.merged, self.merged) // self.merge,
-            kept=3 * load.tokens * self.hidden * self.element,
+            kept=(1 if load.frozen else 3) * load.tokens * self.hidden * self.element,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """It needs most at its start, gradients of the rows, of the second weight and of its input, or with
-        the gradient of the first weight.
+        the gradient of the first weight. A frozen one has gradients of rows and of the activation, on both
+        sides of it.
         """
         if grad is Grad.WEIGHT:
             return Work()
         rows = load.tokens // self.merge
+        if load.frozen:
+            most = rows * (self.width + 2 * self.merged)
+            return Work(flops=self.forward(load).flops, workspace=most * self.element)
         second = self.width * self.merged
         # Or at the first linear, when gradients have taken the place of all that is kept.
         start = max(rows * self.merged + second + rows * self.width, self.merged**2)

@@ -6,7 +6,7 @@ The modules are made elsewhere, so that checking and planning need not import me
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from omni.config import RECOMPUTE, WINDOWS_STAY, ConfigError, LLMConfig, MoEConfig
+from omni.config import RECOMPUTE, WINDOWS_STAY, ConfigError, LLMConfig, LoraConfig, MoEConfig
 from omni.keys import Rule, Rules, at_least, one_of
 from omni.models.adapters import Lora
 from omni.models.delta import Delta
@@ -64,6 +64,7 @@ class TransformerEncoderConfig:
     `taps` are layers after which tokens are merged and projected too (DeepStack; Meng et al., 2024): the rows
     of the first are added to what enters the LLM's second layer, and so on. `gated` makes the feed-forward a
     SwiGLU. A token sees `window` tokens, null for all of its item, but in the `full_layers`, counted from 0.
+    With `lora` adapters of linears of its layers learn, and nothing else of it.
     """
 
     layers: int = at_least(1, 2)
@@ -77,6 +78,7 @@ class TransformerEncoderConfig:
     gated: bool = False
     window: int | None = at_least(1, None)
     full_layers: list[int] = field(default_factory=list)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     rules: ClassVar[Rules] = (
         WINDOWS_STAY,
@@ -125,6 +127,7 @@ def transformer_layers(config: TransformerEncoderConfig) -> LayerSizes:
         gated=config.gated,
         window=config.window or 0,
         windowed=config.layers - len(config.full_layers) if config.window else 0,
+        lora=Lora.of(config.lora),
     )
 
 

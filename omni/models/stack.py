@@ -443,7 +443,12 @@ def layer_workspace(stack: Stack, load: Load, grad: Grad) -> int:
     if stack.recompute != "full":
         return start
     if frozen:
+        out, own = stack.stream(load.tokens), stack.adapters() if not load.frozen else {}
         # When the layer has been computed anew: the sum of all tokens, what it is made of, and its shard.
-        whole = load.tokens * (stack.hidden + stack.ffn // stack.tp) * stack.element
-        start = max(start, whole + 2 * stack.stream(load.tokens))
+        # What adapters keep is counted there.
+        made_of = 0 if "linear_fc2" in own else stack.ffn // stack.tp
+        whole = load.tokens * (stack.hidden + made_of) * stack.element
+        # Then, with a bias, its shard without and with it, and what the norm put out.
+        after = ((3 if stack.bias else 2) + ("linear_fc1" not in own)) * out
+        start = max(start, whole + 2 * out, after)
     return start + kept_by_layer(replace(stack, recompute="none"), load.seen, load.frozen)

@@ -166,7 +166,7 @@ def one(ranks: RankPool, data, published, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout",
     [
-        *("tp2", "pp2", "cp2", "tp2 pp2 joint", "tp2 full"),
+        *("one", "tp2", "pp2", "cp2", "tp2 pp2 joint", "tp2 full"),
         *(pytest.param(of, marks=pytest.mark.slow) for of in ("pp2 zero bubble", "tp2 chunks", "tp2 dp2")),
     ],
 )
@@ -176,7 +176,7 @@ def test_any_layout_learns_as_one_rank_and_what_is_exported_is_that_model(
     folder, model = published
     config = adapted(data, folder, tmp_path / "run", "train.steps=2")
     config = with_values(config, (LAYOUTS | MORE)[layout])
-    world = 4 if layout in ("tp2 pp2 joint", "tp2 dp2") else 2
+    world = {"one": 1, "tp2 pp2 joint": 4, "tp2 dp2": 4}.get(layout, 2)
     losses, gradients, _ = ranks.run(world, trained, config, world, 2)[0]
     assert losses == pytest.approx(one[0], rel=TOLERANCE)
     total = float(torch.stack([own.norm() for own in one[1].values()]).norm())

@@ -22,6 +22,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 FROZEN = "+optim.components={llm: {frozen: [[1, 9]]}}"
 LORA = "model.llm.lora={rank: 8, targets: [linear_qkv, linear_fc2]}"
 WIDE = ("model.llm.hidden=256", "model.llm.ffn=1024")
+WIDE_IMAGE = ("model.encoders.image.hidden=256", "model.encoders.image.ffn=1024")
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
 CAUSES = {
     "parts share the rotation and gathered tokens": (
@@ -103,6 +104,19 @@ CAUSES = {
         [
             *(LORA, *WIDE, "layout.llm.tp=2", "layout.llm.pp=2", "pipeline=zero_bubble_h1"),
             "model.llm.recompute=full",
+        ],
+    ),
+    "what is frozen around the adapters of an encoder keeps nothing for itself": (
+        1,
+        [0],
+        [f"+model.encoders.image.{LORA.removeprefix('model.llm.')}", *WIDE_IMAGE],
+    ),
+    "a layer with adapters that is computed anew is counted once": (
+        2,
+        [0, 1],
+        [
+            *(f"+model.encoders.image.{LORA.removeprefix('model.llm.')}", *WIDE_IMAGE, "layout.llm.tp=2"),
+            *("+layout.encoders.image.tp=2", "model.encoders.image.recompute=full"),
         ],
     ),
     "adapters of a step in which their model is frozen": (1, [0], [LORA, *WIDE, FROZEN.replace("9", "2")]),

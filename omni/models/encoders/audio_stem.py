@@ -43,21 +43,23 @@ class ConvWork:
 
     def forward(self, load: Load) -> Work:
         """With an empty token before each recording: frames, the mask of empty tokens, what the convolutions
-        put out, the second one's input and where tokens stand are kept, and the stream.
+        put out, the second one's input and where tokens stand are kept, unless they are frozen, and the
+        stream.
         """
         flops = linear_flops(FRAMES * load.tokens, 3 * self.mels, self.hidden)
         spaced = load.tokens + load.sequences
         of_spaced = FRAMES * (self.mels + 1 + 2 * self.hidden) + self.hidden
+        kept = spaced * of_spaced * self.element + load.tokens * INDEX
         return Work(
             flops=flops + linear_flops(load.tokens, 3 * self.hidden, self.hidden),
-            kept=(spaced * of_spaced + load.tokens * self.hidden) * self.element + load.tokens * INDEX,
+            kept=kept * (not load.frozen) + load.tokens * self.hidden * self.element,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Twice the forward, as if frames had gradients too. It needs most where gradients of the second
-        convolution's input are made and masked.
+        """Twice the forward, as if frames had gradients too; nothing where they are frozen. It needs
+        most where gradients of the second convolution's input are made and masked.
         """
-        if grad is Grad.WEIGHT:
+        if grad is Grad.WEIGHT or load.frozen:
             return Work()
         most = (load.tokens + load.sequences) * self.hidden * (1 + 2 * FRAMES) * self.element
         return Work(flops=2 * self.forward(load).flops, workspace=most)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from dataloader.format import Item
+from omni.models.adapters import check_adapters
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, value_bytes
 from omni.models.layer_sizes import (
     TransformerEncoderConfig,
@@ -47,6 +48,7 @@ class TransformerEncoder(ABC):
         self, config: TransformerEncoderConfig, *, values: int, row_tokens: int = 1, axes: int = 1
     ) -> None:
         check_heads("encoder", config, rotary_axes=axes)
+        check_adapters("encoder", config.lora, Stack.of(transformer_layers(config), 1).linears())
         self.config = config
         self.values = values
         self.row_tokens = row_tokens

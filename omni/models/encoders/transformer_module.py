@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from omni.models.adapter_modules import adapt
+from omni.models.adapters import Lora
 from omni.models.layer_sizes import TransformerEncoderConfig, transformer_layers
 from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
@@ -61,12 +63,16 @@ class TransformerModule(torch.nn.Module):
             )
             for _ in config.taps
         )
+        adapt(self, Lora.of(config.lora))
 
     def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         """values [T, V], positions [T, A] of packed items → rows [R, D], item by item, and as many again for
         each tap.
         """
         hidden: Any = self.stem(values.to(self.dtype), positions, packed)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # It is frozen, and layers that are computed anew find adapters only by a gradient of their input.
+            hidden.requires_grad_()
         hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed)
         tapped = []
         for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
