@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure both, print the worst differences, return 0 if all are within tolerance."""
     if arguments.against is not None:
+        if arguments.steps != 1:
+            print(
+                f"error: --steps {arguments.steps} with --against, which compares one: leave it out",
+                file=sys.stderr,
+            )
+            return 2
         return _against(arguments.against, arguments.overrides, arguments.config_dir)
     reference, separator, candidate = _split(arguments.overrides)
     if not separator:

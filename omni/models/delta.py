@@ -5,7 +5,7 @@ Its module is `omni/models/delta_module.py`, its rule `ops/delta.py`; letters as
 
 from dataclasses import dataclass
 
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.pieces import Linears, linear_weights, plain
 from ops.delta_shape import DeltaHeads, DeltaShape, delta_bytes, delta_flops, delta_workspace
 from parallel.work import FP32, Load, Weight

@@ -6,8 +6,9 @@ The modules are made elsewhere, so that checking and planning need not import me
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from omni.config import RECOMPUTE, WINDOWS_STAY, ConfigError, LLMConfig, LoraConfig, MoEConfig
+from omni.config import ConfigError
 from omni.keys import Rule, Rules, at_least, one_of
+from omni.llm_config import RECOMPUTE, WINDOWS_STAY, LLMConfig, LoraConfig, MoEConfig
 from omni.models.adapters import Lora
 from omni.models.delta import Delta
 from omni.models.latent import Latent

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from operator import attrgetter
 
-from omni.config import ConfigError, LLMConfig
+from omni.config import ConfigError
+from omni.llm_config import LLMConfig
 from omni.models.adapters import check_adapters
 from omni.models.layer_sizes import check_divisible, check_experts, llm_layers
 from omni.models.llm_statement import LLMPart, llm_part, single_layers

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.delta import delta_heads
 from ops.rotary import Scaling
 from parallel.packed import PackedTokens, Sharding, pack_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.delta import delta_heads
 from omni.models.delta_module import GatedDeltaNet
 from omni.models.layers import PackedCoreAttention

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
 from omni.models.layer_sizes import llm_layers

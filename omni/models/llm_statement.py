@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from omni.config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.adapters import Lora
 from omni.models.blocks import FinalNorm, Frozen, LastLayers
 from omni.models.delta import Delta, delta_heads

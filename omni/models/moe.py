@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infra.checkpoint import CheckpointError
-from omni.config import MoEConfig
+from omni.llm_config import MoEConfig
 from parallel.megatron import (
     HAVE_TE,
     ColumnParallelLinear,

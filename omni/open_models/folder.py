@@ -15,7 +15,8 @@ from math import prod
 from typing import Any
 
 from infra.storage import Storage
-from omni.config import ConfigError, LLMConfig
+from omni.config import ConfigError
+from omni.llm_config import LLMConfig
 from omni.open_models.family import Family, Said, family_of
 from omni.open_models.quantised import FP8, MXFP4, Quantised, quantised_of
 from omni.open_models.rules import Rule

@@ -3,14 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from infra.machine import crowding, this_machine
-from omni.config import (
-    ConfigError,
-    LaunchConfig,
-    LayoutConfig,
-    LLMConfig,
-    LLMLayoutConfig,
-    PlacementConfig,
-)
+from omni.config import ConfigError, LaunchConfig, LayoutConfig, LLMLayoutConfig, PlacementConfig
+from omni.llm_config import LLMConfig
 from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
 from ops.device import visible_devices

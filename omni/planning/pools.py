@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from omni.config import ConfigError, DataConfig, LLMConfig
+from omni.config import ConfigError, DataConfig
+from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder
 from omni.planning.choices import Chosen

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
 from omni.models.registry import Encoder

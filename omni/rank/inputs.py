@@ -19,7 +19,7 @@ import torch
 from dataloader.format import DataError
 from dataloader.loader import Fetch, Fetched, TextArrays
 from dataloader.tokens import SampleMeta
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask

@@ -32,7 +32,7 @@ from omni.config import ConfigError
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.training.forward import ForwardPasses, grouped, of_domain
-from omni.training.parity import Difference
+from omni.training.parity import Difference, first_loss
 from omni.training.trainer import Trainer
 from pipeline.plan import StepPlan
 
@@ -64,17 +64,22 @@ def drawn(number: int, tokens: int, vocab: int) -> Ints:
 def measure(
     spec: RunSpec, folder: RunFolder, rank: int, device: torch.device, plan_step: PlanStep | None = None
 ) -> tuple[float, list[Scored]] | None:
-    """Compute the loss of the first step and score its samples, on rank 0; None on other ranks."""
+    """Compute the loss of the first step and score its samples, on rank 0; None on other ranks.
+
+    Raises:
+        DataError: on all ranks, if there is nothing to learn from the first step.
+    """
     trainer = Trainer(spec, folder, rank, device, plan_step)
     trainer.restore()
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
+        loss = first_loss(done)
     taken = done.prepared.plan.taken
     metas = [spec.planner.world.meta_of(taken, number) for number in range(len(taken))]
     found = _scored(trainer, metas)
     trainer.control.barrier("the end")
     trainer.close()
-    return None if found is None else (done.totals.loss, found)
+    return None if found is None else (loss, found)
 
 
 def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | None:

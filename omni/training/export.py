@@ -17,7 +17,7 @@ import torch
 from infra.checkpoint import file_of, folder_of, open_shard
 from infra.shard_file import ShardReader
 from infra.storage import Storage
-from omni.config import LoraConfig
+from omni.llm_config import LoraConfig
 from omni.models.adapters import A, B
 from omni.models.llm import NAME as LLM
 from omni.rank.state import BUFFERS, DTYPES, Piece, pieces_of

@@ -12,7 +12,8 @@ from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
 from infra.checkpoint import CheckpointError, folder_of
 from infra.storage import Storage
-from omni.config import OF_STAGE, DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.config import OF_STAGE
+from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 

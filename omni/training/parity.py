@@ -32,6 +32,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.rank.state import Owned, owned
+from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
@@ -85,12 +86,7 @@ def measure(
         for step in range(1, steps + 1):
             done = trainer.run_step(trainer.begin(ahead, step))
             if step == 1:
-                if not done.totals.num_targets:
-                    raise DataError(
-                        "step 1 has no target token, so there is no loss and no gradient to compare: let it "
-                        "take more (data.step_tokens or data.step_samples), or data that has targets"
-                    )
-                loss = done.totals.loss
+                loss = first_loss(done)
                 optimizer = trainer.rank.optimizer
                 by_name = zip(optimizer.names, done.totals.squares, strict=True)
                 squares = {name: square for name, square in by_name if name not in optimizer.frozen}
@@ -103,6 +99,20 @@ def measure(
     if gradients is None or weights is None or buffers is None:
         return None
     return Measurement(loss, squares, gradients, weights | buffers)
+
+
+def first_loss(done: StepRun) -> float:
+    """Return the loss of the first step.
+
+    Raises:
+        DataError: on all ranks, if there is nothing to learn from it.
+    """
+    if not done.totals.num_targets:
+        raise DataError(
+            "step 1 has no target token, so there is no loss and no gradient to compare: let it take more "
+            "(data.step_tokens or data.step_samples), or data that has targets"
+        )
+    return done.totals.loss
 
 
 def _gradient(targets: float, own: Owned) -> torch.Tensor | None:

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from infra.checkpoint import CheckpointError, locate, read_manifest
-from omni.config import ConfigError, LLMConfig, StartConfig
+from omni.config import ConfigError, StartConfig
+from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.open_models.folder import check_same, open_folder
 from omni.planning.run_spec import RunSpec

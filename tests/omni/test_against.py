@@ -8,7 +8,7 @@ import pytest
 import torch
 from open_model_folders import changed, make
 from quantised_folders import make_fp8
-from ranks import RankPool
+from ranks import RankError, RankPool
 from small import with_values
 
 from dataloader.format import Sample
@@ -122,3 +122,16 @@ def test_mistakes_are_named_before_ranks_start(data, published, capsys, more, me
 def test_a_folder_that_is_not_there_is_named(data, tmp_path, capsys):
     assert main(["parity", "--against", str(tmp_path / "no"), *keys(data, tmp_path / "no")[:2]]) == 2
     assert str(tmp_path / "no") in capsys.readouterr().err
+
+
+def test_a_step_is_compared_once(published, capsys):
+    assert main(["parity", "--steps", "3", "--against", str(published[0])]) == 2
+    assert "--steps 3" in capsys.readouterr().err
+
+
+def test_a_step_without_targets_is_named(ranks: RankPool, published, tmp_path):
+    with DatasetWriter(tmp_path / "texts", ByteTokenizer()) as writer:
+        writer.add(Sample("a", "nothing of it", targets=()))
+    given = [*keys(tmp_path / "texts", published[0]), "data.step_samples=1", f"run.dir='{tmp_path / 'run'}'"]
+    with pytest.raises(RankError, match="no target token"):
+        ranks.run(1, measured, compose_config(given), 1)

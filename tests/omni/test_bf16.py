@@ -17,7 +17,8 @@ from dataloader.format import PLACEHOLDER, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
-from omni.config import Config, EncoderLayoutConfig, MoEConfig
+from omni.config import Config, EncoderLayoutConfig
+from omni.llm_config import MoEConfig
 from omni.training.parity import TOLERANCE, compare
 from ops.rotary import rotary_table
 

@@ -13,8 +13,9 @@ from test_shape_work import LLM, D, F, size, token_and_square, whole
 from infra.run_folder import RunFolder
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
-from omni.config import Config, ConfigError, DeltaConfig, LLMConfig
+from omni.config import Config, ConfigError
 from omni.keys import check_keys
+from omni.llm_config import DeltaConfig, LLMConfig
 from omni.models.llm import check_llm_layout
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint

@@ -18,7 +18,8 @@ from ranks import RankPool
 from saved import load_components, save_components
 from test_moe_layers import assembled, assert_close, placed
 
-from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
+from omni.config import ConfigError, OptimConfig
+from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
 from omni.models.llm_pack import pack_llm

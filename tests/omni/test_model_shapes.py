@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 import hydra_conf
 from omni.__main__ import main
-from omni.config import LLMConfig
 from omni.keys import check_keys
+from omni.llm_config import LLMConfig
 from omni.models.blocks import EncoderPart
 from omni.models.llm import llm_work
 from omni.models.registry import make_encoder

@@ -19,8 +19,9 @@ from small import overrides, write_mixed
 
 from dataloader.format import Item, SampleError
 from omni.compose import compose_config
-from omni.config import ConfigError, LLMConfig
+from omni.config import ConfigError
 from omni.keys import check_keys
+from omni.llm_config import LLMConfig
 from omni.models.blocks import EncoderPart
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.initialise import initialise

@@ -15,8 +15,9 @@ from ranks import RankPool
 from torch.utils.flop_counter import FlopCounterMode
 
 from infra.checkpoint import CheckpointError
-from omni.config import ConfigError, LLMConfig, MoEConfig, OptimConfig
+from omni.config import ConfigError, OptimConfig
 from omni.keys import check_keys
+from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
 from omni.models.layer_sizes import LayerSizes, check_experts, llm_layers

@@ -19,7 +19,8 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.__main__ import main
 from omni.compose import compose_config
-from omni.config import Config, ConfigError, LLMConfig
+from omni.config import Config, ConfigError
+from omni.llm_config import LLMConfig
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.models.regions import all_parameters

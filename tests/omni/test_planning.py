@@ -27,7 +27,8 @@ from dataloader.format import DataError
 from dataloader.global_batch import Budget
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
-from omni.config import ConfigError, LLMConfig, MoEConfig
+from omni.config import ConfigError
+from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.llm import llm_work
 from omni.planning.planner import Planner
 from omni.planning.work import party_size

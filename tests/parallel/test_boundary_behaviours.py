@@ -13,7 +13,7 @@ from dataloader.format import PLACEHOLDER, DataError, Item, Sample
 from dataloader.loader import Fetched
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta, item_row_offsets, text_tokens, tokenize
-from omni.config import LLMConfig
+from omni.llm_config import LLMConfig
 from omni.rank.inputs import Assembler, Place
 from parallel.boundary import Route, Rows, make_route
 from parallel.lane import Lane
