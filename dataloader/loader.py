@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from dataloader.format import DataError, Item, Sample
+from dataloader.format import DataError, Item
 from dataloader.reader import Reader
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta, tokenize
@@ -93,7 +94,8 @@ def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
 class Loader(Generic[T]):
     """Threads that work off submitted fetches in order, at most `depth` of them ahead of `get`.
 
-    `prepare` has a function for each modality, which several threads call at once.
+    `prepare` has a function for each modality, which several threads call at once; `prepare_s` counts the
+    seconds of a core that they have taken.
 
     A fetch that `get` waits for is worked on whatever the depth. The threads are daemons: a reader that
     hangs keeps neither `get` (which times out) nor the process from ending.
@@ -112,6 +114,7 @@ class Loader(Generic[T]):
         self._readers = readers
         self._tokenizer = tokenizer
         self._prepare = prepare
+        self.prepare_s = 0.0
         self._depth = depth
         self._jobs: dict[int, _Job[T]] = {}  # submitted and not collected, in order
         self._closed = False
@@ -231,36 +234,40 @@ class Loader(Generic[T]):
             job.texts[place] = tokenize(sample, meta, self._tokenizer)
 
     def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
-        last: tuple[str, int] | None = None
-        sample = Sample("", "")
-        for place in places:
-            source, sample_id, index = job.fetch.items[place]
-            if (source, sample_id) != last:
-                sample = self._readers[source].read(sample_id, text=False, items=True)
-                last = (source, sample_id)
-            if not 0 <= index < len(sample.items):
+        for (source, sample_id), of in groupby(places, key=lambda place: job.fetch.items[place][:2]):
+            group = list(of)
+            indexes = [job.fetch.items[place][2] for place in group]
+            sample = self._readers[source].read(sample_id, text=False, items=indexes)
+            if len(sample.items) != len(indexes):
                 raise DataError(
-                    f"sample {sample.id!r} ({sample_id} of source {source!r}) has {len(sample.items)} items, "
-                    f"not item {index}: index and shards disagree; check with omni data verify"
+                    f"sample {sample.id!r} ({sample_id} of source {source!r}) lacks one of the items "
+                    f"{indexes}: index and shards disagree; check with omni data verify"
                 )
-            item = sample.items[index]
-            if item.modality not in self._prepare:
-                raise DataError(
-                    f"sample {sample.id!r} of source {source!r}: no encoder for modality {item.modality!r}, "
-                    f"there are {sorted(self._prepare)}: add its encoder or leave out the source"
-                )
-            try:
-                job.items[place] = self._prepare[item.modality](item)
-            except DataError as error:
-                failure = Failure(source, sample_id, index, str(error), sample.id)
-                with self._changed:
-                    job.failures.append((place, failure))
-            except Exception as error:
-                error.add_note(
-                    f"The item is that of source {source!r}, sample {sample_id} ({sample.id!r}), item "
-                    f"{index}."
-                )
-                raise
+            for place, item in zip(group, sample.items, strict=True):
+                self._load_item(job, place, sample.id, item)
+
+    def _load_item(self, job: _Job[T], place: int, name: str, item: Item) -> None:
+        """Prepare the item of a place, of a sample that is called `name`."""
+        source, sample_id, index = job.fetch.items[place]
+        if item.modality not in self._prepare:
+            raise DataError(
+                f"sample {name!r} of source {source!r}: no encoder for modality {item.modality!r}, "
+                f"there are {sorted(self._prepare)}: add its encoder or leave out the source"
+            )
+        start = time.thread_time()
+        try:
+            job.items[place] = self._prepare[item.modality](item)
+        except DataError as error:
+            failure = Failure(source, sample_id, index, str(error), name)
+            with self._changed:
+                job.failures.append((place, failure))
+        except Exception as error:
+            error.add_note(
+                f"The item is that of source {source!r}, sample {sample_id} ({name!r}), item {index}."
+            )
+            raise
+        with self._changed:
+            self.prepare_s += time.thread_time() - start
 
 
 def default_threads(cores: int, ranks: int) -> int:

@@ -1,6 +1,7 @@
-"""Reading samples back from a dataset's shards, by row group."""
+"""Reading samples back from a dataset's shards: their own bytes, or the row group that they are in."""
 
 import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,44 +10,92 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
+from dataloader.ranges import RANGES, Ranges, is_lost, item_crc, marks_of, text_crc
 from dataloader.shared_files import SharedFiles
+
+_GAP = 256  # bytes between neighbours, which are read with them: a length, or the head of a page
 
 
 class Reader:
     """Random access to the samples of one dataset; safe to share between threads.
 
-    Text and item columns are read separately, a row group at a time, and kept in the cache of `files`, which
-    the readers of a rank share.
+    What is asked for of a sample is read, and no more, where the dataset says where its bytes lie
+    (`ranges.arrow`). Without that, or if not `ranged`, its texts and its items are read a row group at a
+    time, and kept in the cache of `files`, which the readers of a rank share.
     """
 
-    def __init__(self, path: str | Path, files: SharedFiles | None = None) -> None:
+    def __init__(self, path: str | Path, files: SharedFiles | None = None, ranged: bool = True) -> None:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.files = SharedFiles() if files is None else files
         self._text_columns = TEXT_COLUMNS + (TURNS.name,) * self.manifest.text.frame.turns
+        self._paths = [str(self.path / shard.file) for shard in self.manifest.shards]
         self._first_rows = [0]
         for shard in self.manifest.shards:
             self._first_rows.append(self._first_rows[-1] + shard.rows)
+        ranged = ranged and (self.path / RANGES).exists()
+        self._ranges = Ranges(self.path, self.manifest) if ranged else None
 
-    def read(self, i: int, text: bool, items: bool) -> Sample:
-        """Sample `i` with its text and targets, its items, or both; what is not asked for is left empty.
+    def read(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
+        """Sample `i` with its text and targets, its items or those of some numbers, or both; what is not
+        asked for, or not there, is left out.
 
         Raises DataError naming file and row group if they cannot be read.
         """
         if not 0 <= i < self.manifest.num_samples:
             raise IndexError(f"{self.path} has {self.manifest.num_samples} samples, there is no sample {i}")
+        row = None if self._ranges is None else self._ranges.row(i)
+        if row is None or is_lost(row):
+            return self._of_group(i, text, items)
+        asked = _chosen(row["items"] or (), items)
+        places = [(item["at"], item["bytes"]) for item in asked]
+        content = self._content(i, [(row["text"]["at"], row["text"]["bytes"])] * text + places)
+        sample = Sample(row["id"], "")
+        try:
+            if text:
+                marks = marks_of(row)
+                written = next(content)
+                _check(text_crc(written, marks), row["text"]["crc"])
+                sample = Sample(row["id"], written.decode(), (), *marks)
+            found = tuple(
+                Item(one["modality"], one["format"], tuple(one["size"]), data)
+                for one, data in zip(asked, content, strict=True)
+            )
+            for item, one in zip(found, asked, strict=True):
+                _check(item_crc(item), one["crc"])
+        except ValueError as error:
+            raise self._damaged(i // self.manifest.rows_per_group, error) from error
+        return replace(sample, items=found)
+
+    def _content(self, i: int, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """Read bytes (at, size) of the shard of sample `i`, neighbours together, and hand them out."""
+        group = i // self.manifest.rows_per_group
+        path = self._paths[self._shard_of(group)]
+        found: list[bytes] = []
+        try:
+            with self.files.opened(path) as file:
+                for at, stop, members in _joined(places):
+                    content = file.read_at(stop - at, at)
+                    self.files.count(len(content))
+                    if len(content) != stop - at:
+                        raise ValueError(f"it ends before byte {stop}, where {RANGES} has a sample end")
+                    found += [content[first - at : first - at + size] for first, size in members]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise self._damaged(group, error) from error
+        return iter(found)
+
+    def _of_group(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
         group, row = divmod(i, self.manifest.rows_per_group)
         sample = Sample("", "")
         if text:
             values = self._row(group, row, self._text_columns)
-            targets, turns = values["targets"], values.get(TURNS.name)
-            spans = None if targets is None else tuple((t["start"], t["stop"]) for t in targets)
-            ends = None if turns is None else tuple(turns)
+            spans, ends = marks_of(values)
             sample = Sample(values["id"], values["text"], (), spans, ends)
-        if items:
+        if items is not False:
             values = self._row(group, row, ITEM_COLUMNS)
             found = tuple(
-                Item(v["modality"], v["format"], tuple(v["size"]), v["data"]) for v in values["items"] or ()
+                Item(v["modality"], v["format"], tuple(v["size"]), v["data"])
+                for v in _chosen(values["items"] or (), items)
             )
             sample = replace(sample, id=values["id"], items=found)
         return sample
@@ -64,7 +113,7 @@ class Reader:
         """Read columns of a row group, and tell how large they are."""
         shard = self._shard_of(group)
         local = group - self._first_rows[shard] // self.manifest.rows_per_group
-        path = str(self.path / self.manifest.shards[shard].file)
+        path = self._paths[shard]
         try:
             # Not memory-mapped: a file cut short under a map kills the process instead of raising.
             with self.files.opened(path) as source:
@@ -90,11 +139,34 @@ class Reader:
     def _damaged(self, group: int, error: Exception) -> DataError:
         shard = self._shard_of(group)
         local = group - self._first_rows[shard] // self.manifest.rows_per_group
-        file = self.path / self.manifest.shards[shard].file
         return DataError(
-            f"{file}, row group {local}: cannot be read ({error}); "
+            f"{self._paths[shard]}, row group {local}: cannot be read ({error}); "
             "restore the file or rebuild with omni data build --overwrite"
         )
+
+
+def _chosen(values: Sequence[Any], items: bool | Sequence[int]) -> Sequence[Any]:
+    """All values, none, or those of the numbers that are there."""
+    if isinstance(items, bool):
+        return values if items else ()
+    return [values[number] for number in items if 0 <= number < len(values)]
+
+
+def _joined(
+    places: Sequence[tuple[int, int]],
+) -> Iterator[tuple[int, int, Sequence[tuple[int, int]]]]:
+    """Ranges (at, size) as reads (at, stop, ranges) of neighbours, in their order."""
+    first = 0
+    for number, (at, size) in enumerate(places):
+        last = number + 1 == len(places)
+        if last or not 0 <= places[number + 1][0] - at - size <= _GAP:
+            yield places[first][0], at + size, places[first : number + 1]
+            first = number + 1
+
+
+def _check(found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"bytes are not those that {RANGES} has counted: remove it if the shard is new")
 
 
 def _footer(source: pa.NativeFile) -> tuple[pq.FileMetaData, int]:

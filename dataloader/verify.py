@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader.format import MANIFEST, DataError, Item, SampleError, hash_of, validate_sample
+from dataloader.format import MANIFEST, DataError, Item, Sample, SampleError, hash_of, validate_sample
 from dataloader.index import Index
+from dataloader.ranges import RANGES
 from dataloader.reader import Reader
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import text_tokens
@@ -37,11 +38,11 @@ def verify_dataset(
     """Read every row, decode every item that has a decoder, and compare with index and manifest.
 
     Every file is compared with its hash, if the dataset has hashes. Reasons are `changed` (a file),
-    `unreadable`, `invalid`, `undecodable`, `miscounted` and `repeated` (an id). Raises DataError if the
-    dataset cannot be opened at all (missing or resized files).
+    `unreadable`, `misplaced` (by its ranges it is another sample), `invalid`, `undecodable`, `miscounted` and
+    `repeated` (an id). Raises DataError if the dataset cannot be opened at all (missing or resized files).
     """
     index = Index.open(path, tokenizer, checked=False)
-    reader = Reader(path)
+    reader, ranged = Reader(path, ranged=False), Reader(path)
     problems: Counter[str] = Counter()
     not_decoded: Counter[str] = Counter()
     examples: list[str] = []
@@ -63,6 +64,8 @@ def verify_dataset(
         except DataError as error:
             found("unreadable", f"sample {i}: {error}")
             continue
+        if wrong := _misplaced(ranged, i, sample):
+            found("misplaced", f"sample {i}, by {RANGES}: {wrong}")
         try:
             validate_sample(sample)
         except DataError as error:
@@ -84,10 +87,25 @@ def verify_dataset(
         for position, item in enumerate(sample.items):
             if item.modality not in decoders:
                 not_decoded[item.modality] += 1
-                continue
-            try:
-                decoders[item.modality](item)
-            except SampleError as error:
-                found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {error}")
+            elif wrong := _undecodable(decoders[item.modality], item):
+                found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {wrong}")
     reader.files.close()
     return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded), hashed)
+
+
+def _misplaced(ranged: Reader, i: int, sample: Sample) -> str:
+    """What is wrong with sample `i` as it is read by its ranges, if anything."""
+    try:
+        same = ranged.read(i, text=True, items=True) == sample
+    except DataError as error:
+        return str(error)
+    return "" if same else "it is not what the shard has"
+
+
+def _undecodable(decode: Callable[[Item], np.ndarray], item: Item) -> str:
+    """Why an item cannot be decoded, if it cannot."""
+    try:
+        decode(item)
+    except SampleError as error:
+        return str(error)
+    return ""

@@ -32,6 +32,7 @@ from dataloader.format import (
     validate_sample,
     write_manifest,
 )
+from dataloader.ranges import RANGES, RangesWriter, is_lost, locate
 from dataloader.tokenizer import Tokenizer, text_form
 from dataloader.tokens import text_tokens
 
@@ -99,6 +100,7 @@ class DatasetWriter:
             os.close(self._lock)
             raise
         self._index = pa.ipc.new_file(str(self._partial / INDEX_FILE), self._index_schema)
+        self._ranges = RangesWriter(self._partial / RANGES)
         return self
 
     def add(self, sample: Sample) -> None:
@@ -169,6 +171,8 @@ class DatasetWriter:
         self._shard.close()
         self._shard = None
         name = f"shard-{len(self._shards):05d}.parquet"
+        for row in locate(self._partial / name):
+            self._ranges.add(row)
         self._shards.append(_written(self._partial / name, self._rows_in_shard))
         self._groups_in_shard = self._rows_in_shard = 0
 
@@ -184,6 +188,7 @@ class DatasetWriter:
         if self._index_rows:
             self._write_index()
         self._index.close()
+        self._ranges.close()
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             recipe=self._recipe,
@@ -214,6 +219,7 @@ class DatasetWriter:
         if self._shard is not None:
             self._shard.close()
         self._index.close()
+        self._ranges.close()
         shutil.rmtree(self._partial)
 
 
@@ -311,6 +317,34 @@ def add_hashes(path: str | Path) -> bool:
     *shards, index = [replace(of, hash=hash_of(path / of.file)) for of in manifest.files]
     write_manifest(path, replace(manifest, format_version=FORMAT_VERSION, shards=tuple(shards), index=index))
     return True
+
+
+def add_ranges(path: str | Path) -> bool:
+    """Write `ranges.arrow` into a dataset that has none, so that its samples are read without their row
+    groups. Returns False if it has one, or is compressed, so that a sample cannot be read by itself.
+
+    Raises DataError if it is none, or its files are not of their recorded sizes or cannot be read.
+    """
+    path = Path(path).resolve()
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    if (path / RANGES).exists():
+        return False
+    new = path / f"{RANGES}.new"
+    writer, found = RangesWriter(new), False
+    for shard in manifest.shards:
+        try:
+            for row in locate(path / shard.file):
+                writer.add(row)
+                found = found or not is_lost(row)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise DataError(f"{path / shard.file}: cannot be read ({error})") from error
+    writer.close()
+    if found:
+        os.rename(new, path / RANGES)
+    else:
+        new.unlink()
+    return found
 
 
 def _is_present(path: Path, building: bool = False) -> bool:

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
     verify.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
-    hashes = actions.add_parser("hash", help="write the hashes that a dataset of format 1 lacks")
+    hashes = actions.add_parser("hash", help="write the hashes and ranges that an older dataset lacks")
     hashes.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
 
     balance = actions.add_parser("balance", help="how even steps would be by which policies")
@@ -259,11 +259,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _hash(args: argparse.Namespace) -> int:
-    from dataloader.writer import add_hashes
+    from dataloader.writer import add_hashes, add_ranges
 
     for path in _datasets(args.paths):
         written = add_hashes(path)
         print(f"{path}: {'hashes written' if written else 'has hashes; omni data verify compares them'}")
+        if add_ranges(path):
+            print(f"{path}: ranges of its samples written")
     return 0
 
 

@@ -55,7 +55,7 @@ class ForwardPasses:
         ]
 
     def _item(self, source: str, sample: int, index: int) -> ItemArrays:
-        item = self.readers[source].read(sample, text=False, items=True).items[index]
+        item = self.readers[source].read(sample, text=False, items=(index,)).items[0]
         encoder = next(e for e in self.spec.encoders.values() if e.modality == item.modality)
         try:
             return prepare_item(encoder, item)

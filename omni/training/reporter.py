@@ -75,6 +75,7 @@ class Reporter:
         self.loss = float("nan")
         self.saves_s = 0.0
         self.beside: dict[str, float] = {}
+        self.read_bytes, self.prepare_s = 0, 0.0
         self.schedules = Counter[str]()
         self.left_out_said = 0
         self.alerts = Alerts()
@@ -100,6 +101,15 @@ class Reporter:
         """Report with the first step what using all communicators once has taken."""
         if warmed.groups:
             self.beside |= warmed.metrics()
+
+    def loaded(self, read_bytes: int, prepare_s: float, cached_bytes: int) -> None:
+        """Report with the next step what loading has taken since the one before, of what it has taken in all,
+        and holds now.
+        """
+        self.beside["data/read_bytes"] = read_bytes - self.read_bytes
+        self.beside["data/decode_s"] = prepare_s - self.prepare_s
+        self.beside["data/cache_mb"] = cached_bytes / 1e6
+        self.read_bytes, self.prepare_s = read_bytes, prepare_s
 
     def step(
         self,

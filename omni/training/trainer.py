@@ -144,6 +144,7 @@ class Trainer:
                 if recorded:
                     record(self.folder, self.spec, self.rank, done, stays, self.control)
                 report.saved(self.checkpoints.finished())
+                report.loaded(self.files.bytes_read, ahead.loader.prepare_s, self.files.cached_bytes)
                 report.step(done, self.rank.optimizer, step_s, heldout, recorded)
                 self.check_updates(done.totals)
                 every = self.config.train.checkpoint_every or self.config.train.steps

@@ -131,7 +131,7 @@ def test_missing_and_truncated_files_are_named(tmp_path):
     ):
         Index.open(path)
     with pytest.raises(DataError, match=r"shard-00001.parquet, row group 0: cannot be read"):
-        Reader(path).read(12, text=True, items=False)
+        Reader(path, ranged=False).read(12, text=True, items=False)
     shard.unlink()
     with pytest.raises(DataError, match=r"shard-00001.parquet is missing"):
         Index.open(path)
@@ -179,11 +179,16 @@ def test_damaged_bytes_are_found_and_texts_do_not_read_items(tmp_path):
         for i in range(4):
             writer.add(Sample(f"n{i}", PLACEHOLDER, (Item("sonar", "raw", (1,), b"%d" % i + payload),)))
     flip(path / "shard-00000.parquet", b"3payload", b"3PAYLOAD")  # in row group 1
-    reader = Reader(path)
+    for ranged in (True, False):
+        reader = Reader(path, ranged=ranged)
+        read_around_damage(reader, payload)
+    assert reader.files.bytes_read > 2 * len(payload)
+
+
+def read_around_damage(reader, payload):
     assert reader.read(3, text=True, items=False).id == "n3"
     assert 0 < reader.files.bytes_read < 1000
     assert reader.read(0, text=False, items=True).items[0].data == b"0" + payload
-    assert reader.files.bytes_read > 2 * len(payload)
     with pytest.raises(DataError, match=r"shard-00000.parquet, row group 1"):
         reader.read(3, text=False, items=True)
 
@@ -191,14 +196,14 @@ def test_damaged_bytes_are_found_and_texts_do_not_read_items(tmp_path):
 def test_the_cache_is_bounded_and_saves_reads(tmp_path):
     path = write_dataset(tmp_path / "set")
     files = SharedFiles()
-    reader = Reader(path, files)
+    reader = Reader(path, files, ranged=False)
     for i in (0, 1, 2, 3, 0):
         reader.read(i, text=True, items=True)
     once = files.bytes_read
     reader.read(4, text=True, items=True)
     assert files.bytes_read > once
     files = SharedFiles(cache_bytes=1)
-    small = Reader(path, files)
+    small = Reader(path, files, ranged=False)
     for i in (0, 4, 0, 4):
         small.read(i, text=True, items=False)
     groups = files.bytes_read
@@ -217,7 +222,7 @@ def test_all_sources_share_one_bound(tmp_path):
 
     def held(paths):
         files = SharedFiles(cache_bytes=most)
-        readers = [Reader(path, files) for path in paths]
+        readers = [Reader(path, files, ranged=False) for path in paths]
         for i in range(50):
             for reader in readers:
                 assert reader.read(i, text=True, items=True) == make_sample(i)
@@ -227,8 +232,9 @@ def test_all_sources_share_one_bound(tmp_path):
     assert most / 2 < held(paths) <= 1.2 * held(paths[:1])
 
 
-def test_a_reader_is_shared_between_threads(tmp_path):
-    reader = Reader(write_dataset(tmp_path / "set"), SharedFiles(cache_bytes=4000))
+@pytest.mark.parametrize("ranged", [True, False])
+def test_a_reader_is_shared_between_threads(tmp_path, ranged):
+    reader = Reader(write_dataset(tmp_path / "set"), SharedFiles(cache_bytes=4000), ranged)
     wrong = []
 
     def work(step):
@@ -415,7 +421,7 @@ def test_a_changed_file_is_found_by_its_hash(tmp_path):
         writer.add(Sample("b", "text"))
     shutil.copy(other / "shard-00000.parquet", path)  # as large, and sound in itself
     report = verify_dataset(path, BYTES, {})
-    assert report.problems == {"changed": 1}
+    assert report.problems == {"changed": 1, "misplaced": 1}
     assert "shard-00000.parquet: its hash is" in report.examples[0]
 
 

@@ -137,3 +137,18 @@ def test_figures_of_a_step_are_those_of_all_domains(
     assert len(lines) == STEPS
     slowest = json.loads((tmp_path / "summary.json").read_text())["balance/slowest_samples"]
     assert slowest[0]["planned_ms"] * 1e6 == pytest.approx(max(costs.values()))
+
+
+def test_what_loading_took_is_told_by_step(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    line = overrides(data, tmp_path, f"train.steps={STEPS}")
+    ranks.run(1, _train, line, 1)
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    spec = prepare_run(compose_config(line), 1)
+    cursor, payload = 0, 0
+    for step in range(1, STEPS + 1):
+        (plan,) = plans_of_all_domains(spec.planner, step, cursor)
+        cursor = plan.taken.next_cursor
+        payload += sum(meta.bytes for meta in spec.planner.metas_of(plan.domain))
+    assert [m["data/cache_mb"] for m in metrics] == [0, 0]
+    assert sum(m["data/read_bytes"] for m in metrics) == payload
+    assert 0 < sum(m["data/decode_s"] for m in metrics) < 60
