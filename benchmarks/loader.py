@@ -4,9 +4,9 @@
 
 CPU seconds are those of all threads, so that other jobs disturb them little; they are measured in turn, and
 the least of several rounds is taken. Decoders that sleep 20 ms and files that answer after 50 ms show what
-threads do at once, whatever else the machine does. What replicas read is counted: each is a cache of its own
-that is asked for every so manieth sample of a step. The last line is JSON, and the exit code 1 where a target
-is missed.
+threads do at once, whatever else the machine does. What replicas read is counted: each has a cache of its
+own, and of n of them each reads every n-th sample of a stream. The last line is JSON, and the exit code 1
+where a target is missed.
 """
 
 import argparse
@@ -256,7 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and samples; 1 minute")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and samples: 1 minute, not 2")
     parser.add_argument("--apart", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.apart:
