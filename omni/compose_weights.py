@@ -30,10 +30,6 @@ def take_keys(composed: DictConfig, overrides: Sequence[str]) -> None:
         if is_set and given != value and (given != defaults[key] or name in named):
             raise contradiction(folder, key, given, value)
         OmegaConf.update(composed, name, value)
-    # Ids that the folder does not have would take part in its losses.
-    every = f"{_LLM}.vocab_multiple"
-    if every not in named and folder.keys["vocab"] % OmegaConf.select(composed, every):
-        OmegaConf.update(composed, every, 1)
 
 
 def _holder(composed: DictConfig, name: str) -> tuple[DictConfig, str]:

@@ -233,13 +233,14 @@ class LoraConfig:
 class LLMConfig:
     """A decoder-only transformer: RoPE, SwiGLU, grouped-query attention.
 
-    The vocabulary has `vocab` ids, null for those of the tokenizer, rounded up to a multiple of
-    `vocab_multiple`. `loss_chunk` is the most tokens whose logits are held at once. `moe` gives layers
-    experts. `head_dim: null` is hidden / heads; `gated: false` makes the feed-forward two matrices with a
-    GELU; `qk_norm` norms each head of queries and keys. `attention` gives the kind of each layer, and repeats
-    over them: in those of kind `window` a token sees `window` tokens, itself among them; those of kind
-    `delta` have a gated delta net in its place. `mla` makes queries, keys and values from few numbers a
-    token. `mtp` layers at the end predict one token further each (DeepSeek-V3, section 2.2).
+    The vocabulary has `vocab` ids, and rows of padding up to a multiple of `vocab_multiple` which take no
+    part; `vocab: null` is the tokenizer's ids, rounded up to it. `loss_chunk` is the most tokens whose logits
+    are held at once. `moe` gives layers experts. `head_dim: null` is hidden / heads; `gated: false` makes the
+    feed-forward two matrices with a GELU; `qk_norm` norms each head of queries and keys. `attention` gives
+    the kind of each layer, and repeats over them: in those of kind `window` a token sees `window` tokens,
+    itself among them; those of kind `delta` have a gated delta net in its place. `mla` makes queries, keys
+    and values from few numbers a token. `mtp` layers at the end predict one token further each (DeepSeek-V3,
+    section 2.2).
 
     Scores of attention are divided by the root of a head's size, or multiplied by `attention_scale`; with
     `sinks` a learned number of each head takes part in its softmax and in no output (gpt-oss). Norms stand

@@ -21,7 +21,9 @@ _ATTACH = re.compile(r"llm\.layers\.(\d+)")
 
 
 def padded_vocabulary(config: LLMConfig, vocab_size: int) -> int:
-    """Ids of the LLM with a tokenizer of `vocab_size` ids, rounded up. The extra ids are never targets."""
+    """Rows of the LLM's vocabulary with a tokenizer of `vocab_size` ids: rounded up. Rows beyond `vocab` pad
+    it and take no part; where that is null, they are ids that are never targets.
+    """
     return -(-(config.vocab or vocab_size) // config.vocab_multiple) * config.vocab_multiple
 
 

@@ -116,6 +116,7 @@ class LLMStage:
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(config, vocab_size)
+        self.ids = config.vocab or self.vocabulary
         self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
         self.models = torch.nn.ModuleList(part.model for part in self.parts.values())
         mark_parallel(self.models)
@@ -216,8 +217,9 @@ class LLMStage:
         assert weight is not None
         if inputs.labels is None:
             assert inputs.order is not None
-            return linear_argmax(wanted, weight, self.tp_group)[inputs.order]
-        return linear_losses(wanted, weight, inputs.labels, self.tp_group, self.config.loss_chunk)
+            return linear_argmax(wanted, weight, self.tp_group, self.ids)[inputs.order]
+        chunk = self.config.loss_chunk
+        return linear_losses(wanted, weight, inputs.labels, self.tp_group, chunk, self.ids)
 
     def loss(self, inputs: MicrobatchInputs, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses [n] → their weighted sum, and [loss, targets] summed by source in fp64.

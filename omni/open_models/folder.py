@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -19,7 +19,7 @@ from omni.config import ConfigError
 from omni.llm_config import LLMConfig
 from omni.open_models.family import Family, Said, family_of
 from omni.open_models.quantised import FP8, MXFP4, Quantised, quantised_of
-from omni.open_models.rules import Rule
+from omni.open_models.rules import VOCABULARY, Rule
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -82,6 +82,13 @@ class Folder:
         return max(
             forms, key=lambda form: len(held & {name for rule in form.values() for name in rule.theirs})
         )
+
+    def rule(self, name: str, shape: tuple[int, ...]) -> Rule | None:
+        """The rule of a parameter of ours of this shape, None without: vocabularies may be padded."""
+        rule = self.rules.get(name)
+        if rule is not None and name in VOCABULARY:
+            rule = replace(rule, pad=max(0, shape[0] - sum(rule.rows)))
+        return rule if rule is not None and rule.shape == shape else None
 
     @cached_property
     def names(self) -> dict[str, list[tuple[Rule, int]]]:
@@ -286,11 +293,6 @@ def check_same(folder: Folder, config: LLMConfig) -> None:
     for key, value in folder.keys.items():
         if given[key] != value:
             raise contradiction(folder, key, given[key], value)
-    if (vocab := config.vocab or 0) % config.vocab_multiple:
-        raise ConfigError(
-            f"model.llm.vocab_multiple={config.vocab_multiple} would pad the {vocab} ids of {folder.url}, "
-            f"and ids that it does not have would take part in its losses: choose a divisor of {vocab}"
-        )
 
 
 def contradiction(folder: Folder, key: str, given: Any, value: Any) -> ConfigError:

@@ -3,9 +3,9 @@
 Every tensor of theirs is some rows of one parameter of ours, so a rule is plain numbers: it is read one way
 to load, the other way to export, and without any data to say what a rank would have to read.
 
-Invariant: the tensors of a rule divide the rows of ours among them, each row once. So for any x in our
-shape, putting together what is cut out of it gives x again, bit for bit; and the boxes of any part of ours
-cover that part exactly once, whichever layout asks for it.
+Invariant: the tensors of a rule divide the rows of ours among them, but for padding, each row once. So for
+any x in our shape, putting together what is cut out of it gives x again, bit for bit; and the boxes of any
+part of ours cover that part exactly once, whichever layout asks for it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Parameters of ours that have a row for each id, and may have rows of padding."""
 Runs = tuple[tuple[int, int], ...]
 """(start, length) of neighbouring rows or columns, one run after the other."""
 
@@ -42,6 +44,7 @@ class Rule:
         q, k, v in n groups         for each of n key/value heads its queries, its key, its value
 
     Where theirs are mixed otherwise, `order` says of each which rows of ours its own are, in their order.
+    Ours has `pad` rows more at its end, of zeros.
 
     All have `columns`, None for vectors, several for tensors of more dimensions. Names hold `{}` for a number
     out of each range of `each`: the layer, then the expert. With a `slab`, `theirs` is one tensor for all
@@ -60,6 +63,7 @@ class Rule:
     each: tuple[Sequence[int], ...] = ()
     slab: Slab | None = None
     order: tuple[Runs, ...] | None = None
+    pad: int = 0
 
     def __post_init__(self) -> None:
         if self.slab is not None and (len(self.theirs) > 1 or self.groups > 1):
@@ -79,7 +83,7 @@ class Rule:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of ours."""
-        return self._shape(sum(self.rows))
+        return self._shape(sum(self.rows) + self.pad)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

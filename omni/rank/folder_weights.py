@@ -114,14 +114,17 @@ def wanted_by(
     folder: Folder, name: str, region: Region, start: int, target: torch.Tensor
 ) -> Iterator[Wanted]:
     """Yield what elements of a flattened region need of a folder: from `start` on, as many as `target` has.
+    Where the folder has nothing for them, because they pad a vocabulary, they are set to zero.
 
     Raises:
         CheckpointError: if no rule gives the parameter of this name, or one of another shape.
     """
-    rule = folder.rules.get(name)
-    if rule is None or rule.shape != region.shape:
-        means = "nothing of it" if rule is None else f"the shape {rule.shape}"
+    rule = folder.rule(name, region.shape)
+    if rule is None:
+        means = f"the shape {folder.rules[name].shape}" if name in folder.rules else "nothing of it"
         raise CheckpointError(f"{name} has shape {region.shape}, and {folder.url} means {means}")
+    if rule.pad:
+        target.zero_()
     block = folder.quantised.block if folder.quantised else (1, 1)
     for box in boxes(rule, region.dim, region.runs, start, start + target.numel()):
         yield Wanted(rule, folder.stored[rule.theirs[box.tensor]], block, box, target)

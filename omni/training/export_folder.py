@@ -43,7 +43,12 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
     """
     source.check()
     pieces = pieces_of(manifest["index"])
-    _check_model(source, shapes_of(pieces))
+    shapes = {
+        key.removeprefix(f"{LLM}/"): shape
+        for key, shape in shapes_of(pieces).items()
+        if key.startswith(f"{LLM}/")
+    }
+    _check_model(source, shapes, manifest["fingerprint"].get("model.llm.vocab"))
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty: name a folder that is new")
     out.mkdir(parents=True, exist_ok=True)
@@ -52,7 +57,7 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
         @lru_cache(maxsize=1)  # queries, keys and values are cut out of one
         def ours(name: str) -> torch.Tensor:
             flat = merged(f"{LLM}/{name}", manifest, pieces, reader)
-            return torch.from_numpy(flat).view(source.rules[name].shape)
+            return torch.from_numpy(flat).view(shapes[name])
 
         held = plain_tensors(source)
         for name, header in source.headers.items():
@@ -100,11 +105,13 @@ def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _check_model(source: Folder, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint whose LLM is not what the folder's rules make."""
-    held = {key.removeprefix(f"{LLM}/"): of for key, of in shapes.items() if key.startswith(f"{LLM}/")}
+def _check_model(source: Folder, held: Mapping[str, tuple[int, ...]], vocab: int | None) -> None:
+    """Refuse a checkpoint whose LLM of `vocab` ids is not what the folder's rules make."""
     for name in sorted(held.keys() | source.rules.keys()):
-        means = source.rules[name].shape if name in source.rules else None
+        rule = source.rules.get(name)
+        if rule is not None and name in held and vocab == source.keys["vocab"]:
+            rule = source.rule(name, held[name]) or rule  # padded as the run had it
+        means = None if rule is None else rule.shape
         if held.get(name) != means:
             raise ConfigError(
                 f"{source.url} has another model than the checkpoint: {name} has shape {held.get(name)} in "

@@ -60,6 +60,8 @@ FAMILIES = {
     "mistral windows": {"sliding_window": 24},
     "llama": {"tie_word_embeddings": False},
     "llama tied": {"tie_word_embeddings": True},
+    "llama odd": {"vocab_size": 273},
+    "qwen2 odd": {"vocab_size": 273, "tie_word_embeddings": True},
     "mistral": {"head_dim": 16, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 16},

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,15 @@ from infra.run_folder import RunFolder
 from infra.storage import Storage
 from omni.__main__ import main
 from omni.compose import compose_config
-from omni.config import Config
+from omni.config import Config, ConfigError
 from omni.models.regions import Region
 from omni.open_models.folder import open_folder
 from omni.open_models.reads import Read
+from omni.open_models.rules import VOCABULARY
 from omni.planning.prepare import prepare_run
 from omni.rank import folder_weights
+from omni.rank.state import pieces_of
+from omni.training.export import readers, whole
 from omni.training.export_folder import export_folder
 from omni.training.parity import collect
 from omni.training.trainer import Trainer
@@ -162,6 +166,8 @@ def as_theirs(folder: Path, ours: dict[str, torch.Tensor], targets: int) -> dict
     source, found = open_folder(str(folder)), {}
     for key, flat in ours.items():
         rule = source.rules[key.partition("@")[0].removeprefix("llm/")]
+        flat, pad = flat[: prod(rule.shape)], flat[prod(rule.shape) :]
+        assert not pad.any(), "rows of padding learn nothing"
         if (slab := rule.slab) is not None:
             one = flat.view(rule.shape) / targets
             one = torch.stack(one.chunk(2), 1).flatten(0, 1) if slab.parts == 2 else one
@@ -189,6 +195,7 @@ SHORT = [
     ("qwen2", "one"),
     ("gemma3_text", "tp2 dp2"),
     ("llama tied", "pp2"),
+    ("llama odd", "tp2"),
 ]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
@@ -202,6 +209,7 @@ LONG += [
 ]
 LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
 LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
+LONG += [("qwen2 odd", "tp2 dp2"), ("qwen2 odd", "pp2"), ("llama odd", "joint")]
 LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
 CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 
@@ -229,8 +237,24 @@ def test_a_step_is_that_of_transformers_and_the_files_come_back(
     manifest = read_manifest(storage, complete(storage)[-1])
     export_folder(storage, manifest, open_folder(str(folder)), tmp_path / "out")
     assert files(tmp_path / "out") == files(folder)
+    if "odd" in family:
+        check_padding(storage, manifest, folder, tmp_path)
     noted = json.loads((tmp_path / "run" / "weights.json").read_text())
     assert noted["files"].keys() == {name for name in files(folder) if name.endswith(".safetensors")}
+
+
+def check_padding(storage: Storage, manifest: dict, folder: Path, where: Path) -> None:
+    """Rows of padding are zeros, and a model that has ids in their place is another one."""
+    for key, pieces in pieces_of(manifest["index"]).items():
+        name = key.removeprefix("llm/")
+        if name in VOCABULARY:
+            with readers(storage, manifest) as reader:
+                rows = whole(key, pieces, reader).reshape(280, 64)
+            assert rows[272].any()
+            assert not rows[273:].any()
+    manifest["fingerprint"]["model.llm.vocab"] = 280
+    with pytest.raises(ConfigError, match=r"has another model .* embedding.* has shape \(280, 64\)"):
+        export_folder(storage, manifest, open_folder(str(folder)), where / "other")
 
 
 def trained_on_nodes_of_one(rank: int, config: Config, world: int):

@@ -24,12 +24,17 @@ def case(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> tuple[torc
 
 
 def losses_and_gradients(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, grads: torch.Tensor, chunk: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    grads: torch.Tensor,
+    chunk: int,
+    ids: int = VOCABULARY,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     group = dist.group.WORLD
     part = weight.chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden = hidden.clone().requires_grad_()
-    losses = linear_losses(hidden, part, labels, group, chunk)
+    losses = linear_losses(hidden, part, labels, group, chunk, ids)
     (losses * grads).sum().backward()
     return losses.detach(), hidden.grad, part.grad
 
@@ -109,9 +114,38 @@ def test_large_logits_do_not_overflow(ranks: RankPool) -> None:
         assert own.isfinite().all()
 
 
-def _argmax(rank: int, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _padded(rank: int, chunk: int, ids: int) -> tuple[torch.Tensor, ...]:
+    hidden, weight, labels, grads = case()
+    return losses_and_gradients(hidden, weight, labels % IDS, grads, chunk, ids)
+
+
+IDS = 13  # of four ranks, the last has none, and the one before it one
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
+def test_rows_of_padding_take_no_part(ranks: RankPool, world: int, chunk: int) -> None:
+    hidden, weight, labels, grads = case()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    losses = F.cross_entropy(F.linear(hidden, weight[:IDS]), labels % IDS, reduction="none")
+    (losses * grads).sum().backward()
+    answers = ranks.run(world, _padded, chunk, IDS)
+    for own, _, _ in answers:
+        torch.testing.assert_close(own, losses.detach(), rtol=0, atol=1e-12)
+    summed = sum(of_hidden for _, of_hidden, _ in answers)
+    torch.testing.assert_close(summed, hidden.grad, rtol=0, atol=1e-12)
+    parts = torch.cat([of_weight for _, _, of_weight in answers])
+    torch.testing.assert_close(parts, weight.grad, rtol=0, atol=1e-12)
+    assert not parts[IDS:].any()
+    best = F.linear(hidden, weight)[:, :IDS].argmax(1)
+    for tokens in ranks.run(world, _argmax, hidden.detach(), weight.detach(), IDS):
+        assert torch.equal(tokens, best)
+
+
+def _argmax(rank: int, hidden: torch.Tensor, weight: torch.Tensor, ids: int = VOCABULARY) -> torch.Tensor:
     group = dist.group.WORLD
-    return linear_argmax(hidden, weight.chunk(group.size())[group.rank()], group)
+    return linear_argmax(hidden, weight.chunk(group.size())[group.rank()], group, ids)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
