@@ -81,14 +81,33 @@ class Family:
     otherwise: tuple[Rules, ...] = ()
 
 
-def family_of(model_type: str, path: str) -> Family:
-    """Return the family that an installed package registers for a `model_type`.
+# Keys by which models say, of themselves or of their text, what no layer here computes.
+_NOT_COMPUTED = {
+    "kv_lora_rank": "latent attention, which is planned (model.llm.mla.kv_rank) and not trained",
+    "hidden_size_per_layer_input": "embeddings for each layer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "attention_k_eq_v": "keys that are values, too",
+    "global_head_dim": "heads of two sizes",
+}
+
+
+def family_of(said: Mapping[str, Any], path: str) -> Family:
+    """Return the family that an installed package registers for the `model_type` that a `config.json` says.
 
     Raises:
         ConfigError: if there is none; `path` says whose it is.
     """
     points = {point.name: point for point in entry_points(group=GROUP)}
+    model_type = str(said.get("model_type"))
     if model_type not in points:
+        every = {**dict(said.get("text_config") or {}), **said}
+        for key, what in _NOT_COMPUTED.items():
+            if every.get(key):
+                raise ConfigError(
+                    f"{path}: model_type={model_type!r} is not trained: {key}={every[key]!r} means {what}, "
+                    f"and no layer here computes that. Choose another model, or install a package that "
+                    f"registers its family"
+                )
         raise ConfigError(
             f"{path}: model_type={model_type!r} is no family that is known here "
             f"({', '.join(sorted(points))}): install a package that registers it under the entry point "

@@ -251,7 +251,7 @@ def open_folder(url: str) -> Folder:
     said = _parsed(storage, CONFIG, url)
     path = f"start.weights={url}: {CONFIG}"
     quantised = quantised_of(said.pop("quantization_config", None), path)
-    family = family_of(str(said.get("model_type")), path)
+    family = family_of(said, path)
     reader = Said(said, path)
     keys = default_keys() | family.keys(reader)
     reader.end()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from open_model_folders import FAMILIES, changed, make
+from open_model_folders import FAMILIES, changed, make, transformers
 from ranks import RankPool
 
 from dataloader.format import Sample
@@ -33,6 +33,11 @@ from parallel.packed import Sharding
 
 TOLERANCE = 1e-5
 LENGTHS = (37, 5, 90, 1)
+# YaRN as DeepSeek scales its latent attention's.
+MSCALE = {
+    **{"rope_type": "yarn", "rope_theta": 1.0, "factor": 4.0, "original_max_position_embeddings": 64},
+    **{"mscale": 0.7, "mscale_all_dim": 1.0},
+}
 GROUPS = (
     *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "mp", "ep", "tp_ep", "tp_ep_pp", "expt_tp"),
     *("expt_dp", "intra_dp_cp", "intra_expt_dp", "embd", "pos_embd", "pool", "intra_dist_opt"),
@@ -212,6 +217,9 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "llama3 needs factor"),
         ("llama", {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "yarn"}}, "yarn needs"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope' is not"),
+        ("llama", {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "'spiral' is not trained"),
+        ("llama", {"rope_parameters": ..., "rope_theta": 1, "rope_scaling": {"type": "su"}}, "'su' is not"),
+        ("llama", {"rope_parameters": MSCALE}, "'mscale': 0.7, 'mscale_all_dim': 1.0.* does not have these"),
         ("llama", {"rope_parameters": {"rope_theta": 1.0, "mrope_section": [1]}}, "does not have these"),
         ("llama", {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "whole heads"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config \(fp8\)"),
@@ -234,6 +242,25 @@ def test_what_config_json_may_not_say(models, tmp_path, family, values, words):
     changed(folder, **values)
     with pytest.raises(ConfigError, match=words):
         open_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "values", "words"),
+    [
+        ("deepseek_v3", {}, "'deepseek_v3' is not trained: kv_lora_rank=512 means latent attention"),
+        ("gemma4_text", {}, "'gemma4_text' is not trained: hidden_size_per_layer_input=256 means embeddings"),
+        ("gemma4", {}, "'gemma4' is not trained: hidden_size_per_layer_input=256 means"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 4},
+            "'gemma4_text' is not trained: num_kv_shared_layers=4 means layers that share keys",
+        ),
+    ],
+)
+def test_what_no_layer_computes_is_refused_by_the_key_that_says_it(tmp_path, model_type, values, words):
+    transformers.AutoConfig.for_model(model_type, **values).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        open_folder(str(tmp_path))
 
 
 def rename(folder: Path, before: bytes, after: bytes) -> None:
@@ -314,6 +341,18 @@ def test_a_run_is_refused_before_ranks_start(models, tmp_path, capsys):
     more = ["data.step_samples=1", "train.steps=1", "tracking=jsonl", f"run.dir={run}"]
     assert main(["train", "~experiment", *keys, *more]) == 2
     assert "it lacks model-00001-of" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_a_tokenizer_that_is_larger_than_the_embedding_is_refused_before_ranks_start(tmp_path, capsys):
+    make("llama", tmp_path / "model", vocab_size=259)
+    with DatasetWriter(tmp_path / "texts", ByteTokenizer()) as writer:
+        writer.add(Sample("one", "a text"))
+    run, texts = tmp_path / "run", tmp_path / "texts"
+    keys = [f"start.weights={tmp_path / 'model'}", f"+data.sources.texts.path={texts}", *data_keys()[:2]]
+    more = ["data.step_samples=1", "train.steps=1", "tracking=jsonl", f"run.dir={run}"]
+    assert main(["train", "~experiment", *keys, *more]) == 2
+    assert "model.llm.vocab=259 is too small for the tokenizer's 260 ids" in capsys.readouterr().err
     assert not run.exists()
 
 
