@@ -47,17 +47,18 @@ def nodes(draw) -> tuple[list[tuple[str, int, int, int]], list[list[Extent]]]:
     """Tensors (file, origin, bytes of a row, rows), with gaps between some, and what each rank needs."""
     tensors, at = [], draw(st.integers(0, 9))
     for _ in range(draw(st.integers(1, 5))):
-        width, rows = draw(st.integers(1, 12)), draw(st.integers(1, 20))
+        width, rows = draw(st.integers(1, 12)), draw(st.sampled_from([1, 3, 20, 50]))
         tensors.append((draw(st.sampled_from("ab")), at, width, rows))
         at += width * rows + draw(st.sampled_from([0, 0, 7]))
     ranks = []
     for _ in range(draw(st.integers(1, 4))):
         own = set()
         for file, origin, width, rows in draw(st.lists(st.sampled_from(tensors), max_size=6)):
-            low = draw(st.integers(0, rows - 1))
-            left = draw(st.integers(0, width - 1))
+            low = draw(st.sampled_from([0, rows - 1]) | st.integers(0, rows - 1))
+            high = draw(st.just(rows) | st.integers(low + 1, rows))
+            left = draw(st.just(0) | st.integers(0, width - 1))
             right = draw(st.sampled_from([width, left + 1]))
-            own.add(Extent(file, origin, width, (low, draw(st.integers(low + 1, rows))), (left, right)))
+            own.add(Extent(file, origin, width, (low, high), (left, right)))
         ranks.append(sorted(own, key=lambda need: (need.file, need.start, need.stop, need.columns)))
     return tensors, ranks
 
