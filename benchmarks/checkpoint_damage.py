@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from small_runs import make_trainer, on_ranks, write_texts
 
+from dataloader.storage import Storage
 from infra.checkpoint import MANIFEST, complete, file_of, folder_of, verify
-from infra.storage import Storage
 from omni.rank.state import owned
 from omni.training.trainer import Trainer
 

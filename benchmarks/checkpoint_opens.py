@@ -24,8 +24,8 @@ import numpy as np
 import torch.distributed as dist
 from small_runs import make_trainer, on_ranks, write_texts
 
+from dataloader.storage import Storage
 from infra.shard_file import CHUNK
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec

@@ -150,7 +150,7 @@ def garbage_records(trial: Trial) -> None:
 
 def complete_in(path: Path) -> list[int]:
     """The steps of the checkpoints in a folder."""
-    from infra.storage import Storage
+    from dataloader.storage import Storage
 
     return complete(Storage.at(path))
 

@@ -17,11 +17,11 @@ from fault_reference import Reference, check, difference, learnt
 from omegaconf import OmegaConf
 from torch.distributed import TCPStore
 
+from dataloader.storage import Storage
 from infra.checkpoint import MANIFEST, complete, folder_of, verify
 from infra.lineage import STARTED_BY
 from infra.relay import Relay
 from infra.run_folder import RunFolder, read_metrics, write_text
-from infra.storage import Storage
 from omni.compose import compose_config
 from parallel.handshake import SECRET, new_secret
 

@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import torch
 
 from dataloader.loader import Loader
-from infra.storage import Storage
+from dataloader.storage import Storage
 from infra.tracking import Trackers
 from omni.training import worker
 from omni.training.trainer import Trainer

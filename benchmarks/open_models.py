@@ -34,10 +34,10 @@ from test_open_model_keys import FORGOTTEN, LENGTHS, TOLERANCE, logits
 from test_open_models import LAYOUTS, TEXTS, as_theirs, configured, expected, files, trained
 
 from dataloader.format import Sample
+from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.checkpoint import complete, read_manifest
-from infra.storage import Storage
 from omni.open_models.folder import open_folder
 from omni.training.export_folder import export_folder
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from dataloader.storage import Storage
 from infra.shard_file import CheckpointError, DamagedError, Shard, ShardReader, write_shard
-from infra.storage import Storage
 from parallel.control import Control
 
 MANIFEST = "checkpoint.json"

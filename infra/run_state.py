@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, folder_of
 from infra.run_folder import RunFolder
 from infra.run_lock import Holder, holder_of
-from infra.storage import Storage
 
 TAIL_BYTES = 2**16  # that surely hold the last record
 QUIET_STEPS = 10  # as long as so many steps without a record is worth a word

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dataloader.storage import Storage
 from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_checkpoint
 from infra.machine import give_way, release_memory
 from infra.shard_file import Shard
-from infra.storage import Storage
 from parallel.control import Control
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from infra.storage import Storage
+from dataloader.storage import Storage
 
 CHUNK = 256 * 1024  # bytes that are hashed together: what a read of any range is rounded to
 REQUEST = 64 * 1024 * 1024  # bytes of neighbouring ranges that are read at once, at most

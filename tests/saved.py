@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dataloader.storage import Storage
 from infra.checkpoint import (
     Keep,
     claim,
@@ -19,7 +20,6 @@ from infra.checkpoint import (
     read_manifest,
     save_checkpoint,
 )
-from infra.storage import Storage
 from omni.rank.state import read_state, snapshot, spread_weights
 from parallel.control_of_run import connected
 

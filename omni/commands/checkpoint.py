@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infra.storage import Storage
+    from dataloader.storage import Storage
 
 _DESCRIPTION = """\
 Looks into the checkpoints of a run, without ranks. RUN is a run folder, or where checkpoints lie: a path or a
@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _storage(run: str) -> "Storage":
+    from dataloader.storage import Storage
     from infra.run_folder import RunFolder
-    from infra.storage import Storage
     from omni.compose import load_config
     from omni.training.storage import storage_of
 

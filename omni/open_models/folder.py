@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from infra.storage import Storage
+from dataloader.storage import Storage
 from omni.config import ConfigError
 from omni.llm_config import LLMConfig
 from omni.open_models.family import Family, Said, family_of

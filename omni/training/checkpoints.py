@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from dataloader.storage import Storage
 from infra.checkpoint import RUN, Keep, claim, folder_of, newest, set_aside
 from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
-from infra.storage import Storage
 from omni.rank.build import Rank
 from omni.rank.state import snapshot
 from omni.training.loading import from_first, load

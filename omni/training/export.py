@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dataloader.storage import Storage
 from infra.checkpoint import file_of, folder_of, open_shard
 from infra.shard_file import ShardReader
-from infra.storage import Storage
 from omni.llm_config import LoraConfig
 from omni.models.adapters import A, B
 from omni.models.llm import NAME as LLM

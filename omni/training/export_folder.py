@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infra.storage import Storage
+from dataloader.storage import Storage
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.regions import Region

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
+from dataloader.storage import Storage
 from infra.checkpoint import CheckpointError, folder_of
-from infra.storage import Storage
 from omni.config import OF_STAGE
 from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.optim_schedule import stages_of

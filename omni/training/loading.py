@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dataloader.storage import Storage
 from infra.checkpoint import (
     CheckpointError,
     DamagedError,
@@ -17,7 +18,6 @@ from infra.checkpoint import (
     folder_of,
     open_shard,
 )
-from infra.storage import Storage
 from omni.rank.build import Rank
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import read_state, spread_weights

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from dataloader.storage import Storage
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.config import Config, ConfigError
 
 

@@ -21,8 +21,8 @@ from runs import (
     write,
 )
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, verify
-from infra.storage import Storage
 
 LIMIT = 400_000  # bytes: more than the metrics take, less than a rank's part of the checkpoint
 STEPS = 40

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from runs import TINY, Running, data_keys, omni, steps, strip, write
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, verify
-from infra.storage import Storage
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'omni-train[ray]'")
 pytestmark = pytest.mark.slow

@@ -15,10 +15,10 @@ import slurm_cluster
 from processes import MARK, marked
 from runs import TINY, Running, data_keys, omni, steps, strip, write
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, verify
 from infra.launchers.job import Job
 from infra.launchers.script import Batch, render
-from infra.storage import Storage
 
 pytestmark = pytest.mark.slow
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
+from dataloader.storage import Storage
 from infra.checkpoint import (
     DAMAGED,
     MANIFEST,
@@ -37,7 +38,6 @@ from infra.checkpoint import (
 )
 from infra.saver import Saver
 from infra.shard_file import CHUNK, DamagedError, NotFiniteError, Shard, ShardReader, pack
-from infra.storage import Storage
 from parallel.control import Control
 from parallel.control_of_run import connected
 from parallel.control_tree import Tree

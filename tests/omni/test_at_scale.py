@@ -8,8 +8,8 @@ from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
+from dataloader.storage import Storage
 from infra.checkpoint import read_manifest
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.planning.at_scale import at_scale
 from omni.planning.prepare import prepare_run

@@ -10,11 +10,11 @@ from small import overrides, without_hashes, write_mixed
 
 from dataloader.format import DataError, read_manifest
 from dataloader.reader import Reader
+from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter, add_hashes
 from infra.checkpoint import CheckpointError
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders

@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dataloader.format import Sample
+from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.open_models import reads
 from omni.open_models.folder import BYTES, Folder, open_folder

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dataloader.storage import Storage
 from infra.checkpoint import claim, commit
 from infra.launchers.job import Job
 from infra.machine import Machine
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.commands import _jobs
 from omni.commands._jobs import Prepared
 from omni.commands._launchers import LauncherConfig

@@ -13,9 +13,9 @@ from ranks import RankPool
 from small import overrides, with_values
 from test_open_models import LAYOUTS, TEXTS, configured, data
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, read_manifest
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.adapters import A, B

@@ -9,9 +9,9 @@ from ranks import RankPool
 from small import overrides, with_values, write_mixed
 from test_lora import CPU, TOLERANCE, _gradient, draw_all
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete, read_manifest
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.compose import compose_config
 from omni.config import Config, ConfigError, EncoderLayoutConfig
 from omni.models.adapters import A, B

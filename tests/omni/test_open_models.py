@@ -15,11 +15,11 @@ from ranks import RankPool
 from small import with_values
 
 from dataloader.format import Sample
+from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.checkpoint import complete, read_manifest
 from infra.run_folder import RunFolder
-from infra.storage import Storage
 from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config, ConfigError

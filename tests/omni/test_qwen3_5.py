@@ -28,8 +28,8 @@ from test_open_models import (
 )
 
 import parallel.sharded_delta as sharding
+from dataloader.storage import Storage
 from infra.checkpoint import complete, read_manifest
-from infra.storage import Storage
 from omni.config import ConfigError
 from omni.models import delta_module
 from omni.models.delta_module import GatedNorm

@@ -13,9 +13,9 @@ from ranks import RankPool
 from saved import tensors_of
 from small import overrides, write_mixed
 
+from dataloader.storage import Storage
 from infra.checkpoint import DAMAGED, CheckpointError, complete, file_of, folder_of, verify
 from infra.run_folder import RunFolder, read_metrics
-from infra.storage import Storage
 from omni.__main__ import main
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run

@@ -10,9 +10,9 @@ from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
+from dataloader.storage import Storage
 from infra.checkpoint import complete
 from infra.run_folder import read_metrics
-from infra.storage import Storage
 from omni.rank.state import MOMENTS, owned
 from omni.training.trainer import Trainer
 from parallel.copies import CorruptionError

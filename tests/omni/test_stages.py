@@ -11,9 +11,9 @@ from ranks import RankPool
 from small import overrides, write_mixed
 from test_trainer import make_trainer
 
+from dataloader.storage import Storage
 from infra.checkpoint import claim, commit, complete, locate, read_manifest
 from infra.run_folder import read_metrics
-from infra.storage import Storage
 from omni.commands import resume
 from omni.compose import compose_config
 from omni.compose_saved import compose_saved

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of any file system that fsspec knows, local, shared or an object store.
+"""Where checkpoints and data lie: a folder of any file system that fsspec knows, local, shared or a store.
 
 Object stores cannot rename or append, so neither is asked for: a file is written once and whole. On a local
 file system a write is on the disk when it returns.
