@@ -10,6 +10,7 @@ generation blocks around what is to be learnt. Of each template a line says
     content     what it is given: a text, or a list of parts where it takes no text
     mask        by its own blocks, or by marks put around what assistants say
     spans       of so many answers; each holds one whole, and after it one token that closes it at most
+    picture     the mark at which a picture stands, or that it stands in the text, of templates without one
     twin        whether our spans lie within its blocks, and what these hold before and after; not comparable
                 if it writes another text
 
@@ -32,12 +33,14 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dataloader.chat import ChatTemplate, Spans, joined
-from dataloader.format import DataError
+from dataloader.chat_items import targets_with_items
+from dataloader.format import PLACEHOLDER, DataError
 
 TWIN = "_training"
 NAMES = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")}
 SPECIAL = re.compile(r"<[|｜]?[^<>\s]{2,40}?[|｜]?>|\[/?[A-Z_]{2,40}\]|<end_of_turn>")
 """What looks like a special token in a rendered text: there are templates here and no tokenizers."""
+IMAGE_MARK = re.compile(r"<\|?(?:image(?:_pad|_soft_token)?|start_of_image|patch)\|?>")
 ASKED = ("two and two?", "why?", "sure?")
 TALKS = {
     "plain": ("it is four.", "by counting.", "yes\n\nquite."),
@@ -55,6 +58,7 @@ class Found:
     spans: int = 0
     answers: int = 0
     same_text: bool = True
+    picture: str = ""
     twin: str = "none"
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
@@ -64,7 +68,7 @@ class Found:
         """A row of the table."""
         edges = " ".join(f"{side} {json.dumps(of)}" for side, of in self._edges())
         row = f"{name:26} {'same' if self.same_text else 'OTHER':5} {self.content:7} {self.mask:6} "
-        row += f"{self.spans:2} of {self.answers:2}  {self.twin} {edges}"
+        row += f"{self.spans:2} of {self.answers:2}  {self.picture:16} {self.twin} {edges}"
         return "\n    ".join([row.rstrip(), *(f"MISSED {why}" for why in self.wrong)])
 
     def _edges(self) -> Iterator[tuple[str, list[str]]]:
@@ -83,11 +87,12 @@ def main() -> int:
     given, start = parser.parse_args(), time.perf_counter()
     release, sources = read(given.trl)
     talks = {"plain": TALKS["plain"]} if given.quick else TALKS
-    print(f"{'template':26} text  content mask   spans     twin")
+    print(f"{'template':26} text  content mask   spans     picture          twin")
     result = {}
     for name, source in sources.items():
         if not name.endswith(TWIN):
             result[name] = compared(source, sources.get(name + TWIN), talks)
+            pictured(source, result[name])
             print(result[name].line(name), flush=True)
     missed = [name for name, found in result.items() if found.wrong]
     told = {
@@ -96,6 +101,7 @@ def main() -> int:
         "templates": len(result),
         "masked": len(result) - len(missed),
         "by": Counter(found.mask for found in result.values()),
+        "pictures": Counter(found.picture for found in result.values()),
         "twins": Counter(found.twin for found in result.values()),
         "of_each": {name: asdict(found) for name, found in result.items()},
         "missed": missed,
@@ -150,32 +156,47 @@ def compared(source: str, twin: str | None, talks: Mapping[str, Sequence[str]]) 
 
 
 def masked(source: str, answers: Sequence[str], found: Found) -> tuple[list[dict[str, Any]], str, Spans]:
-    """A chat in the first form that the template takes, its text, and what of it carries loss."""
+    """A chat in the form that the template takes, its text, and what of it carries loss."""
     template = ChatTemplate(source, NAMES, str(date.today()))
     found.mask = "blocks" if template.has_blocks else "marks"
-    for content in ("text", "parts"):
-        messages = talk(answers, content)
-        try:
-            special = set(SPECIAL.findall(template.render(messages)[0]))
-            text, spans = template.targets(messages, special)
-        except DataError:
-            if content == "parts":
-                raise
-        else:
-            found.content = content
-            return messages, text, spans
-    raise AssertionError
+    found.content = "parts" if template.needs_parts else "text"
+    messages = talk(answers)
+    special = set(SPECIAL.findall(template.render(messages)[0]))
+    text, spans = template.targets(messages, special)
+    if template.needs_parts:
+        messages = [{**of, "content": [{"type": "text", "text": of["content"]}]} for of in messages]
+    return messages, text, spans
 
 
-def talk(answers: Sequence[str], content: str) -> list[dict[str, Any]]:
+def talk(answers: Sequence[str]) -> list[dict[str, Any]]:
     """Questions and answers, in the form of OpenAI's messages."""
-    chat = []
-    for turn in zip(ASKED, answers, strict=True):
-        for role, text in zip(("user", "assistant"), turn, strict=True):
-            chat.append(
-                {"role": role, "content": text if content == "text" else [{"type": "text", "text": text}]}
-            )
-    return chat
+    turns = zip(ASKED, answers, strict=True)
+    roles = ("user", "assistant")
+    return [{"role": role, "content": of} for turn in turns for role, of in zip(roles, turn, strict=True)]
+
+
+def pictured(source: str, found: Found) -> None:
+    """Where the template puts a picture, beside what transformers renders; at the text itself if it has no
+    mark of its own.
+    """
+    template = ChatTemplate(source, NAMES, str(date.today()))
+    parts = [
+        {"type": "text", "text": "see "},
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "?"},
+    ]
+    answer = [{"type": "text", "text": "four"}] if template.needs_parts else "four"
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    theirs = rendered(source, messages)[0] if template.takes_parts else ""
+    marks = IMAGE_MARK.findall(theirs)
+    try:
+        text, _ = targets_with_items(template, messages, (), {"image": marks[0]} if marks else {})
+    except DataError as error:
+        found.wrong.append(f"picture: {error}")
+        return
+    found.picture = marks[0] if marks else "in text"
+    if text.count(PLACEHOLDER) != 1 or (marks and text.replace(PLACEHOLDER, marks[0]) != theirs):
+        found.wrong.append(f"picture: {text!r} beside {theirs!r}")
 
 
 def is_answer(span: str, answer: str, mask: str) -> bool:

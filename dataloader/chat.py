@@ -15,13 +15,15 @@ Message = Mapping[str, Any]
 Spans = tuple[tuple[int, int], ...]
 _START, _STOP = "\ue000", "\ue001"  # private-use characters: taken out again once their places are known
 _BLOCK = re.compile(r"{%[-+]?\s*generation\b")
+_PROBE = "hello there"
 _NOT_MARKED = ("tool_calls", "reasoning", "reasoning_content", "thinking")
 
 
 class ChatTemplate:
     """A template with the tokens that it may name, such as `bos_token`, and the `today` of `strftime_now`.
 
-    Raises DataError if jinja2 is not there or the template is not valid.
+    `takes_parts` says whether a content may be a list of parts, `needs_parts` whether it must: texts are
+    handed to it so. Raises DataError if jinja2 is not there or the template is not valid.
     """
 
     def __init__(self, source: str, names: Mapping[str, str], today: str = "") -> None:
@@ -29,6 +31,12 @@ class ChatTemplate:
         self.has_blocks = _BLOCK.search(source) is not None
         self._names = names
         self._template = _compiled(source, today)
+        self.needs_parts = False
+        as_text, as_parts = map(self._tried, (_PROBE, [{"type": "text", "text": _PROBE}]))
+        # One that knows no parts may write the list as Python or JSON does, with its texts quoted.
+        quoted = any(f"{quote}{_PROBE}{quote}" in as_parts for quote in "'\"")
+        self.takes_parts = _PROBE in as_parts and not quoted
+        self.needs_parts = self.takes_parts and _PROBE not in as_text
 
     def render(self, messages: Sequence[Message], tools: Any = None, asks: bool = False) -> tuple[str, Spans]:
         """The text, and the spans of its characters that stand in generation blocks. If it `asks`, what
@@ -109,7 +117,15 @@ class ChatTemplate:
             "their places are not known: give one with generation blocks (template: FILE of the tokenizer)"
         )
 
+    def _tried(self, content: Any) -> str:
+        try:
+            return self._render([{"role": "user", "content": content}], None)
+        except DataError:
+            return ""
+
     def _render(self, messages: Sequence[Message], tools: Any, asks: bool = False) -> str:
+        if self.needs_parts:
+            messages = [_in_parts(message) for message in messages]
         try:
             text: str = self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=asks, **self._names
@@ -178,6 +194,13 @@ def _texts(content: Any) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in content or () if part.get("type") == "text"]
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _edges(text: str) -> str:

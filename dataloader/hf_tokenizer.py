@@ -13,6 +13,7 @@ from dataloader.tokenizer import Encoding, digest_of
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+_ITEMS = ("image", "audio")  # modalities whose token in chat templates files name
 
 
 class HFTokenizer:
@@ -66,10 +67,14 @@ class HFTokenizer:
         self.eos = _id(ids, "eos", _named(config, "eos_token")) if ends is None else ends
         self.item = self.eos if item is None else _id(ids, "item", item)
         self.end_of_item = None if end_of_item is None else _id(ids, "end_of_item", end_of_item)
+        more = config.get("extra_special_tokens")
+        more = more if isinstance(more, dict) else {}
         named = {key: _named(config, key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
         named |= {"bos_token": bos or named["bos_token"], "eos_token": eos or named["eos_token"]}
         self.names = {key: text for key, text in named.items() if text is not None}
         self.template = _template(file.parent, config, template)
+        own = {kind: item or _named(more | config, f"{kind}_token") for kind in _ITEMS}
+        self.marks = {kind: text for kind, text in own.items() if text is not None}
         chosen = json.dumps([self.bos, self.eos, self.item, self.end_of_item])
         self.digest = digest_of(content + chosen)
         # Cuts the text where an item stands, as the tokens that models have for items do.

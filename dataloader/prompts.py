@@ -9,7 +9,7 @@ from typing import Any
 
 from dataloader.chat import ChatTemplate
 from dataloader.format import PLACEHOLDER, DataError, Frame
-from dataloader.recipes.from_messages import messages_of
+from dataloader.recipes.messages import items_of, messages_of
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
 
@@ -85,6 +85,8 @@ def _chat(line: bytes, number: int, template: ChatTemplate, tokenizer: Tokenizer
     if not isinstance(raw, dict):
         raise DataError("the line is not a JSON object")
     messages, tools = messages_of(raw), raw.get("tools")
+    if items_of(messages):
+        raise DataError("a message holds an image or a recording: prompts are of text alone")
     if messages[-1]["role"] == "assistant":
         raise DataError("an assistant has the last word, so nothing is asked: leave its last message out")
     text = template.prompt(messages, tools)

@@ -126,11 +126,12 @@ def _sample(line: bytes, folder: Path, allowed: Path) -> Sample:
     listed = raw.get("items", [])
     if not isinstance(listed, list):
         raise DataError(f'"items" is {listed!r}: it must be a list of objects')
-    items = tuple(_item(_object(item, "an item", _ITEM_KEYS), folder, allowed) for item in listed)
+    items = tuple(item_of(_object(item, "an item", _ITEM_KEYS), folder, allowed) for item in listed)
     return Sample(raw["id"], raw["text"], items, _targets(raw.get("targets")))
 
 
-def _item(raw: dict[str, Any], folder: Path, allowed: Path) -> Item:
+def item_of(raw: dict[str, Any], folder: Path, allowed: Path) -> Item:
+    """An item of a line, read from its file. Raises DataError naming what is wrong with it."""
     modality, path, kind, size = (raw.get(key) for key in ("modality", "path", "format", "size"))
     if not isinstance(modality, str) or not isinstance(path, str):
         raise DataError(f'item {raw} needs a "modality" and a "path", both strings')

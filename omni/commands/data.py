@@ -106,7 +106,9 @@ def _build(args: argparse.Namespace) -> int:
         from dataloader.recipes.from_messages import build_from_messages
 
         chats = args.from_messages
-        built = {out: build_from_messages(chats, out, tokenizer, args.overwrite, args.skip_bad, tell)}
+        built = {
+            out: build_from_messages(chats, out, tokenizer, args.overwrite, args.skip_bad, tell, args.root)
+        }
     else:
         new = build_from_jsonl(
             args.from_jsonl,

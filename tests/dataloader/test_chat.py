@@ -156,7 +156,9 @@ def test_bad_lines_are_named(tmp_path):
     lines.append({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
     with pytest.raises(DataError) as error:
         build_from_messages(write(tmp_path / "bad.jsonl", *lines), tmp_path / "set", tokenizer)
-    for number, what in enumerate(("Expecting value", "'boss'", "not empty", "score", "text alone"), start=1):
+    for number, what in enumerate(
+        ("Expecting value", "'boss'", "not empty", "score", "items of image"), start=1
+    ):
         assert re.search(rf"bad.jsonl:{number}: .*{what}", str(error.value))
     with pytest.raises(DataError, match="tokenizer bytes has no chat template"):
         build_from_messages(tmp_path / "bad.jsonl", tmp_path / "set", get_tokenizer("bytes"))
