@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
     origin = build.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--recipe", choices=["quickstart"], help="a built-in recipe")
+    origin.add_argument("--recipe", choices=["quickstart", "quickstart_chat"], help="a built-in recipe")
     origin.add_argument("--from-jsonl", metavar="FILE", help="your own samples, one JSON object per line")
     origin.add_argument("--from-messages", metavar="FILE", help="chats, one JSON object per line")
     build.add_argument("--out", required=True, metavar="DIR", help="where the dataset goes")
@@ -97,8 +97,14 @@ def _build(args: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
 
-    tokenizer = get_tokenizer(_chosen(args.tokenizer))
     out = Path(args.out)
+    if args.recipe == "quickstart_chat":
+        from omni.commands import _quickstart_chat
+
+        if args.tokenizer != "bytes":
+            raise ValueError("--tokenizer: this recipe trains its own; leave it out")
+        return _told(_quickstart_chat.build(out, args.seed, args.overwrite, tell))
+    tokenizer = get_tokenizer(_chosen(args.tokenizer))
     if args.recipe:
         names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)
         built = {out / name: new for name, new in names.items()}
@@ -120,6 +126,10 @@ def _build(args: argparse.Namespace) -> int:
             tell=tell,
         )
         built = {out: new}
+    return _told(built)
+
+
+def _told(built: dict[Path, bool]) -> int:
     for path, new in built.items():
         print(f"{path}: {'built' if new else 'is there and intact, nothing to do'}")
     return 0

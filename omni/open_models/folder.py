@@ -6,7 +6,7 @@ header as JSON, and the tensors' bytes one after the other.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
@@ -261,6 +261,19 @@ def open_folder(url: str) -> Folder:
 def default_keys() -> dict[str, Any]:
     """Keys of `model.llm` that say which model it is, with their defaults."""
     return {key: value for key, value in flat_keys(LLMConfig()) if key not in FREE}
+
+
+def header_of(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The header of a file of safetensors that holds these, by name, type and shape, one after the other."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        size = prod(shape) * BYTES[dtype]
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _LENGTH)
+    return len(text).to_bytes(_LENGTH, "little") + text
 
 
 def config_of(keys: Mapping[str, Any], **more: Any) -> LLMConfig:

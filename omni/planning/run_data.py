@@ -56,7 +56,8 @@ def open_data(
     indexes = _open_all("data.sources", data.sources, tokenizer, taken)
     for name, index in heldout.items():
         generate = data.heldout[name].generate
-        if generate and not index.manifest.text.frame.bos:
+        frame = index.manifest.text.frame
+        if generate and not (frame.bos or frame.turns):
             raise ConfigError(
                 f"data.heldout.{name}.generate={generate}: its samples have no start token to generate from: "
                 "set it to 0"

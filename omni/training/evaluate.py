@@ -4,16 +4,17 @@ Generation is greedy and feeds back its own output, token by token, so it measur
 would see.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from dataloader.format import PLACEHOLDER
+from dataloader.format import PLACEHOLDER, Sample
 from dataloader.loader import TextArrays
 from dataloader.reader import Reader
-from dataloader.tokens import SampleMeta, fit, length, tokenize
+from dataloader.tokenizer import Tokenizer
+from dataloader.tokens import SampleMeta, fit, length, text_tokens, tokenize
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.training.forward import ForwardPasses, grouped, of_domain
@@ -34,6 +35,15 @@ class Transcription:
     def exact(self) -> bool:
         """Whether they are the same."""
         return self.expected == self.generated
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model is to write after `begin` text tokens of a sample, and the token that ends it."""
+
+    begin: int
+    text: str
+    closing: int
 
 
 @dataclass(frozen=True)
@@ -79,28 +89,30 @@ class Evaluator:
         stop: Stop = lambda done, of: False,
         cached: bool = True,
     ) -> list[Transcription]:
-        """Generate the text after each sample's last item, greedily and of at most `most_tokens` tokens, and
-        return those that came to their end, on every rank. `stop` and errors are those of `FreeGeneration`.
+        """Generate the text after each sample's last item, or the last answer of each chat, greedily and of
+        at most `most_tokens` tokens, and return those that came to their end, on every rank. `stop` and
+        errors are those of `FreeGeneration`.
         """
         metas = self.samples(source, num_samples)
-        prompts = [self._prompt(source, meta) for meta in metas]
+        samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
+        tokenizer = self.spec.tokenizer
+        answers = [answer_of(sample, meta, tokenizer) for sample, meta in zip(samples, metas, strict=True)]
+        prompts = [
+            self._prompt(sample, meta, answer.begin)
+            for sample, meta, answer in zip(samples, metas, answers, strict=True)
+        ]
         generator = FreeGeneration(self.passes, self.control)
-        ends = frozenset({self.spec.tokenizer.eos})
+        ends = frozenset(answer.closing for answer in answers) | {tokenizer.eos}
         found = generator.generate(step, prompts, most_tokens, ends, stop, cached)
-        return [self._transcription(source, metas[number], found[number]) for number in sorted(found)]
+        return [
+            Transcription(samples[n].id, len(metas[n].items), answers[n].text, tokenizer.decode(tokens))
+            for n, tokens in sorted(found.items())
+        ]
 
-    def _prompt(self, source: str, meta: SampleMeta) -> Prompt:
-        given = replace(meta, text_tokens=meta.items[-1].at if meta.items else 0)
-        return Prompt(given, self._text(source, meta)[0][: length(given)])
-
-    def _transcription(self, source: str, meta: SampleMeta, tokens: Sequence[int]) -> Transcription:
-        sample = self.readers[source].read(meta.id, text=True, items=False)
-        return Transcription(
-            sample=sample.id,
-            items=len(sample.items),
-            expected=sample.text.rpartition(PLACEHOLDER)[2],
-            generated=self.spec.tokenizer.decode(tokens),
-        )
+    def _prompt(self, sample: Sample, meta: SampleMeta, begin: int) -> Prompt:
+        items = tuple(item for item in meta.items if item.at <= begin)
+        given = replace(meta, text_tokens=begin, items=items)
+        return Prompt(given, tokenize(sample, meta, self.spec.tokenizer)[0][: length(given)])
 
     def samples(self, source: str, num_samples: int) -> list[SampleMeta]:
         """What is taken of `num_samples` samples, spread evenly over a source: those that the run takes."""
@@ -117,3 +129,16 @@ class Evaluator:
     def _text(self, source: str, meta: SampleMeta) -> TextArrays:
         sample = self.readers[source].read(meta.id, text=True, items=False)
         return tokenize(sample, meta, self.spec.tokenizer)
+
+
+def answer_of(sample: Sample, meta: SampleMeta, tokenizer: Tokenizer) -> Answer:
+    """What a model is to write of a sample: all after its last item, or the last answer of a chat."""
+    if not meta.frame.turns:
+        begin = meta.items[-1].at if meta.items else 0
+        return Answer(begin, sample.text.rpartition(PLACEHOLDER)[2], tokenizer.eos)
+    text = text_tokens(sample, tokenizer)
+    before = text.turns[-2] if len(text.turns) > 1 else 0
+    begin = max(1, before + int(text.targets[before:].argmax()))  # a model goes on from a token at least
+    ids = text.ids[begin : text.turns[-1]].tolist()
+    closed = bool(ids) and ids[-1] in tokenizer.special.values()
+    return Answer(begin, tokenizer.decode(ids), ids[-1] if closed else tokenizer.eos)

@@ -7,7 +7,7 @@ nor configuration know it any more.
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -21,7 +21,7 @@ from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
 from omni.models.regions import Region
 from omni.open_models.decode import into_slab
-from omni.open_models.folder import BYTES, CONFIG, INDEX, Folder, Tensor
+from omni.open_models.folder import BYTES, CONFIG, INDEX, Folder, Tensor, header_of
 from omni.open_models.rules import Rule
 from omni.rank.folder_weights import DTYPES
 from omni.rank.state import pieces_of
@@ -62,7 +62,8 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
         held = plain_tensors(source)
         for name, header in source.headers.items():
             with (out / name).open("wb") as file, source.storage.open(name) as before:
-                file.write(header if source.quantised is None else _header(held[name]))
+                described = [(key, of.dtype, of.shape) for key, of in held[name]]
+                file.write(header if source.quantised is None else header_of(described))
                 for key, of in held[name]:
                     if source.is_copied(key):
                         before.seek(of.start)
@@ -90,19 +91,6 @@ def plain_tensors(source: Folder) -> dict[str, list[tuple[str, Tensor]]]:
             of = replace(of, dtype="BF16", shape=rule.shapes[number])
         held[of.file].append((name, of))
     return held
-
-
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    """The header of a file of safetensors that holds these, one after the other."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, of in tensors:
-        size = prod(of.shape) * BYTES[of.dtype]
-        described[name] = {"dtype": of.dtype, "shape": list(of.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _check_model(source: Folder, held: Mapping[str, tuple[int, ...]], vocab: int | None) -> None:

@@ -77,6 +77,14 @@ RANKS = {
     "omni eval runs/mine '~data.heldout.docs' +data.heldout.mine.path=data/mine --out mine.json": "",
     "omni generate runs/mine --prompt 'one two'": "--tokens 2",
     "omni generate runs/mine --prompt 'one two' --prompt seven --tokens 64": "--tokens 2",
+    "omni data build --recipe quickstart_chat --out data/quickstart_chat": "",
+    "omni train experiment=quickstart_chat run.dir=runs/chat": "tracking=jsonl train.steps=2 "
+    "train.eval_every=0 data.heldout.chats.samples=2 data.heldout.chats.generate=2 "
+    "data.heldout.chats.generate_tokens=4 data.step_tokens=256 train.timeout_s=60 launch.ranks=1",
+    "omni checkpoint export runs/chat --as hf --out models/chat": "",
+    "omni generate runs/chat --messages data/quickstart_chat/questions.jsonl --out answers.jsonl": (
+        "--tokens 2"
+    ),
     "omni status runs/mine": "",
     "omni timeline runs/mine": "",
     "omni sync runs/mine": "",

@@ -16,8 +16,14 @@ import torch.nn.functional as F
 from open_model_folders import make, transformers
 from tiny_bpe import write_tokenizer
 
+from dataloader.index import Index
+from dataloader.reader import Reader
+from dataloader.recipes.from_messages import build_from_messages
+from dataloader.tokenizer import get_tokenizer
+from dataloader.tokens import tokenize
 from infra.run_folder import read_metrics
 from omni.__main__ import main
+from omni.training.evaluate import answer_of
 
 TURN = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
 BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -58,6 +64,25 @@ def plain_answers(folder: Path) -> list[tuple[str, int]]:
         new = model.generate(ids, **more)[0, ids.shape[1] :].tolist()
         answers.append((tokenizer.decode(new, skip_special_tokens=True), len(new)))
     return answers
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_last_answer_of_a_chat_is_asked_for_and_ends_where_it_is_closed(
+    tmp_path: Path, turns: int
+) -> None:
+    write_tokenizer(tmp_path / "bpe", TEMPLATE)
+    tokenizer = get_tokenizer({"name": "hf", "path": str(tmp_path / "bpe")})
+    talk = []
+    for asked, said in CHATS[:turns]:
+        talk += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    build_from_messages(tmp_path / "chats.jsonl", tmp_path / "set", tokenizer)
+    meta = Index.open(tmp_path / "set", tokenizer).meta(0, "s", lambda modality, size: (0, 0))
+    sample = Reader(tmp_path / "set").read(0, text=True, items=False)
+    answer = answer_of(sample, meta, tokenizer)
+    assert (answer.text, answer.closing) == (said, tokenizer.special["<|im_end|>"])
+    ids = tokenize(sample, meta, tokenizer)[0][: answer.begin]
+    assert tokenizer.decode(ids).endswith(f"user\n{asked}\nassistant\n")
 
 
 @pytest.mark.slow  # it starts a run
