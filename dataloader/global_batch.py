@@ -93,10 +93,11 @@ def take_global_batch(
             # Where both are one number, a sample may be as long as a microbatch.
             own = budget.sample_tokens not in (None, budget.microbatch_tokens)
             key = "sample_tokens" if own else "microbatch_tokens"
+            more = "" if budget.on_long == "truncate" else ", or set data.on_long=truncate"
             raise DataError(
                 f"data.{key}={budget.longest} fits no sample: "
                 f"{cursor - begin} in a row were dropped, as too long or for an item that its encoder cannot "
-                f"take; raise it, or set data.on_long=truncate (data.on_long=error names the first and why)"
+                f"take; raise it{more} (data.on_long=error names the first and why)"
             )
     sources, ids, tokens_of = (np.concatenate(column) for column in zip(*read, strict=True))
     kept = tokens_of > 0

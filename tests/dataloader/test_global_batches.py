@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import DataError
+from dataloader.format import DataError, Frame
 from dataloader.global_batch import Budget, GlobalBatch, take_global_batch
+from dataloader.samples import in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length
 
@@ -156,3 +157,18 @@ def test_no_sample_that_fits_is_an_error_with_the_number_and_the_remedy():
     with pytest.raises(DataError, match=words):
         world.take(11, Budget(4, 100, None, "drop"))
     assert world.asked == world.stream.cycle
+
+
+def test_no_chat_whose_first_turn_fits_is_an_error_that_does_not_name_what_is_set():
+    frame = Frame(bos=False, end_of_item=False, eos=False, turns=True)
+    trace = [SampleMeta(n, "trace", 30, (), 0, frame=frame, turns=(12, 29)) for n in range(4)]
+    samples = in_order(trace)
+    with pytest.raises(DataError, match="microbatch_tokens=11 fits no sample: 4 in a row") as error:
+        take_global_batch(
+            samples.stream, samples.lengths, samples.metas, 0, Budget(11, 100, None, "truncate")
+        )
+    assert "on_long=truncate" not in str(error.value)
+    batch = take_global_batch(
+        samples.stream, samples.lengths, samples.metas, 0, Budget(12, 24, None, "truncate")
+    )
+    assert (batch.ids.tolist(), batch.lengths.tolist()) == ([0, 1], [12, 12])
