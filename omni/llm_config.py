@@ -152,6 +152,12 @@ class DeltaConfig:
     )
 
 
+def _in_turn(time: int, height: int, width: int) -> bool:
+    """Whether each frequency after the first of three may be of the height, and of the width the next."""
+    count = time + height + width
+    return 3 * height <= count + 1 and 3 * width <= count
+
+
 @dataclass
 class RotaryConfig:
     """How the frequencies of rotation, powers of `model.llm.rotary_base`, are scaled, and what is rotated.
@@ -164,6 +170,10 @@ class RotaryConfig:
 
     The first `share` of a head is rotated, in those `layers` whose entry, repeated, is true. Layers with a
     window rotate by `window_base`, unscaled, where that is not null.
+
+    With `sections` a token has three positions, in time, height and width, and so many frequencies turn by
+    each, one axis after the other (Qwen2-VL) or, if `interleaved`, in turn (Qwen3-VL, Qwen3.5). They differ
+    for rows of items whose encoder says their grid (`omni.models.grid_positions`).
     """
 
     scaling: str = one_of(SCALINGS, "none")
@@ -176,6 +186,8 @@ class RotaryConfig:
     share: float = at_least(0, 1.0)
     layers: list[bool] = field(default_factory=lambda: [True])
     window_base: float | None = at_least(1, None)
+    sections: list[int] = field(default_factory=list)
+    interleaved: bool = False
 
     rules: ClassVar[Rules] = (
         Rule(
@@ -196,6 +208,21 @@ class RotaryConfig:
         ),
         Rule("share", lambda own: 0 < own.share <= 1, "must be more than 0 and at most 1"),
         Rule("layers", lambda own: any(own.layers), "rotates nothing: give at least one true"),
+        Rule(
+            "sections",
+            lambda own: len(own.sections) in (0, 3) and min(own.sections, default=0) >= 0,
+            "give three numbers of frequencies, for time, height and width, or [] for one position a token",
+        ),
+        Rule(
+            "interleaved",
+            lambda own: own.sections or not own.interleaved,
+            "is of sections: set them, or this to false",
+        ),
+        Rule(
+            "sections",
+            lambda own: not own.interleaved or _in_turn(*own.sections),
+            "with interleaved=true: height and width have every third frequency, so at most a third each",
+        ),
     )
 
 
@@ -334,6 +361,15 @@ class LLMConfig:
             lambda own: own.head_size * own.rotary.share % 2 == 0,
             "must leave an even number of each head, for rotation",
         ),
+        Rule(
+            "rotary.sections",
+            lambda own: (
+                not own.rotary.sections
+                or 2 * sum(own.rotary.sections) == int(own.head_size * own.rotary.share)
+            ),
+            "must sum to the number of frequencies, half of the numbers of a head, or of their rotary.share",
+        ),
+        Rule("rotary.sections", lambda own: not own.mla.kv_rank or not own.rotary.sections, f"{WITH_MLA}[]"),
         Rule(
             "moe.dense_layers",
             lambda own: own.mixture is None or own.moe.dense_layers < own.layers,

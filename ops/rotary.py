@@ -3,7 +3,7 @@
 Positions are given for each token rather than counted from the start of a tensor, so a shard of a long
 sequence, a packed document and a patch of an image (two coordinates) are the same case.
 
-Shapes: T tokens, N heads, H head size, A position axes (1 for text, 2 for images).
+Shapes: T tokens, N heads, H head size, A position axes (1 for text, 2 for images, 3 for both).
 """
 
 import math
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 
+from ops.device import to_device
+
 
 @dataclass(frozen=True)
 class Scaling:
-    """How frequencies are scaled for sequences longer than a model was trained on: see `RotaryConfig`.
+    """How frequencies are scaled for sequences longer than a model was trained on and, with `sections`, which
+    axis of positions each turns by: see `RotaryConfig`.
 
     `scaling` is none, linear, llama3 or yarn.
     """
@@ -28,6 +31,8 @@ class Scaling:
     truncate: bool = True
     attention_factor: float | None = None
     share: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
 
     @property
     def amplitude(self) -> float:
@@ -44,6 +49,17 @@ class Scaling:
             return frequencies / self.factor
         kept = self._kept(frequencies) if self.scaling == "llama3" else self._ramp(frequencies, base)
         return frequencies * (kept + (1 - kept) / self.factor)
+
+    @property
+    def axes(self) -> list[int]:
+        """The axis of each frequency: as many as a section says, one axis after the other, or in turn as long
+        as a section lasts, and then the first one (Qwen3-VL).
+        """
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        most = [len(self.sections) * count for count in self.sections]
+        in_turn = (number % len(self.sections) for number in range(sum(self.sections)))
+        return [axis if number < most[axis] else 0 for number, axis in enumerate(in_turn)]
 
     def _kept(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Which share of each is left as it is, by the times it turns in the sequences trained on."""
@@ -78,19 +94,25 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, each [T, 1, H/2], for integer `positions` [T] or [T, A]; of H only what is rotated.
 
-    The H/2 frequencies are divided evenly among the A axes; each axis starts at frequency 1. Angles are
-    computed in fp32 (fp64 for fp64 models), because bf16 cannot tell neighbouring positions apart.
+    The H/2 frequencies are divided evenly among the A axes; each axis starts at frequency 1. With `sections`
+    there are H/2 frequencies in all, each of which turns by one axis; positions [T] are those of all axes.
+    Angles are computed in fp32 (fp64 for fp64 models), because bf16 cannot tell neighbouring positions apart.
     """
     if positions.dim() == 1:
         positions = positions.unsqueeze(1)
-    axes = positions.shape[1]
+    axes = 1 if scaling.sections else positions.shape[1]
     head_dim = int(head_dim * scaling.share)
     assert head_dim % (2 * axes) == 0, f"head size {head_dim} does not divide into {axes} rotary axes"
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     half = head_dim // (2 * axes)
     exponent = torch.arange(half, device=positions.device, dtype=exact) / half
     frequencies = scaling.scaled(base**-exponent, base)
-    angles = (positions.to(exact).unsqueeze(-1) * frequencies).flatten(1).unsqueeze(1)
+    if scaling.sections and positions.shape[1] > 1:
+        of_each = to_device(torch.tensor(scaling.axes), positions.device)
+        turned = positions.index_select(1, of_each).to(exact).mul_(frequencies)
+    else:
+        turned = (positions.to(exact).unsqueeze(-1) * frequencies).flatten(1)
+    angles = turned.unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     if (amplitude := scaling.amplitude) != 1.0:
         cos, sin = cos * amplitude, sin * amplitude

@@ -77,9 +77,11 @@ class Recalled:
 @dataclass(frozen=True)
 class Continued:
     """Which sequences of a memory the samples of a plan are, by their number there: their `names`, and how
-    many tokens of each passes before this one have `seen`.
+    many tokens of each passes before this one have `seen`. The first new one stands `at` a position, which is
+    not that number where rows of items are a grid.
     """
 
     memory: Memory
     names: tuple[int, ...]
     seen: tuple[int, ...]
+    at: tuple[int, ...]

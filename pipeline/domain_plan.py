@@ -29,7 +29,9 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """An item: its place in its sample, its encoder tokens, its LLM rows and their start in the pack."""
+    """An item: its place in its sample, its encoder tokens, its LLM rows and their start in the pack. These
+    form a `grid` (frames, rows, columns) in time and place, () where they count on as text does.
+    """
 
     component: str
     sample: int
@@ -38,6 +40,7 @@ class PlannedItem:
     tokens: int
     rows: int
     start: int
+    grid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def pack_llm(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedTokens:
-    """Describe the tokens of a pack, which stand at integer `positions` [T] of their sequences.
-    `seen` is as in `pack_tokens`.
+    """Describe the tokens of a pack, which stand at integer `positions` of their sequences:
+    [T], or [T, 3] for a model with `rotary.sections`. `seen` is as in `pack_tokens`.
     """
     pack = partial(
         pack_tokens,
@@ -45,10 +45,11 @@ def pack_llm(
     if base is None:
         windowed = pack(rotary_base=config.rotary_base, scaling=scaling, window=reach)
         return replace(packed, windowed=replace(windowed, rotary=packed.rotary))
-    own = Scaling(share=scaling.share)
+    own = Scaling(share=scaling.share, sections=scaling.sections, interleaved=scaling.interleaved)
     return replace(packed, windowed=pack(rotary_base=base, scaling=own, window=reach))
 
 
 def scaling_of(config: LLMConfig) -> Scaling:
     """How the frequencies of layers without a window are scaled."""
-    return Scaling(**{key.name: getattr(config.rotary, key.name) for key in fields(Scaling)})
+    keys = {key.name: getattr(config.rotary, key.name) for key in fields(Scaling)}
+    return Scaling(**keys | {"sections": tuple(config.rotary.sections)})

@@ -72,6 +72,10 @@ class Encoder(Protocol):
     which brings values [T, ...] of several items there and makes them what its module takes: bytes, for one,
     are a quarter of what they become.
 
+    An encoder whose rows are a grid may have `row_grid(size)`: (frames, rows, columns) of an item of this
+    size, as many in all as `count` says, row after row and frame after frame. An LLM with `rotary.sections`
+    takes the places of its rows from it; rows of others count on as text does.
+
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
     of tokens that must stay together when an item is split, None if items are never split.
     """

@@ -15,7 +15,7 @@ from omni.open_models.rules import Rule, Runs, Slab
 
 _OURS = "decoder.layers.{}"
 _KINDS = {"linear_attention": "delta", "full_attention": "full"}
-# Where rows of images stand, and how a text model is put beside a tower; of text all three positions are one.
+# Where images stand in a text, and how a text model is put beside a tower.
 _OF_VISION = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 _OF_TEXT = (
     "mtp_num_hidden_layers",
@@ -44,8 +44,9 @@ def _text(said: Said) -> dict[str, Any]:
     said.must("attn_output_gate", True)
     said.must("mlp_only_layers", [])
     told = dict(said.take("rope_parameters"))
-    for key in ("mrope_section", "mrope_interleaved"):
-        told.pop(key, None)
+    sections, in_turn = told.pop("mrope_section", None) or [], told.pop("mrope_interleaved", True)
+    if not in_turn:
+        raise said.refused("mrope_interleaved", in_turn, "layers of this family interleave the three axes")
     told.setdefault("partial_rotary_factor", 0.25)
     heads, hidden = said.take("num_attention_heads"), said.take("hidden_size")
     layers, head_dim = said.take("num_hidden_layers"), said.take("head_dim")
@@ -66,6 +67,7 @@ def _text(said: Said) -> dict[str, Any]:
         "norm_zero_centered": True,
         "norm_eps": said.take("rms_norm_eps"),
         **rotation(said, told, whole=False),
+        **({"rotary.sections": sections, "rotary.interleaved": True} if sections else {}),
         "tied": said.take("tie_word_embeddings", False),
         "vocab": said.take("vocab_size"),
     }

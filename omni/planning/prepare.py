@@ -14,6 +14,7 @@ from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
 from omni.config import Config, ConfigError, DataConfig, ModelConfig
 from omni.llm_config import LLMConfig
+from omni.models.grid_positions import no_grid
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
@@ -30,7 +31,7 @@ from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, s
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
-from omni.planning.run_spec import RunSpec
+from omni.planning.run_spec import RunSpec, item_grid
 from omni.planning.sharing import Sharing
 from omni.planning.work import cost_table, part_work, party_size
 from omni.planning.workload import Workload
@@ -85,7 +86,6 @@ def _resolve(
     policies = chosen_policies(config.policies)
     check_layout(llm, encoders, arrangement, config.launch.layouts, tokenizer.vocab_size)
     budget = _budget(data, policies, arrangement)
-
     element = dtype_of(config.train.precision).itemsize
     cluster, under = cluster_of(config.cluster, config.train.precision), None
     if framework is not None:
@@ -109,6 +109,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
+        grid_of=partial(item_grid, encoders) if llm.rotary.sections else no_grid,
     )
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)

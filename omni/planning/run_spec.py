@@ -3,14 +3,16 @@
 `prepare.py` makes it. The same spec is what the trainer runs, what `omni plan` prints and times.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from dataloader.index import Index
 from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import SampleMeta
-from omni.config import Config
+from dataloader.tokens import ItemMeta, SampleMeta
+from omni.config import Config, ConfigError
+from omni.models.grid_positions import AXES, Grid
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Encoder, naming
 from omni.planning.choice import RunChoice
@@ -61,3 +63,24 @@ def item_count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, 
     name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
     with naming(name):
         return encoders[name].count(size)
+
+
+def item_grid(encoders: Mapping[str, Encoder], item: ItemMeta) -> Grid:
+    """Return the grid of an item's rows, by the encoder that takes its modality; () if it says none, or
+    nothing is known of the item's size.
+
+    Raises:
+        ConfigError: naming the encoder, if its `count` tells other rows.
+    """
+    name = next(name for name, encoder in encoders.items() if encoder.modality == item.modality)
+    own = getattr(encoders[name], "row_grid", None)
+    if own is None or not item.size:
+        return ()
+    with naming(name):
+        grid: Grid = tuple(own(item.size))
+        if len(grid) != AXES or math.prod(grid) != item.rows:
+            raise ConfigError(
+                f"row_grid({item.size}) tells {grid}, and count() {item.rows} rows: make it (frames, rows, "
+                "columns) of as many"
+            )
+    return grid

@@ -20,6 +20,7 @@ from dataloader.format import DataError
 from dataloader.loader import Fetch, Fetched, TextArrays
 from dataloader.tokens import SampleMeta
 from omni.llm_config import LLMConfig
+from omni.models.grid_positions import grid_positions, rows_of_grids
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
@@ -175,15 +176,14 @@ class Assembler:
         pieces = self.pieces(domain, batch)
         tokens = batch.layout.padded_tokens(domain.member(place.position), tp)
         tail = tokens - sum(p.stop - p.start for p in pieces)
-        seen = [0] * len(batch.samples)
+        seen, at = [0] * len(batch.samples), [0] * len(batch.samples)
         if continued is not None:
             for p in pieces:
-                seen[p.sequence] = continued.seen[p.sample]
-        runs = [range(seen[p.sequence] + p.start, seen[p.sequence] + p.stop) for p in pieces] + [range(tail)]
+                seen[p.sequence], at[p.sequence] = continued.seen[p.sample], continued.at[p.sample]
         packed = pack_llm(
             self.llm,
             Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
-            torch.cat([torch.arange(run.start, run.stop) for run in runs]),
+            _positions(domain, batch, pieces, at, tail),
             seen,
             dtype=place.dtype,
             device=place.device,
@@ -249,6 +249,25 @@ def _cost(meta: SampleMeta, index: int) -> int:
     """
     tokens = sum(item.tokens for item in meta.items)
     return meta.bytes * meta.items[index].tokens // max(1, tokens)
+
+
+def _positions(
+    domain: DomainPlan, batch: Microbatch, pieces: Sequence[Piece], at: Sequence[int], tail: int
+) -> torch.Tensor:
+    """Positions of a member's tokens, the first of each sequence `at` one, and then those of padding: [T], or
+    [T, 3] where rows of any item are a grid.
+    """
+    grids = rows_of_grids(domain, batch)
+    lengths = batch.layout.lengths
+    if not grids:
+        runs = [torch.arange(at[p.sequence] + p.start, at[p.sequence] + p.stop) for p in pieces]
+        return torch.cat([*runs, torch.arange(tail)])
+    of_sequence = {
+        number: grid_positions(lengths[number], grids.get(sample, ()))
+        for number, sample in {p.sequence: p.sample for p in pieces}.items()
+    }
+    held = [of_sequence[p.sequence][p.start : p.stop] + at[p.sequence] for p in pieces]
+    return torch.from_numpy(np.concatenate([*held, grid_positions(tail, ())]))
 
 
 def _targets(

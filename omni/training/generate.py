@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dataloader.tokens import SampleMeta, length
 from infra.shutdown import StopFlag
+from omni.models.grid_positions import next_positions
 from omni.planning.planner import Planner
 from omni.rank.step import waiting_at
 from omni.training.forward import ForwardPasses, grouped
@@ -36,11 +37,14 @@ class Prompt:
 
 @dataclass
 class Growing:
-    """A prompt, by number among those of the call, that grows by `new` tokens."""
+    """A prompt, by number among those of the call, that grows by `new` tokens, the first of them at position
+    `next`.
+    """
 
     number: int
     prompt: Prompt
     new: list[int] = field(default_factory=list)
+    next: int = 0
 
     @property
     def meta(self) -> SampleMeta:
@@ -160,9 +164,12 @@ class _Run:
             memory = Memory()
             growing = list(group)
             plan = first = self._over_all(growing)
-            seen = [0] * len(growing)
+            for sequence, position in zip(growing, next_positions(first.domain), strict=True):
+                sequence.next = position
+            seen, at = [0] * len(growing), [0] * len(growing)
             while growing:
-                continued = Continued(memory, tuple(s.number for s in growing), tuple(seen))
+                names = tuple(sequence.number for sequence in growing)
+                continued = Continued(memory, names, tuple(seen), tuple(at))
                 for sequence, token in zip(
                     growing, self._next(plan, growing, seen, continued if self.cached else None), strict=True
                 ):
@@ -180,6 +187,7 @@ class _Run:
                     self.planner.verify(plan)
                 growing = left
                 seen = [sequence.tokens - 1 if self.cached else 0 for sequence in growing]
+                at = [sequence.next + len(sequence.new) - 1 for sequence in growing]
                 yield len(growing)
 
     def _over_all(self, sequences: Sequence[Growing]) -> StepPlan:

@@ -116,7 +116,9 @@ def full(folder: Folder, name: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def logits(rank: int, url: str, forgotten: dict, ids: torch.Tensor) -> torch.Tensor:
+def logits(
+    rank: int, url: str, forgotten: dict, ids: torch.Tensor, positions: torch.Tensor | None = None
+) -> torch.Tensor:
     """Logits of one pack of sequences of LENGTHS by our layers, with keys of the folder but for some."""
     model_parallel_cuda_manual_seed(0, tp_rank=0, ep_rank=0, etp_rank=0)
     groups = ProcessGroupCollection()
@@ -130,7 +132,8 @@ def logits(rank: int, url: str, forgotten: dict, ids: torch.Tensor) -> torch.Ten
     part = stage.parts[0]
     for named in all_parameters({0: part.model}, {0: part.numbering}):
         named.parameter.copy_(full(folder, named.name))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    if positions is None:
+        positions = torch.cat([torch.arange(length) for length in LENGTHS])
     packed = pack_llm(config, Sharding.whole(LENGTHS), positions, dtype=torch.float32, device=device)
     inputs = MicrobatchInputs(packed, ids=ids[None])
     hidden = part.model.decoder(stage.embed(inputs).unsqueeze(1), None, packed_seq_params=packed)

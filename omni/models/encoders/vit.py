@@ -88,6 +88,11 @@ class ViTEncoder(TransformerEncoder):
         rows, columns = self.grid(size)
         return rows * columns, rows * columns // self.row_tokens
 
+    def row_grid(self, size: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return (frames, rows, columns) of the LLM rows of an image, which are its merge windows."""
+        rows, columns = self.grid(size)
+        return 1, rows // self.config.merge, columns // self.config.merge
+
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""
         return decode_image(item)

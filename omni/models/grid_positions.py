@@ -1,0 +1,72 @@
+"""Positions of an LLM's tokens in time, height and width, where rows of an item are a grid (Wang et al.,
+Qwen2-VL, 2024, section 2.1).
+
+Tokens of text count on in all three alike, as without a grid. Rows of an item with a grid [t, h, w] come row
+after row and frame after frame, and stand at their place in the grid, counted from behind the token before
+them. The token after them goes on one beyond the largest of their positions.
+
+Invariant: positions of a sample are a function of its own items, whatever its pack, its shards or its ranks.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataloader.tokens import ItemMeta
+from pipeline.domain_plan import DomainPlan, Microbatch
+
+AXES = 3
+
+Grid = tuple[int, ...]
+GridOf = Callable[[ItemMeta], Grid]
+"""From an item to the grid of its rows (frames, rows, columns), () for rows that count on as text does."""
+
+
+class GridRows(NamedTuple):
+    """Rows of an item in its sample: the number of the first token, and their grid."""
+
+    start: int
+    grid: Grid
+
+
+def no_grid(item: ItemMeta) -> Grid:
+    """Say that no item's rows are a grid."""
+    return ()
+
+
+def grid_positions(length: int, items: Iterable[GridRows]) -> npt.NDArray[np.int64]:
+    """Positions [length, 3] of a sample's tokens, of which `items`, in order, are rows with a grid."""
+    found = np.empty((length, AXES), np.int64)
+    done = at = 0
+    for start, grid in items:
+        count = int(np.prod(grid))
+        assert done <= start <= start + count <= length, f"rows [{start}, {start + count}) of {length} tokens"
+        found[done:start] = np.arange(at, at + start - done)[:, None]
+        at += start - done
+        found[start : start + count] = at + np.indices(grid).reshape(AXES, count).T
+        at += max(grid)
+        done = start + count
+    found[done:] = np.arange(at, at + length - done)[:, None]
+    return found
+
+
+def rows_of_grids(domain: DomainPlan, batch: Microbatch) -> dict[int, list[GridRows]]:
+    """The rows with a grid of a microbatch's samples, by the sample's number in the domain."""
+    starts = dict(zip(batch.samples, accumulate(batch.layout.lengths, initial=0), strict=False))
+    found: dict[int, list[GridRows]] = {}
+    for item in domain.items:
+        if item.grid and item.sample in starts:
+            found.setdefault(item.sample, []).append(GridRows(item.start - starts[item.sample], item.grid))
+    return found
+
+
+def next_positions(domain: DomainPlan) -> list[int]:
+    """The position that follows each sample of a domain."""
+    after = [sample.length for sample in domain.samples]
+    for item in domain.items:
+        if item.grid:
+            after[item.sample] += max(item.grid) - item.rows
+    return after
