@@ -1,7 +1,14 @@
 """Tiny random models of transformers: the referee of published weights."""
 
+import copy
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -109,6 +116,30 @@ def make(family: str, folder: Path, dtype: torch.dtype = torch.float32, **more: 
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "modeling_own.py").write_text("raise SystemExit('code of a folder was run')")
     return model.float().eval()
+
+
+class _Double(ModuleType):
+    """torch for a module of transformers, where it is double that values are cast to."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def in_double(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """A copy of a model that computes in fp64 from end to end, its casts to fp32 among it, so that what a
+    comparison finds is our rounding and none of its own.
+    """
+    exact = copy.deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # torch's grouped products know no doubles
+    module = sys.modules[type(model).__module__]
+    with (
+        patch.object(module, "torch", _Double("torch")),
+        patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        yield exact
 
 
 def changed(folder: Path, **values: object) -> None:

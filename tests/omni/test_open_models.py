@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from open_model_folders import FAMILIES, make, transformers
+from open_model_folders import FAMILIES, in_double, make, transformers
 from quantised_folders import make_fp8, make_mxfp4
 from ranks import RankPool
 from small import with_values
@@ -129,7 +129,7 @@ def trained(rank: int, config: Config, world: int) -> tuple[float, dict[str, tor
 def expected(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     """The mean loss of the texts, one sequence each, and its gradients by name on disk."""
     model.zero_grad()
-    total, targets = torch.zeros(()), 0
+    total, targets = torch.zeros((), dtype=model.dtype), 0
     for text in TEXTS:
         ids = torch.tensor([256, *text.encode(), 257])
         total = total + F.cross_entropy(model(ids[None, :-1]).logits[0], ids[1:], reduction="sum")
@@ -138,6 +138,12 @@ def expected(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     return float(total.detach()) / targets, on_disk(
         {name: p.grad for name, p in model.named_parameters()}, model
     )
+
+
+def expected_in_double(model: torch.nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same, computed in fp64."""
+    with in_double(model) as exact:
+        return expected(exact)
 
 
 def on_disk(tensors: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -223,7 +229,7 @@ def test_a_step_is_that_of_transformers_and_the_files_come_back(
     config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS[layout])
     results = ranks.run(world, trained, config, world)
     loss, gradients, _ = results[0]
-    plain_loss, plain = expected(model)
+    plain_loss, plain = expected_in_double(model)
     targets = sum(len(text) + 1 for text in TEXTS)
     assert loss == pytest.approx(plain_loss, rel=TOLERANCE)
     found = as_theirs(folder, gradients, targets)

@@ -21,7 +21,7 @@ from test_open_models import (
     as_theirs,
     configured,
     data,
-    expected,
+    expected_in_double,
     files,
     models,
     trained,
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_transformers_and_the_files_come_back(
     folder, model = models(family)
     config = with_values(configured(data, folder, tmp_path / "run"), layout)
     loss, gradients, _ = ranks.run(world, trained, config, world)[0]
-    plain_loss, plain = expected(model)
+    plain_loss, plain = expected_in_double(model)
     assert loss == pytest.approx(plain_loss, rel=TOLERANCE)
     found = as_theirs(folder, gradients, sum(len(text) + 1 for text in TEXTS))
     norm = float(torch.stack([own.norm() for own in plain.values()]).norm())
