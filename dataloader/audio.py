@@ -12,26 +12,29 @@ import soundfile
 import soxr
 
 from dataloader.format import Item, SampleError
+from dataloader.mp3_frames import counted_samples
 
-_FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac"}
+_FORMATS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg"}
+_KNOWN = "WAV, FLAC, MP3 or Ogg"
+_UNHEARD = 4  # frames of an MP3 that are silence around the recording, and its header, at most
 _LONGEST = 2**31 - 1  # sizes are stored as int32
 _NOT_STATED = 2**32 - 1  # bytes of samples, as programs write it that do not know yet how many will come
 
 
 def decode_audio(item: Item) -> npt.NDArray[np.float32]:
-    """Samples float32 [samples] of a WAV or FLAC item, in -1 … 1: the mean of its channels.
+    """Samples float32 [samples] of a WAV, FLAC, MP3 or Ogg item, about -1 … 1: the mean of its channels.
 
     `item.size` is (samples of a channel, sampling rate in Hz). Raises SampleError if the data is corrupt, cut
-    short, or not of the size and format that the item states. A WAV file has no checksum: damage that leaves
-    its header and length as they were is not found, unless it makes samples that are no numbers. One whose
-    header says more bytes of samples than it holds is cut short.
+    short, or not of the size and format that the item states. WAV and MP3 have no checksum: damage that
+    leaves header and length as they were is not found, unless it makes samples that are no numbers. A WAV
+    whose header says more bytes of samples than it holds is cut short; so is an MP3 that says more samples.
     """
     with _open(item.data) as file:
         found = _FORMATS.get(file.format)
         if found != item.format:
             raise SampleError(f"the recording is {file.format}, its metadata says {item.format}")
         # Before reading, which allocates what the header claims.
-        _check_size((file.frames, file.samplerate), item.size)
+        _check_size((_length(file, item.data), file.samplerate), item.size)
         try:
             channels = file.read(dtype="float32", always_2d=True)
         except Exception as error:  # libsndfile's own errors and what its callbacks raise
@@ -46,17 +49,18 @@ def decode_audio(item: Item) -> npt.NDArray[np.float32]:
 def read_audio_size(data: bytes) -> tuple[str, tuple[int, int]]:
     """Format name and (samples of a channel, sampling rate) from a recording's header.
 
-    Raises SampleError if it is no WAV or FLAC, or does not say how long it is.
+    Raises SampleError if it is no WAV, FLAC, MP3 or Ogg, or does not say how long it is.
     """
     with _open(data) as file:
         if file.format not in _FORMATS:
-            raise SampleError(f"the recording is {file.format}: convert it to WAV or FLAC")
-        if not 0 < file.frames <= _LONGEST:
+            raise SampleError(f"the recording is {file.format}: convert it to {_KNOWN}")
+        length = _length(file, data)
+        if not 0 < length <= _LONGEST:
             raise SampleError(
-                f"the recording's header says {file.frames} samples, it must be 1 to {_LONGEST}: "
+                f"the recording's header says {length} samples, it must be 1 to {_LONGEST}: "
                 "write it anew with its length, or cut it"
             )
-        return _FORMATS[file.format], (file.frames, file.samplerate)
+        return _FORMATS[file.format], (length, file.samplerate)
 
 
 def resampled_length(samples: int, rate: int, new_rate: int) -> int:
@@ -94,6 +98,23 @@ def _check_whole(data: bytes) -> None:
                 )
             return
         at += 8 + stated + stated % 2
+
+
+def _length(file: soundfile.SoundFile, data: bytes) -> int:
+    """Samples of a channel that a recording has: of an MP3, no more than its frames hold.
+
+    Raises SampleError if an MP3 is cut short, or holds more than would be read.
+    """
+    if file.format != "MP3":
+        return int(file.frames)
+    held, each = counted_samples(data)
+    # Without a header that says the length, libsndfile guesses: well where frames are alike.
+    if not -each < held - file.frames <= _UNHEARD * each:
+        raise SampleError(
+            f"the recording's frames hold {held} samples, and {file.frames} would be read: it is cut short "
+            "or damaged, or has no header that says how long it is; write it anew"
+        )
+    return min(held, int(file.frames))
 
 
 def _open(data: bytes) -> soundfile.SoundFile:

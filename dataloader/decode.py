@@ -21,7 +21,7 @@ except ImportError:  # no wheel for this machine: Pillow decodes the same files,
 # Pillow warns of pictures half as large as those it refuses; which are too large is the encoder's to say.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-_FORMATS = {"JPEG": "jpeg", "PNG": "png"}
+_FORMATS = {"JPEG": "jpeg", "PNG": "png", "WEBP": "webp"}
 _GRAY_MODES = ("1", "L", "LA")
 _SEEN_ON_WHITE = 16  # how much darker than a white ground something of a transparent picture must be
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations whose stored rows are columns
@@ -29,8 +29,8 @@ _RARE = "subsampling"  # libjpeg-turbo's plain interface knows the usual ones; P
 
 
 def decode_image(item: Item) -> npt.NDArray[np.uint8]:
-    """Pixels uint8 [H, W, C] of a JPEG or PNG item, as a viewer shows them: C is 1 for grayscale, else 3
-    (RGB).
+    """Pixels uint8 [H, W, C] of a JPEG, PNG or WebP item, as a viewer shows them: C is 1 for grayscale,
+    else 3 (RGB).
 
     The EXIF orientation is applied. Of an animation it is the first picture. What is transparent is laid on
     white, or on black where nothing of the picture would be seen on white. 16-bit grayscale keeps its upper 8
@@ -147,10 +147,10 @@ def _upright(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.
 
 
 def read_image_size(data: bytes) -> tuple[str, tuple[int, int]]:
-    """Format name and (height, width) of the upright image; SampleError if it is no JPEG or PNG."""
+    """Format name and (height, width) of the upright image; SampleError if it is no JPEG, PNG or WebP."""
     image = _open(data)
     if image.format not in _FORMATS:
-        raise SampleError(f"the image is {image.format}: convert it to PNG or JPEG")
+        raise SampleError(f"the image is {image.format}: convert it to PNG, JPEG or WebP")
     size = (image.height, image.width)
     return _FORMATS[image.format], size[::-1] if _orientation(image) in _SIDEWAYS else size
 

@@ -18,7 +18,10 @@ MANIFEST = "dataset.json"
 
 # Formats that the built-in decoders read. A modality that is not listed belongs to a user's encoder, which
 # brings its own decoder: any format name is then accepted.
-FORMATS: Mapping[str, tuple[str, ...]] = {"audio": ("flac", "wav"), "image": ("jpeg", "png")}
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "audio": ("flac", "mp3", "ogg", "wav"),
+    "image": ("jpeg", "png", "webp"),
+}
 
 SHARD_SCHEMA = pa.schema(
     [

@@ -17,9 +17,9 @@ from dataloader.format import Item, SampleError
 from dataloader.image_header import read_jpeg_frame
 
 
-def pillow_item(image, kind):
+def pillow_item(image, kind, **options):
     buffer = io.BytesIO()
-    image.save(buffer, kind)
+    image.save(buffer, kind, **options)
     return Item("image", kind.lower(), (image.height, image.width), buffer.getvalue())
 
 
@@ -31,6 +31,22 @@ def test_png_is_exact(gray):
     assert decoded.shape == (12, 20, 1 if gray else 3)
     assert decoded.dtype == np.uint8
     np.testing.assert_array_equal(decoded, pixels.reshape(decoded.shape))
+
+
+def test_webp_is_exact_where_it_is_lossless_and_close_where_it_is_not():
+    pixels = np.random.default_rng(1).integers(0, 256, (12, 20, 3), dtype=np.uint8)
+    item = pillow_item(Image.fromarray(pixels), "WEBP", lossless=True)
+    assert read_image_size(item.data) == ("webp", (12, 20))
+    np.testing.assert_array_equal(decode_image(item), pixels)
+    ramp = np.linspace(0, 255, 24 * 40).reshape(24, 40).astype(np.uint8)
+    lossy = decode_image(pillow_item(Image.fromarray(np.stack([ramp] * 3, -1)), "WEBP", quality=90))
+    assert np.abs(lossy.astype(int) - ramp[..., None]).max() < 8
+
+
+def test_of_an_animated_webp_it_is_the_first_picture():
+    first, second = (Image.new("RGB", (8, 6), colour) for colour in ((200, 10, 10), (10, 10, 200)))
+    item = pillow_item(first, "WEBP", save_all=True, append_images=[second], lossless=True)
+    assert (decode_image(item) == (200, 10, 10)).all()
 
 
 @pytest.mark.parametrize("gray", [True, False])
@@ -82,14 +98,14 @@ def turned_item(orientation, kind, pixels):
 
 
 @pytest.mark.parametrize("orientation", SHOWN)
-@pytest.mark.parametrize("decoder", ["simplejpeg", "pillow, jpeg", "png"])
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pillow, jpeg", "png", "webp"])
 def test_pictures_stand_as_their_orientation_says(orientation, decoder, monkeypatch):
     pixels = np.zeros((16, 40, 3), np.uint8)
     pixels[:8] += np.uint8([160, 0, 0])  # the first stored rows are red
     pixels[:, :8] += np.uint8([0, 0, 160])  # the first stored columns are blue
     if decoder.startswith("pillow"):
         monkeypatch.setattr(decode, "simplejpeg", None)
-    item = turned_item(orientation, "PNG" if decoder == "png" else "JPEG", pixels)
+    item = turned_item(orientation, decoder.upper() if decoder in ("png", "webp") else "JPEG", pixels)
     decoded = decode_image(item).astype(int)
     edges = {"top": decoded[:4], "bottom": decoded[-4:], "left": decoded[:, :4], "right": decoded[:, -4:]}
     for channel, edge in zip((0, 2), SHOWN[orientation], strict=True):
@@ -171,7 +187,7 @@ def test_cmyk_jpeg_falls_back():
     assert decode_image(pillow_item(Image.new("CMYK", (16, 8)), "JPEG")).shape == (8, 16, 3)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("keep", [0.9, 0.5, 0.1])
 def test_a_truncated_image_is_a_sample_error(kind, keep):
     item = image_item(64, 64, kind, gray=False)
