@@ -2,6 +2,7 @@
 published ones.
 """
 
+import shutil
 from datetime import timedelta
 
 from infra.checkpoint import CheckpointError, first_problem, locate, read_manifest
@@ -20,6 +21,7 @@ from parallel.control import Control
 from parallel.groups import node_group
 
 WEIGHTS = "weights.json"  # in the run folder: which files it began with
+HASHES = "weights"  # in the run folder: their hashes, found later
 
 
 def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> None:
@@ -69,4 +71,5 @@ def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Cont
         raise ConfigError(f"start.weights={url} cannot be read: {told}")
     spread_weights({name: own for name, own in rank.components.items() if name == LLM})
     if rank.is_first:
+        shutil.rmtree(folder.path / HASHES, ignore_errors=True)  # of files that a launch before began with
         write_json(folder.path / WEIGHTS, {"folder": str(weights.storage), "files": first})

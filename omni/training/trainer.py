@@ -40,6 +40,7 @@ from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun
+from omni.training.file_hashes import hashing_files
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 from omni.training.generate import Limit
 from omni.training.health import Health
@@ -128,6 +129,7 @@ class Trainer:
             self.reporting(resumed) as report,
             self.saving(report),
             self.ahead() as ahead,
+            hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop),
         ):
             stopped = False
             for step in range(self.step + 1, self.config.train.steps + 1):

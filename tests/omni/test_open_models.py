@@ -1,6 +1,7 @@
 """Published weights under any layout against transformers, and back to their files."""
 
 import contextlib
+import hashlib
 import json
 import os
 from math import prod
@@ -30,6 +31,7 @@ from omni.open_models.rules import VOCABULARY
 from omni.planning.prepare import prepare_run
 from omni.rank import folder_weights
 from omni.rank.state import pieces_of
+from omni.training.begin import HASHES
 from omni.training.export import readers, whole
 from omni.training.export_folder import export_folder
 from omni.training.parity import collect
@@ -272,7 +274,9 @@ def test_each_node_reads_for_itself(ranks: RankPool, data, models, tmp_path):
     """Columns of a matrix are divided over two nodes: both read its rows."""
     folder, model = models("qwen2")
     config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS["tp2"])
+    (tmp_path / "run" / HASHES).mkdir(parents=True)
     results = ranks.run(2, trained_on_nodes_of_one, config, 2)
+    assert not (tmp_path / "run" / HASHES).exists(), "hashes of the files that another launch began with"
     assert results[0][0] == pytest.approx(expected(model)[0], rel=TOLERANCE)
     assert all(size(folder) / 2 < read < size(folder) for *_, read in results)
 
@@ -285,6 +289,10 @@ def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_
     more = ["train.steps=2", f"data.step_samples={len(TEXTS)}", "data.microbatch_tokens=160"]
     ranks = ["layout.llm.tp=2", "launch.ranks=2", "optim.lr=0.1", "tracking=jsonl"]
     assert main(["train", "~experiment", *keys, *more, *ranks]) == 0
+    found = {path.stem: path.read_text().split()[0] for path in (run / HASHES).iterdir()}
+    assert found == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
+    }
     assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
     after = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict()
     assert after.keys() == before.keys()
