@@ -1,6 +1,6 @@
 """Joint schedules on 4 and 8 real ranks whose compute is slept, beside the simulator. SLEPT, not computed.
 
-    python benchmarks/joint_slept.py [--steps 5] [--quick]
+    python benchmarks/joint_slept.py [--seconds 25] [--quick]
 
 With more ranks than cores a rank computes while another idles, so bubbles vanish. Here a tiny model trains on
 gloo ranks, pp=4 and pp=8, through trainer, plan, verifier and engine; before each pass a rank sleeps for the
@@ -8,8 +8,9 @@ time that the cost table gives it: 12.5 ms times the number of ranks for a forwa
 the named ratio to it. Ranks that share cores hold each other up, and the more they are the longer; longer
 passes keep that small. What remains real are op lists, messages, shipments and whoever waits for whom.
 The same ranks train the same samples with encode-first, joint, and joint over ZB-H1 in turn. The time of a
-step is that from a barrier to the totals of all ranks. Steps differ, and sleep does not vary: figures are
-those of all steps together, `low` and `high` the least and the most of a step.
+step is that from a barrier to the totals of all ranks. Each schedule steps for so many seconds in a setting,
+three steps at least. Steps differ, and sleep does not vary: a schedule's figure is the mean of its simulated
+steps and the median of what steps took beyond, `low` and `high` are the least and the most of a step's ratio.
 
 Leaves with 1 where a joint schedule takes longer than `encode_first` in all turns, where one gains less than
 80 % of the milliseconds that the simulator predicts, if these are 2 % or more, or where the simulator is off
@@ -20,6 +21,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -50,6 +52,7 @@ RATIOS = ("0.15", "0.5", "1")
 RANKS, MICROBATCHES = (4, 8), (4, 16)
 FORWARD_NS_PER_RANK = 12_500_000
 WARMUP = 2
+LEAST_STEPS = 3
 
 
 def slept_run(folder: Path, schedule: str, ratio: str, ranks: int, microbatches: int, steps: int) -> RunSpec:
@@ -82,6 +85,13 @@ def slept_run(folder: Path, schedule: str, ratio: str, ranks: int, microbatches:
         name: whole if name.startswith(f"{LLM}/") else whole * ranks * Fraction(ratio) for name in spent
     }
     return with_factors(spec, {name: wanted[name] / spent[name] for name in spent})
+
+
+def steps_in(seconds: float, folder: Path, ratio: str, ranks: int, microbatches: int) -> int:
+    """How many steps of encode-first, as simulated, a setting has in so many seconds."""
+    spec = slept_run(folder, SCHEDULES[0], ratio, ranks, microbatches, 1)
+    step = simulate(spec.planner.next_step(1, 0, 0).domain, spec.table).makespan_ns / 1e9
+    return max(LEAST_STEPS, math.ceil(seconds / step))
 
 
 def with_factors(spec: RunSpec, factors: Mapping[str, Fraction]) -> RunSpec:
@@ -155,20 +165,24 @@ def work(rank: int, folder: Path, ratio: str, ranks: int, microbatches: int, ste
 def summarise(found: list[list[list[float]]]) -> dict[str, dict[str, float]]:
     """By schedule: slept and simulated over encode-first, and how far the simulator is off."""
     slept, simulated = ([[one[n] for one in of] for of in found] for n in (0, 1))
-    (first, said), ratios = (slept[0], simulated[0]), over_first(slept)
+    said = [statistics.mean(of) for of in simulated]
+    took = [
+        mean + statistics.median(a - b for a, b in zip(*of, strict=True))
+        for mean, of in zip(said, zip(slept, simulated, strict=True), strict=True)
+    ]
     rows = {}
-    for name, took, predicted, (_, low, high) in zip(SCHEDULES, slept, simulated, ratios, strict=True):
-        gain_ms = (sum(first) - sum(took)) / len(took) * 1e3
+    for at, (name, (_, low, high)) in enumerate(zip(SCHEDULES, over_first(slept), strict=True)):
+        gain_ms = (took[0] - took[at]) * 1e3
         row = {
-            "ms": sum(took) / len(took) * 1e3,
-            "measured": sum(took) / sum(first),
+            "ms": took[at] * 1e3,
+            "measured": took[at] / took[0],
             "low": low,
             "high": high,
-            "predicted": sum(predicted) / sum(said),
+            "predicted": said[at] / said[0],
             "gain_ms": gain_ms,
             "gain_high_ms": gain_ms,  # what is slept does not vary
-            "predicted_gain_ms": (sum(said) - sum(predicted)) / len(took) * 1e3,
-            "off": sum(predicted) / sum(took) - 1,
+            "predicted_gain_ms": (said[0] - said[at]) * 1e3,
+            "off": said[at] / took[at] - 1,
         }
         rows[name] = {key: round(value, 4) for key, value in row.items()}
     return rows
@@ -179,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=25, help="that a schedule steps in a setting")
     parser.add_argument("--quick", action="store_true", help="4 ranks, 4 microbatches, the middle encoder")
     arguments = parser.parse_args()
     settings = [(ranks, ratio, m) for ranks in RANKS for ratio in RATIOS for m in MICROBATCHES]
@@ -188,14 +202,18 @@ def main() -> int:
         folder = Path(made)
         write_data(folder / "images", 512)
         for ranks, ratio, m in [(4, "0.5", 4)] if arguments.quick else settings:
-            spawn(work, (folder, ratio, ranks, m, arguments.steps), ranks)
+            steps = steps_in(arguments.seconds, folder, ratio, ranks, m)
+            spawn(work, (folder, ratio, ranks, m, steps), ranks)
             rows = summarise(json.loads((folder / "found.json").read_text()))
             setting = f"{ranks} ranks, ratio {ratio}, {m} microbatches"
             table[setting] = rows
             missed += misses(setting, rows)
             off += [abs(row["off"]) for row in rows.values()]
             for name, row in rows.items():
-                print(f"slept: {setting:38} {name:22}", "  ".join(f"{key} {of}" for key, of in row.items()))
+                print(
+                    f"slept: {setting:38} {steps:2} steps {name:22}",
+                    "  ".join(f"{key} {of}" for key, of in row.items()),
+                )
     missed += far_off("the simulator", off)
     for text in missed:
         print(f"missed: {text}")
