@@ -13,6 +13,7 @@ import pyarrow as pa
 
 FORMAT_VERSION = 2
 UNHASHED_VERSION = 1  # the same files; its dataset.json holds no hashes
+PLACED_VERSION = 3  # an index of samples that lie elsewhere
 PLACEHOLDER = "\ufffc"  # Unicode OBJECT REPLACEMENT CHARACTER: marks where an item stands in the text
 MANIFEST = "dataset.json"
 
@@ -81,6 +82,16 @@ class DataError(ValueError):
 
 class SampleError(DataError):
     """One item that cannot be decoded; what happens to its sample is the caller's policy."""
+
+
+class UnreadableError(SampleError):
+    """A sample whose bytes cannot be read where they lie, or are no longer those that were indexed; `name`
+    is its id.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(reason)
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -232,8 +243,24 @@ _NOTHING_SAID = TextForm()
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where samples lie that are not in the dataset's own files: a folder or URL, the recipe that reads them
+    with its keys, the table of their files, and a name of all that was there when they were indexed.
+    """
+
+    root: str
+    recipe: dict[str, Any]
+    files: DataFile
+    listing: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """What `dataset.json` says: everything about a dataset except its samples."""
+    """What `dataset.json` says: everything about a dataset except its samples.
+
+    Where these lie in another `place`, `shards` are the tables that say where, and the index is that of one
+    vocabulary of several.
+    """
 
     format_version: int
     recipe: str
@@ -246,11 +273,13 @@ class Manifest:
     totals: DatasetTotals
     # Not shown, as hashes are not. `dataset.json` has it where it says more than that there is nothing.
     text: TextForm = field(default=_NOTHING_SAID, repr=False)
+    place: Place | None = field(default=None, repr=False)
 
     @property
     def files(self) -> tuple[DataFile, ...]:
         """The dataset's files, the index last."""
-        return (*self.shards, self.index)
+        placed = () if self.place is None else (self.place.files,)
+        return (*self.shards, *placed, self.index)
 
     @property
     def hash(self) -> str | None:
@@ -267,11 +296,21 @@ def hash_of(file: Path) -> str:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write `dataset.json` into the folder `path`, whole or not at all."""
-    new = path / f"{MANIFEST}.new"
+    """Write `dataset.json` into the folder `path`, whole or not at all.
+
+    With samples in another place, its vocabulary is put beside those that the file has.
+    """
     values = asdict(manifest)
     if manifest.text == _NOTHING_SAID:
         del values["text"]
+    if manifest.place is None:
+        del values["place"]
+    else:
+        own = {key: values.pop(key) for key in _OF_VOCABULARY if key in values}
+        own["text_tokens"] = values["totals"].pop("text_tokens")
+        held = _raw(path)["vocabularies"] if (path / MANIFEST).exists() else []
+        values["vocabularies"] = [*held, own]
+    new = path / f"{MANIFEST}.new"
     with open(new, "w", encoding="utf-8") as handle:
         handle.write(json.dumps(values, indent=2) + "\n")
         handle.flush()
@@ -279,24 +318,26 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     os.replace(new, path / MANIFEST)
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read `dataset.json` of the folder `path`; DataError if it is missing, damaged or of another version."""
+_OF_VOCABULARY = ("tokenizer", "text", "index")
+
+
+def read_manifest(path: Path, vocabulary: tuple[str, str] | None = None) -> Manifest:
+    """Read `dataset.json` of the folder `path`; DataError if it is missing, damaged or of another version.
+
+    With samples in another place it is that of a `vocabulary`, a tokenizer's name and digest, or of the first
+    if there is none of it.
+    """
     file = path / MANIFEST
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(
-            f"{path} is not a dataset: {file} is missing; build it with omni data build"
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{file} is not valid JSON ({error}): rebuild with omni data build") from None
+    raw = _raw(path)
     version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (UNHASHED_VERSION, FORMAT_VERSION):
+    if version not in (UNHASHED_VERSION, FORMAT_VERSION, PLACED_VERSION):
         raise DataError(
-            f"{file}: format_version is {version!r}, this version reads {UNHASHED_VERSION} and "
-            f"{FORMAT_VERSION}: rebuild with omni data build"
+            f"{file}: format_version is {version!r}, this version reads {UNHASHED_VERSION} to "
+            f"{PLACED_VERSION}: rebuild with omni data build"
         )
     try:
+        if version == PLACED_VERSION:
+            raw = _with_vocabulary(raw, vocabulary)
         manifest = Manifest(
             **{
                 **raw,
@@ -307,12 +348,36 @@ def read_manifest(path: Path) -> Manifest:
                 "text": _text_form(raw.get("text", {})),
             }
         )
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise DataError(f"{file} lacks or misspells a key ({error}): rebuild with omni data build") from None
     for listed in manifest.files:
         _check_listed(file, listed, manifest.format_version)
     _check_manifest(file, manifest)
     return manifest
+
+
+def _raw(path: Path) -> Any:
+    """The values of a `dataset.json`."""
+    file = path / MANIFEST
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} is not a dataset: {file} is missing; build it with omni data build or omni data index"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{file} is not valid JSON ({error}): rebuild with omni data build") from None
+
+
+def _with_vocabulary(raw: dict[str, Any], vocabulary: tuple[str, str] | None) -> dict[str, Any]:
+    """The values of a manifest with samples in another place, with those of one of its vocabularies."""
+    values = dict(raw)
+    held = values.pop("vocabularies")
+    of = [own for own in held if (own["tokenizer"], own.get("text", {}).get("tokenizer", "")) == vocabulary]
+    own = dict((of or held)[0])
+    totals = {**values["totals"], "text_tokens": own.pop("text_tokens")}
+    place = Place(**{**values["place"], "files": DataFile(**values["place"]["files"])})
+    return {**values, **own, "totals": totals, "place": place}
 
 
 def _text_form(raw: dict[str, Any]) -> TextForm:
@@ -328,10 +393,10 @@ def _check_listed(file: Path, listed: DataFile, version: int) -> None:
         if type(value) is not int or value < 0:
             raise DataError(f"{file}: {key} of {name} is {value!r}, not a number from 0 on: rebuild it")
     digits = isinstance(listed.hash, str) and set(listed.hash) <= set("0123456789abcdef")
-    if not digits or len(listed.hash) != (32 if version == FORMAT_VERSION else 0):
+    if not digits or len(listed.hash) != (0 if version == UNHASHED_VERSION else 32):
         raise DataError(
             f"{file}: hash of {name} is {listed.hash!r}; format {version} has "
-            f"{'32 hexadecimal digits (BLAKE2b)' if version == FORMAT_VERSION else 'none'}: write "
+            f"{'none' if version == UNHASHED_VERSION else '32 hexadecimal digits (BLAKE2b)'}: write "
             f"format_version {UNHASHED_VERSION} without hashes, and then omni data hash"
         )
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}  # by colour type
+_WEBP_EXIF = 0x08  # flag of an extended header
 _DEFLATED = 1032  # bytes that deflate makes of one, at most: 258 of two bits (RFC 1951)
 # A Huffman code of a block of 64 pixels has at least one bit, in the component that is not subsampled. A
 # quarter of it, where components of a file take turns at being so.
@@ -64,6 +65,40 @@ def read_jpeg_frame(data: bytes) -> JpegFrame | None:
         int.from_bytes(data[start + first : start + last], "big") for first, last in ((5, 7), (7, 9), (9, 10))
     )
     return JpegFrame((height, width), components, marker in _HUFFMAN, bare)
+
+
+def read_png_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of the PNG that `data` begins, None if it is none, may not be upright, or if its
+    pixels do not begin in `data`. An orientation that stands behind the pixels is not seen.
+    """
+    at = 8
+    if data[:at] != _PNG:
+        return None
+    while at + 8 <= len(data):
+        kind = data[at + 4 : at + 8]
+        if kind == b"IDAT":
+            return int.from_bytes(data[20:24], "big"), int.from_bytes(data[16:20], "big")
+        if kind == b"eXIf":
+            return None
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+    return None
+
+
+def read_webp_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of the WebP that `data` begins, None if it is none, or has an EXIF orientation perhaps:
+    that stands behind its pixels.
+    """
+    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind = data[12:16]
+    if kind == b"VP8X" and not data[20] & _WEBP_EXIF:
+        return 1 + int.from_bytes(data[27:30], "little"), 1 + int.from_bytes(data[24:27], "little")
+    if kind == b"VP8L":
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits >> 14 & 0x3FFF), 1 + (bits & 0x3FFF)
+    if kind == b"VP8 ":
+        return int.from_bytes(data[28:30], "little") & 0x3FFF, int.from_bytes(data[26:28], "little") & 0x3FFF
+    return None
 
 
 def least_bytes(data: bytes, size: tuple[int, int]) -> int:

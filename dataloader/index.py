@@ -85,7 +85,8 @@ class Index:
         Raises DataError naming the file, what was found and the remedy.
         """
         path = Path(path)
-        manifest = read_manifest(path)
+        asked = None if tokenizer is None else (tokenizer.name, tokenizer.digest)
+        manifest = read_manifest(path, asked)
         check_files(path, manifest)
         if tokenizer is not None:
             _check_tokenizer(path, manifest, tokenizer)
@@ -233,6 +234,8 @@ class Index:
 def _check_tokenizer(path: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
     """Raise DataError if text was counted with another tokenizer, or written by another template."""
     remedy = "rebuild it with omni data build, or change the tokenizer"
+    if manifest.place is not None:
+        remedy = "add its counts with omni data index --tokenizer, or change the tokenizer"
     if manifest.tokenizer != tokenizer.name:
         raise DataError(
             f"{path} was built with tokenizer {manifest.tokenizer!r}, the model uses {tokenizer.name!r}: "

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from dataloader.format import DataError, Item
-from dataloader.reader import Reader
+from dataloader.format import DataError, Item, Sample, UnreadableError
 from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import SampleMeta, tokenize
+from dataloader.tokens import SampleMeta, blank, tokenize
 
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 T = TypeVar("T")  # what an item becomes
@@ -41,13 +40,24 @@ class Fetch:
         assert len(self.costs) in (0, len(self.items))
 
 
+class SampleReader(Protocol):
+    """What reads the samples of a source. Threads share it."""
+
+    def read(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
+        """Sample `i` with what is asked for of it. Raises UnreadableError if it alone cannot be read, and
+        whatever else if the source cannot.
+        """
+
+
 @dataclass(frozen=True)
 class Failure:
-    """An item that could not be prepared, and why; `name` is the id of its sample."""
+    """An item that could not be prepared, or a text that could not be read if `item` is None, and why; `name`
+    is the id of its sample.
+    """
 
     source: str
     sample: int
-    item: int
+    item: int | None
     reason: str
     name: str
 
@@ -56,8 +66,8 @@ class Failure:
 class Fetched(Generic[T]):
     """The answer to a Fetch, in its order.
 
-    `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them; an item that could not be prepared
-    is None and named in `failures`.
+    `texts` are (input_ids, labels, loss_mask) as `tokenize` returns them, or `blank`; an item that could not
+    be prepared is None. Both are named in `failures`.
     """
 
     texts: list[TextArrays]
@@ -88,7 +98,8 @@ class _Job(Generic[T]):
 
 
 def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
-    return tuple(failure for _, failure in sorted(job.failures, key=lambda pair: pair[0]))
+    # Texts before items; threads find them in any order.
+    return tuple(failure for _, failure in sorted(job.failures, key=lambda pair: (pair[0], pair[1].sample)))
 
 
 class Loader(Generic[T]):
@@ -103,7 +114,7 @@ class Loader(Generic[T]):
 
     def __init__(
         self,
-        readers: Mapping[str, Reader],
+        readers: Mapping[str, SampleReader],
         tokenizer: Tokenizer,
         prepare: Mapping[str, Callable[[Item], T]],
         num_threads: int = 1,
@@ -230,14 +241,24 @@ class Loader(Generic[T]):
     def _load_texts(self, job: _Job[T], places: Sequence[int]) -> None:
         for place in places:
             source, meta = job.fetch.texts[place]
-            sample = self._readers[source].read(meta.id, text=True, items=False)
-            job.texts[place] = tokenize(sample, meta, self._tokenizer)
+            try:
+                sample = self._readers[source].read(meta.id, text=True, items=False)
+            except UnreadableError as error:
+                job.texts[place] = blank(meta)
+                self._lose(job, -1, Failure(source, meta.id, None, str(error), error.name))
+            else:
+                job.texts[place] = tokenize(sample, meta, self._tokenizer)
 
     def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
         for (source, sample_id), of in groupby(places, key=lambda place: job.fetch.items[place][:2]):
             group = list(of)
             indexes = [job.fetch.items[place][2] for place in group]
-            sample = self._readers[source].read(sample_id, text=False, items=indexes)
+            try:
+                sample = self._readers[source].read(sample_id, text=False, items=indexes)
+            except UnreadableError as error:
+                for place, index in zip(group, indexes, strict=True):
+                    self._lose(job, place, Failure(source, sample_id, index, str(error), error.name))
+                continue
             if len(sample.items) != len(indexes):
                 raise DataError(
                     f"sample {sample.id!r} ({sample_id} of source {source!r}) lacks one of the items "
@@ -258,9 +279,7 @@ class Loader(Generic[T]):
         try:
             job.items[place] = self._prepare[item.modality](item)
         except DataError as error:
-            failure = Failure(source, sample_id, index, str(error), name)
-            with self._changed:
-                job.failures.append((place, failure))
+            self._lose(job, place, Failure(source, sample_id, index, str(error), name))
         except Exception as error:
             error.add_note(
                 f"The item is that of source {source!r}, sample {sample_id} ({name!r}), item {index}."
@@ -268,6 +287,10 @@ class Loader(Generic[T]):
             raise
         with self._changed:
             self.prepare_s += time.thread_time() - start
+
+    def _lose(self, job: _Job[T], place: int, failure: Failure) -> None:
+        with self._changed:
+            job.failures.append((place, failure))
 
 
 def default_threads(cores: int, ranks: int) -> int:

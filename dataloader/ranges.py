@@ -6,8 +6,6 @@ nothing to a dataset, which is read by whole row groups without it.
 """
 
 import mmap
-import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from zlib import crc32
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.format import TURNS, DataError, Item, Manifest
+from dataloader.format import TURNS, Item, Manifest
+from dataloader.mapped import MappedRows
 
 Marks = tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]
 
@@ -152,41 +151,7 @@ class RangesWriter:
         self._rows = []
 
 
-class Ranges:
-    """The rows of `ranges.arrow`, memory-mapped; safe to share between threads."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        """Map those of the dataset at `path`. Raises DataError if they are damaged, or another dataset's."""
-        self._name = str(path / RANGES)
-        self._lock = threading.Lock()
-        self._batches: dict[int, pa.RecordBatch] = {}
-        try:
-            self._size = os.stat(self._name).st_size
-            self._file = pa.ipc.open_file(pa.memory_map(self._name))
-            if self._file.schema != RANGES_SCHEMA or self._file.num_record_batches == 0:
-                raise ValueError("it lacks columns, or rows")
-            self._rows = self._file.get_batch(0).num_rows
-            last = self._file.num_record_batches - 1
-            held = last * self._rows + self._file.get_batch(last).num_rows
-            if held != manifest.num_samples:
-                raise ValueError(f"it has {held} rows of {manifest.num_samples}")
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise DataError(
-                f"{self._name}: {error}; remove it, and write it anew with omni data hash"
-            ) from error
-
-    def row(self, i: int) -> dict[str, Any]:
-        """What is known of sample `i`, as `RANGES_SCHEMA` says. Raises DataError if the file was changed."""
-        try:
-            size = os.stat(self._name).st_size
-        except OSError as error:
-            raise DataError(f"{self._name}: {error.strerror}: it was there when the run began") from error
-        if size != self._size:  # to read a file that was cut under its map would kill the process
-            raise DataError(f"{self._name} was changed while it is in use: restore it, or write it anew")
-        number, row = divmod(i, self._rows)
-        with self._lock:
-            batch = self._batches.get(number)
-            if batch is None:
-                batch = self._batches[number] = self._file.get_batch(number)
-        values: dict[str, Any] = batch.slice(row, 1).to_pylist()[0]
-        return values
+def open_ranges(path: Path, manifest: Manifest) -> MappedRows:
+    """Map the ranges of the dataset at `path`. Raises DataError if they are damaged, or another dataset's."""
+    remedy = "remove it, and write it anew with omni data hash"
+    return MappedRows(path / RANGES, RANGES_SCHEMA, manifest.num_samples, remedy)

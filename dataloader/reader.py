@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataloader.fetching import joined
 from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
-from dataloader.ranges import RANGES, Ranges, is_lost, item_crc, marks_of, text_crc
+from dataloader.ranges import RANGES, is_lost, item_crc, marks_of, open_ranges, text_crc
 from dataloader.shared_files import SharedFiles
 
 _GAP = 256  # bytes between neighbours, which are read with them: a length, or the head of a page
@@ -34,7 +35,7 @@ class Reader:
         for shard in self.manifest.shards:
             self._first_rows.append(self._first_rows[-1] + shard.rows)
         ranged = ranged and (self.path / RANGES).exists()
-        self._ranges = Ranges(self.path, self.manifest) if ranged else None
+        self._ranges = open_ranges(self.path, self.manifest) if ranged else None
 
     def read(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
         """Sample `i` with its text and targets, its items or those of some numbers, or both; what is not
@@ -47,7 +48,7 @@ class Reader:
         row = None if self._ranges is None else self._ranges.row(i)
         if row is None or is_lost(row):
             return self._of_group(i, text, items)
-        asked = _chosen(row["items"] or (), items)
+        asked = chosen(row["items"] or (), items)
         places = [(item["at"], item["bytes"]) for item in asked]
         content = self._content(i, [(row["text"]["at"], row["text"]["bytes"])] * text + places)
         sample = Sample(row["id"], "")
@@ -71,15 +72,17 @@ class Reader:
         """Read bytes (at, size) of the shard of sample `i`, neighbours together, and hand them out."""
         group = i // self.manifest.rows_per_group
         path = self._paths[self._shard_of(group)]
-        found: list[bytes] = []
+        found = [b""] * len(places)
         try:
             with self.files.opened(path) as file:
-                for at, stop, members in _joined(places):
+                for at, stop, numbers in joined(places, _GAP):
                     content = file.read_at(stop - at, at)
                     self.files.count(len(content))
                     if len(content) != stop - at:
                         raise ValueError(f"it ends before byte {stop}, where {RANGES} has a sample end")
-                    found += [content[first - at : first - at + size] for first, size in members]
+                    for number in numbers:
+                        first, size = places[number]
+                        found[number] = content[first - at : first - at + size]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise self._damaged(group, error) from error
         return iter(found)
@@ -95,7 +98,7 @@ class Reader:
             values = self._row(group, row, ITEM_COLUMNS)
             found = tuple(
                 Item(v["modality"], v["format"], tuple(v["size"]), v["data"])
-                for v in _chosen(values["items"] or (), items)
+                for v in chosen(values["items"] or (), items)
             )
             sample = replace(sample, id=values["id"], items=found)
         return sample
@@ -145,23 +148,11 @@ class Reader:
         )
 
 
-def _chosen(values: Sequence[Any], items: bool | Sequence[int]) -> Sequence[Any]:
+def chosen(values: Sequence[Any], items: bool | Sequence[int]) -> Sequence[Any]:
     """All values, none, or those of the numbers that are there."""
     if isinstance(items, bool):
         return values if items else ()
     return [values[number] for number in items if 0 <= number < len(values)]
-
-
-def _joined(
-    places: Sequence[tuple[int, int]],
-) -> Iterator[tuple[int, int, Sequence[tuple[int, int]]]]:
-    """Ranges (at, size) as reads (at, stop, ranges) of neighbours, in their order."""
-    first = 0
-    for number, (at, size) in enumerate(places):
-        last = number + 1 == len(places)
-        if last or not 0 <= places[number + 1][0] - at - size <= _GAP:
-            yield places[first][0], at + size, places[first : number + 1]
-            first = number + 1
 
 
 def _check(found: int, expected: int) -> None:

@@ -15,6 +15,8 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "sha256")  # what file systems call a name for content
+
 
 @dataclass(frozen=True)
 class Storage:
@@ -75,6 +77,17 @@ class Storage:
             for entry in found
         }
 
+    def identity(self, name: str) -> tuple[int, str]:
+        """The bytes of a file, and the store's name for its content, "" where it has none."""
+        return _identity(self.fs.info(self.path(name)))
+
+    def listing(self) -> dict[str, tuple[int, str]]:
+        """All files below the root by name, in order, with what `identity` says of each."""
+        self.fs.invalidate_cache()
+        found = self.fs.find(self.root, detail=True)
+        below = len(self.root) + 1
+        return {path[below:]: _identity(found[path]) for path in sorted(found)}
+
     def holds(self, name: str) -> bool:
         """Whether there is a file of this name."""
         self.fs.invalidate_cache()
@@ -84,9 +97,13 @@ class Storage:
         """The content of a file."""
         return bytes(self.fs.cat_file(self.path(name)))
 
-    def open(self, name: str) -> Any:
-        """A binary file to seek and read in; only what is asked for is fetched."""
-        return self.fs.open(self.path(name), "rb", cache_type="none")
+    def open(self, name: str, ahead: bool = False) -> Any:
+        """A binary file to seek and read in; only what is asked for is fetched, or with `ahead` what follows
+        it, too, to be read from the beginning to the end.
+        """
+        if self.is_local:
+            return open(self.path(name), "rb")
+        return self.fs.open(self.path(name), "rb", cache_type="readahead" if ahead else "none")
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
         """Write a file of `parts`, which are buffers, one after the other. Its folder is made if need be."""
@@ -124,6 +141,12 @@ class Storage:
             self.fs.rm_file(self.path(f"{folder}/{first}"))
         with suppress(FileNotFoundError):
             self.fs.rm(self.path(folder), recursive=True)
+
+
+def _identity(info: dict[str, Any]) -> tuple[int, str]:
+    """What `identity` says, from fsspec's `info`."""
+    tag = next((str(info[key]) for key in _TAGS if info.get(key)), "")
+    return int(info["size"]), tag.strip('"')
 
 
 def _sync(folder: str) -> None:

@@ -7,16 +7,15 @@ A tokenizer lives wherever its author likes: a class registered under the entry 
     data.tokenizer: {name: hf, path: models/mine}
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from dataloader.format import PLACEHOLDER, Frame, TextForm
+from dataloader.registered import make
 
 GROUP = "omni.tokenizers"
 
@@ -125,38 +124,11 @@ def digest_of(text: str) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest() if text else ""
 
 
-def registered() -> list[str]:
-    """Return the names of all tokenizers that installed packages register."""
-    return sorted({point.name for point in entry_points(group=GROUP)})
-
-
 def get_tokenizer(chosen: str | Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a name, or of a mapping of `name` and its own keys.
 
     Raises:
         ValueError: if none is registered by the name, it cannot be imported, or does not take the keys.
     """
-    if not isinstance(chosen, str | Mapping):
-        raise ValueError(f"{chosen!r} is neither a name nor a mapping of name and keys")
-    keys = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-    name = keys.pop("name", None)
-    points = [point for point in entry_points(group=GROUP) if point.name == name]
-    if not points:
-        raise ValueError(
-            f"unknown tokenizer {name!r}: known are {', '.join(registered())}; a package adds its own under "
-            f"the entry point {GROUP}"
-        )
-    try:
-        kind = points[0].load()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"tokenizer {name}: {points[0].value} cannot be imported: {error}") from error
-    takes = inspect.signature(kind)
-    try:
-        takes.bind(**keys)
-    except TypeError as error:
-        raise ValueError(
-            f"tokenizer {name}: {error} (its keys are {', '.join(takes.parameters) or 'none'}; give them as "
-            f"{{name: {name}, key: value}})"
-        ) from None
-    tokenizer: Tokenizer = kind(**keys)
+    tokenizer: Tokenizer = make(GROUP, "tokenizer", chosen)
     return tokenizer

@@ -274,6 +274,14 @@ def tokenize(
     return sequence[:-1], sequence[1:].copy(), np.concatenate(target)[1:]
 
 
+def blank(
+    meta: SampleMeta,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What stands in for `tokenize` where the text cannot be read: of the planned length, without targets."""
+    size = length(meta)
+    return np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.bool_)
+
+
 def _mismatch(sample: Sample, meta: SampleMeta, what: str) -> DataError:
     return DataError(
         f"sample {sample.id!r} ({meta.id} of source {meta.source!r}): {what} as the index says; "

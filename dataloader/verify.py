@@ -10,8 +10,10 @@ import numpy as np
 
 from dataloader.format import MANIFEST, DataError, Item, Sample, SampleError, hash_of, validate_sample
 from dataloader.index import Index
+from dataloader.loader import SampleReader
 from dataloader.ranges import RANGES
 from dataloader.reader import Reader
+from dataloader.sources.reader import open_reader
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import text_tokens
 
@@ -42,7 +44,7 @@ def verify_dataset(
     `repeated` (an id). Raises DataError if the dataset cannot be opened at all (missing or resized files).
     """
     index = Index.open(path, tokenizer, checked=False)
-    reader, ranged = Reader(path, ranged=False), Reader(path)
+    reader, ranged = _readers(path, index)
     problems: Counter[str] = Counter()
     not_decoded: Counter[str] = Counter()
     examples: list[str] = []
@@ -64,7 +66,7 @@ def verify_dataset(
         except DataError as error:
             found("unreadable", f"sample {i}: {error}")
             continue
-        if wrong := _misplaced(ranged, i, sample):
+        if ranged is not None and (wrong := _misplaced(ranged, i, sample)):
             found("misplaced", f"sample {i}, by {RANGES}: {wrong}")
         try:
             validate_sample(sample)
@@ -89,8 +91,14 @@ def verify_dataset(
                 not_decoded[item.modality] += 1
             elif wrong := _undecodable(decoders[item.modality], item):
                 found("undecodable", f"sample {sample.id!r} ({i}), item {position}: {wrong}")
-    reader.files.close()
     return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded), hashed)
+
+
+def _readers(path: str | Path, index: Index) -> tuple[SampleReader, Reader | None]:
+    """What reads samples, and what else must read the same: shards by row groups, and by ranges."""
+    if index.manifest.place is not None:
+        return open_reader(path), None
+    return Reader(path, ranged=False), Reader(path)
 
 
 def _misplaced(ranged: Reader, i: int, sample: Sample) -> str:

@@ -93,7 +93,7 @@ class DatasetWriter:
     def __enter__(self) -> "DatasetWriter":
         self._lock = _begin(self._partial)
         try:
-            if _is_present(self.path, building=True) and not self._overwrite:
+            if is_present(self.path, building=True) and not self._overwrite:
                 raise DataError(f"{self.path} exists: choose another folder or overwrite it (--overwrite)")
         except BaseException:
             shutil.rmtree(self._partial)
@@ -143,7 +143,7 @@ class DatasetWriter:
                 raise DataError(f"{self.path}: no sample was added: a dataset needs at least one")
             if kind is None:
                 self._finish()
-                self._publish()
+                publish(self._partial, self.path)
         finally:
             os.close(self._lock)
 
@@ -173,7 +173,7 @@ class DatasetWriter:
         name = f"shard-{len(self._shards):05d}.parquet"
         for row in locate(self._partial / name):
             self._ranges.add(row)
-        self._shards.append(_written(self._partial / name, self._rows_in_shard))
+        self._shards.append(written(self._partial / name, self._rows_in_shard))
         self._groups_in_shard = self._rows_in_shard = 0
 
     def _write_index(self) -> None:
@@ -196,24 +196,12 @@ class DatasetWriter:
             num_samples=self._num_samples,
             rows_per_group=self._rows_per_group,
             shards=tuple(self._shards),
-            index=_written(self._partial / INDEX_FILE, self._num_samples),
+            index=written(self._partial / INDEX_FILE, self._num_samples),
             modalities=tuple(self._modalities),
             totals=DatasetTotals(self._text_tokens, self._bytes, self._item_counts),
             text=self._text,
         )
         write_manifest(self._partial, manifest)
-
-    def _publish(self) -> None:
-        # Two renames: no file system swaps folders portably. In between `<path>.old` is the good dataset,
-        # and the next build puts it back.
-        old = _old(self.path)
-        if self.path.exists():
-            if old.exists():
-                shutil.rmtree(old)
-            os.rename(self.path, old)
-        os.rename(self._partial, self.path)
-        if old.exists():
-            shutil.rmtree(old)
 
     def _discard(self) -> None:
         if self._shard is not None:
@@ -221,6 +209,20 @@ class DatasetWriter:
         self._index.close()
         self._ranges.close()
         shutil.rmtree(self._partial)
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a dataset that is complete its name. One that has it is removed then."""
+    # Two renames: no file system swaps folders portably. In between `<path>.old` is the good dataset,
+    # and the next build puts it back.
+    old = _old(path)
+    if path.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        os.rename(path, old)
+    os.rename(partial, path)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def _begin(partial: Path) -> int:
@@ -288,7 +290,7 @@ def is_intact(path: str | Path, recipe: str, tokenizer: Tokenizer, text: TextFor
     Returns False if nothing is there; raises DataError if what is there is damaged or another dataset.
     """
     path = Path(path).resolve()
-    if not _is_present(path):
+    if not is_present(path):
         return False
     manifest = read_manifest(path)
     check_files(path, manifest)
@@ -328,7 +330,7 @@ def add_ranges(path: str | Path) -> bool:
     path = Path(path).resolve()
     manifest = read_manifest(path)
     check_files(path, manifest)
-    if (path / RANGES).exists():
+    if manifest.place is not None or (path / RANGES).exists():
         return False
     new = path / f"{RANGES}.new"
     writer, found = RangesWriter(new), False
@@ -347,7 +349,7 @@ def add_ranges(path: str | Path) -> bool:
     return found
 
 
-def _is_present(path: Path, building: bool = False) -> bool:
+def is_present(path: Path, building: bool = False) -> bool:
     """Whether a dataset is at `path`; DataError if it is anything else, which is never replaced. The caller
     is `building` it if it holds its lock.
     """
@@ -382,7 +384,7 @@ def _row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _written(file: Path, rows: int) -> DataFile:
+def written(file: Path, rows: int) -> DataFile:
     """A finished file, once it is on disk: a rename must not publish one that is not."""
     with open(file, "rb") as handle:
         os.fsync(handle.fileno())

@@ -1,19 +1,19 @@
-"""`omni data`: build, inspect, show, verify, hash and balance datasets; generate and describe traces."""
+"""`omni data`: build, index, inspect, show, verify, hash and balance datasets; make and describe traces."""
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from dataloader.visible import visible
-from omni.commands import _balance
+from omni.commands import _balance, _index
+from omni.commands._index import chosen
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data`."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="build|inspect|show|verify|hash|balance|trace"
+        dest="action", required=True, metavar="build|index|inspect|show|verify|hash|balance|trace"
     )
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--seed", type=int, default=0, help="of the recipe's draws (default: 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
 
+    _index.add_arguments(actions.add_parser("index", help="index samples where they lie, without a copy"))
+
     inspect = actions.add_parser("inspect", help="print totals, lengths and a few samples")
     inspect.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
@@ -54,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hashes = actions.add_parser("hash", help="write the hashes and ranges that an older dataset lacks")
     hashes.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
 
-    balance = actions.add_parser("balance", help="how even steps would be by which policies")
-    _balance.add_arguments(balance)
+    _balance.add_arguments(actions.add_parser("balance", help="how even steps would be by which policies"))
 
     trace = actions.add_parser("trace", help="sample metadata without payload")
     kinds = trace.add_subparsers(dest="trace_action", required=True, metavar="generate|describe")
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
+        "index": _index.run,
         "inspect": _inspect,
         "show": _show,
         "verify": _verify,
@@ -104,7 +106,7 @@ def _build(args: argparse.Namespace) -> int:
         if args.tokenizer != "bytes":
             raise ValueError("--tokenizer: this recipe trains its own; leave it out")
         return _told(_quickstart_chat.build(out, args.seed, args.overwrite, tell))
-    tokenizer = get_tokenizer(_chosen(args.tokenizer))
+    tokenizer = get_tokenizer(chosen(args.tokenizer))
     if args.recipe:
         names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)
         built = {out / name: new for name, new in names.items()}
@@ -135,24 +137,12 @@ def _told(built: dict[Path, bool]) -> int:
     return 0
 
 
-def _chosen(text: str) -> Any:
-    """A tokenizer as a user names it: a name, or a mapping in YAML as `data.tokenizer` takes it."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(
-            f"--tokenizer {text}: neither a name nor {{name: hf, path: DIR}} ({error})"
-        ) from None
-
-
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
     from dataloader.index import Index
-    from dataloader.reader import Reader
+    from dataloader.sources.reader import open_reader
 
     console = Console()
     for path in _datasets(args.paths):
@@ -176,7 +166,7 @@ def _inspect(args: argparse.Namespace) -> int:
                 label = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
                 histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
         console.print(histogram)
-        reader = Reader(path)
+        reader = open_reader(path)
         samples = Table("sample", "items", "text", "targets")
         for i in range(min(args.samples, len(index))):
             sample = reader.read(i, text=True, items=True)
@@ -198,13 +188,13 @@ def _show(args: argparse.Namespace) -> int:
 
     from dataloader.format import PLACEHOLDER, read_manifest
     from dataloader.index import Index
-    from dataloader.reader import Reader
+    from dataloader.sources.reader import open_reader
     from dataloader.tokenizer import get_tokenizer
     from dataloader.tokens import text_tokens
 
     path = Path(args.path)
-    tokenizer = get_tokenizer(_chosen(args.tokenizer or read_manifest(path).tokenizer))
-    index, reader = Index.open(path, tokenizer), Reader(path)
+    tokenizer = get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer))
+    index, reader = Index.open(path, tokenizer), open_reader(path)
     console = Console(highlight=False, soft_wrap=True)
     for i in range(min(args.samples, len(index))):
         sample = reader.read(i, text=True, items=False)
@@ -252,7 +242,7 @@ def _verify(args: argparse.Namespace) -> int:
     failed = False
     for path in _datasets(args.paths):
         try:
-            tokenizer = get_tokenizer(_chosen(args.tokenizer or read_manifest(path).tokenizer))
+            tokenizer = get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer))
             report = verify_dataset(path, tokenizer, {"audio": decode_audio, "image": decode_image})
         except DataError as error:
             print(f"{path}: cannot be opened: {visible(str(error))}")

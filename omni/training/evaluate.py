@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.format import PLACEHOLDER, Sample
-from dataloader.loader import TextArrays
-from dataloader.reader import Reader
+from dataloader.loader import SampleReader, TextArrays
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta, fit, length, text_tokens, tokenize
 from omni.planning.run_spec import RunSpec
@@ -52,7 +51,7 @@ class Evaluator:
 
     spec: RunSpec
     rank: Rank
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, SampleReader]
     control: Control
 
     @property

@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 
 from dataloader.format import DataError
-from dataloader.loader import Fetched, TextArrays
-from dataloader.reader import Reader
+from dataloader.loader import Fetched, SampleReader, TextArrays
 from dataloader.tokens import SampleMeta, length
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.registry import ItemArrays, prepare_item
@@ -31,7 +30,7 @@ class ForwardPasses:
 
     spec: RunSpec
     rank: Rank
-    readers: Mapping[str, Reader]
+    readers: Mapping[str, SampleReader]
 
     def run(
         self,
@@ -55,9 +54,9 @@ class ForwardPasses:
         ]
 
     def _item(self, source: str, sample: int, index: int) -> ItemArrays:
-        item = self.readers[source].read(sample, text=False, items=(index,)).items[0]
-        encoder = next(e for e in self.spec.encoders.values() if e.modality == item.modality)
         try:
+            item = self.readers[source].read(sample, text=False, items=(index,)).items[0]
+            encoder = next(e for e in self.spec.encoders.values() if e.modality == item.modality)
             return prepare_item(encoder, item)
         except DataError as error:
             raise DataError(f"held-out source {source}, sample {sample}, item {index}: {error}") from error

@@ -19,8 +19,8 @@ import torch
 
 from dataloader.decoders import decoder_versions
 from dataloader.loader import Loader, default_threads
-from dataloader.reader import Reader
 from dataloader.shared_files import SharedFiles
+from dataloader.sources.reader import open_reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
 from infra.machine import usable_cores
 from infra.run_folder import RunFolder
@@ -97,8 +97,8 @@ class Trainer:
         if self.first and world > 1:
             print(self.warmed, flush=True)
         self.files = SharedFiles()
-        self.readers = {name: Reader(index.path, self.files) for name, index in spec.indexes.items()}
-        heldout = {name: Reader(index.path, self.files) for name, index in spec.heldout.items()}
+        self.readers = {name: open_reader(index.path, self.files) for name, index in spec.indexes.items()}
+        heldout = {name: open_reader(index.path, self.files) for name, index in spec.heldout.items()}
         self.tables = CostTables(spec.table)
         self.evaluator = Evaluator(spec, self.rank, heldout, self.control)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder, self.control)
@@ -276,10 +276,11 @@ class Trainer:
         )
 
     def check_failures(self, prepared: Prepared) -> None:
-        """Apply `data.on_error` to items of this rank that could not be decoded."""
+        """Apply `data.on_error` to what this rank could not read or decode."""
         for failure in prepared.failures:
             sample = f"source {failure.source}, sample {failure.sample} ({failure.name!r})"
-            text = f"{sample}, item {failure.item}: {failure.reason}"
+            of = "its text" if failure.item is None else f"item {failure.item}"
+            text = f"{sample}, {of}: {failure.reason}"
             if self.config.data.on_error == "fail":
                 raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
             beside(f"rank {self.rank.rank}: skipped {text}")

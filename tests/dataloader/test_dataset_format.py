@@ -152,7 +152,8 @@ def test_another_version_tokenizer_or_manifest_is_refused(tmp_path):
         Index.open(path, Other())
     manifest = json.loads((path / "dataset.json").read_text())
     for change, message in (
-        ({"format_version": 3}, "format_version is 3, this version reads 1 and 2"),
+        ({"format_version": 4}, "format_version is 4, this version reads 1 to 3"),
+        ({"format_version": 3}, "vocabularies"),
         ({"num_samples": 49}, "num_samples 49"),
         ({"surprise": 1}, "surprise"),
     ):

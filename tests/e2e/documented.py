@@ -90,6 +90,7 @@ RANKS = {
     "omni sync runs/mine": "",
     "omni parity --steps 3 launch.ranks=1 -- launch.ranks=2 layout=pp2": "",
     "omni train +data.sources.mine.path=data/mine model.encoders.image.patch=4": f"{_TWO} {_ONE}",
+    "omni train +data.sources.mine.path=data/tars_index model.encoders.image.patch=4": f"{_TWO} {_ONE}",
     "omni train train.steps=100 launch.ranks=2 layout.domain=2 llm_sp=dynamic encoder_sp=dynamic": _TWO,
     "omni train train.steps=100 launch.ranks=3 placement=disaggregated placement.ranks=1": _TWO,
     "omni train '+optim.components.image={lr_scale: 0.1, frozen: [[1, 201]]}'": f"{_TWO} {_ONE}",

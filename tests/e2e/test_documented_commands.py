@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,15 @@ from documented import (
     why_not,
 )
 from runs import Finished, Running, document, omni, picture, strip, write
+from tars import write_tars
 from tiny_bpe import write_tokenizer
+
+from dataloader.format import PLACEHOLDER, Sample
 
 PRINTED = list(dict.fromkeys(command for found in pages().values() for command in found))
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 BUILD = "omni data build --from-jsonl mine.jsonl --out data/mine"
+INDEX = "omni data index data/tars --out data/tars_index --recipe webdataset --jobs 4"
 ALONE = [command for command in PRINTED if runs_by_itself(command)]
 
 
@@ -44,8 +49,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         own = folder / "conf" / f"{group}.yaml"
         own.parent.mkdir(parents=True)
         shutil.copy(ROOT / "hydra_conf" / f"{ours}.yaml", own)
-    built = omni(split(BUILD)[1:], folder)
-    assert built.code == 0, built.err
+    seven = Sample("seven", PLACEHOLDER + "seven", (picture([7]),))
+    write_tars(folder / "data/tars", [replace(seven, id=f"seven-{i}") for i in range(8)], each=4)
+    for command in (BUILD, INDEX):
+        built = omni(split(command)[1:], folder)
+        assert built.code == 0, built.err
     return folder
 
 

@@ -1,0 +1,146 @@
+"""Ranges of files that lie anywhere: neighbours in one read, again where a store fails, and not for ever."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+
+from dataloader.shared_files import SharedFiles
+from dataloader.storage import Storage
+
+Range = tuple[int, int]  # where it begins, and its bytes
+T = TypeVar("T")
+
+NEAR_HERE = 4 << 10  # bytes between ranges that are read with them, on a file system of this machine,
+NEAR = 64 << 10  # and of a store, where a request costs as much as these
+ATTEMPT_S = 20.0  # how long one request may take,
+DEADLINE_S = 90.0  # and all that repeat it
+_PAUSE_S = 0.1  # before the first repetition; twice as long before each further one
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class Fetcher:
+    """Reads ranges of the files of a storage. Files of this machine stay open in `files`, whose count of
+    bytes all reads add to. Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        files: SharedFiles,
+        attempt_s: float = ATTEMPT_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self.storage = storage
+        self._files = files
+        self._attempt_s = attempt_s
+        self._deadline_s = deadline_s
+
+    def ranges(self, name: str, places: Sequence[Range]) -> list[bytes]:
+        """The bytes of ranges of a file, in their order; those that lie near each other are read together.
+
+        Raises OSError if they cannot be read by the deadline, FileNotFoundError if there is no such file,
+        ValueError if it ends before one of them does.
+        """
+        found = [b""] * len(places)
+        near = NEAR_HERE if self.storage.is_local else NEAR
+        for at, stop, numbers in joined(places, near):
+            content = self._read(name, at, stop - at) if stop > at else b""
+            self._files.count(len(content))
+            for number in numbers:
+                first, size = places[number]
+                found[number] = content[first - at : first - at + size]
+        return found
+
+    def known(self, name: str) -> tuple[int, str]:
+        """The bytes of a file, and the name that its store has for its content, "" where it has none; raises
+        as `ranges`.
+        """
+        if self.storage.is_local:
+            return self.storage.identity(name)
+        return self._again(name, lambda: self.storage.identity(name))
+
+    def _read(self, name: str, at: int, size: int) -> bytes:
+        path = self.storage.path(name)
+
+        def once() -> bytes:
+            if self.storage.is_local:
+                with self._files.opened(path) as file:
+                    content = file.read_at(size, at)
+            else:
+                content = self.storage.fs.cat_file(path, start=at, end=at + size)
+            if len(content) != size:
+                raise _ShortError(f"{len(content)} of {size} bytes came")
+            return bytes(content)
+
+        try:
+            return once() if self.storage.is_local else self._again(name, once)
+        except _ShortError as error:
+            raise ValueError(f"{name}: from byte {at} on {error}: it is cut, or another file") from error
+        except pa.ArrowException as error:
+            raise OSError(f"{name}: {error}") from error
+
+    def _again(self, name: str, once: Callable[[], T]) -> T:
+        """What `once` returns, at the first time that it does in time. What lasts is raised as it is."""
+        end = time.monotonic() + self._deadline_s
+        pause = _PAUSE_S
+        while True:
+            try:
+                return _within(min(self._attempt_s, max(0.0, end - time.monotonic())), once)
+            except _LASTING:
+                raise
+            except Exception as error:  # each store has errors of its own
+                if time.monotonic() + pause > end:
+                    if isinstance(error, _ShortError):
+                        raise
+                    raise OSError(
+                        f"{name}: the store gave nothing in {self._deadline_s:g} s; at last: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+            time.sleep(pause)
+            pause *= 2
+
+
+class _ShortError(Exception):
+    """A store gave fewer bytes than were asked for."""
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """What `call` returns, or TimeoutError. A call that hangs keeps a thread, which ends with the process."""
+    found: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as error:  # told to who waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="fetch", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        raise raised[0]
+    if not found:
+        raise TimeoutError(f"no answer in {seconds:.0f} s")
+    return found[0]
+
+
+def joined(places: Sequence[Range], near: int) -> Iterator[tuple[int, int, list[int]]]:
+    """Ranges as reads (at, stop, which of the ranges) of those with at most `near` bytes between them."""
+    order = sorted(range(len(places)), key=lambda number: places[number])
+    numbers: list[int] = []
+    first = stop = 0
+    for number in order:
+        at, size = places[number]
+        if numbers and at - stop > near:
+            yield first, stop, numbers
+            numbers = []
+        if not numbers:
+            first = stop = at
+        numbers.append(number)
+        stop = max(stop, at + size)
+    if numbers:
+        yield first, stop, numbers

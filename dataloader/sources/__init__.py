@@ -1,0 +1,1 @@
+"""Samples where they lie: recipes find them, an index says where, a reader reads them there."""

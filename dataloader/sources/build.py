@@ -1,0 +1,141 @@
+"""An index of samples that lie elsewhere: files are scanned by jobs, and what they found is put together.
+
+While an index is built, its parts lie in `<out>.partial`: a build that was killed goes on there. They are put
+together in the order of the files' names, so the index does not depend on who scanned what, or when.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from dataloader.format import (
+    DataError,
+    check_files,
+    read_manifest,
+)
+from dataloader.sources.jobs import each
+from dataloader.sources.merge import put_together
+from dataloader.sources.recipe import Recipe, get_recipe
+from dataloader.sources.scan import File, Work, scan
+from dataloader.sources.tables import (
+    BATCH_ROWS,
+)
+from dataloader.storage import Storage
+from dataloader.tokenizer import Tokenizer, get_tokenizer
+from dataloader.writer import is_present, publish
+
+_LOCK = "lock"
+
+
+def build_index(
+    source: str | Path,
+    out: str | Path,
+    recipe: str | Mapping[str, Any],
+    tokenizer: Any = "bytes",
+    jobs: int = 1,
+    overwrite: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+    batch_rows: int = BATCH_ROWS,
+) -> bool:
+    """Build the index `out` of all samples in `source`, a file, folder or URL, as `recipe` finds them, and
+    count their texts' tokens; False if it is there. No sample is copied, and none decoded.
+
+    `recipe` and `tokenizer` are names, or mappings of `name` and keys. `tell` hears of what happens, and of
+    what was left out, by reason. Raises DataError if there is nothing to index, if `out` is anything but
+    this index and not to be overwritten, or if another build of it is under way; ValueError for a recipe or
+    tokenizer that cannot be had; OSError if files cannot be read or written.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}: it must be at least 1")
+    chosen = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
+    path = Path(out).resolve()
+    storage, files = _files(source, get_recipe(chosen))
+    of_tokenizer = get_tokenizer(tokenizer)
+    listing = blake2b(json.dumps([vars(file) for file in files]).encode(), digest_size=16).hexdigest()
+    if is_present(path) and not overwrite:
+        return _is_intact(path, str(storage), chosen, listing, of_tokenizer)
+    folder = path.with_name(path.name + ".partial")
+    with _locked(folder):
+        parts = folder / "parts"
+        parts.mkdir(exist_ok=True)
+        work = Work(str(storage), chosen, tokenizer, vocabulary_of(of_tokenizer), parts)
+        tell(f"indexing {len(files)} files of {storage} ...")
+        for count in each(partial(scan, work), files, jobs):
+            if count % 1000 == 0:
+                tell(f"{count} of {len(files)} files are scanned")
+        try:
+            put_together(folder, work, files, listing, of_tokenizer, tell, batch_rows)
+        finally:
+            shutil.rmtree(parts)
+        (folder / _LOCK).unlink()
+        publish(folder, path)
+    return True
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> str:
+    """A name of all that token counts depend on."""
+    depends = json.dumps([tokenizer.name, tokenizer.digest])
+    return blake2b(depends.encode(), digest_size=4).hexdigest()
+
+
+def _files(source: str | Path, recipe: Recipe) -> tuple[Storage, list[File]]:
+    """The files of a source that a recipe scans, in the order of their names. Raises DataError for none."""
+    storage = Storage.at(source)
+    ends = " or ".join(recipe.suffixes)
+    try:
+        if storage.fs.isfile(storage.root):
+            folder, _, name = storage.root.rpartition("/")
+            storage = Storage(storage.fs, folder)
+            listing = {name: storage.identity(name)}
+        else:
+            listing = storage.listing()
+    except OSError as error:
+        raise DataError(f"{source}: cannot be listed ({error})") from error
+    files = [File(name, *of) for name, of in listing.items() if name.lower().endswith(recipe.suffixes)]
+    if not files:
+        raise DataError(
+            f"{source}: there is no file {ends} among the {len(listing)} there: name their folder, or one"
+        )
+    return storage, files
+
+
+def _is_intact(path: Path, root: str, recipe: Mapping[str, Any], listing: str, tokenizer: Tokenizer) -> bool:
+    """False if `path` is an index of that; raises DataError if it is anything else, or damaged."""
+    remedy = "choose another folder or overwrite it (--overwrite)"
+    manifest = read_manifest(path, (tokenizer.name, tokenizer.digest))
+    check_files(path, manifest)
+    place = manifest.place
+    if place is None or (place.root, place.recipe) != (root, recipe):
+        held = "a dataset of its own" if place is None else f"the index of {place.root} by {place.recipe}"
+        raise DataError(f"{path} is {held}; asked for {root} by {recipe}: {remedy}")
+    if place.listing != listing:
+        raise DataError(
+            f"{path}: files of {root} have changed, come or gone since they were indexed: {remedy}"
+        )
+    if (manifest.tokenizer, manifest.text.tokenizer) != (tokenizer.name, tokenizer.digest):
+        raise DataError(f"{path} has counts of tokenizer {manifest.tokenizer} alone: {remedy}")
+    return False
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder of a build, which is made if need be. Raises DataError if another build holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another build of this index is under way: wait for it") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(lock)

@@ -1,0 +1,159 @@
+"""Samples in an object store that fails, stalls, answers with less than was asked for, or has other files."""
+
+import threading
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+from dataset_samples import make_sample
+from fsspec.implementations.memory import MemoryFileSystem
+from tars import write_tars
+
+from dataloader.fetching import Fetcher, joined
+from dataloader.format import UnreadableError
+from dataloader.shared_files import SharedFiles
+from dataloader.sources.build import build_index
+from dataloader.sources.reader import PlacedReader
+from dataloader.storage import Storage
+
+SAMPLES = [make_sample(i) for i in range(20)]
+
+
+class Store(MemoryFileSystem):
+    """A store in memory that counts requests and can be told how to answer the next ones."""
+
+    protocol = "teststore"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    answers: ClassVar[list] = []  # what the next requests meet: an exception, or seconds or bytes too few
+    requests: ClassVar[list] = []
+    tags: ClassVar[dict] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("teststore://", "memory://"))
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self.requests.append((path, start, end))
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        if isinstance(answer, float):
+            time.sleep(answer)
+        content = super().cat_file(path, start, end, **kwargs)
+        return content[:answer] if isinstance(answer, int) else content
+
+    def info(self, path, **kwargs):
+        found = super().info(path, **kwargs)
+        return {**found, "ETag": f'"{self.tags.get(path, "first")}"'}
+
+    def find(self, path, **kwargs):
+        return {name: {**of, "ETag": '"first"'} for name, of in super().find(path, **kwargs).items()}
+
+
+@pytest.fixture
+def store(tmp_path):
+    fsspec.register_implementation("teststore", Store, clobber=True)
+    for table in (Store.store, Store.answers, Store.requests, Store.tags):
+        table.clear()
+    for file in sorted(write_tars(tmp_path / "tars", SAMPLES, each=5).iterdir()):
+        Storage.at("teststore://bucket").write(f"tars/{file.name}", [file.read_bytes()])
+    return "teststore://bucket/tars"
+
+
+@pytest.fixture
+def index(store, tmp_path) -> Path:
+    assert build_index(store, tmp_path / "index", "webdataset")
+    Store.requests.clear()
+    return tmp_path / "index"
+
+
+def test_samples_of_a_store_are_those_of_files(index):
+    reader = PlacedReader(index)
+    assert [reader.read(i, True, True).items for i in range(20)] == [sample.items for sample in SAMPLES]
+    assert len(Store.requests) == 20  # one for each sample: its members are neighbours
+    assert reader.files.bytes_read == sum(end - start for _, start, end in Store.requests)
+
+
+@pytest.mark.parametrize("answers", [[OSError("503 Slow Down")] * 3, [7, 0, RuntimeError("reset")], [0.3]])
+def test_a_store_that_fails_for_a_while_is_asked_again(index, answers):
+    reader = PlacedReader(index)
+    reader._fetcher = Fetcher(reader._fetcher.storage, reader.files, attempt_s=0.1, deadline_s=20)
+    Store.answers[:] = answers
+    assert reader.read(2, True, True).items == SAMPLES[2].items
+    assert len(Store.requests) == 1 + len(answers)
+
+
+def test_a_store_that_does_not_come_back_loses_the_sample_by_its_name(index):
+    reader = PlacedReader(index)
+    reader._fetcher = Fetcher(reader._fetcher.storage, reader.files, attempt_s=0.2, deadline_s=0.5)
+    name = f"00000.tar/{SAMPLES[2].id}"
+    for answers, says in (
+        ([OSError("503 Slow Down")] * 9, r"00000.tar: the store gave nothing in 0.5 s; .*503 Slow Down"),
+        ([5.0] * 9, r"the store gave nothing in 0.5 s; at last: TimeoutError"),
+        ([100] * 9, r"100 of \d+ bytes came: it is cut, or another file"),
+    ):
+        Store.answers[:] = answers
+        begun = time.monotonic()
+        with pytest.raises(UnreadableError, match=says) as error:
+            reader.read(2, True, True)
+        assert error.value.name == name
+        assert time.monotonic() - begun < 4
+    Store.answers.clear()
+    assert reader.read(2, True, True).items == SAMPLES[2].items
+
+
+def test_threads_that_wait_for_a_store_wait_side_by_side(index):
+    reader = PlacedReader(index)
+    for i in range(8):
+        reader.read(i, True, True)
+    Store.answers[:] = [0.5] * 8
+    threads = [threading.Thread(target=reader.read, args=(i, True, True)) for i in range(8)]
+    begun = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not Store.answers
+    assert time.monotonic() - begun < 8 * 0.5
+
+
+def test_a_file_that_was_replaced_is_told_by_its_tag(index):
+    Store.tags["/bucket/tars/00001.tar"] = "second"
+    reader = PlacedReader(index)
+    assert reader.read(4, True, True).items == SAMPLES[4].items
+    with pytest.raises(UnreadableError, match=r"00001.tar has the tag second, and had first when indexed"):
+        reader.read(5, True, True)
+    Storage.at("teststore://bucket/tars").fs.rm("/bucket/tars/00002.tar")
+    with pytest.raises(UnreadableError, match=r"00002.tar"):
+        reader.read(10, True, True)
+    assert len(Store.requests) == 1  # what is not there is not asked for again
+
+
+def test_ranges_are_joined_where_little_lies_between():
+    places = [(0, 10), (12, 8), (20, 5), (90, 1), (50, 10), (60, 10)]
+    assert list(joined(places, 4)) == [
+        (0, 25, [0, 1, 2]),
+        (50, 70, [4, 5]),
+        (90, 91, [3]),
+    ]
+    assert list(joined([], 4)) == []
+    assert list(joined([(5, 9), (7, 2), (0, 4)], 0)) == [(0, 4, [2]), (5, 14, [0, 1])]
+
+
+def test_ranges_of_a_file_come_in_their_order(tmp_path):
+    (tmp_path / "f").write_bytes(bytes(range(200)))
+    files = SharedFiles()
+    fetcher = Fetcher(Storage.at(tmp_path), files)
+    assert fetcher.ranges("f", [(100, 3), (0, 2), (2, 0), (199, 1)]) == [
+        bytes([100, 101, 102]),
+        bytes([0, 1]),
+        b"",
+        bytes([199]),
+    ]
+    with pytest.raises(ValueError, match=r"f: from byte 199 on 1 of 2 bytes came"):
+        fetcher.ranges("f", [(199, 2)])
+    with pytest.raises(FileNotFoundError):
+        fetcher.ranges("g", [(0, 1)])
