@@ -11,7 +11,7 @@ them what it needs.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from infra.shard_file import CheckpointError, Shard, pack
+from omni.models.adapters import A, B
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, Region, all_parameters
 from omni.rank.optimizer import ComponentOptimizer
@@ -79,9 +80,11 @@ def read_state(
     stage: LLMStage | None,
     rank: int,
     moments: bool = True,
+    drawn: Collection[str] = (),
 ) -> None:
     """Load this rank's shards from a checkpoint that any layout may have written, for `spread_weights`;
-    without `moments` weights alone, and the optimizer begins anew.
+    without `moments` weights alone, and the optimizer begins anew. Adapters of the components `drawn` are not
+    looked for, and stay as they are.
 
     No other rank is waited for, so one that cannot read does not hold up the others.
 
@@ -92,6 +95,8 @@ def read_state(
     pieces = pieces_of(index)
     for component, optimizer in components.items():
         for shard in owned(optimizer, names[component]):
+            if component in drawn and shard.name.endswith((A, B)):
+                continue
             key = f"{component}/{shard.name}"
             _want_shard(optimizer, shard, key, pieces.get(key, []), wanted, moments)
     biases = _want_buffers(index, stage.biases() if stage else {}, wanted)

@@ -16,7 +16,7 @@ from omni.rank.folder_weights import FolderReader, wanted_of
 from omni.rank.state import spread_weights
 from omni.training.fingerprint import fingerprint
 from omni.training.loading import from_first, load
-from omni.training.start import shared_components
+from omni.training.start import new_adapters, shared_components
 from parallel.control import Control
 from parallel.groups import node_group
 
@@ -41,9 +41,11 @@ def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> Non
     try:
         manifest = from_first(control, lambda: read_manifest(storage, step))
         saved = manifest["fingerprint"]
-        names = shared_components(saved, fingerprint(spec), spec.components, start.checkpoint)
+        current = fingerprint(spec)
+        names = shared_components(saved, current, spec.components, start.checkpoint)
         components = {name: own for name, own in rank.components.items() if name in names}
-        damage = load(storage, manifest, rank, control, components, start.optimizer)
+        drawn = new_adapters(saved, current, names)
+        damage = load(storage, manifest, rank, control, components, start.optimizer, drawn)
     except CheckpointError as error:
         raise ConfigError(f"start.checkpoint={start.checkpoint} cannot be read: {error}") from error
     if damage is not None:

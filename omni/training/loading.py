@@ -2,7 +2,7 @@
 them finds wrong.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,8 +48,10 @@ def load(
     control: Control,
     components: Mapping[str, ComponentOptimizer],
     moments: bool = True,
+    drawn: Collection[str] = (),
 ) -> str | None:
-    """Load this rank's part of `components` from a checkpoint, without `moments` weights alone.
+    """Load this rank's part of `components` from a checkpoint, without `moments` weights alone; of those
+    `drawn` the adapters stay as they are.
 
     Returns on all ranks what the first of them that finds damage says of it, None if all is sound.
 
@@ -59,7 +61,7 @@ def load(
     damage, refusal = None, None
     read = partial(_read, storage, manifest)
     try:
-        read_state(manifest["index"], read, components, rank.names, rank.stage, rank.rank, moments)
+        read_state(manifest["index"], read, components, rank.names, rank.stage, rank.rank, moments, drawn)
     except DamagedError as error:
         damage = str(error)
     except (CheckpointError, OSError) as error:

@@ -1,6 +1,6 @@
 """Whether a run may begin with the weights of another run's checkpoint, and which components they are for."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from infra.checkpoint import CheckpointError, locate, read_manifest
@@ -29,7 +29,15 @@ def check_start(spec: RunSpec) -> tuple[str, ...]:
         manifest = read_manifest(*locate(given))
     except (OSError, ValueError, CheckpointError) as error:
         raise ConfigError(f"start.checkpoint={given} cannot be read: {error}") from error
-    return shared_components(manifest["fingerprint"], fingerprint(spec), spec.components, given)
+    saved, current = manifest["fingerprint"], fingerprint(spec)
+    held = shared_components(saved, current, spec.components, given)
+    new = new_adapters(saved, current, held)
+    if new and start.optimizer:
+        raise ConfigError(
+            f"start.optimizer=true, but start.checkpoint={given} has no state of the adapters of "
+            f"{', '.join(new)}: set it to false, or leave lora out"
+        )
+    return held
 
 
 def _check_weights(start: StartConfig, llm: LLMConfig) -> None:
@@ -51,21 +59,40 @@ def shared_components(
 ) -> tuple[str, ...]:
     """Return the components whose weights a checkpoint holds; those that it lacks are drawn as in any run.
 
-    `saved` and `current` are the fingerprints of the checkpoint and of the run.
+    `saved` and `current` are the fingerprints of the checkpoint and of the run, which may add adapters.
 
     Raises:
         ConfigError: if a component is another one in the checkpoint, naming the first differences.
     """
-    keys = {name: "model.llm." if name == LLM else f"model.encoders.{name}." for name in components}
-    held = tuple(name for name in components if any(key.startswith(keys[name]) for key in saved))
+    held = tuple(name for name in components if any(key.startswith(_keys(name)) for key in saved))
+    free = tuple(f"{_keys(name)}lora." for name in new_adapters(saved, current, held))
     different = [
-        f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})"
+        key
         for key in sorted(set(saved) | set(current))
-        if saved.get(key) != current.get(key) and any(key.startswith(keys[name]) for name in held)
+        if saved.get(key) != current.get(key)
+        and key.startswith(tuple(map(_keys, held)))
+        and not key.startswith(free)
     ]
     if different:
+        told = [f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})" for key in different[:5]]
+        if any(".lora." in key for key in different):
+            told[-1] += " (omni checkpoint export --as hf merges adapters, into a folder for start.weights)"
         raise ConfigError(
-            f"start.checkpoint={path} holds another model: {'; '.join(different[:5])}. Set these keys to "
-            f"what the checkpoint has, or choose a checkpoint that fits."
+            f"start.checkpoint={path} holds another model: {'; '.join(told)}. Set these keys to what the "
+            f"checkpoint has, or choose a checkpoint that fits."
         )
     return held
+
+
+def new_adapters(
+    saved: Mapping[str, Any], current: Mapping[str, Any], components: Iterable[str]
+) -> tuple[str, ...]:
+    """The components that have adapters in a run and none in the checkpoint it begins with: what these belong
+    to is read, and they are drawn.
+    """
+    ranks = {name: f"{_keys(name)}lora.rank" for name in components}
+    return tuple(name for name, key in ranks.items() if current.get(key) and not saved.get(key))
+
+
+def _keys(component: str) -> str:
+    return "model.llm." if component == LLM else f"model.encoders.{component}."

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from ranks import RankPool
 from small import overrides, write_mixed
@@ -19,7 +20,9 @@ from omni.compose import compose_config
 from omni.compose_saved import compose_saved
 from omni.config import Config, ConfigError, StartConfig
 from omni.planning.prepare import prepare_run
+from omni.rank.state import pieces_of
 from omni.stage import as_stage, with_cursor
+from omni.training.export import readers, whole
 from omni.training.start import check_start
 
 
@@ -106,8 +109,8 @@ def test_a_stage_does_not_keep_its_checkpoints_among_those_of_its_run(saved, tmp
 LR = "optim.schedule=wsd", "optim.decay_steps=1", "optim.warmup_steps=0"
 
 
-def _train(rank: int, line: list[str]) -> None:
-    make_trainer(rank, line, 1).run()
+def _train(rank: int, line: list[str], world: int = 1) -> None:
+    make_trainer(rank, line, world).run()
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +125,14 @@ def parent(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
 
 
 def _of_stage(
-    ranks: RankPool, parent: tuple[list[str], Path], folder: Path, *keys: str
+    ranks: RankPool, parent: tuple[list[str], Path], folder: Path, *keys: str, world: int = 1
 ) -> list[dict[str, float]]:
     """What the first three of four steps learnt: the last one's rate has decayed."""
     line, checkpoint = parent
     cursor = read_manifest(*locate(str(checkpoint)))["cursor"]
     own = [key for key in line if not key.startswith(("run.dir", "train.steps", "train.checkpoint_every"))]
     start = [f"start.checkpoint={checkpoint}", f"start.cursor={cursor}", "train.steps=4", f"run.dir={folder}"]
-    ranks.run(1, _train, [*own, *start, *keys])
+    ranks.run(world, _train, [*own, *start, *keys], world)
     return [_learnt(metrics) for metrics in read_metrics(folder / "metrics.jsonl")[:3]]
 
 
@@ -150,6 +153,59 @@ def test_a_stage_with_weights_alone_begins_where_they_are_and_learns_otherwise(r
     assert first["optim/lr/llm"] == 1e-4
     assert later[0]["loss/train"] != records[1]["loss/train"]
     assert complete(Storage.at(tmp_path / "checkpoints")) == [4]  # that of its last step
+
+
+LORA = "{rank: 4, targets: [linear_qkv, linear_proj, linear_fc1, linear_fc2]}"
+ADAPTERS = {
+    "llm": (f"model.llm.lora={LORA}",),
+    "both tp2": (
+        *(f"model.llm.lora={LORA}", f"+model.encoders.image.lora={LORA}"),
+        *("layout.llm.tp=2", "+layout.encoders.image.tp=2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_full_checkpoint_is_the_base_of_adapters(ranks, parent, tmp_path, case):
+    """B begins as zero, so the first loss is that of the run, and from then on adapters alone learn."""
+    _, checkpoint = parent
+    exact = case == "llm"
+    first, *later = _of_stage(ranks, parent, tmp_path, *ADAPTERS[case], world=1 if exact else 2)
+    expected = read_metrics(checkpoint.parents[1] / "metrics.jsonl")[3]["loss/train"]
+    assert first["loss/train"] == (expected if exact else pytest.approx(expected, rel=1e-6))
+    assert later[0]["loss/train"] != first["loss/train"]
+    before, after = (_weights(path) for path in (checkpoint, tmp_path / "checkpoints" / "step_00000004"))
+    base = {name for name in after if not name.endswith(("lora_a", "lora_b"))}
+    assert base == before.keys()
+    assert len(after) > len(base)
+    changed = {name for name in base if not torch.equal(before[name], after[name])}
+    assert {name.partition("/")[0] for name in changed} == ({"image"} if exact else set())
+    assert all(after[name].any() for name in after.keys() - base)
+
+
+def _weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    storage, step = locate(str(checkpoint))
+    manifest = read_manifest(storage, step)
+    with readers(storage, manifest) as reader:
+        return {
+            name: torch.from_numpy(whole(name, of, reader))
+            for name, of in pieces_of(manifest["index"]).items()
+        }
+
+
+def test_adapters_come_with_no_state_and_go_by_being_merged(ranks, parent, tmp_path):
+    line, checkpoint = parent
+    keys = [*line, f"start.checkpoint={checkpoint}", *ADAPTERS["llm"]]
+    assert check_start(prepare_run(compose_config(keys), 1)) == ("llm", "image")
+    with pytest.raises(ConfigError, match=r"start\.optimizer=true, but .* no state of the adapters of llm"):
+        check_start(prepare_run(compose_config([*keys, "start.optimizer=true"]), 1))
+    _of_stage(ranks, parent, tmp_path, *ADAPTERS["llm"])
+    adapted = f"start.checkpoint={tmp_path}/checkpoints/step_00000004"
+    with pytest.raises(ConfigError, match=r"lora\.rank=None .* export --as hf merges adapters"):
+        check_start(prepare_run(compose_config([*line, adapted]), 1))
+    wider = ADAPTERS["llm"][0].replace("rank: 4", "rank: 8")
+    with pytest.raises(ConfigError, match=r"model\.llm\.lora\.rank=8 \(checkpoint: 4\)"):
+        check_start(prepare_run(compose_config([*line, adapted, wider]), 1))
 
 
 def _damaged(checkpoint: Path, folder: Path) -> Path:
