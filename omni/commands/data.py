@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dataloader.visible import visible
-from omni.commands import _balance, _index
+from omni.commands import _balance, _index, _inspect
+from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
 
 
@@ -39,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     _index.add_arguments(actions.add_parser("index", help="index samples where they lie, without a copy"))
 
-    inspect = actions.add_parser("inspect", help="print totals, lengths and a few samples")
-    inspect.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
-    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+    inspect = actions.add_parser("inspect", help="print totals, lengths and a few samples, or write a page")
+    _inspect.add_arguments(inspect)
 
     show = actions.add_parser("show", help="print whole texts")
     show.add_argument("path", metavar="DIR", help="a dataset")
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
         "index": _index.run,
-        "inspect": _inspect,
+        "inspect": _inspect.run,
         "show": _show,
         "verify": _verify,
         "hash": _hash,
@@ -137,52 +137,9 @@ def _told(built: dict[Path, bool]) -> int:
     return 0
 
 
-def _inspect(args: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.table import Table
-
-    from dataloader.index import Index
-    from dataloader.sources.reader import open_reader
-
-    console = Console()
-    for path in _datasets(args.paths):
-        index = Index.open(path)
-        totals = index.manifest.totals
-        items = ", ".join(f"{count:,} {modality}" for modality, count in totals.items.items()) or "no items"
-        console.print(
-            f"{path}: {len(index):,} samples, {totals.text_tokens:,} text tokens "
-            f"({index.manifest.tokenizer}), {items}, {totals.bytes:,} bytes in "
-            f"{len(index.manifest.shards)} shards; recipe {visible(index.manifest.recipe) or 'not named'}",
-            markup=False,
-            highlight=False,
-        )
-        lengths = [index.meta(i, "", lambda modality, size: (0, 0)).text_tokens for i in range(len(index))]
-        histogram = Table("text tokens", "samples", "")
-        buckets = [0] * (max(lengths).bit_length() + 1)
-        for value in lengths:
-            buckets[value.bit_length()] += 1
-        for bits, count in enumerate(buckets):
-            if count:
-                label = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
-                histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
-        console.print(histogram)
-        reader = open_reader(path)
-        samples = Table("sample", "items", "text", "targets")
-        for i in range(min(args.samples, len(index))):
-            sample = reader.read(i, text=True, items=True)
-            sizes = " ".join(f"{item.modality} {'×'.join(map(str, item.size))}" for item in sample.items)
-            spans = sample.targets
-            targets = "all" if spans is None else " … ".join(sample.text[a:b] for a, b in spans) or "none"
-            samples.add_row(*map(_literal, (sample.id, sizes, _short(sample.text), _short(targets))))
-        console.print(samples)
-        reader.files.close()
-    return 0
-
-
 def _show(args: argparse.Namespace) -> int:
     from itertools import groupby
 
-    import numpy as np
     from rich.console import Console
     from rich.text import Text
 
@@ -190,7 +147,7 @@ def _show(args: argparse.Namespace) -> int:
     from dataloader.index import Index
     from dataloader.sources.reader import open_reader
     from dataloader.tokenizer import get_tokenizer
-    from dataloader.tokens import text_tokens
+    from omni.commands._data_page import characters_with_loss
 
     path = Path(args.path)
     tokenizer = get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer))
@@ -198,16 +155,11 @@ def _show(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     for i in range(min(args.samples, len(index))):
         sample = reader.read(i, text=True, items=False)
-        tokens = text_tokens(sample, tokenizer)
+        loss, tokens, all_tokens = characters_with_loss(sample, tokenizer)
         console.print(
-            f"{visible(sample.id)}: {tokens.targets.sum()} of {len(tokens.ids)} tokens carry loss",
+            f"{visible(sample.id)}: {tokens} of {all_tokens} tokens carry loss",
             markup=False,
         )
-        loss = np.zeros(len(sample.text), dtype=np.bool_)
-        _, starts, stops = tokenizer.encode(sample.text)
-        text = np.array([sample.text[start] != PLACEHOLDER for start in starts], dtype=np.bool_)
-        for start, stop in zip(starts[text][tokens.targets], stops[text][tokens.targets], strict=True):
-            loss[start:stop] = True
         shown = Text()
         for carries, characters in groupby(
             zip(loss, sample.text, strict=True), key=lambda pair: bool(pair[0])
@@ -219,19 +171,6 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _short(text: str) -> str:
-    from dataloader.format import PLACEHOLDER
-
-    line = text.replace(PLACEHOLDER, "□").replace("\n", " ")
-    return line[:60] + "…" * (len(line) > 60)
-
-
-def _literal(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(visible(text))
-
-
 def _verify(args: argparse.Namespace) -> int:
     from dataloader.audio import decode_audio
     from dataloader.decode import decode_image
@@ -240,7 +179,7 @@ def _verify(args: argparse.Namespace) -> int:
     from dataloader.verify import verify_dataset
 
     failed = False
-    for path in _datasets(args.paths):
+    for path in datasets_in(args.paths):
         try:
             tokenizer = get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer))
             report = verify_dataset(path, tokenizer, {"audio": decode_audio, "image": decode_image})
@@ -263,7 +202,7 @@ def _verify(args: argparse.Namespace) -> int:
 def _hash(args: argparse.Namespace) -> int:
     from dataloader.writer import add_hashes, add_ranges
 
-    for path in _datasets(args.paths):
+    for path in datasets_in(args.paths):
         written = add_hashes(path)
         print(f"{path}: {'hashes written' if written else 'has hashes; omni data verify compares them'}")
         if add_ranges(path):
@@ -292,17 +231,3 @@ def _trace(args: argparse.Namespace) -> int:
             )
         print(json.dumps(describe(trace), indent=2))
     return 0
-
-
-def _datasets(paths: list[str]) -> list[Path]:
-    """The dataset folders among `paths`; a folder that is no dataset itself stands for those in it."""
-    from dataloader.format import MANIFEST
-
-    found = []
-    for path in map(Path, paths):
-        inside = (
-            [] if (path / MANIFEST).exists() else sorted(file.parent for file in path.glob(f"*/{MANIFEST}"))
-        )
-        inside = [folder for folder in inside if folder.suffix not in (".partial", ".old")]
-        found += inside or [path]  # opening a folder without a dataset says so
-    return found

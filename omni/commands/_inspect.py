@@ -1,0 +1,89 @@
+"""`omni data inspect`: what is in a dataset, on the screen or as a page."""
+
+import argparse
+from pathlib import Path
+
+from dataloader.visible import visible
+from omni.commands._datasets import datasets_in
+from omni.commands._index import chosen
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `omni data inspect`."""
+    parser.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
+    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with pictures, recordings and what carries loss instead"
+    )
+    parser.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print or write; 0. Raises DataError for what is no dataset, or cannot be read."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dataloader.index import Index
+    from dataloader.sources.reader import open_reader
+
+    if args.html:
+        return _write_page(args)
+    console = Console()
+    for path in datasets_in(args.paths):
+        index = Index.open(path)
+        totals = index.manifest.totals
+        items = ", ".join(f"{count:,} {modality}" for modality, count in totals.items.items()) or "no items"
+        console.print(
+            f"{path}: {len(index):,} samples, {totals.text_tokens:,} text tokens "
+            f"({index.manifest.tokenizer}), {items}, {totals.bytes:,} bytes in "
+            f"{len(index.manifest.shards)} shards; recipe {visible(index.manifest.recipe) or 'not named'}",
+            markup=False,
+            highlight=False,
+        )
+        lengths = [index.meta(i, "", lambda modality, size: (0, 0)).text_tokens for i in range(len(index))]
+        histogram = Table("text tokens", "samples", "")
+        buckets = [0] * (max(lengths).bit_length() + 1)
+        for value in lengths:
+            buckets[value.bit_length()] += 1
+        for bits, count in enumerate(buckets):
+            if count:
+                label = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
+                histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
+        console.print(histogram)
+        reader = open_reader(path)
+        samples = Table("sample", "items", "text", "targets")
+        for i in range(min(args.samples, len(index))):
+            sample = reader.read(i, text=True, items=True)
+            sizes = " ".join(f"{item.modality} {'×'.join(map(str, item.size))}" for item in sample.items)
+            spans = sample.targets
+            targets = "all" if spans is None else " … ".join(sample.text[a:b] for a, b in spans) or "none"
+            samples.add_row(*map(_literal, (sample.id, sizes, _short(sample.text), _short(targets))))
+        console.print(samples)
+        reader.files.close()
+    return 0
+
+
+def _write_page(args: argparse.Namespace) -> int:
+    from dataloader.format import read_manifest
+    from dataloader.tokenizer import get_tokenizer
+    from omni.commands._data_page import page
+
+    paths = datasets_in(args.paths)
+    of_each = [get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer)) for path in paths]
+    text = page(list(zip(paths, of_each, strict=True)), args.samples)
+    Path(args.html).write_text(text, encoding="utf-8")
+    print(f"{args.html}: {len(paths)} datasets, {len(text.encode()):,} bytes")
+    return 0
+
+
+def _short(text: str) -> str:
+    from dataloader.format import PLACEHOLDER
+
+    line = text.replace(PLACEHOLDER, "□").replace("\n", " ")
+    return line[:60] + "…" * (len(line) > 60)
+
+
+def _literal(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(visible(text))
