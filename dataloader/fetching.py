@@ -3,9 +3,10 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from dataloader.shared_files import SharedFiles
 from dataloader.storage import Storage
@@ -53,6 +54,37 @@ class Fetcher:
                 first, size = places[number]
                 found[number] = content[first - at : first - at + size]
         return found
+
+    def group(self, name: str, group: int, columns: Sequence[str]) -> pa.Table:
+        """Columns of a row group of a Parquet file, as they are kept in the cache of `files`; raises as
+        `ranges`.
+        """
+        path = self.storage.path(name)
+        key = (str(self.storage), name, group, *columns)
+
+        def read(file: Any) -> tuple[pa.Table, int]:
+            parquet = pq.ParquetFile(file, pre_buffer=not self.storage.is_local)
+            if group >= parquet.num_row_groups:
+                raise ValueError(f"{name} has {parquet.num_row_groups} row groups")
+            table = parquet.read_row_group(group, columns=list(columns), use_threads=False)
+            self._files.count(table.nbytes)
+            return table, table.nbytes
+
+        def once() -> tuple[pa.Table, int]:
+            with self.storage.open(name) as file:
+                return read(file)
+
+        def make() -> tuple[pa.Table, int]:
+            try:
+                if self.storage.is_local:
+                    with self._files.opened(path) as file:
+                        return read(file)
+                return self._again(name, once)
+            except pa.ArrowException as error:
+                raise OSError(f"{name}: {error}") from error
+
+        table: pa.Table = self._files.cached(key, make)
+        return table
 
     def known(self, name: str) -> tuple[int, str]:
         """The bytes of a file, and the name that its store has for its content, "" where it has none; raises

@@ -324,8 +324,8 @@ _OF_VOCABULARY = ("tokenizer", "text", "index")
 def read_manifest(path: Path, vocabulary: tuple[str, str] | None = None) -> Manifest:
     """Read `dataset.json` of the folder `path`; DataError if it is missing, damaged or of another version.
 
-    With samples in another place it is that of a `vocabulary`, a tokenizer's name and digest, or of the first
-    if there is none of it.
+    With samples in another place it is that of a `vocabulary`, a tokenizer's name and digest; if there is
+    none of it, of one by the name, or of the first.
     """
     file = path / MANIFEST
     raw = _raw(path)
@@ -348,7 +348,7 @@ def read_manifest(path: Path, vocabulary: tuple[str, str] | None = None) -> Mani
                 "text": _text_form(raw.get("text", {})),
             }
         )
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file} lacks or misspells a key ({error}): rebuild with omni data build") from None
     for listed in manifest.files:
         _check_listed(file, listed, manifest.format_version)
@@ -373,8 +373,12 @@ def _with_vocabulary(raw: dict[str, Any], vocabulary: tuple[str, str] | None) ->
     """The values of a manifest with samples in another place, with those of one of its vocabularies."""
     values = dict(raw)
     held = values.pop("vocabularies")
-    of = [own for own in held if (own["tokenizer"], own.get("text", {}).get("tokenizer", "")) == vocabulary]
-    own = dict((of or held)[0])
+    name, digest = vocabulary or ("", "")
+
+    def other(of: dict[str, Any]) -> tuple[bool, bool]:
+        return of["tokenizer"] != name, of.get("text", {}).get("tokenizer", "") != digest
+
+    own = dict(sorted(held, key=other)[0])
     totals = {**values["totals"], "text_tokens": own.pop("text_tokens")}
     place = Place(**{**values["place"], "files": DataFile(**values["place"]["files"])})
     return {**values, **own, "totals": totals, "place": place}
@@ -410,6 +414,13 @@ def _check_manifest(file: Path, manifest: Manifest) -> None:
         raise DataError(
             f"{file}: num_samples {manifest.num_samples} must be positive and the sum of the shards' rows "
             f"{sum(rows)}, rows_per_group {manifest.rows_per_group} positive: rebuild with omni data build"
+        )
+    place = manifest.place
+    if place is not None and not (
+        isinstance(place.root, str) and isinstance(place.recipe, dict) and len(rows) == 1
+    ):
+        raise DataError(
+            f"{file}: place must have a root, a recipe with its keys, and one table of samples: index anew"
         )
     for shard in manifest.shards[:-1]:
         if shard.rows % manifest.rows_per_group:

@@ -44,7 +44,7 @@ def verify_dataset(
     `repeated` (an id). Raises DataError if the dataset cannot be opened at all (missing or resized files).
     """
     index = Index.open(path, tokenizer, checked=False)
-    reader, ranged = _readers(path, index)
+    reader, ranged = _readers(path, index, tokenizer)
     problems: Counter[str] = Counter()
     not_decoded: Counter[str] = Counter()
     examples: list[str] = []
@@ -94,10 +94,10 @@ def verify_dataset(
     return Report(len(index), items, dict(problems), tuple(examples), dict(not_decoded), hashed)
 
 
-def _readers(path: str | Path, index: Index) -> tuple[SampleReader, Reader | None]:
+def _readers(path: str | Path, index: Index, tokenizer: Tokenizer) -> tuple[SampleReader, Reader | None]:
     """What reads samples, and what else must read the same: shards by row groups, and by ranges."""
     if index.manifest.place is not None:
-        return open_reader(path), None
+        return open_reader(path, tokenizer=tokenizer), None
     return Reader(path, ranged=False), Reader(path)
 
 

@@ -15,7 +15,7 @@ from typing import IO, ClassVar
 
 from dataloader.format import DataError, SampleError
 from dataloader.sources.heads import FOREIGN, MODALITIES, found_item
-from dataloader.sources.recipe import Found, FoundItem, LeftOut, Range, Text, placed
+from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
 from dataloader.storage import Storage
 
 _NUMBERS = re.compile(r"([0-9]+)")
@@ -32,7 +32,7 @@ class _Members:
 
 
 @dataclass(frozen=True)
-class WebDataset:
+class WebDataset(OfBytes):
     """The recipe `webdataset`. `text` is what the name of the member ends with that has a sample's text; with
     `key` that member is a JSON object, of which the text is one value.
 

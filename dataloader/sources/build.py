@@ -10,25 +10,21 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dataloader.format import (
-    DataError,
-    check_files,
-    read_manifest,
-)
+from dataloader.format import DataError, TextForm, check_files, read_manifest
 from dataloader.sources.jobs import each
 from dataloader.sources.merge import put_together
 from dataloader.sources.recipe import Recipe, get_recipe
+from dataloader.sources.recount import Counting, add_counts
 from dataloader.sources.scan import File, Work, scan
-from dataloader.sources.tables import (
-    BATCH_ROWS,
-)
+from dataloader.sources.tables import BATCH_ROWS
 from dataloader.storage import Storage
-from dataloader.tokenizer import Tokenizer, get_tokenizer
+from dataloader.tokenizer import get_tokenizer
 from dataloader.writer import is_present, publish
 
 _LOCK = "lock"
@@ -45,7 +41,8 @@ def build_index(
     batch_rows: int = BATCH_ROWS,
 ) -> bool:
     """Build the index `out` of all samples in `source`, a file, folder or URL, as `recipe` finds them, and
-    count their texts' tokens; False if it is there. No sample is copied, and none decoded.
+    count their texts' tokens; False if it is there. If it is, and only the tokenizer's counts are not, these
+    are added. No sample is copied, and none decoded.
 
     `recipe` and `tokenizer` are names, or mappings of `name` and keys. `tell` hears of what happens, and of
     what was left out, by reason. Raises DataError if there is nothing to index, if `out` is anything but
@@ -56,22 +53,32 @@ def build_index(
         raise ValueError(f"jobs is {jobs}: it must be at least 1")
     chosen = {"name": recipe} if isinstance(recipe, str) else dict(recipe)
     path = Path(out).resolve()
-    storage, files = _files(source, get_recipe(chosen))
-    of_tokenizer = get_tokenizer(tokenizer)
+    of_recipe, of_tokenizer = get_recipe(chosen), get_tokenizer(tokenizer)
+    form = of_recipe.form(of_tokenizer)
+    storage, files = _files(source, of_recipe)
     listing = blake2b(json.dumps([vars(file) for file in files]).encode(), digest_size=16).hexdigest()
-    if is_present(path) and not overwrite:
-        return _is_intact(path, str(storage), chosen, listing, of_tokenizer)
     folder = path.with_name(path.name + ".partial")
+    parts = folder / "parts"
+    vocabulary = _vocabulary(of_tokenizer.name, form)
+    if is_present(path) and not overwrite:
+        if _is_intact(path, str(storage), chosen, listing, of_tokenizer.name, form):
+            return False
+        with _locked(folder):
+            parts.mkdir(exist_ok=True)
+            add_counts(
+                Counting(path, tokenizer, vocabulary, parts, read_manifest(path).hash), jobs, tell, batch_rows
+            )
+            shutil.rmtree(folder)
+        return True
     with _locked(folder):
-        parts = folder / "parts"
         parts.mkdir(exist_ok=True)
-        work = Work(str(storage), chosen, tokenizer, vocabulary_of(of_tokenizer), parts)
+        work = Work(str(storage), chosen, tokenizer, vocabulary, parts)
         tell(f"indexing {len(files)} files of {storage} ...")
         for count in each(partial(scan, work), files, jobs):
             if count % 1000 == 0:
                 tell(f"{count} of {len(files)} files are scanned")
         try:
-            put_together(folder, work, files, listing, of_tokenizer, tell, batch_rows)
+            put_together(folder, work, files, listing, of_tokenizer, form, tell, batch_rows)
         finally:
             shutil.rmtree(parts)
         (folder / _LOCK).unlink()
@@ -79,9 +86,9 @@ def build_index(
     return True
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> str:
+def _vocabulary(tokenizer: str, form: TextForm) -> str:
     """A name of all that token counts depend on."""
-    depends = json.dumps([tokenizer.name, tokenizer.digest])
+    depends = json.dumps([tokenizer, asdict(form)])
     return blake2b(depends.encode(), digest_size=4).hexdigest()
 
 
@@ -106,10 +113,14 @@ def _files(source: str | Path, recipe: Recipe) -> tuple[Storage, list[File]]:
     return storage, files
 
 
-def _is_intact(path: Path, root: str, recipe: Mapping[str, Any], listing: str, tokenizer: Tokenizer) -> bool:
-    """False if `path` is an index of that; raises DataError if it is anything else, or damaged."""
+def _is_intact(
+    path: Path, root: str, recipe: Mapping[str, Any], listing: str, tokenizer: str, form: TextForm
+) -> bool:
+    """Whether `path`, which is an index of that, has counts of a tokenizer; raises DataError if it is
+    anything else, or damaged.
+    """
     remedy = "choose another folder or overwrite it (--overwrite)"
-    manifest = read_manifest(path, (tokenizer.name, tokenizer.digest))
+    manifest = read_manifest(path, (tokenizer, form.tokenizer))
     check_files(path, manifest)
     place = manifest.place
     if place is None or (place.root, place.recipe) != (root, recipe):
@@ -119,9 +130,10 @@ def _is_intact(path: Path, root: str, recipe: Mapping[str, Any], listing: str, t
         raise DataError(
             f"{path}: files of {root} have changed, come or gone since they were indexed: {remedy}"
         )
-    if (manifest.tokenizer, manifest.text.tokenizer) != (tokenizer.name, tokenizer.digest):
-        raise DataError(f"{path} has counts of tokenizer {manifest.tokenizer} alone: {remedy}")
-    return False
+    counted = (manifest.tokenizer, manifest.text.tokenizer) == (tokenizer, form.tokenizer)
+    if counted and manifest.text != form:
+        raise DataError(f"{path} has texts of {manifest.text}; asked for {form}: {remedy}")
+    return counted
 
 
 @contextmanager

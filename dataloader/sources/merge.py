@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataloader.format import (
-    INDEX_SCHEMA,
     MANIFEST,
     PLACED_VERSION,
     DataError,
     DatasetTotals,
     Manifest,
     Place,
+    TextForm,
     write_manifest,
 )
 from dataloader.sources.recipe import LeftOut
@@ -32,9 +32,10 @@ from dataloader.sources.tables import (
     SAMPLES_SCHEMA,
     BatchWriter,
     index_rows,
+    index_schema,
     renumbered,
 )
-from dataloader.tokenizer import Tokenizer, text_form
+from dataloader.tokenizer import Tokenizer
 from dataloader.writer import written
 
 ROWS_PER_GROUP = 32
@@ -46,6 +47,7 @@ def put_together(
     files: Sequence[File],
     listing: str,
     tokenizer: Tokenizer,
+    form: TextForm,
     tell: Callable[[str], None],
     batch_rows: int,
 ) -> None:
@@ -56,7 +58,7 @@ def put_together(
     modalities = sorted(set().union(*(modalities_of(work, file) for file in files)))
     index_file = f"index-{work.vocabulary}.arrow"
     samples = BatchWriter(folder / SAMPLES, SAMPLES_SCHEMA, batch_rows)
-    index = BatchWriter(folder / index_file, INDEX_SCHEMA, batch_rows)
+    index = BatchWriter(folder / index_file, index_schema(form.frame.turns), batch_rows)
     table, refuse, items = _FileTable(), _Refuse(), Counter[str]()
     tokens = size = 0
     with open(folder / LEFT_OUT, "w", encoding="utf-8") as left_out:
@@ -64,7 +66,7 @@ def put_together(
             part = read_part(work, file)
             rows = renumbered(part.rows, table.add(part.files, samples.num_rows, len(part.rows)))
             samples.add(rows)
-            index.add(index_rows(rows, part.counts, modalities))
+            index.add(index_rows(rows, part.counts, modalities, form.frame.turns))
             tokens += pc.sum(part.counts["text_tokens"]).as_py() or 0
             size += pc.sum(rows["bytes"]).as_py() or 0
             items.update(part.items)
@@ -86,7 +88,7 @@ def put_together(
         index=written(folder / index_file, samples.num_rows),
         modalities=tuple(modalities),
         totals=DatasetTotals(tokens, size, {name: items[name] for name in modalities}),
-        text=text_form(tokenizer),
+        text=form,
         place=Place(work.root, dict(work.recipe), written(folder / FILES, len(table.rows)), listing),
     )
     write_manifest(folder, manifest)

@@ -14,6 +14,7 @@ from dataloader.sources.heads import crc_of
 from dataloader.sources.recipe import get_recipe
 from dataloader.sources.tables import FILES_SCHEMA, SAMPLES_SCHEMA
 from dataloader.storage import Storage
+from dataloader.tokenizer import Tokenizer, get_tokenizer
 
 _REMEDY = "build it anew with omni data index --overwrite"
 _CHANGED = "restore the file, or index anew with omni data index --overwrite"
@@ -26,8 +27,11 @@ class PlacedReader:
     and its store's name for its content, before it is first read, and what is read with its CRC.
     """
 
-    def __init__(self, path: str | Path, files: SharedFiles | None = None) -> None:
-        """Open the index at `path`. Raises DataError if it is damaged, or its recipe cannot be had."""
+    def __init__(
+        self, path: str | Path, files: SharedFiles | None = None, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Open the index at `path`; chats are written by the template of a `tokenizer`, the index's own if it
+        can be had by its name. Raises DataError if it is damaged, or its recipe cannot be had."""
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         place = self.manifest.place
@@ -35,6 +39,7 @@ class PlacedReader:
         self.files = SharedFiles() if files is None else files
         try:
             self._recipe = get_recipe(place.recipe)
+            self._write = self._recipe.write(tokenizer or get_tokenizer(self.manifest.tokenizer))
             self._fetcher = Fetcher(Storage.at(place.root), self.files)
         except ValueError as error:
             raise DataError(f"{self.path}: {error}") from error
@@ -61,18 +66,16 @@ class PlacedReader:
             for number, (item, data) in enumerate(zip(asked, content, strict=True)):
                 if crc_of(data) != item["crc"]:
                     raise ValueError(f"item {number} of those read is not what was indexed; {_CHANGED}")
-            said = self._recipe.text(written, len(row["items"])) if text else None
+            said = self._write(written, len(row["items"])) if text else None
         except (OSError, ValueError) as error:
             raise UnreadableError(row["id"], str(error)) from error
         found = tuple(
             Item(item["modality"], item["format"], tuple(item["size"]), data)
             for item, data in zip(asked, content, strict=True)
         )
-        return (
-            Sample(row["id"], "", found)
-            if said is None
-            else Sample(row["id"], said.text, found, said.targets)
-        )
+        if said is None:
+            return Sample(row["id"], "", found)
+        return Sample(row["id"], said.text, found, said.targets, said.turns)
 
     def _content(self, places: Sequence[dict[str, Any]]) -> list[bytes]:
         """The bytes of places, in their order; a file's with one call."""
@@ -82,7 +85,7 @@ class PlacedReader:
         found: dict[int, bytes] = {}
         for file, numbers in of_file.items():
             ranges = [(places[number]["at"], places[number]["bytes"]) for number in numbers]
-            content = self._fetcher.ranges(self._checked(file), ranges)
+            content = self._recipe.content(self._fetcher, self._checked(file), ranges)
             found.update(zip(numbers, content, strict=True))
         return [found[number] for number in range(len(places))]
 
@@ -108,7 +111,9 @@ class PlacedReader:
         return name
 
 
-def open_reader(path: str | Path, files: SharedFiles | None = None) -> Reader | PlacedReader:
+def open_reader(
+    path: str | Path, files: SharedFiles | None = None, tokenizer: Tokenizer | None = None
+) -> Reader | PlacedReader:
     """What reads the samples of a dataset, wherever they lie; raises as they do."""
     placed = read_manifest(Path(path)).place is not None
-    return PlacedReader(path, files) if placed else Reader(path, files)
+    return PlacedReader(path, files, tokenizer) if placed else Reader(path, files)

@@ -5,12 +5,14 @@ like a tokenizer, `{name: webdataset, text: caption}`, and noted in the index. I
 else: what it finds is counted, sorted, written and read by the rest of this folder.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from dataloader.format import PLACEHOLDER, DataError
+from dataloader.fetching import Fetcher
+from dataloader.format import PLACEHOLDER, DataError, TextForm
 from dataloader.registered import make
 from dataloader.storage import Storage
+from dataloader.tokenizer import Tokenizer, text_form
 
 GROUP = "omni.recipes"
 
@@ -53,14 +55,20 @@ class LeftOut(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A sample's text with a placeholder for each item, and its targets as in `format.Sample`."""
+    """A sample's text with a placeholder for each item, its targets and turns as in `format.Sample`."""
 
     text: str
     targets: tuple[tuple[int, int], ...] | None = None
+    turns: tuple[int, ...] | None = None
+
+
+Write = Callable[[bytes, int], Text]
+"""From the bytes of a text's range, and the number of items, to the text. Raises DataError if they are none.
+"""
 
 
 class Recipe(Protocol):
-    """The contract. Both functions depend on nothing but the files and the recipe's keys."""
+    """The contract. Its functions depend on nothing but what they are given, the files and its keys."""
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -71,8 +79,34 @@ class Recipe(Protocol):
         with the file is left out.
         """
 
+    def form(self, tokenizer: Tokenizer) -> TextForm:
+        """What the tokens of its texts depend on. Raises DataError for a tokenizer that cannot be used."""
+
+    def write(self, tokenizer: Tokenizer) -> Write:
+        """What makes texts, for a tokenizer of which nothing but its chat template may matter."""
+
+    def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges (at, bytes) that `scan` found in a file. Raises OSError and ValueError."""
+
+
+class OfBytes:
+    """What recipes share whose texts know no template, and whose ranges are bytes of their files."""
+
+    def form(self, tokenizer: Tokenizer) -> TextForm:
+        """Plain text, as the tokenizer has it."""
+        return text_form(tokenizer)
+
+    def write(self, tokenizer: Tokenizer) -> Write:
+        """The same text for any tokenizer."""
+        return self.text
+
     def text(self, raw: bytes, num_items: int) -> Text:
         """The text of a sample of so many items. Raises DataError if the bytes are none."""
+        raise NotImplementedError
+
+    def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges."""
+        return fetcher.ranges(name, places)
 
 
 def get_recipe(chosen: str | Mapping[str, Any]) -> Recipe:

@@ -18,7 +18,7 @@ from zlib import crc32
 import pyarrow as pa
 
 from dataloader.format import DataError, Item, Sample, validate_sample
-from dataloader.sources.recipe import Found, LeftOut, Range, Recipe, get_recipe
+from dataloader.sources.recipe import Found, LeftOut, Range, Write, get_recipe
 from dataloader.sources.tables import COUNTS_SCHEMA, SAMPLES_SCHEMA, read_table, write_table
 from dataloader.storage import Storage
 from dataloader.tokenizer import get_tokenizer
@@ -80,6 +80,7 @@ def scan(work: Work, file: File) -> None:
     if work.rows(file).exists() and work.counts(file).exists():
         return
     recipe, tokenizer, storage = get_recipe(work.recipe), get_tokenizer(work.tokenizer), Storage.at(work.root)
+    write = recipe.write(tokenizer)
     rows: list[dict[str, Any]] = []
     counts: list[dict[str, Any]] = []
     left_out: list[LeftOut] = []
@@ -87,18 +88,18 @@ def scan(work: Work, file: File) -> None:
     keys: set[str] = set()
     items: Counter[str] = Counter()
     for found in recipe.scan(storage, file.name):
-        sample = _sample(found, file, recipe, keys) if isinstance(found, Found) else found
+        sample = _sample(found, file, write, keys) if isinstance(found, Found) else found
         if isinstance(sample, LeftOut):
             left_out.append(sample)
             continue
         assert isinstance(found, Found)
         tokens = text_tokens(sample, tokenizer)
-        counts.append({"text_tokens": len(tokens.ids), "at": tokens.items})
+        counts.append({"text_tokens": len(tokens.ids), "at": tokens.items, "turns": tokens.turns})
         rows.append(_row(sample.id, found, files))
         items.update(item.modality for item in sample.items)
     notes = {"files": [vars(file), *_others(storage, files)], "left_out": left_out, "items": items}
-    _write(work.counts(file), counts, COUNTS_SCHEMA, {})
-    _write(work.rows(file), rows, SAMPLES_SCHEMA, notes)
+    write_part(work.counts(file), counts, COUNTS_SCHEMA, {})
+    write_part(work.rows(file), rows, SAMPLES_SCHEMA, notes)
 
 
 def read_part(work: Work, file: File) -> Part:
@@ -115,12 +116,12 @@ def modalities_of(work: Work, file: File) -> set[str]:
     return set(json.loads(read_table(work.rows(file))[1])["items"])
 
 
-def _sample(found: Found, file: File, recipe: Recipe, keys: set[str]) -> Sample | LeftOut:
+def _sample(found: Found, file: File, write: Write, keys: set[str]) -> Sample | LeftOut:
     """A sample with its items' bytes left out, or why it is not taken."""
     try:
-        text = recipe.text(found.raw, len(found.items))
+        text = write(found.raw, len(found.items))
         items = tuple(Item(item.modality, item.format, item.size, b"-") for item in found.items)
-        sample = Sample(f"{file.name}/{found.key}", text.text, items, text.targets)
+        sample = Sample(f"{file.name}/{found.key}", text.text, items, text.targets, text.turns)
         validate_sample(sample)
     except DataError as error:
         return LeftOut(found.key, "bad sample", str(error))
@@ -155,7 +156,10 @@ def _others(storage: Storage, files: Mapping[str, int]) -> Iterator[dict[str, An
         yield vars(File(name, *storage.identity(name)))
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema, notes: Mapping[str, Any]) -> None:
+def write_part(
+    path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema, notes: Mapping[str, Any]
+) -> None:
+    """Write rows, and notes of them, as a part: whole, or not at all."""
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
     write_table(new, list(rows), schema, json.dumps(notes).encode())
     os.replace(new, path)

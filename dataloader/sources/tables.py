@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataloader.format import INDEX_SCHEMA
+from dataloader.format import INDEX_SCHEMA, TURNS
 
 SAMPLES = "samples.arrow"
 FILES = "files.arrow"
@@ -46,6 +46,7 @@ COUNTS_SCHEMA = pa.schema(
     [
         pa.field("text_tokens", pa.int32(), nullable=False),
         pa.field("at", pa.list_(pa.int32()), nullable=False),  # text tokens before each item
+        TURNS,  # empty where samples have none
     ]
 )
 """What a tokenizer makes of the samples of one file, until all are put together."""
@@ -84,10 +85,11 @@ class BatchWriter:
         table = pa.concat_tables(self._waiting).combine_chunks()
         at = 0
         while len(table) - at >= least:
-            part = table.slice(at, self._batch_rows).to_batches()
-            assert len(part) == 1
-            self._file.write_batch(part[0])
-            at += part[0].num_rows
+            rows = np.arange(at, min(at + self._batch_rows, len(table)))
+            # Taken, not sliced: the buffers of a slice have the sizes of what it was cut from.
+            (batch,) = table.take(pa.array(rows)).combine_chunks().to_batches()
+            self._file.write_batch(batch)
+            at += len(rows)
         self._waiting = [table.slice(at)]
         self._count = len(table) - at
 
@@ -106,15 +108,21 @@ def renumbered(rows: pa.Table, numbers: npt.NDArray[np.int32]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=SAMPLES_SCHEMA)
 
 
-def index_rows(rows: pa.Table, counts: pa.Table, modalities: Sequence[str]) -> pa.Table:
-    """Rows of `INDEX_SCHEMA` from those of samples and what a tokenizer makes of them."""
+def index_schema(turns: bool) -> pa.Schema:
+    """Columns of an index, whose samples are cut at the ends of turns or not."""
+    return INDEX_SCHEMA.append(TURNS) if turns else INDEX_SCHEMA
+
+
+def index_rows(rows: pa.Table, counts: pa.Table, modalities: Sequence[str], turns: bool) -> pa.Table:
+    """Rows of `index_schema` from those of samples and what a tokenizer makes of them."""
     edges, items = lists(rows["items"])
     of = dict(zip(items.type.names, items.flatten(), strict=True))
     number = pc.index_in(of["modality"], value_set=pa.array(modalities, pa.string())).cast(pa.int16())
     fields = INDEX_SCHEMA.field("items").type.value_type
     placed = pa.StructArray.from_arrays([number, lists(counts["at"])[1], of["size"]], fields=list(fields))
-    columns = [counts["text_tokens"], rows["bytes"], pa.ListArray.from_arrays(edges, placed)]
-    return pa.Table.from_arrays(columns, schema=INDEX_SCHEMA)
+    columns = [counts["text_tokens"], rows["bytes"], pa.ListArray.from_arrays(edges, placed), counts["turns"]]
+    schema = index_schema(turns)
+    return pa.Table.from_arrays(columns[: len(schema)], schema=schema)
 
 
 def lists(column: pa.ChunkedArray) -> tuple[pa.Array, pa.Array]:

@@ -151,7 +151,7 @@ def _show(args: argparse.Namespace) -> int:
 
     path = Path(args.path)
     tokenizer = get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer))
-    index, reader = Index.open(path, tokenizer), open_reader(path)
+    index, reader = Index.open(path, tokenizer), open_reader(path, tokenizer=tokenizer)
     console = Console(highlight=False, soft_wrap=True)
     for i in range(min(args.samples, len(index))):
         sample = reader.read(i, text=True, items=False)

@@ -97,8 +97,12 @@ class Trainer:
         if self.first and world > 1:
             print(self.warmed, flush=True)
         self.files = SharedFiles()
-        self.readers = {name: open_reader(index.path, self.files) for name, index in spec.indexes.items()}
-        heldout = {name: open_reader(index.path, self.files) for name, index in spec.heldout.items()}
+        self.readers = {
+            name: open_reader(index.path, self.files, spec.tokenizer) for name, index in spec.indexes.items()
+        }
+        heldout = {
+            name: open_reader(index.path, self.files, spec.tokenizer) for name, index in spec.heldout.items()
+        }
         self.tables = CostTables(spec.table)
         self.evaluator = Evaluator(spec, self.rank, heldout, self.control)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder, self.control)

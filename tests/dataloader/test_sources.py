@@ -18,16 +18,18 @@ import soundfile
 from dataset_samples import image_bytes, image_item, item_counts, make_sample
 from PIL import ExifTags, Image
 from tars import members_of, write_tar, write_tars
+from tiny_bpe import write_tokenizer
 
 from dataloader.decode import decode_image
 from dataloader.format import PLACEHOLDER, DataError, Item, Sample, UnreadableError
 from dataloader.index import Index
 from dataloader.loader import Fetch, Loader
+from dataloader.recipes.webdataset import WebDataset
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import PlacedReader
 from dataloader.stream import SourceSpec, Stream
-from dataloader.tokenizer import ByteTokenizer
+from dataloader.tokenizer import ByteTokenizer, get_tokenizer
 from dataloader.tokens import tokenize
 from dataloader.verify import verify_dataset
 from dataloader.writer import DatasetWriter
@@ -437,3 +439,34 @@ def test_another_sample_of_the_same_name_in_another_file_is_another_sample(tmp_p
     index_of(tmp_path / "tars", tmp_path / "index")
     reader = PlacedReader(tmp_path / "index")
     assert [reader.read(i, True, True).id for i in (0, 1)] == ["a.tar/0001", "b.tar/0001"]
+
+
+def test_another_tokenizer_adds_its_counts_and_nothing_else(tars, tmp_path, monkeypatch):
+    monkeypatch.setattr("dataloader.sources.recount._ROWS", 16)
+    folder = write_tokenizer(tmp_path / "bpe", "")
+    both = tmp_path / "both"
+    index_of(tars, both, batch_rows=13)
+    before = files_of(both)
+    hf = {"name": "hf", "path": str(folder), "eos": "<|im_end|>"}
+    monkeypatch.setattr(WebDataset, "scan", None)  # no file is scanned again
+    index_of(tars, both, tokenizer=hf, batch_rows=13)
+    assert not build_index(tars, both, "webdataset", hf)
+    assert not build_index(tars, both, "webdataset")
+    monkeypatch.undo()
+    added = set(files_of(both)) - set(before)
+    assert len(added) == 1
+    assert {name: files_of(both)[name] for name in before if name != "dataset.json"} == {
+        name: content for name, content in before.items() if name != "dataset.json"
+    }
+    index_of(tars, tmp_path / "alone", tokenizer=hf, batch_rows=13)
+    (name,) = added
+    assert (tmp_path / "alone" / name).read_bytes() == (both / name).read_bytes()
+    tokenizer = get_tokenizer(hf)
+    of_hf, of_bytes = Index.open(both, tokenizer), Index.open(both, BYTES)
+    assert of_hf.manifest == Index.open(tmp_path / "alone", tokenizer).manifest
+    assert (of_hf.manifest.tokenizer, of_bytes.manifest.tokenizer) == ("hf", "bytes")
+    assert of_hf.manifest.totals.text_tokens < of_bytes.manifest.totals.text_tokens
+    assert of_hf.manifest.hash != of_bytes.manifest.hash
+    assert not verify_dataset(both, tokenizer, {}).problems
+    with pytest.raises(DataError, match=r"of digest .*add its counts with omni data index"):
+        Index.open(both, get_tokenizer({**hf, "eos": "<|im_start|>"}))

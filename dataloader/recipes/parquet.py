@@ -1,0 +1,161 @@
+"""Parquet files with a sample in each row, as Hugging Face's datasets has them; keys name the columns.
+
+An image or a recording is a struct {bytes, path}, or bytes alone; a list of these holds several. Files may be
+compressed, so a value is no range of bytes: its place is its row and its number there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloader.fetching import Fetcher
+from dataloader.format import DataError, SampleError
+from dataloader.sources.heads import found_item
+from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
+from dataloader.storage import Storage
+
+_SLOTS = 1 << 12  # places in a row of a group: the text, then its items
+_ROWS = 1 << 24  # rows of a group
+_AT_ONCE = 32  # rows that are decoded at a time while a file is scanned
+
+
+@dataclass(frozen=True)
+class Parquet(OfBytes):
+    """The recipe `parquet`. `text` is the column with the text; `image` and `audio` are those with images and
+    recordings, "" for none, which stand before the text, images first, unless it has placeholders. `id` is a
+    column with the key of each row, "" for its number.
+    """
+
+    text_of: str
+    image: str
+    audio: str
+    id: str
+    suffixes: ClassVar = (".parquet",)
+
+    def __init__(self, text: str = "text", image: str = "", audio: str = "", id: str = "") -> None:
+        for name, value in (("text_of", text), ("image", image), ("audio", audio), ("id", id)):
+            object.__setattr__(self, name, value)
+        if not text:
+            raise ValueError("text must name the column with the text")
+
+    @property
+    def _items(self) -> dict[str, str]:
+        """Columns of items by modality, in the order in which their items stand."""
+        return {name: of for name, of in (("image", self.image), ("audio", self.audio)) if of}
+
+    def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
+        """A sample for each row."""
+        columns = list(dict.fromkeys([self.text_of, *self._items.values(), *([self.id] if self.id else [])]))
+        number = 0
+        with storage.open(name) as file:
+            try:
+                parquet = pq.ParquetFile(file)
+                if wrong := self._wrong(parquet.schema_arrow):
+                    yield LeftOut("", "another schema", wrong)
+                    return
+                for group in range(parquet.num_row_groups):
+                    row = 0
+                    for batch in parquet.iter_batches(_AT_ONCE, [group], columns, use_threads=False):
+                        for values in batch.to_pylist():
+                            yield self._found(name, group * _ROWS + row, number, values)
+                            row, number = row + 1, number + 1
+            except (pa.ArrowException, OSError, ValueError) as error:
+                yield LeftOut("", "damaged file", f"from row {number} on: {error}")
+
+    def text(self, raw: bytes, num_items: int) -> Text:
+        """The text, with its items before it unless it has placeholders for them."""
+        try:
+            return Text(placed(raw.decode(), num_items))
+        except UnicodeDecodeError as error:
+            raise DataError(f"its text is not UTF-8 ({error})") from None
+
+    def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Values by their places, of row groups that are kept."""
+        return [self._value(fetcher, name, *divmod(at, _SLOTS)) for at, _ in places]
+
+    def _value(self, fetcher: Fetcher, name: str, place: int, slot: int) -> bytes:
+        group, row = divmod(place, _ROWS)
+        columns = list(self._items.values()) if slot else [self.text_of]
+        table = fetcher.group(name, group, columns)
+        if row >= len(table):
+            raise ValueError(f"{name}, row group {group}: it has {len(table)} rows")
+        values = table.slice(row, 1).to_pylist()[0]
+        if not slot:
+            return _text(values[self.text_of])
+        items = [data for _, data in self._all(values)]
+        if slot > len(items):
+            raise ValueError(f"{name}, row group {group}, row {row}: it has {len(items)} items")
+        return items[slot - 1]
+
+    def _wrong(self, schema: pa.Schema) -> str:
+        """What is wrong with a file's columns, if anything."""
+        for column, kinds in ((self.text_of, (_is_text,)), *((of, _ITEMS) for of in self._items.values())):
+            if column not in schema.names:
+                return f"it has no column {column!r}, there are {', '.join(schema.names)}"
+            kind = schema.field(column).type
+            if not any(is_one(kind) for is_one in kinds):
+                return f"its column {column!r} is {kind}"
+        return "" if not self.id or self.id in schema.names else f"it has no column {self.id!r}"
+
+    def _found(self, name: str, place: int, number: int, values: dict[str, Any]) -> Found | LeftOut:
+        key = str(number if not self.id else values[self.id])
+        if values[self.text_of] is None or (self.id and values[self.id] is None):
+            return LeftOut(key, "null", f"of row {number} its {self.text_of} or {self.id or 'id'} is null")
+        items: list[FoundItem] = []
+        try:
+            for slot, (modality, data) in enumerate(self._all(values), start=1):
+                at = Range(name, place * _SLOTS + slot, len(data))
+                items.append(found_item(modality, at, partial(_first, data)))
+        except SampleError as error:
+            return LeftOut(key, "bad item", f"item {len(items)}: {error}")
+        except DataError as error:
+            return LeftOut(key, "null", f"of row {number} {error}")
+        if len(items) >= _SLOTS:
+            return LeftOut(key, "bad sample", f"it has {len(items)} items")
+        raw = _text(values[self.text_of])
+        return Found(key, Range(name, place * _SLOTS, len(raw)), raw, tuple(items))
+
+    def _all(self, values: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
+        """Modality and bytes of all items of a row. Raises DataError for one without bytes."""
+        for modality, column in self._items.items():
+            value = values[column]
+            for one in value if isinstance(value, list) else [value]:
+                data = one.get("bytes") if isinstance(one, dict) else one
+                if data is None:
+                    path = one.get("path") if isinstance(one, dict) else None
+                    raise DataError(f"an {modality} is null" + (f", by path alone: {path}" if path else ""))
+                yield modality, data
+
+
+def _first(data: bytes, count: int) -> bytes:
+    return data[:count]
+
+
+def _text(value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _is_struct(kind: pa.DataType) -> bool:
+    return pa.types.is_struct(kind) and any(of.name == "bytes" and _is_bytes(of.type) for of in kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_one(kind) for is_one in lists) and (
+        _is_bytes(kind.value_type) or _is_struct(kind.value_type)
+    )
+
+
+_ITEMS = (_is_bytes, _is_struct, _is_list)
