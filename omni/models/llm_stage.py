@@ -41,7 +41,7 @@ class MicrobatchInputs:
 
     `ids` [1, T] for the first part. For the last part `wanted` [c] are positions among this rank's tokens
     whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
-    have `labels` [n], `weights` [n] (0 for padding and tombstones), `sources` [n] (the index of each one's
+    have `labels` [n], `weights` [n] (0 for padding and bad samples), `sources` [n] (the index of each one's
     data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
     `order` picks the real ones out of n, sequence by sequence. None elsewhere. `padding` [1, T / tp] marks
     the tail, which experts do not count; None if there is none.

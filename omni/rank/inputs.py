@@ -4,8 +4,8 @@
 the texts that its member of the pool holds if it embeds them or computes their loss, and the items that it
 encodes: no more.
 
-Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, and its sample a tombstone:
-see `tombstones.py`.
+Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, and its sample a bad one:
+see `bad_samples.py`.
 """
 
 import contextlib

@@ -110,7 +110,7 @@ def metrics_of(
         "perf/tokens_per_s": tokens / step_s,
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
-        "data/skipped/bad_item": progression.tombstones,
+        "data/skipped/bad_item": progression.bad_samples,
         "optim/skipped_steps": progression.skipped_steps,
         "health/restarts": restarts(),
         "plan/ms": prepared.plan_s * 1e3,

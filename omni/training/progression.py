@@ -22,8 +22,13 @@ class NoUpdateError(RuntimeError):
 
 
 FEW_SAMPLES = 1_000  # the share of bad ones is taken of so many at least: a few bad ones may come first
-COUNTERS = ("tokens", "skipped_steps", "dropped", "tombstones")
-"""What runs through the whole training and is saved with it."""
+COUNTERS = {
+    "tokens": "tokens",
+    "skipped_steps": "skipped_steps",
+    "dropped": "dropped",
+    "bad_samples": "tombstones",  # checkpoints have called them so since the first
+}
+"""What runs through the whole training and is saved with it, by the names that checkpoints have."""
 
 
 @dataclass
@@ -40,19 +45,20 @@ class Progression:
     tokens: int = 0
     skipped_steps: int = 0
     dropped: int = 0
-    tombstones: int = 0
+    bad_samples: int = 0
     skipped_in_a_row: int = 0
     sound: bool = True
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it beside the step."""
-        return {"cursor": self.cursor, "progression": {name: getattr(self, name) for name in COUNTERS}}
+        saved = {key: getattr(self, name) for name, key in COUNTERS.items()}
+        return {"cursor": self.cursor, "progression": saved}
 
     def restore(self, manifest: Mapping[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.step, self.cursor = manifest["step"], manifest["cursor"]
-        for name in COUNTERS:
-            setattr(self, name, manifest["progression"][name])
+        for name, key in COUNTERS.items():
+            setattr(self, name, manifest["progression"][key])
 
     def advance(
         self, plan: StepPlan, totals: StepTotals, lost: int, updated: bool, max_error_share: float
@@ -66,7 +72,7 @@ class Progression:
         self.tokens += plan.taken.tokens
         self.skipped_steps += not updated
         self.dropped += len(plan.taken.skipped)
-        self.tombstones += lost
+        self.bad_samples += lost
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if totals.num_targets:  # a step without changes nothing
             self.sound = updated and math.isfinite(totals.loss)
@@ -79,9 +85,9 @@ class Progression:
             BadDataError: with the numbers.
         """
         samples = max(self.cursor, FEW_SAMPLES)
-        if self.tombstones > max_error_share * samples:
+        if self.bad_samples > max_error_share * samples:
             raise BadDataError(
-                f"{self.tombstones} of {self.cursor} samples had bad items, more than "
+                f"{self.bad_samples} of {self.cursor} samples had bad items, more than "
                 f"data.max_error_share={max_error_share} of {samples}: mend the data (omni data verify) or "
                 f"raise the share"
             )

@@ -204,7 +204,7 @@ class Reporter:
             "layout": self.spec.arrangement.describe(),
             "loss/train": self.loss,
             "data/skipped/too_long": self.progression.dropped,
-            "data/skipped/bad_item": self.progression.tombstones,
+            "data/skipped/bad_item": self.progression.bad_samples,
             "mem/peak_gb/by_rank": [peak / 1e9 for peak in peaks],
             "perf/save_s/all": round(self.saves_s, 3),
             "plan/schedule": dict(self.schedules),
@@ -263,19 +263,19 @@ class Reporter:
 
     def _say_left_out(self) -> None:
         """Say that samples are left out: of the first one, and then whenever they have doubled."""
-        count = self.progression.dropped + self.progression.tombstones
+        count = self.progression.dropped + self.progression.bad_samples
         if count >= max(1, 2 * self.left_out_said):
             self.left_out_said = count
             self.progress.note(f"left out so far: {self._left_out}")
 
     @property
     def _left_out(self) -> str:
-        dropped, tombstones = self.progression.dropped, self.progression.tombstones
-        if not dropped and not tombstones:
+        dropped, bad = self.progression.dropped, self.progression.bad_samples
+        if not dropped and not bad:
             return ""
         return (
             f"{dropped} samples that are too long or have an item that its encoder does not take "
-            f"(data.on_long), {tombstones} with a bad item (data.on_error)"
+            f"(data.on_long), {bad} with a bad item (data.on_error)"
         )
 
 

@@ -31,9 +31,9 @@ from omni.config import Config
 from omni.models.registry import prepare_item
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
+from omni.rank.bad_samples import BadSamples
 from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, learn_totals, update
-from omni.rank.tombstones import Tombstones
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Ahead, Prepared
 from omni.training.begin import begin
@@ -251,8 +251,8 @@ class Trainer:
         plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
         of_plan = self.agree_on(plan)
         self.check_failures(prepared)
-        tombstones = Tombstones(plan, partial(self.lost_here, plan))
-        inputs = replace(prepared.inputs, before_loss=tombstones.mask)
+        bad = BadSamples(plan, partial(self.lost_here, plan))
+        inputs = replace(prepared.inputs, before_loss=bad.mask)
         result = execute(self.rank, plan, inputs, watch)
         differing = self.health.compare(plan.step)
         totals = learn_totals(self.rank, plan, result, stop=self.stop.requested, differing=differing)

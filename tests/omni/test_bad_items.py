@@ -67,7 +67,7 @@ def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, s
     return kind, message, threads, screen.getvalue()
 
 
-def test_an_item_that_fails_in_preprocessing_is_a_tombstone(
+def test_an_item_that_fails_in_preprocessing_makes_a_bad_sample(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     line = overrides(data, tmp_path, "layout=pp2", *SKIP)
@@ -125,7 +125,7 @@ def targets(rank: int, line: list[str], how: str) -> float:
 
 
 @pytest.mark.parametrize("more", [("layout=pp2", "system=stage0"), ("layout=pp2",), ("layout.domain=2",)])
-def test_targets_of_a_tombstone_do_not_count_wherever_the_loss_is_computed(
+def test_targets_of_a_bad_sample_do_not_count_wherever_the_loss_is_computed(
     ranks: RankPool, data: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     line = overrides(data, tmp_path, *more, *SKIP)  # a step takes every sample once

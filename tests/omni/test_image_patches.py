@@ -77,7 +77,7 @@ def test_what_is_shrunk_is_a_level_off_at_most(size: tuple[int, int], of_file: i
     assert not values[expected == 0].any()  # the padding
 
 
-def test_a_tombstone_is_zeros() -> None:
+def test_a_bad_image_is_zeros() -> None:
     encoder = ViTEncoder(ViTConfig())
     blank = encoder.preprocess(encoder.blank()).values
     assert not encoder.transfer(np.zeros_like(blank), CPU).any()

@@ -60,7 +60,7 @@ def numbers(rank, step):
         "plan": (Op.MAX, [digest, -digest]),
         "slowest": (Op.MAX, [ratio << 32 | rank]),
         "idle": (Op.SUM, [rank, 1]),
-        "tombstones": (Op.UNION, [rank] if rank == LOST and step == 2 else []),
+        "bad_samples": (Op.UNION, [rank] if rank == LOST and step == 2 else []),
     }
 
 

@@ -272,7 +272,7 @@ def light(world, per_node, seconds):
 
 
 @pytest.mark.slow
-def test_128_light_processes_name_a_plan_a_slow_rank_and_a_tombstone():
+def test_128_light_processes_name_a_plan_a_slow_rank_and_a_bad_sample():
     tree = Tree(128, 8)
     for rank, of in enumerate(light(128, 8, 60)):
         found, opened, sent, received, others, told, uss, heavy = of
@@ -283,7 +283,7 @@ def test_128_light_processes_name_a_plan_a_slow_rank_and_a_tombstone():
             assert agreed == (step != STEPS - 1)
             assert numbers["slowest"] == [3_200 << 32 | SLOW]
             assert numbers["idle"] == [128 * 127 // 2, 128]
-            assert numbers["tombstones"] == ([LOST] if step == 2 else [])
+            assert numbers["bad_samples"] == ([LOST] if step == 2 else [])
         assert others == [OTHER]
         assert told == "from 127"
         assert uss < 40e6

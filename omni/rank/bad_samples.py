@@ -7,7 +7,7 @@ from omni.models.llm_stage import MicrobatchInputs
 from pipeline.plan import StepPlan
 
 
-class Tombstones:
+class BadSamples:
     """Which samples of a step have a bad item on any rank of the domain. `learn` tells, by their numbers in
     the domain's plan; it is asked once, before the step's first loss on a rank that computes one.
     """
@@ -26,7 +26,7 @@ class Tombstones:
         return self.learn()
 
     def mask(self, microbatch: int, inputs: MicrobatchInputs) -> None:
-        """Take the targets of tombstones out of the loss of a microbatch, where this rank computes it."""
+        """Take the targets of bad samples out of the loss of a microbatch, where this rank computes it."""
         for number, sample in enumerate(self.plan.domain.microbatches[microbatch].samples):
             if sample in self.samples:
                 assert inputs.weights is not None
