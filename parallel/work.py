@@ -148,7 +148,7 @@ class Work:
     `kept` is what stays in memory for the backward when a forward is done, or for gradients of weights that
     are put off when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a
     moment when all that it finds kept is still there; `last` what the end of a backward needs, when all is
-    freed.
+    freed; `passing` what a forward needs that keeps nothing, as no gradient comes back to it.
     """
 
     flops: int = 0
@@ -157,6 +157,7 @@ class Work:
     kept: int = 0
     workspace: int = 0
     last: int = 0
+    passing: int = 0
     plain_flops: int = 0
     frozen_flops: int = 0
     launches: int = 0
@@ -279,13 +280,18 @@ class Chain:
         works = [block.forward(load) for block in self.blocks]
         return _summed(works, _fullest([work.kept for work in works], works))
 
-    def backward(self, load: Load, grad: Grad) -> Work:
-        """Blocks run from the last to the first; what the later ones kept is then freed."""
+    def backward(self, load: Load, grad: Grad, stays: int = 0) -> Work:
+        """Blocks run from the last to the first; what the later ones kept is then freed, but what they put
+        off, and what `stays` of the last one's to the end.
+        """
         works = [block.backward(load, grad) for block in self.blocks]
-        kept = [block.forward(load).kept for block in self.blocks]
-        if grad is Grad.INPUT:
-            kept = [before - work.kept for before, work in zip(kept, works, strict=True)]
-        return _summed(works, _fullest(kept, works))
+        kept = [block.backward(load, Grad.INPUT).kept for block in self.blocks]
+        if grad is not Grad.WEIGHT:
+            before = [block.forward(load).kept for block in self.blocks]
+            kept = [all_of_it - work.kept for all_of_it, work in zip(before, works, strict=True)]
+            kept[-1] -= stays
+        summed = _summed(works, _fullest(kept, works))
+        return replace(summed, last=summed.last + stays) if summed.last else summed
 
 
 def _fullest(later: Sequence[int], works: Sequence[Work]) -> int:
@@ -300,7 +306,8 @@ def _summed(works: Sequence[Work], workspace: int) -> Work:
         collectives=merged(c for work in works for c in work.collectives),
         kept=sum(work.kept for work in works),
         workspace=workspace,
-        last=works[0].last if works else 0,
+        last=works[0].last + sum(work.kept for work in works) if works and works[0].last else 0,
+        passing=max((work.passing for work in works), default=0),
         plain_flops=sum(work.plain_flops for work in works),
         frozen_flops=sum(work.frozen_flops for work in works),
         launches=sum(work.launches for work in works),

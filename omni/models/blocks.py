@@ -7,7 +7,6 @@ does around them. Shapes: T tokens, E width of the encoder, R rows, D width of t
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from omni.models.expert_stack import ExpertStack
 from omni.models.pieces import linear_weights, norm_weights, plain
 from omni.models.stack import Stack
 from ops.linear import linear_flops
@@ -88,12 +87,15 @@ class FinalNorm:
 
 @dataclass(frozen=True)
 class Projector:
-    """`merge` neighbours of the stream to one row: two linears with an activation between them."""
+    """`merge` neighbours of the stream to one row: two linears with an activation between them. Of all rows,
+    which each of `tp` ranks has, it passes on a share.
+    """
 
     hidden: int
     merge: int
     width: int
     element: int
+    tp: int = 1
 
     @property
     def merged(self) -> int:
@@ -109,9 +111,11 @@ class Projector:
         """It keeps its input, what the first linear puts out, and the activation; of a frozen one the second
         alone. FLOPs are those of the first linear: the second is small beside the layers.
         """
+        rows = max(load.tokens * self.hidden, load.tokens // self.merge * self.width)
         return Work(
             flops=linear_flops(load.tokens, self.merged, self.merged) // self.merge,
             kept=(1 if load.frozen else 3) * load.tokens * self.hidden * self.element,
+            passing=(2 * load.tokens * self.hidden + rows) * self.element,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
@@ -122,13 +126,16 @@ class Projector:
         if grad is Grad.WEIGHT:
             return Work()
         rows = load.tokens // self.merge
+        all_rows = rows * self.width * (self.tp > 1)
         if load.frozen:
-            most = rows * (self.width + 2 * self.merged)
+            most = all_rows + 2 * rows * self.merged
             return Work(flops=self.forward(load).flops, workspace=most * self.element)
-        second = self.width * self.merged
+        second = (rows + self.width) * self.merged + self.width
         # Or at the first linear, when gradients have taken the place of all that is kept.
-        start = max(rows * self.merged + second + rows * self.width, self.merged**2)
-        return replace(_of_linears(self.forward(load), grad), workspace=start * self.element)
+        start = max(second + all_rows, (self.merged + 1) * self.merged)
+        # Before that, those of the rows of all ranks, padded, as they came, and one after the other.
+        gathered = load.most_rows * self.width * (1 + self.tp) + all_rows if self.tp > 1 else 0
+        return replace(_of_linears(self.forward(load), grad), workspace=max(start, gathered) * self.element)
 
 
 def _of_linears(forward: Work, grad: Grad) -> Work:
@@ -136,29 +143,6 @@ def _of_linears(forward: Work, grad: Grad) -> Work:
     nothing off.
     """
     return Work() if grad is Grad.WEIGHT else Work(flops=2 * forward.flops)
-
-
-@dataclass(frozen=True)
-class LastLayers:
-    """The last layers of a part. When the gradient of their output is there, the norm behind them has let go
-    of the output itself; or it came in a message, which is counted as such.
-    """
-
-    stack: Stack | ExpertStack
-    waits: int = 0  # bytes of gradients that losses have made, and that are added to others' later
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Parameters of the layers."""
-        return self.stack.weights()
-
-    def forward(self, load: Load) -> Work:
-        """As of any layers."""
-        return self.stack.forward(load)
-
-    def backward(self, load: Load, grad: Grad) -> Work:
-        """As of any layers, less their output, and with what waits."""
-        work = self.stack.backward(load, grad)
-        return replace(work, workspace=work.workspace - self.stack.stream(load.tokens) + self.waits)
 
 
 @dataclass(frozen=True)
@@ -237,13 +221,9 @@ class EncoderPart:
 
     @property
     def _chain(self) -> Chain:
-        return self._chained(self.stack)
-
-    def _chained(self, layers: Block) -> Chain:
-        """All blocks, with these in the place of its layers."""
         if self.stack.lora is None:
-            return Chain((*self.stem, layers, *self.tail))
-        return Chain((*map(Frozen, self.stem), layers, *map(Frozen, self.tail)))
+            return Chain((*self.stem, self.stack, *self.tail))
+        return Chain((*map(Frozen, self.stem), self.stack, *map(Frozen, self.tail)))
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters, in the module's order."""
@@ -256,9 +236,9 @@ class EncoderPart:
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Ranks that share the layers first gather the gradients of each other's rows."""
+        work = self._chain.backward(load, grad)
         if grad is Grad.WEIGHT:
-            return self._chain.backward(load, grad)
-        work = self._chained(LastLayers(self.stack)).backward(load, grad)
+            return work
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 

@@ -11,14 +11,15 @@ width of an expert.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from omni.models.expert_moments import Routed, most_in_backward, most_in_forward, products
+from omni.models.forward_moments import Tape, attention_half, expert_half
+from omni.models.layer_moments import WeightGradient, Weights, half_products, most_of_products
 from omni.models.pieces import Linears, plain
 from omni.models.stack import (
     BETWEEN,
     Stack,
     activation_bytes,
-    kept_between,
-    kept_by_attention,
-    kept_by_feed_forward,
+    over_layers,
     pointwise_bytes,
     put_off,
 )
@@ -124,7 +125,10 @@ class ExpertStack:
 
     def forward(self, load: Load) -> Work:
         """The sums of divided linears need a tensor of all tokens, and so do rows on their way."""
-        sums = load.tokens * self.dense.hidden * self.element
+        sums, out = load.tokens * self.dense.hidden * self.element, self.stream(load.tokens)
+        recompute, kept = self.dense.recompute, self.layer_kept(load)
+        on_their_way = self._on_their_way(load, graph=recompute != "full")
+        made, alone = self._made(load, recompute), self._made(load, "full")
         return Work(
             flops=self.layers * self._linears_flops(load.tokens) + self.dense.attention_flops(load),
             bytes=self.layers * self._layer_bytes(load.tokens),
@@ -134,8 +138,10 @@ class ExpertStack:
                 *self.dense.exchanges(load, forward=True),
                 *self._routed(load, forward=True),
             ),
-            kept=self.layers * self._kept(load, self.dense.recompute),
-            workspace=max(sums, self._forward_workspace(load)),
+            kept=self.layers * kept,
+            workspace=max(sums, on_their_way, made.most - kept),
+            passing=out * (1 + (self.layers > 1))
+            + max(alone.most, self._on_their_way(load, graph=False) + out),
             launches=self.layers,
             dispatches=self.layers,
         )
@@ -160,8 +166,8 @@ class ExpertStack:
                 *self.dense.sums(load.tokens, grad, forward=False, halves=self._halves),
                 *((*back, *self._routed(load, forward=False)) if inputs else ()),
             ),
-            kept=self._kept_for_weights(load) if grad is Grad.INPUT and not load.frozen else 0,
-            workspace=self._workspace(load) if inputs else self._largest_weight(),
+            kept=self.layers * put_off(self, load, grad),
+            workspace=over_layers(self, load, grad) if inputs else most_of_products(self.products(load)),
             launches=again.launches + self.layers * (inputs + weights),
             dispatches=again.dispatches + self.layers * (inputs + weights),
         )
@@ -245,21 +251,22 @@ class ExpertStack:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         if recompute == "full":
             return self.stream(load.tokens)
-        dense = replace(self.dense, recompute=recompute)
-        shared = kept_by_feed_forward(dense, load.tokens)
-        if load.frozen:
-            # Not what linears take; the router keeps its input.
-            attended = dense.heads * dense.head_dim if load.seen.into or recompute == "selective" else 0
-            shared -= self.stream(load.tokens)
-            shared -= load.tokens * (attended + dense.ffn) // dense.tp * self.element
-            shared -= self._received(load) * (dense.hidden + self.ffn) * self.element
+        # Frozen experts keep no inputs of linears; the router keeps its own.
+        inputs = self._received(load) * (self.dense.hidden + self.ffn) * self.element * load.frozen
         return (
-            kept_between(dense, load.seen)
-            + kept_by_attention(dense, load.seen)
-            + shared
+            self._made(load, recompute).now
             + self._kept_by_router(self.dense.between(load.tokens))
             + self._kept_by_experts(self._received(load))
+            - inputs
         )
+
+    def _made(self, load: Load, recompute: str) -> Tape:
+        """What the forward of a layer makes beside its router and its experts."""
+        dense = replace(self.dense, recompute=recompute)
+        tape = dense.tape(load, graph=recompute != "full")
+        attention_half(dense, load.seen, tape)
+        expert_half(dense, load.tokens, tape)
+        return tape
 
     def _kept_by_router(self, tokens: int) -> int:
         """Scores, choices and their weights; in front of the experts, all probabilities and the map."""
@@ -275,53 +282,37 @@ class ExpertStack:
         kept = 6 if self.dense.gated else 3
         return rows * (self.dense.hidden * self.element + FP32 + kept * self.ffn * self.element)
 
-    def _forward_workspace(self, load: Load) -> int:
-        """Rows on their way and, in a layer that will be recomputed and so keeps nothing, for the moment rows
-        in the order of experts, probabilities, and the outputs of norm, attention and shared expert.
-        """
-        tokens = self.dense.between(load.tokens)
-        if self.dense.recompute != "full":
-            # The layer's output is not there yet.
-            return self._on_their_way(load) - self.stream(load.tokens) + tokens * self.experts * FP32
-        ordered = self._received(load) * self.dense.hidden * self.element
-        halves = 3 * self.stream(load.tokens) + self._kept_by_router(tokens)
-        return self._on_their_way(load) + ordered + halves
+    def layer_kept(self, load: Load) -> int:
+        """Bytes that a layer keeps for its backward, its output included and its input not."""
+        return self._kept(load, self.dense.recompute)
 
-    def _on_their_way(self, load: Load) -> int:
-        """When experts are done: rows as they were sent and as they came, what each expert puts out, and all
-        of it together. Of a single expert, and within a single rank, there is one copy less.
+    def layer_workspace(self, load: Load, grad: Grad) -> int:
+        """Bytes that a layer's backward needs at most, beside what was kept and the gradient of its output:
+        with full recomputation, what the layer would have kept too, while it is computed anew or after.
         """
-        sent = self._senders(load)[load.router] * self.topk * (self.ep > 1)
-        came = self._received(load)
-        return (sent + came * (3 if self.local > 1 else 1)) * self.dense.hidden * self.element
-
-    def _workspace(self, load: Load) -> int:
-        """The backward of a layer needs most when gradients of rows are brought into the order of experts, at
-        the start of an expert, or when the layer is computed anew.
-        """
-        row, out = self.dense.hidden * self.element, self.stream(load.tokens)
-        rows = self._received(load)
-        each = -(-rows // self.local) * self.ffn
-        expert = 0 if load.frozen else (each + self.dense.hidden * self.ffn) * self.element
-        # Products are weighed in fp32: gradients of the weighed product, of the product and of its weight.
-        # The last, in half precision, stands where the second linear's input was, if that was kept.
-        weighed = each * (3 * FP32 + self.element * load.frozen)
-        start = rows * row + max(rows * row, expert, weighed)
+        most = most_in_backward(self.dense, load.seen, self._rows(load), Weights.of(grad, load.frozen))
         if self.dense.delta is not None:
-            start = max(start, self.dense.delta.workspace(load, self.tp))
+            most = max(most, self.dense.delta.workspace(load, self.tp))
         if self.dense.recompute != "full":
-            return out + start
-        return out + max(start, self._on_their_way(load)) + self._kept(load, "none")
+            return most
+        again = max(most, self._on_their_way(load, graph=True)) + self._kept(load, "none")
+        return max(again, self._made(load, "none").most)
 
-    def _kept_for_weights(self, load: Load) -> int:
-        """What a backward for inputs leaves behind: inputs of linears and gradients of their outputs."""
-        shared = self._shared()
-        divided = self.dense.put_off_attention(load.tokens)
-        divided += put_off(self.dense, shared, load.tokens) if shared else 0
-        expert = sum(i + o for i, o in self.dense.feed_forward_linears(self.ffn)) * self.element
-        return self.layers * (divided + self._received(load) * expert)
+    def products(self, load: Load) -> list[WeightGradient]:
+        """Gradients of a layer's weights that are put off, in the order in which they are made."""
+        dense, shared = self.dense, self._shared()
+        of_shared = half_products(dense, shared, load.tokens) if shared else ()
+        return [*products(dense, self._rows(load)), *of_shared, *dense.attention_products(load.tokens)]
 
-    def _largest_weight(self) -> int:
-        dense = self.dense
-        divided = max(i * o for i, o in (*dense.attention_linears(), *self._shared())) // self.tp
-        return max(divided, dense.hidden * self.ffn * (2 if dense.gated else 1)) * self.element
+    def _on_their_way(self, load: Load, *, graph: bool) -> int:
+        return most_in_forward(self.dense, self._rows(load), graph=graph, inputs=graph and not load.frozen)
+
+    def _rows(self, load: Load) -> Routed:
+        """Rows on their way through a layer."""
+        senders, first = self._senders(load), load.router * self.local
+        own = senders[load.router]
+        each = [0] * self.local
+        for tokens in senders:
+            share, rest = divmod(tokens * self.topk, self.experts)
+            each = [count + share + (first + j < rest) for j, count in enumerate(each)]
+        return Routed(own, self.experts, self.ffn, own * self.topk * (self.ep > 1), tuple(each))

@@ -1,66 +1,23 @@
 """The fullest moment of a layer's backward: what autograd makes and frees, step by step.
 
 Each step makes bytes (positive) or frees them (negative), beside what the forward kept; the most of their
-sums counts. The gradient of the layer's output is made first, so it is among them.
+sums counts. The gradient of the layer's output is there instead of the output itself, which what came after
+the layer has let go of.
 
 Shapes as in `stack.py`.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple
 
 from omni.models.adapters import Adapter
+from omni.models.forward_moments import Tape, core_forward
+from omni.models.layer import Layer
 from omni.models.pieces import Linears
-from parallel.work import Attended
-
-
-class Layer(Protocol):
-    """What is needed of a `Stack`."""
-
-    @property
-    def hidden(self) -> int:
-        """D."""
-        ...
-
-    @property
-    def ffn(self) -> int:
-        """F, of all ranks together."""
-        ...
-
-    @property
-    def gated(self) -> bool:
-        """Whether the feed-forward is a SwiGLU."""
-        ...
-
-    @property
-    def tp(self) -> int:
-        """Ranks that share the layer."""
-        ...
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether they divide the tokens between halves."""
-        ...
-
-    @property
-    def element(self) -> int:
-        """Bytes of a number."""
-        ...
-
-    def stream(self, tokens: int) -> int:
-        """Bytes of one tensor between halves."""
-        ...
-
-    def attention_linears(self) -> Linears:
-        """Linears around attention, of all ranks together."""
-        ...
-
-    def adapters(self) -> Mapping[str, Adapter]:
-        """Adapters of a layer by the name of their linear."""
-        ...
+from parallel.work import FP32, Attended, Grad
 
 
 class Weights(Enum):
@@ -69,6 +26,11 @@ class Weights(Enum):
     NOW = 1
     LATER = 2
     FROZEN = 3
+
+    @classmethod
+    def of(cls, grad: Grad, frozen: bool) -> "Weights":
+        """When a backward that makes `grad` makes them."""
+        return cls.FROZEN if frozen else cls.NOW if grad is Grad.BOTH else cls.LATER
 
 
 @dataclass(frozen=True)
@@ -83,25 +45,56 @@ class Learning:
         return self.weights is Weights.NOW or name in self.adapters
 
 
-def most_in_backward(stack: Layer, seen: Attended, *, now: bool, frozen: bool, learns: bool) -> int:
-    """Bytes that the backward of a layer holds at most beside what was kept, its output's gradient too.
+class WeightGradient(NamedTuple):
+    """A gradient of a weight that was put off: its bytes, and those that are let go of when it was made."""
 
-    Gradients of its weights are made `now` or later, not at all if they are `frozen`; adapters may learn.
+    weight: int
+    gone: int
+
+
+def most_in_backward(stack: Layer, seen: Attended, learning: Learning) -> int:
+    """Bytes that a layer's backward holds at most beside what was kept and the gradient of its output."""
+    return max(accumulate(backward_steps(stack, seen, learning)))
+
+
+def most_of_products(products: Iterable[WeightGradient]) -> int:
+    """Bytes that gradients of weights take at most, made one by one, beside all that is held for them."""
+    most = gone = 0
+    for product in products:
+        most = max(most, product.weight - gone)
+        gone += product.gone
+    return most
+
+
+def half_products(stack: Layer, half: Linears, tokens: int) -> Iterator[WeightGradient]:
+    """Gradients of weights of the two linears of half a layer, last first, with their inputs, the first's as
+    ranks divide it, and the gradients of their outputs.
     """
-    weights = Weights.FROZEN if frozen else Weights.NOW if now else Weights.LATER
-    learning = Learning(weights, stack.adapters() if learns else {})
-    return max(accumulate(_steps(stack, seen, learning)))
+    (_, first), (inner, last) = half
+    taken = tokens * inner // stack.tp * stack.element
+    yield WeightGradient(inner * last // stack.tp * stack.element, taken + tokens * last * stack.element)
+    put_out = tokens * first // stack.tp * stack.element
+    yield WeightGradient(stack.hidden * first // stack.tp * stack.element, stack.stream(tokens) + put_out)
 
 
-def _steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator[int]:
-    out = stack.stream(seen.tokens)
+def backward_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator[int]:
+    """A layer, from the gradient of its output to that of its input."""
+    yield from feed_forward_steps(stack, seen.tokens, learning)
+    yield from normed_steps(stack, seen.tokens, learning, "linear_fc1")
+    yield from attention_steps(stack, seen, learning)
+    yield from normed_steps(stack, seen.tokens, learning, "linear_qkv")
+
+
+def normed_steps(stack: Layer, tokens: int, learning: Learning, linear: str) -> Iterator[int]:
+    """A norm, whose output is freed with the linear behind it, then the sum with what went around both. The
+    gradient that came from behind stays for the gradient of a weight, unless ranks gathered it.
+    """
+    out = stack.stream(tokens)
+    waits = learning.weights is Weights.LATER and not (stack.splits_tokens and stack.tp > 1)
+    yield out - out * learning.frees(linear)
+    yield -out - stack.between(tokens) * len(stack.one_norm) * FP32 - out
     yield out
-    yield from _feed_forward(stack, seen.tokens, learning)
-    # The norm, whose output is freed with the first linear, then the sum with what went around it.
-    yield out - out * learning.frees("linear_fc1")
-    yield out
-    yield -2 * out - out
-    yield from _attention(stack, seen.tokens, learning)
+    yield -2 * out + out * waits
 
 
 def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learning) -> Iterator[int]:
@@ -119,9 +112,7 @@ def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learni
     if weights is Weights.NOW:
         weight = stack.hidden * outputs // stack.tp * stack.element
         yield weight
-        yield -(whole if gathers else 0)
-        yield weight  # a copy, as the parameter's gradient
-        yield -2 * weight
+        yield -(whole if gathers else 0) - weight
     if adapter is not None:
         yield from _done(adapter, tokens)
 
@@ -143,9 +134,7 @@ def _summed(stack: Layer, name: str, tokens: int, inputs: int, learning: Learnin
     if weights is Weights.NOW:
         weight = inputs * stack.hidden // stack.tp * stack.element
         yield weight
-        yield -gathered - taken
-        yield weight  # a copy, as the parameter's gradient
-        yield -2 * weight
+        yield -gathered - taken - weight
 
 
 def _adapted(adapter: Adapter, tokens: int) -> Iterator[int]:
@@ -166,7 +155,8 @@ def _done(adapter: Adapter, tokens: int) -> Iterator[int]:
     yield -a - b - inner - (inner // adapter.tp if divides else inner)
 
 
-def _feed_forward(stack: Layer, tokens: int, learning: Learning) -> Iterator[int]:
+def feed_forward_steps(stack: Layer, tokens: int, learning: Learning) -> Iterator[int]:
+    """A feed-forward, from the gradient of its output to that of its input."""
     inner = tokens * stack.ffn // stack.tp * stack.element
     yield from _summed(stack, "linear_fc2", tokens, stack.ffn, learning)
     if stack.gated:
@@ -185,14 +175,77 @@ def _feed_forward(stack: Layer, tokens: int, learning: Learning) -> Iterator[int
         yield -first
 
 
-def _attention(stack: Layer, tokens: int, learning: Learning) -> Iterator[int]:
+def attention_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator[int]:
+    """Attention and the linears around it, from the gradient of its output to that of its input."""
     (_, first), (attended, _) = stack.attention_linears()[0], stack.attention_linears()[-1]
-    qkv = tokens * first // stack.tp * stack.element
-    output = tokens * attended // stack.tp * stack.element
-    yield from _summed(stack, "linear_proj", tokens, attended, learning)
+    qkv = seen.tokens * first // stack.tp * stack.element
+    output = seen.tokens * attended // stack.tp * stack.element
+    yield from _summed(stack, "linear_proj", seen.tokens, attended, learning)
+    if stack.latent is None and stack.delta is None:
+        yield from _core_steps(stack, seen, output, learning)
+    else:
+        yield qkv
+        yield -2 * output + output * learning.frees("linear_proj")
+        yield qkv
+        yield -2 * qkv
+    yield from _linear(stack, "linear_qkv", seen.tokens, first, learning)
+    if learning.weights is not Weights.LATER:
+        yield -qkv
+
+
+def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -> Iterator[int]:
+    """From the gradient of what attention puts out to that of queries, keys and values."""
+    heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
+    qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
+    anew = stack.recompute == "selective"
+    made = core_forward(replace(stack, recompute="none"), seen, Tape(True, (), gathers=False), output)
+    if anew:
+        yield made.most
+        yield made.now - made.most
+    elif learning.frees("linear_proj") and not seen.into:
+        yield output  # the linear behind has let go of it, attention has not
+    gone = made.now - output
+    if seen.into:
+        yield from _shared_steps(stack, seen, output)
+        gone -= made.of("local", "local out", "local sums", "tiles", "tile out", "tile sums")
+    else:
+        yield qkv
+    yield -gone
+    yield output  # through the rotation
+    yield -output
+    if anew or (not seen.into and learning.weights is not Weights.LATER):
+        yield -output
+    yield -output
+    copied = output * (anew and kv_heads > 1 and heads > kv_heads)
+    yield -qkv * (anew or stack.qk_norm or not seen.into) - copied
     yield qkv
-    # What was put out may have been freed already.
-    yield -2 * output + output * learning.frees("linear_proj")
-    yield qkv
-    yield -2 * qkv
-    yield from _linear(stack, "linear_qkv", tokens, first, learning)
+    yield -qkv
+
+
+def _shared_steps(stack: Layer, seen: Attended, output: int) -> Iterator[int]:
+    """Attention of shared sequences: exchanges run the other way round, and tiles between them."""
+    heads, kv_heads, unit = (
+        stack.heads // stack.tp,
+        stack.kv_heads // stack.tp,
+        stack.head_dim * stack.element,
+    )
+    sent, landed, returned = (sum(of) * stack.element for of in (seen.into, seen.into_back, seen.out_back))
+    taken, rows, shared = (seen.rows + 2 * seen.context) * unit, seen.rows * unit, seen.tokens - seen.local
+    local = seen.local * (heads + 2 * kv_heads) * unit
+    yield output
+    yield returned + rows
+    yield -shared * heads * unit
+    yield rows - returned
+    yield -rows
+    yield taken
+    yield -rows - taken - rows - seen.rows * FP32
+    yield taken + sent
+    yield -taken
+    yield local
+    yield -local - seen.local * heads * (2 * unit + FP32)
+    # Of keys and values several tiles make gradients, which are added up in single precision.
+    wide = shared * (heads * stack.element + 2 * kv_heads * FP32) * stack.head_dim
+    yield wide - landed
+    yield landed - taken - sent
+    yield seen.tokens * (heads + 2 * kv_heads) * unit
+    yield -local - wide

@@ -1,17 +1,18 @@
 """The parts of the LLM as statements of work: embedding, layers, losses; one part on one rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
 from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.adapters import Lora
-from omni.models.blocks import FinalNorm, Frozen, LastLayers
+from omni.models.blocks import FinalNorm, Frozen
 from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
+from omni.models.layer import FIRST
 from omni.models.layer_sizes import llm_layers, windowed
-from omni.models.stack import FIRST, Stack
+from omni.models.stack import Stack
 from omni.models.vocabulary import Losses, WordEmbedding
 from ops.delta_shape import DeltaHeads
 from parallel.buckets import reduction
@@ -29,6 +30,39 @@ from parallel.work import (
     Work,
     all_reduce,
 )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """Layers beside bytes of gradients that losses have made, and that are added to others' later."""
+
+    stack: Stack | ExpertStack
+    waits: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        return self.stack.weights()
+
+    def forward(self, load: Load) -> Work:
+        return self.stack.forward(load)
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        work = self.stack.backward(load, grad)
+        return replace(work, workspace=work.workspace + self.waits)
+
+
+def _last_apart(stacks: Sequence[Stack | ExpertStack]) -> Iterator[Stack | ExpertStack]:
+    """The same layers, the last one by itself: what it puts out outlives the others' outputs."""
+    *others, last = stacks
+    yield from others
+    if last.layers > 1:
+        yield _of_layers(last, last.layers - 1, min(last.windowed, last.layers - 1))
+    yield _of_layers(last, 1, max(0, last.windowed - last.layers + 1))
+
+
+def _of_layers(stack: Stack | ExpertStack, layers: int, windowed: int) -> Stack | ExpertStack:
+    if isinstance(stack, ExpertStack):
+        return replace(stack, dense=replace(stack.dense, layers=layers, windowed=windowed))
+    return replace(stack, layers=layers, windowed=windowed)
 
 
 @dataclass(frozen=True)
@@ -120,11 +154,13 @@ class LLMPart:
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
         waits, learns = 0, self.lora is None and not load.frozen
-        if self.embedding is not None and self.losses is not None and not self.losses.owned:
+        if self.embedding is not None and self.embedding.is_output:
             # autograd adds both gradients of the one table up before it hands them on.
-            waits = self.losses.ids * self.losses.hidden * self.element * learns
-        last = LastLayers(self.stacks[-1], waits)
-        return self._chained((*self.stacks[:-1], last)).backward(load, grad)
+            waits = self.embedding.ids * self.embedding.hidden * self.element * learns
+        # Who runs the pass of a part holds what it put out; losses are next to nothing.
+        stays = 0 if self.losses is not None else self.row_bytes(load)
+        chain = self._chained([_Beside(stack, waits) for stack in _last_apart(self.stacks)])
+        return chain.backward(load, grad, stays)
 
     def input_bytes(self, load: Load) -> int:
         """Rotation, ids, and what each target needs."""
@@ -173,7 +209,9 @@ def llm_part(
     )
     return LLMPart(
         stacks=_stacks(config, layers, number, layout, element),
-        embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
+        embedding=WordEmbedding(ids, config.hidden, tp, element, apart, last and not losses.owned)
+        if first
+        else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),

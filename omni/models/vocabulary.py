@@ -22,13 +22,16 @@ from parallel.work import (
 
 @dataclass(frozen=True)
 class WordEmbedding:
-    """Word embeddings of `ids`, this rank's share of the vocabulary; `shared` with an output elsewhere."""
+    """Word embeddings of `ids`, this rank's share of the vocabulary; `shared` with an output elsewhere, or
+    that of the same part too (`is_output`).
+    """
 
     ids: int
     hidden: int
     tp: int
     element: int
     shared: bool
+    is_output: bool = False
 
     def weights(self) -> tuple[Weight, ...]:
         """The table."""
@@ -42,14 +45,21 @@ class WordEmbedding:
         return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """At the end of everything, gradients of all tokens and of the table, beside what was looked up;
-        nothing where it is frozen.
+        """At the end of everything gradients of all tokens, of those whose ids are of this rank's share, and
+        of the table; nothing where it is frozen. The gradient that an output has made of the same table
+        waits, and autograd adds both up in a third tensor.
         """
         if grad is Grad.WEIGHT or load.frozen:
             return Work()
-        shard = load.tokens // self.tp * self.hidden * self.element
-        last = (load.tokens + self.ids) * self.hidden * self.element + self.forward(load).kept
-        return Work(collectives=all_gather("tp", shard, self.tp), last=last)
+        width = self.hidden * self.element
+        tokens, table, found = load.tokens * width, self.ids * width, load.tokens * (INDEX + 1)
+        made = (
+            max(2 * tokens + found, tokens + table + load.tokens * INDEX) if self.tp > 1 else tokens + table
+        )
+        return Work(
+            collectives=all_gather("tp", tokens // self.tp, self.tp),
+            last=max(made + table, 3 * table) if self.is_output else made,
+        )
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Losses:
             + self._unkept(load)
             + self._reduced(load.targets)
             - (self._probabilities(load.targets) if load.targets <= self.chunk else 0),
+            passing=self._hidden(load.targets) + self._losses(load.targets) + self._reduced(load.targets),
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
@@ -154,18 +165,25 @@ class Losses:
 
     def _reduced(self, targets: int) -> int:
         """What ranks that share the vocabulary find for each target: the largest logit, two sums, and both
-        sums together.
+        sums together; in losses that will be made anew, where the target is, too.
         """
-        return min(targets, self.chunk) * 5 * FP32 if self.tp > 1 else 0
+        found = 0 if targets <= self.chunk else INDEX + 1
+        return min(targets, self.chunk) * (5 * FP32 + found) if self.tp > 1 else 0
 
     def _backward_workspace(self, targets: int, learns: int) -> int:
         weight = learns * self.ids * self.hidden * self.element
+        chunk = self._hidden(min(targets, self.chunk))
+        # Gradients of logits and then of what they were made of, when probabilities have gone.
+        made = self._logits(targets) + weight + chunk
         if targets <= self.chunk:
-            # Two gradients in fp32 before the logits' own, and then that of the weight.
-            return max(2 * self._probabilities(targets), self._logits(targets) + weight)
+            # Two gradients in fp32 come before the logits' own.
+            return max(2 * self._probabilities(targets), made - self._probabilities(targets))
         # The last chunk is computed anew while the gradients of the others and of the weight wait. Its own
         # gradient of the weight is then added to theirs, into a third tensor.
-        done = (targets - self.chunk) * self.hidden * self.element
+        done = self._hidden(targets - self.chunk) + targets * FP32
         # One rank with all of the vocabulary has its probabilities and two gradients at once.
-        anew = max(self._losses(targets), 3 * self._probabilities(targets) if self.tp == 1 else 0)
-        return max(anew + weight, 3 * weight) + done + targets * FP32
+        anew = max(
+            self._losses(targets) + self._reduced(targets),
+            3 * self._probabilities(targets) if self.tp == 1 else 0,
+        )
+        return done + max(anew + weight, made + weight, 3 * weight + chunk)

@@ -141,8 +141,8 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
     if op.kind in (Kind.FORWARD, Kind.ENCODE):
         component, _, _ = work.of(op)
         forward = work.forward(op)
-        if _goes_back(work, op):
-            yield _sum(held) + _one("activations", component, forward.kept + forward.workspace)
+        most = forward.kept + forward.workspace if _goes_back(work, op) else forward.passing
+        yield _sum(held) + _one("activations", component, most)
     elif op.kind in (Kind.SHIP, Kind.RETURN):
         ends = (work.rows_in[op.index] + work.rows_out[op.index]) * work.row_bytes
         if not _route(work, op).is_local:
@@ -188,7 +188,12 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
     row = work.row_bytes
     if kind in (Kind.FORWARD, Kind.ENCODE):
         component, _, load = work.of(op)
-        kept = work.forward(op).kept if _goes_back(work, op) else load.rows * row
+        if _goes_back(work, op):
+            kept = work.forward(op).kept
+        elif kind is Kind.ENCODE:
+            kept = load.rows * row
+        else:
+            kept = _message(work, op) if op.part < work.domain.num_parts - 1 else 0
         held[_kept(op)] = ("activations", component), kept
     elif kind in BACKWARDS:
         _backward(work, op, held)

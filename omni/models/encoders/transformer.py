@@ -86,7 +86,7 @@ class TransformerEncoder(ABC):
     def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
         """Embedding, layers, and a projector at their end and after each tap."""
         c = self.config
-        tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element))
+        tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element, tp))
         return EncoderPart(
             stem=self.stem_work(element),
             stack=Stack.of(transformer_layers(c), element, tp),

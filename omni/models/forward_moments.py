@@ -1,0 +1,230 @@
+"""What a layer's forward makes and lets go of, tensor by tensor: what it keeps, and its fullest moment.
+
+The list follows the modules: megatron-core's layer, attention and feed-forward, and our attention on packed
+tokens. A tensor that autograd saves stays; any other goes when nothing in Python refers to it. So one list
+says three things: what a pass keeps for its backward, what it holds at most meanwhile, and both again where
+weights are frozen (no inputs of linears) or nothing is kept at all (layers that will be computed anew, and
+passes that no gradient comes back to).
+
+Shapes as in `stack.py`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from omni.models.layer import Layer
+from parallel.work import FP32, Attended
+
+LINEARS = {"linear_qkv": "norm 1", "linear_proj": "attended", "linear_fc1": "norm 2", "linear_fc2": "product"}
+"""What the linears of a layer take in."""
+
+
+@dataclass
+class Tape:
+    """Bytes of what a pass has made, by name: what is held `now`, and the `most` so far.
+
+    `graph` says whether autograd keeps anything, `learn` the linears whose inputs it keeps, and `gathers`
+    whether linears gather the tokens of all ranks in tensors of their own.
+    """
+
+    graph: bool
+    learn: Collection[str]
+    gathers: bool
+    held: dict[str, int] = field(default_factory=dict)
+    now: int = 0
+    most: int = 0
+
+    def make(self, name: str, size: int) -> None:
+        """Make a tensor."""
+        self.held[name] = size
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def drop(self, *names: str, saved: bool = False) -> None:
+        """Let go of tensors, but not of those that are `saved` if there is a graph."""
+        for name in names:
+            if not (self.graph and saved):
+                self.now -= self.held.pop(name, 0)
+
+    def of(self, *names: str) -> int:
+        """Bytes of tensors that are held."""
+        return sum(self.held.get(name, 0) for name in names)
+
+    def enter(self, linear: str) -> None:
+        """Be taken in by a linear."""
+        taken = LINEARS[linear]
+        self.drop(taken, saved=linear in self.learn)
+
+
+def layer_forward(stack: Layer, seen: Attended, tape: Tape) -> Tape:
+    """Run a layer over the tape: what is held in the end is its output and what it keeps."""
+    attention_half(stack, seen, tape)
+    feed_forward_half(stack, seen.tokens, tape)
+    return tape
+
+
+def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
+    """Norm, attention, and the sum with what went around it, the "residual"."""
+    _norm(stack, seen.tokens, tape, "1")
+    if stack.latent is not None:
+        between = stack.between(seen.tokens)
+        tape.make("attended", stack.latent.kept(seen.tokens, between, stack.tp, stack.element))
+        held = {"attended": True}
+    elif stack.delta is not None:
+        tape.make("attended", stack.delta.kept(seen.tokens, stack.tp, stack.element))
+        held = {"attended": True}
+    else:
+        (_, first), (attended, _) = stack.attention_linears()
+        bias = stack.bias or stack.qkv_bias
+        _first_linear(stack, seen.tokens, tape, "linear_qkv", seen.tokens * first // stack.tp, bias)
+        held = _core(stack, seen, tape, seen.tokens * attended // stack.tp * stack.element)
+    _summed(stack, seen.tokens, tape, "linear_proj", "proj")
+    for name, saved in held.items():
+        tape.drop(name, saved=saved)
+    _around(stack, seen.tokens, tape, "residual", stack.bias or stack.output_bias)
+    tape.enter("linear_qkv")
+    tape.drop("proj")
+
+
+def feed_forward_half(stack: Layer, tokens: int, tape: Tape) -> None:
+    """Norm, feed-forward, and the layer's output."""
+    _norm(stack, tokens, tape, "2")
+    feed_forward(stack, tokens, tape)
+    _around(stack, tokens, tape, "out", stack.bias)
+    tape.enter("linear_fc1")
+    tape.drop("fc2")
+    tape.drop("residual", saved=True)
+
+
+def expert_half(stack: Layer, tokens: int, tape: Tape) -> None:
+    """As `feed_forward_half`, of a shared expert beside others: none where its width is 0."""
+    _norm(stack, tokens, tape, "2")
+    if stack.ffn:
+        feed_forward(stack, tokens, tape)
+    tape.make("out", stack.stream(tokens))
+    tape.drop("fc2")
+    tape.drop("norm 2", "residual", saved=True)
+
+
+def feed_forward(stack: Layer, tokens: int, tape: Tape) -> None:
+    """Two linears and what is between them."""
+    numbers = tokens * stack.ffn // stack.tp
+    _first_linear(stack, tokens, tape, "linear_fc1", numbers * (2 if stack.gated else 1), stack.bias)
+    inner = numbers * stack.element
+    if stack.gated:
+        tape.make("gate", inner)
+        tape.make("other", inner)
+    tape.make("product", inner)
+    tape.drop("gate", "other", "linear_fc1 out", saved=True)
+    _summed(stack, tokens, tape, "linear_fc2", "fc2")
+    tape.enter("linear_fc2")
+
+
+def _norm(stack: Layer, tokens: int, tape: Tape, number: str) -> None:
+    sums = stack.between(tokens) * len(stack.one_norm) * FP32
+    tape.make(f"sums {number}", sums)
+    tape.make(f"norm {number}", stack.stream(tokens))
+    tape.drop(f"sums {number}", saved=True)
+
+
+def _first_linear(stack: Layer, tokens: int, tape: Tape, name: str, numbers: int, bias: bool) -> None:
+    """A linear that ranks divide by its outputs; a bias is added into another tensor."""
+    out = numbers * stack.element
+    adapter = stack.adapters().get(name)
+    if tape.gathers and adapter is None:
+        tape.make("gathered", tokens * stack.hidden * stack.element)
+    if adapter is not None:
+        tape.make(f"{name} inner", adapter.inner(tokens))
+    if bias and (adapter is None or name == "linear_fc1"):
+        tape.make("product alone", out)
+        tape.drop("gathered")
+    tape.make(f"{name} out", out)
+    tape.drop("product alone", "gathered")
+    tape.drop(f"{name} inner", saved=name in tape.learn)
+
+
+def _summed(stack: Layer, tokens: int, tape: Tape, linear: str, name: str) -> None:
+    """A linear whose outputs ranks sum: of all tokens, before each has its own."""
+    adapter = stack.adapters().get(linear)
+    if adapter is not None:
+        tape.make(f"{linear} inner", adapter.inner(tokens))
+    shard = stack.stream(tokens)
+    whole = tokens * stack.hidden * stack.element
+    if whole != shard:
+        tape.make("whole", whole)
+    tape.make(name, shard)
+    tape.drop("whole")
+    tape.drop(f"{linear} inner", saved=linear in tape.learn)
+
+
+def _around(stack: Layer, tokens: int, tape: Tape, name: str, bias: bool) -> None:
+    """Add a bias, and what went around a half."""
+    out = stack.stream(tokens)
+    if bias:
+        tape.make("with bias", out)
+    tape.make(name, out)
+    tape.drop("with bias")
+
+
+def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bool]:
+    """Rotation and attention. Returns what the caller holds until the linear behind is done, and whether a
+    graph keeps it.
+    """
+    heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
+    rotated = seen.tokens * (heads + kv_heads) * size * stack.element
+    anew = stack.recompute == "selective"
+    keeps = tape.graph and not anew  # what attention takes in and puts out, beside what it began with
+    # Queries of several groups lie apart from their keys and values, so they are copied together.
+    tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
+    if stack.qk_norm:
+        tape.make("sums of heads", seen.tokens * (heads + kv_heads) * FP32)
+        tape.make("normed heads", rotated)
+        tape.drop("sums of heads", saved=True)
+    tape.make("rotated", rotated)
+    if seen.into:
+        _shared(stack, seen, tape, keeps)
+    tape.make("attended", output)
+    if seen.into:
+        tape.drop("local", "local out", "local sums", "tile out", saved=keeps)
+        tape.drop("shared out", "rotated")
+    else:
+        tape.make("sums", seen.tokens * heads * FP32)
+        tape.drop("sums", "rotated", saved=keeps)
+    return {
+        "normed heads": anew,
+        "queries": anew or stack.qk_norm,
+        "linear_qkv out": anew or stack.qk_norm or not seen.into,
+        "attended": (keeps and not seen.into) or "linear_proj" in tape.learn,
+    }
+
+
+def core_forward(stack: Layer, seen: Attended, tape: Tape, output: int) -> Tape:
+    """Rotation and attention alone, of queries, keys and values that are there."""
+    for name, saved in _core(stack, seen, tape, output).items():
+        tape.drop(name, saved=saved or name == "attended")
+    return tape
+
+
+def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
+    """Sequences that ranks share: queries, keys and values to where their tiles are, and outputs back. What a
+    rank sends to itself lies in the buffer of what it sends.
+    """
+    heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
+    unit = size * stack.element
+    taken = (seen.rows + 2 * seen.context) * unit
+    sent, landed = (sum(of) * stack.element for of in (seen.into, seen.into_back))
+    tape.make("local", seen.local * (heads + 2 * kv_heads) * unit)
+    tape.make("wire", sent + max(0, taken - landed))
+    tape.make("landing", landed)
+    tape.make("local out", seen.local * heads * unit)
+    tape.make("local sums", seen.local * heads * FP32)
+    tape.drop("local sums", saved=keeps)
+    tape.make("tiles", taken)
+    tape.drop("landing", "wire")
+    tape.make("tile out", seen.rows * unit)
+    tape.make("tile sums", seen.rows * FP32)
+    tape.drop("tile sums", "tiles", saved=keeps)
+    tape.make("wire", seen.rows * unit)
+    tape.make("landing", sum(seen.out_back) * stack.element)
+    tape.make("shared out", (seen.tokens - seen.local) * heads * unit)
+    tape.drop("landing", "wire")
