@@ -37,6 +37,11 @@ class JpegFrame(NamedTuple):
         """Pixels of it."""
         return self.size[0] * self.size[1]
 
+    @property
+    def least_bytes(self) -> int:
+        """What `least_bytes` says of its file."""
+        return self.pixels // _PIXELS_OF_BYTE if self.huffman else 0
+
 
 def read_jpeg_frame(data: bytes) -> JpegFrame | None:
     """Read a JPEG's header up to its first scan; None if `data` is none, or an unusual one."""
@@ -109,4 +114,4 @@ def least_bytes(data: bytes, size: tuple[int, int]) -> int:
     if data[:8] == _PNG and len(data) > 25:
         return pixels * data[24] * _PNG_CHANNELS.get(data[25], 1) // 8 // _DEFLATED
     frame = read_jpeg_frame(data)
-    return pixels // _PIXELS_OF_BYTE if frame is not None and frame.huffman else 0
+    return 0 if frame is None else frame.least_bytes

@@ -100,8 +100,7 @@ class ByteTokenizer:
         begins = (ids & 0xC0) != 0x80
         starts = np.cumsum(begins) - 1
         if PLACEHOLDER in text:
-            places = np.array([i for i, c in enumerate(text) if c == PLACEHOLDER])
-            of_items = np.isin(starts, places)
+            of_items = placeholders_of(text)[starts]
             ids[of_items] = self.item
             kept = begins | ~of_items
             ids, starts = ids[kept], starts[kept]
@@ -110,6 +109,16 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids below 256; bytes that are not UTF-8 become U+FFFD."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+def placeholders_of(text: str) -> npt.NDArray[np.bool_]:
+    """Which characters of a text are placeholders, and one more that is none, bool [characters + 1]."""
+    found = np.zeros(len(text) + 1, dtype=np.bool_)
+    at = text.find(PLACEHOLDER)
+    while at >= 0:
+        found[at] = True
+        at = text.find(PLACEHOLDER, at + 1)
+    return found
 
 
 def text_form(tokenizer: Tokenizer) -> TextForm:

@@ -10,7 +10,6 @@ the one place where text becomes tokens; `length` and `item_row_offsets` say the
 `tokenize` does from the payload.
 """
 
-import re
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataloader.format import PLACEHOLDER, PLAIN, DataError, Frame, Sample
-from dataloader.tokenizer import Tokenizer
+from dataloader.tokenizer import Tokenizer, placeholders_of
 
 LONG_SAMPLE_POLICIES = ("error", "drop", "truncate")
 
@@ -215,13 +214,13 @@ class TextTokens:
 def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
     """What a tokenizer makes of a sample's text. A token is a target if it holds a character of one."""
     ids, starts, stops = tokenizer.encode(sample.text)
-    characters = [match.start() for match in re.finditer(PLACEHOLDER, sample.text)]
-    of_item = np.isin(starts, np.array(characters, dtype=np.int64))
+    of_item = placeholders_of(sample.text)[starts]
     places = np.flatnonzero(of_item)
-    if len(places) != len(characters):
+    count = sample.text.count(PLACEHOLDER)
+    if len(places) != count:
         raise DataError(
             f"sample {sample.id!r}: tokenizer {tokenizer.name} makes {len(places)} tokens of its "
-            f"{len(characters)} placeholders (U+FFFC): it must give each one token of its own"
+            f"{count} placeholders (U+FFFC): it must give each one token of its own"
         )
     items = tuple((places - np.arange(len(places))).tolist())
     if sample.targets is None:
@@ -231,8 +230,8 @@ def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
         first = np.searchsorted(spans[:, 1], starts, side="right")  # the first span that ends after its start
         begins = np.append(spans[:, 0], np.iinfo(np.int64).max)[first]
         targets = begins < np.maximum(stops, starts + 1)
-    turns = np.searchsorted(starts[~of_item], sample.turns or ())
-    return TextTokens(ids[~of_item], items, targets[~of_item], tuple(turns.tolist()))
+    turns = np.searchsorted(starts[~of_item], sample.turns).tolist() if sample.turns else ()
+    return TextTokens(ids[~of_item], items, targets[~of_item], tuple(turns))
 
 
 def tokenize(

@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from dataloader.chat import ChatTemplate, ends_of_turns
+from dataloader.chat import ChatTemplate, Message, Spans, ends_of_turns
 from dataloader.chat_items import targets_with_items
 from dataloader.format import DataError, Frame, Sample, TextForm
 from dataloader.recipes.from_jsonl import add_lines, item_of, recipe_of
@@ -15,7 +16,7 @@ from dataloader.tokens import text_tokens
 from dataloader.writer import DatasetWriter, is_intact
 
 # The template writes what begins and ends a text.
-_FRAME = Frame(bos=False, end_of_item=False, eos=False, turns=True)
+FRAME = Frame(bos=False, end_of_item=False, eos=False, turns=True)
 
 
 def build_from_messages(
@@ -35,15 +36,9 @@ def build_from_messages(
 
     Raises DataError naming the file and its bad lines, or a tokenizer without template.
     """
-    if not tokenizer.template:
-        raise DataError(
-            f"tokenizer {tokenizer.name} has no chat template: name one that has, or its file, such as "
-            "--tokenizer '{name: hf, path: DIR, template: FILE}'"
-        )
+    form = form_of(tokenizer)
     today = str(date.today()) if "strftime_now" in tokenizer.template else ""
-    names = getattr(tokenizer, "names", {})
-    template = ChatTemplate(tokenizer.template, names, today)
-    form = TextForm(tokenizer.digest, digest_of(tokenizer.template), _FRAME)
+    template = ChatTemplate(tokenizer.template, getattr(tokenizer, "names", {}), today)
     recipe = f"messages {recipe_of(jsonl)} template={form.template[:16]} {today}".rstrip()
     if not overwrite and is_intact(out, recipe, tokenizer, form):
         return False
@@ -60,17 +55,34 @@ def build_from_messages(
     return True
 
 
+def form_of(tokenizer: Tokenizer) -> TextForm:
+    """What the tokens of chats depend on. Raises DataError for a tokenizer without template."""
+    if not tokenizer.template:
+        raise DataError(
+            f"tokenizer {tokenizer.name} has no chat template: name one that has, or its file, such as "
+            "--tokenizer '{name: hf, path: DIR, template: FILE}'"
+        )
+    return TextForm(tokenizer.digest, digest_of(tokenizer.template), FRAME)
+
+
+def text_of(
+    messages: list[Message], tools: Any, template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[str, Spans, tuple[int, ...]]:
+    """What a template writes of messages, the spans that carry loss, and where turns end."""
+    marks = getattr(tokenizer, "marks", {})
+    text, targets = targets_with_items(template, messages, tokenizer.special, marks, tools)
+    return text, targets, ends_of_turns(messages, text, targets)
+
+
 def _sample(
     line: bytes, number: int, template: ChatTemplate, tokenizer: Tokenizer, folder: Path, allowed: Path
 ) -> Sample:
     raw = json.loads(line)
     if not isinstance(raw, dict):
         raise DataError("the line is not a JSON object")
-    messages, tools = messages_of(raw), raw.get("tools")
-    marks = getattr(tokenizer, "marks", {})
-    text, targets = targets_with_items(template, messages, tokenizer.special, marks, tools)
+    messages = messages_of(raw)
+    text, targets, turns = text_of(messages, raw.get("tools"), template, tokenizer)
     items = (item_of({"modality": kind, "path": path}, folder, allowed) for kind, path in items_of(messages))
-    turns = ends_of_turns(messages, text, targets)
     sample = Sample(str(raw.get("id", number)), text, tuple(items), targets, turns)
     counted = text_tokens(sample, tokenizer).targets
     if not counted.any() or counted.all():

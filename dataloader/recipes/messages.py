@@ -18,15 +18,15 @@ SHAREGPT_ROLES = {
 }  # fmt: skip
 LISTS = {"image": "images", "audio": "audios"}
 """Of paths of a line's items, by modality; a tag in a text, such as <image>, stands for the next of them."""
-_KEYS = {"id", "messages", "conversations", "system", "tools", "image", *LISTS.values()}
+KEYS = {"id", "messages", "conversations", "system", "tools", "image", *LISTS.values()}
 _NESTED = {"image_url": "image", "audio_url": "audio"}
 
 
 def messages_of(raw: Mapping[str, Any]) -> list[Message]:
     """The messages of a line in either form. Raises DataError for others."""
-    unknown = sorted(set(raw) - _KEYS)
+    unknown = sorted(set(raw) - KEYS)
     if unknown:
-        raise DataError(f"unknown keys {unknown}: known are {sorted(_KEYS)}")
+        raise DataError(f"unknown keys {unknown}: known are {sorted(KEYS)}")
     if ("messages" in raw) == ("conversations" in raw):
         raise DataError('give either "messages" or "conversations"')
     paths = {modality: _paths(raw, modality) for modality in LISTS}

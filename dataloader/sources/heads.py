@@ -42,8 +42,12 @@ def found_item(modality: str, place: Range, read: Callable[[int], bytes]) -> Fou
     if not head:
         raise SampleError("it has no bytes")
     if modality == "image":
-        kind, size = _image_size(head, place.bytes, read)
-        least = least_bytes(head, size)
+        frame = read_jpeg_frame(head)
+        if frame is not None and frame.bare:
+            kind, size, least = "jpeg", frame.size, frame.least_bytes
+        else:
+            kind, size = _image_size(head, place.bytes, read)
+            least = least_bytes(head, size)
         if place.bytes < least:
             raise SampleError(
                 f"its header says {size[0]}x{size[1]} pixels, which take {least} bytes; it has {place.bytes}"
@@ -55,9 +59,6 @@ def found_item(modality: str, place: Range, read: Callable[[int], bytes]) -> Fou
 
 def _image_size(head: bytes, size: int, read: Callable[[int], bytes]) -> tuple[str, tuple[int, int]]:
     """Format and (height, width) of the upright image whose file has `size` bytes and begins with `head`."""
-    frame = read_jpeg_frame(head)
-    if frame is not None and frame.bare:
-        return "jpeg", frame.size
     for count in (HEAD, _MORE, size):
         content = head if count == HEAD else read(count)
         for kind, size_of in (("png", read_png_size), ("webp", read_webp_size)):

@@ -39,7 +39,7 @@ class PlacedReader:
         self.files = SharedFiles() if files is None else files
         try:
             self._recipe = get_recipe(place.recipe)
-            self._write = self._recipe.write(tokenizer or get_tokenizer(self.manifest.tokenizer))
+            self._write = self._recipe.write(tokenizer or _own(self.manifest.tokenizer))
             self._fetcher = Fetcher(Storage.at(place.root), self.files)
         except ValueError as error:
             raise DataError(f"{self.path}: {error}") from error
@@ -109,6 +109,14 @@ class PlacedReader:
             raise ValueError(f"{name} has the tag {tag}, and had {row['tag']} when indexed; {_CHANGED}")
         self._same[number] = name
         return name
+
+
+def _own(name: str) -> Tokenizer:
+    """The tokenizer of an index by its name alone. Raises ValueError if it takes keys."""
+    try:
+        return get_tokenizer(name)
+    except ValueError as error:
+        raise ValueError(f"it needs a tokenizer, by --tokenizer: {error}") from error
 
 
 def open_reader(

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +18,11 @@ from zlib import crc32
 
 import pyarrow as pa
 
-from dataloader.format import DataError, Item, Sample, validate_sample
-from dataloader.sources.recipe import Found, LeftOut, Range, Write, get_recipe
+from dataloader.format import Item, Sample, validate_sample
+from dataloader.sources.recipe import Found, LeftOut, Range, Recipe, Write, get_recipe
 from dataloader.sources.tables import COUNTS_SCHEMA, SAMPLES_SCHEMA, read_table, write_table
 from dataloader.storage import Storage
-from dataloader.tokenizer import get_tokenizer
+from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import text_tokens
 
 
@@ -55,7 +56,7 @@ class Work:
         return self.parts / f"{self._name(file)}.{self.vocabulary}"
 
     def _name(self, file: File) -> str:
-        values = [version("omni-train"), self.root, self.recipe, *vars(file).values()]
+        values = [_version(), self.root, self.recipe, *vars(file).values()]
         depends = json.dumps(values, sort_keys=True)
         return blake2b(depends.encode(), digest_size=16).hexdigest()
 
@@ -79,8 +80,8 @@ def scan(work: Work, file: File) -> None:
     """
     if work.rows(file).exists() and work.counts(file).exists():
         return
-    recipe, tokenizer, storage = get_recipe(work.recipe), get_tokenizer(work.tokenizer), Storage.at(work.root)
-    write = recipe.write(tokenizer)
+    recipe, tokenizer, write = _made(json.dumps(work.recipe), json.dumps(work.tokenizer))
+    storage = Storage.at(work.root)
     rows: list[dict[str, Any]] = []
     counts: list[dict[str, Any]] = []
     left_out: list[LeftOut] = []
@@ -100,6 +101,18 @@ def scan(work: Work, file: File) -> None:
     notes = {"files": [vars(file), *_others(storage, files)], "left_out": left_out, "items": items}
     write_part(work.counts(file), counts, COUNTS_SCHEMA, {})
     write_part(work.rows(file), rows, SAMPLES_SCHEMA, notes)
+
+
+@lru_cache(maxsize=1)
+def _made(recipe: str, tokenizer: str) -> tuple[Recipe, Tokenizer, Write]:
+    """What scans and what counts, by their names and keys in JSON: to find a package's takes milliseconds."""
+    found, counts = get_recipe(json.loads(recipe)), get_tokenizer(json.loads(tokenizer))
+    return found, counts, found.write(counts)
+
+
+@cache
+def _version() -> str:
+    return version("omni-train")
 
 
 def read_part(work: Work, file: File) -> Part:
@@ -123,7 +136,7 @@ def _sample(found: Found, file: File, write: Write, keys: set[str]) -> Sample | 
         items = tuple(Item(item.modality, item.format, item.size, b"-") for item in found.items)
         sample = Sample(f"{file.name}/{found.key}", text.text, items, text.targets, text.turns)
         validate_sample(sample)
-    except DataError as error:
+    except Exception as error:  # whatever a stranger's sample does to a parser or a template
         return LeftOut(found.key, "bad sample", str(error))
     if found.key in keys:
         return LeftOut(found.key, "repeated key", "an earlier sample of the file has it")

@@ -66,7 +66,7 @@ def characters_with_loss(sample: Sample, tokenizer: Tokenizer) -> tuple[npt.NDAr
 
 
 def _dataset(path: Path, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
-    index, reader = Index.open(path, tokenizer), open_reader(path)
+    index, reader = Index.open(path, tokenizer), open_reader(path, tokenizer=tokenizer)
     totals = index.manifest.totals
     said = [
         f"{len(index):,} samples",

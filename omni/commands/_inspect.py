@@ -25,12 +25,14 @@ def run(args: argparse.Namespace) -> int:
 
     from dataloader.index import Index
     from dataloader.sources.reader import open_reader
+    from dataloader.tokenizer import get_tokenizer
 
     if args.html:
         return _write_page(args)
     console = Console()
+    tokenizer = get_tokenizer(chosen(args.tokenizer)) if args.tokenizer else None
     for path in datasets_in(args.paths):
-        index = Index.open(path)
+        index = Index.open(path, tokenizer)
         totals = index.manifest.totals
         items = ", ".join(f"{count:,} {modality}" for modality, count in totals.items.items()) or "no items"
         console.print(
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
                 label = f"{1 << bits - 1} to {(1 << bits) - 1}" if bits else "0"
                 histogram.add_row(label, f"{count:,}", "█" * -(-40 * count // max(buckets)))
         console.print(histogram)
-        reader = open_reader(path)
+        reader = open_reader(path, tokenizer=tokenizer)
         samples = Table("sample", "items", "text", "targets")
         for i in range(min(args.samples, len(index))):
             sample = reader.read(i, text=True, items=True)

@@ -96,8 +96,8 @@ def test_index_batches(tmp_path, monkeypatch, batch):
         (Sample("n", "abc", (), ((1, 3), (0, 1))), r"target span \[0, 1\)"),
         (Sample("n", "abc", (), ((0, 2), (1, 3))), r"target span \[1, 3\)"),
         (
-            Sample("n", PLACEHOLDER, (Item("image", "webp", (8, 8), b"x"),)),
-            "'n', item 0: unknown format 'webp'",
+            Sample("n", PLACEHOLDER, (Item("image", "gif", (8, 8), b"x"),)),
+            "'n', item 0: unknown format 'gif'",
         ),
         (Sample("n", PLACEHOLDER, (Item("image", "png", (8, 0), b"x"),)), r"size \(8, 0\)"),
         (Sample("n", PLACEHOLDER, (Item("image", "png", (8,), b"x"),)), r"size \(8,\)"),

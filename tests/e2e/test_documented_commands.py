@@ -51,6 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "hydra_conf" / f"{ours}.yaml", own)
     seven = Sample("seven", PLACEHOLDER + "seven", (picture([7]),))
     write_tars(folder / "data/tars", [replace(seven, id=f"seven-{i}") for i in range(8)], each=4)
+    (folder / "data/llava/images").mkdir(parents=True)
+    (folder / "data/llava/images/seven.png").write_bytes(picture([7]).data)
+    asked = {"from": "human", "value": "<image>Which digit?"}
+    chat = {"image": "seven.png", "conversations": [asked, {"from": "gpt", "value": "Seven."}]}
+    (folder / "data/llava/chats.json").write_text(json.dumps([chat] * 4))
     for command in (BUILD, INDEX):
         built = omni(split(command)[1:], folder)
         assert built.code == 0, built.err
