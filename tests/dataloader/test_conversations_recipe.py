@@ -127,9 +127,9 @@ def test_pictures_lie_below_a_folder_and_each_is_a_file_of_the_index(source, tmp
     assert Index.open(tmp_path / "index").manifest.place.files.rows == 3
     reader = PlacedReader(tmp_path / "index", tokenizer=get_tokenizer(hf))
     (source / "pictures" / "b.png").write_bytes(image_bytes(8, 16, seed=5))
-    assert reader.read(0, False, (0,)).items[0].size == (8, 8)
+    assert reader.read(1, False, (0,)).items[0].size == (8, 8)
     with pytest.raises(UnreadableError, match=r"b.png|not what was indexed"):
-        reader.read(0, False, True)
+        reader.read(1, False, True)
 
 
 def test_a_tokenizer_without_template_is_refused_and_so_is_one_that_writes_the_date(source, tmp_path, hf):
