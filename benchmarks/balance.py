@@ -78,7 +78,8 @@ def configure(samples: int, deal: str | None = None) -> Config:
     """
     return compose_config(
         [
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.microbatch_tokens=131072",
+            "~experiment", "system=multiplexed", "model=llama3_1b_so400m", "cluster=h100",
+            "data.microbatch_tokens=131072",
             "train.steps=1", "train.precision=bf16", "data.step_tokens=null", f"data.step_samples={samples}",
             "+data.sources.trace.path=none", *([f"deal={deal}"] if deal else []),
         ]

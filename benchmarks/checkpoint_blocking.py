@@ -37,6 +37,7 @@ MOST = 0.1
 def keys_of(folder: Path, layers: int) -> list[str]:
     return [
         "~experiment",
+        "system=multiplexed",
         "model=tiny",
         "~model.encoders.image",
         f"model.llm.hidden={WIDTH}",

@@ -149,6 +149,7 @@ def main() -> int:
         write_texts(folder / "texts", 64)
         keys = [
             "~experiment",
+            "system=multiplexed",
             "model=tiny",
             "~model.encoders.image",
             "model.llm.layers=2",

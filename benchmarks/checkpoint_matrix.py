@@ -143,6 +143,7 @@ def main() -> int:
             write_images(folder / "images")
             keys = [
                 "~experiment",
+                "system=multiplexed",
                 "model=tiny",
                 "model.llm.layers=4",
                 "model.llm.hidden=64",

@@ -117,7 +117,12 @@ def modelled(spec: RunSpec, rank: int) -> tuple[int, int, int]:
 
 def specs(folder: Path) -> tuple[list[str], RunSpec, RunSpec]:
     """The keys of the run on real ranks, what they come to, and the run that is modelled."""
-    common = ["~experiment", f"+data.sources.texts.path={folder / 'texts'}", "train.steps=1"]
+    common = [
+        "~experiment",
+        "system=multiplexed",
+        f"+data.sources.texts.path={folder / 'texts'}",
+        "train.steps=1",
+    ]
     common += ["data.microbatch_tokens=64", "optim.lr=1e-3", "tracking=jsonl", f"run.dir={folder / 'run'}"]
     small = [*common, "model=tiny", "~model.encoders.image", "model.llm.layers=8", "model.llm.hidden=512"]
     small += ["model.llm.ffn=1408", "layout.llm.tp=2", "layout.llm.pp=2", "train.precision=fp32"]

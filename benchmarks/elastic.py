@@ -34,6 +34,7 @@ LIMIT_S = 900
 CLOSE = 1e-4
 KEYS = (
     "experiment=quickstart",
+    "system=multiplexed",
     "tracking=jsonl",
     "~data.heldout.strips",
     "~data.heldout.docs",

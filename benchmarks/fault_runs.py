@@ -34,6 +34,7 @@ FAULT = "OMNI_FAULT"  # which fault fault_worker.py is to do, when and on which 
 HERE = Path(__file__).parent
 KEYS = (
     "experiment=quickstart",
+    "system=multiplexed",
     "launch.ranks=2",
     "tracking=jsonl",
     "~data.heldout.strips",

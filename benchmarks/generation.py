@@ -41,6 +41,7 @@ def make_trainer(folder: Path) -> Trainer:
     config = compose_config(
         [
             "~experiment",
+            "system=multiplexed",
             "model.llm.hidden=256",
             "model.llm.ffn=704",
             "model.llm.heads=8",

@@ -91,7 +91,8 @@ def make_trainer(
     run, image = folder / f"{schedule}-{width}-{microbatches}", "model.encoders.image"
     config = compose_config(
         [
-            "tracking=jsonl", "cluster=cpu", f"pipeline={schedule}", "launch.ranks=2", "layout.llm.pp=2",
+            "system=multiplexed", "tracking=jsonl", "cluster=cpu", f"pipeline={schedule}", "launch.ranks=2",
+            "layout.llm.pp=2",
             "model.llm.layers=4", "model.llm.hidden=256", "model.llm.heads=8", "model.llm.kv_heads=8",
             "model.llm.ffn=704", f"{image}.layers={layers}", f"{image}.hidden={width}",
             f"{image}.ffn={3 * width}", f"{image}.max_side=128", f"data.microbatch_tokens={TOKENS}",

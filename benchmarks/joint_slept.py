@@ -60,7 +60,8 @@ def slept_run(folder: Path, schedule: str, ratio: str, ranks: int, microbatches:
     image = "model.encoders.image"
     config = compose_config(
         [
-            "tracking=jsonl", "cluster=cpu", f"pipeline={schedule}", f"launch.ranks={ranks}",
+            "system=multiplexed", "tracking=jsonl", "cluster=cpu", f"pipeline={schedule}",
+            f"launch.ranks={ranks}",
             f"layout.llm.pp={ranks}", f"model.llm.layers={ranks}", "model.llm.hidden=32", "model.llm.heads=2",
             "model.llm.kv_heads=2", "model.llm.ffn=64", f"{image}.layers=1", f"{image}.hidden=32",
             f"{image}.ffn=64", f"{image}.max_side=128", "data.microbatch_tokens=512", "data.step_tokens=null",

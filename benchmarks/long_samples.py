@@ -39,6 +39,7 @@ TOLERANCE = 0.02
 MICROBATCH, LONGEST = 16_384, 131_072
 GPUS = [
     "experiment=llama3_70b",
+    "system=multiplexed",
     "launch.ranks=64",
     "layout.llm.cp=4",
     "layout.llm.pp=2",
@@ -64,7 +65,14 @@ def train(folder: Path, microbatch: int) -> bool:
     """Hold four ranks against one on a text of eight microbatches among shorter; tell if parity holds."""
     longest = 8 * microbatch
     write_texts(folder / "texts", [longest, microbatch // 2, microbatch - 5, microbatch, 40, 3 * microbatch])
-    model = ["~experiment", "model=tiny", "model.llm.layers=1", "model.llm.hidden=64", "model.llm.ffn=96"]
+    model = [
+        "~experiment",
+        "system=multiplexed",
+        "model=tiny",
+        "model.llm.layers=1",
+        "model.llm.hidden=64",
+        "model.llm.ffn=96",
+    ]
     learning = [
         "optim.lr=1e-3",
         "optim.min_lr=1e-3",

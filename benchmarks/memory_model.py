@@ -3,7 +3,7 @@
     python benchmarks/memory_model.py [--ranks 20] [--seed 0] [--trace longtail] [--parameters] [OVERRIDES]
 
 By default a step of 262,144 tokens of Llama 3 70B with a ViT of 2.4 B on 128 ranks: TP 8, CP 2, PP 4, DP 2
-(experiment=llama3_70b).
+(experiment=llama3_70b system=multiplexed).
 Prints a line for each rank and the largest deviation of each kind of memory, relative to all that the rank
 holds, and leaves with 1 if memory or bytes of any rank are off by more than 2 %. The last two columns are
 seconds of CPU to build and to run a rank. With --parameters it also builds every rank and adds up the
@@ -29,6 +29,7 @@ from pipeline.plan import StepPlan
 
 TOLERANCE = 0.02
 GIB = 1 << 30
+DEFAULT = ["experiment=llama3_70b", "system=multiplexed", "data.step_tokens=262144"]
 
 
 def total_sent(footprint: Footprint) -> int:
@@ -62,7 +63,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", default="longtail")
     parser.add_argument("--parameters", action="store_true")
-    parser.add_argument("overrides", nargs="*", default=["experiment=llama3_70b", "data.step_tokens=262144"])
+    parser.add_argument("overrides", nargs="*", default=DEFAULT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = compose_config([*arguments.overrides, f"run.dir={folder}"])

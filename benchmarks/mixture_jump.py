@@ -44,6 +44,7 @@ SYSTEMS = {
 }
 DRAWN = ("stage0", "joint, split")
 OVERRIDES = (
+    "system=multiplexed",
     "model=llama3_1b_so400m",
     "cluster=h100",
     "train.precision=bf16",

@@ -56,6 +56,7 @@ def prepare(
     config = compose_config(
         [
             "experiment=llama3_70b",
+            "system=multiplexed",
             "layout=tp8_pp4",
             "encoder_sp=dynamic",
             "llm_sp=dynamic",

@@ -37,7 +37,7 @@ from omni.rehearsal.stand_in_data import use_trace
 
 OPERATORS = 200  # of a batch, of some microseconds each
 LIMIT = 1.10
-DEFAULT = ["experiment=llama3_70b", "layout.domain=2", "data.step_tokens=262144"]
+DEFAULT = ["experiment=llama3_70b", "system=multiplexed", "layout.domain=2", "data.step_tokens=262144"]
 
 
 @dataclass(frozen=True)

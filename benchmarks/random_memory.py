@@ -142,7 +142,14 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
 
 def compose(folder: Path, case: Case) -> Config:
     """The configuration of a case, on its trace, which is written to the folder."""
-    fixed = ["~experiment", "model=tiny", "data.on_long=truncate", "train.steps=3", "train.precision=bf16"]
+    fixed = [
+        "~experiment",
+        "system=multiplexed",
+        "model=tiny",
+        "data.on_long=truncate",
+        "train.steps=3",
+        "train.precision=bf16",
+    ]
     fixed += ["cluster.queues=one"]  # as GPUs have it
     config = compose_config([*fixed, f"run.dir={folder / 'run'}", *case.keys])
     use_trace(config, case.trace, folder / case.trace, SAMPLES, tell=lambda note: None)

@@ -26,6 +26,7 @@ from pipeline.simulator import Timeline
 STAGES = 4
 NEAR_BEST = 1.01
 OVERRIDES = (
+    "system=multiplexed",
     "model=llama3_1b_so400m",
     "cluster=h100",
     "train.precision=bf16",

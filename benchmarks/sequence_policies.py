@@ -54,7 +54,8 @@ def so400m_on_h100() -> tuple[SequenceCost, int, Cluster]:
     """Cost of the vision encoder's sequences between nodes, its splittable unit, and the cluster."""
     config = compose_config(
         [
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.microbatch_tokens=131072",
+            "~experiment", "system=multiplexed", "model=llama3_1b_so400m", "cluster=h100",
+            "data.microbatch_tokens=131072",
             "train.steps=1", "+data.sources.trace.path=none",
         ]
     )  # fmt: skip

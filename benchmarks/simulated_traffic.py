@@ -44,6 +44,7 @@ from pipeline.plan import StepPlan
 
 SMALL = (
     "experiment=llama3_70b",
+    "system=multiplexed",
     "model.llm.hidden=256",
     "model.llm.heads=16",
     "model.llm.kv_heads=16",
@@ -67,6 +68,7 @@ SIZES = {
 }  # fmt: skip
 TWO_ENCODERS = [
     "experiment=quickstart",
+    "system=multiplexed",
     "model=tiny_audio_vision",
     "launch.ranks=8",
     "layout.llm.tp=2",
@@ -80,7 +82,7 @@ TWO_ENCODERS = [
     "train.precision=bf16",
     "cluster.ranks_per_node=4",
 ]
-FULL = ["experiment=llama3_70b", "data.step_tokens=262144"]
+FULL = ["experiment=llama3_70b", "system=multiplexed", "data.step_tokens=262144"]
 TOLERANCE = 1e-3
 
 

@@ -139,6 +139,7 @@ class Row:
         tokens = self["mbs"] * self["seq"]
         return [
             "~experiment",
+            "system=multiplexed",
             *model_keys(self.model),
             f"model.llm.recompute={values['recompute']}",
             f"cluster={self.cluster}",

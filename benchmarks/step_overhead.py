@@ -126,7 +126,7 @@ def make_trainer(folder: Path, steps: int) -> Trainer:
     build_documents(folder / "docs", BATCH * steps)
     config = compose_config(
         [
-            "~experiment", "+model/llm=tiny", "tracking=jsonl",
+            "~experiment", "system=multiplexed", "+model/llm=tiny", "tracking=jsonl",
             f"model.llm.layers={LAYERS}", f"model.llm.hidden={WIDTH}", f"model.llm.heads={HEADS}",
             f"model.llm.kv_heads={HEADS}", f"model.llm.ffn={FFN}",
             f"+data.sources.docs.path={folder / 'docs'}", f"data.step_samples={BATCH}",

@@ -34,6 +34,7 @@ BEGIN_S = 240.0  # for a run to reach a stage
 MARK = "OMNI_SUDDEN_ENDS"
 KEYS = (
     "experiment=quickstart",
+    "system=multiplexed",
     "launch.ranks=2",
     "tracking=jsonl",
     "train.eval_every=0",

@@ -53,10 +53,12 @@ from pipeline.simulator import ComputeCost, run
 
 SAMPLES = 16  # of a rank
 LAYOUTS = {
-    "tp8_pp4": ("experiment=llama3_70b", "layout=tp8_pp4", "+data.sources.trace.path=none"),
+    "tp8_pp4": (
+        "experiment=llama3_70b", "system=multiplexed", "layout=tp8_pp4", "+data.sources.trace.path=none",
+    ),
     "tp2_pp4": (
-        "~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1", "layout=tp2",
-        "layout.llm.pp=4", "+layout.encoders.image.tp=2", "data.microbatch_tokens=16384",
+        "~experiment", "system=multiplexed", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1",
+        "layout=tp2", "layout.llm.pp=4", "+layout.encoders.image.tp=2", "data.microbatch_tokens=16384",
         "data.on_long=truncate", "train.precision=bf16", "+data.sources.trace.path=none",
     ),
 }  # fmt: skip
@@ -220,7 +222,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _default() -> str:
-    return str(compose_config([]).balance.policy)
+    return str(compose_config(["system=multiplexed"]).balance.policy)
 
 
 def by_policy(

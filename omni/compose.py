@@ -180,6 +180,22 @@ def check_shadowed(composed: DictConfig, overrides: Sequence[str]) -> None:
                 )
 
 
+def keys_of(overrides: Sequence[str]) -> set[str]:
+    """The keys that overrides set, and those that the options they choose set themselves. Hydra is
+    initialised.
+    """
+    keys = set[str]()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        name, value = override.key_or_group, override.value()
+        if is_choice(override):
+            keys.update(key for key, _ in _values_of(name, str(value)))
+        elif isinstance(value, dict) and value:
+            keys.update(f"{name}.{key}" for key, _ in _leaves(value))
+        else:
+            keys.add(name)
+    return keys
+
+
 def is_choice(override: Override) -> bool:
     """Whether an override chooses an option of a group. Hydra is initialised."""
     if override.key_or_group.startswith("hydra/"):

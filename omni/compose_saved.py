@@ -14,9 +14,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from omni.compose import check_shadowed, is_choice, offer_policies, own_files, to_config
+from omni.compose import check_shadowed, is_choice, keys_of, offer_policies, own_files, to_config
 from omni.compose_stages import take_steps
 from omni.config import Config, ConfigError
+from omni.planning.choice import continued
 from omni.refusals import refusal
 
 NAME = "saved"
@@ -37,8 +38,6 @@ def compose_saved(
     offer_policies()
     values = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(saved)))
     assert isinstance(values, DictConfig)
-    given = [text.lstrip("+~").partition("=")[0] for text in overrides]
-    values.choice.keys = [key for key in saved.choice.keys if not _given(key, given)]
     try:
         with initialize_config_module("hydra_conf", version_base="1.3"):
             appended = [_appended(values, text) for text in overrides]
@@ -47,6 +46,7 @@ def compose_saved(
             ConfigStore.instance().store(name=NAME, node=values)
             composed = compose(NAME, [*searched, *appended], return_hydra_config=True)
             check_shadowed(composed, appended)
+            given = keys_of(overrides)
             take_steps(composed, overrides)
             launcher = OmegaConf.create(OmegaConf.to_container(composed.hydra.launcher, resolve=True))
             with open_dict(composed):
@@ -55,12 +55,7 @@ def compose_saved(
         raise
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         raise ConfigError(refusal(error, overrides)) from error
-    return to_config(composed), launcher
-
-
-def _given(key: str, given: Sequence[str]) -> bool:
-    """Whether overrides set a key, or choose its section."""
-    return any(key == name or key.startswith(f"{name}.") for name in given)
+    return continued(to_config(composed), saved, given), launcher
 
 
 def _appended(values: DictConfig, text: str) -> str:

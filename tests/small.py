@@ -75,9 +75,12 @@ def write_uneven(path: Path) -> None:
 
 
 def overrides(data: Path, folder: Path, *more: str, samples: int = 8) -> list[str]:
-    """The command line of a small run on `data`, taking `samples` samples a step."""
+    """The command line of a small run on `data`, taking `samples` samples a step. It leaves nothing to be
+    chosen.
+    """
     return [
         "~experiment",
+        "system=multiplexed",
         "model=tiny",
         "model.llm.hidden=64",
         "model.llm.ffn=96",

@@ -20,7 +20,7 @@ from infra.run_folder import RunFolder, write_text
 from infra.run_lock import holding
 from infra.secrets import secret_in
 from omni.commands._launchers import Composed, LauncherConfig
-from omni.compose import check_shadowed, load_config, to_config
+from omni.compose import check_shadowed, keys_of, load_config, to_config
 from omni.compose_stages import take_steps
 from omni.compose_weights import take_keys
 from omni.config import Config, ConfigError
@@ -54,7 +54,8 @@ def prepare_jobs(composed: Sequence[Composed], launcher: LauncherConfig) -> list
             check_shadowed(each.config, list(each.overrides))
             take_keys(each.config, each.overrides)
             take_steps(each.config, each.overrides)
-            jobs.append(prepare_job(_configured(each), launcher, each.number, each.sets))
+            config = _as_before(_configured(each), each.overrides)
+            jobs.append(prepare_job(config, launcher, each.number, each.sets))
         except ValueError as error:
             if each.sweep is None:
                 raise
@@ -96,7 +97,7 @@ def prepare_job(
             config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node
         )
     path = Path(config.run.dir).absolute()
-    spec = prepare_run(_as_before(config, RunFolder(path)), nodes * per_node)
+    spec = prepare_run(config, nodes * per_node)
     config = spec.config
     _check_saves(config, nodes * per_node)
     for line in spec.choice.lines() if spec.choice else ():
@@ -121,13 +122,15 @@ def prepare_job(
     return Prepared(job, config, _written(config, launcher))
 
 
-def _as_before(config: Config, folder: RunFolder) -> Config:
-    """Return a configuration that chooses nothing anew where a run is continued: its choices stay."""
-    from omni.planning.choice import as_saved, open_keys
+def _as_before(config: Config, overrides: Sequence[str]) -> Config:
+    """Return a configuration that chooses nothing anew where its folder holds a run: what `overrides` do not
+    say stays as it was chosen.
+    """
+    from omni.planning.choice import as_saved
 
-    if open_keys(config):
-        with suppress(ConfigError):  # a new folder, or a file of which `_continued` says more
-            return as_saved(config, load_config(folder.config))
+    with suppress(ConfigError):  # a new folder, or a file of which `_continued` says more
+        saved = load_config(RunFolder(Path(config.run.dir).absolute()).config)
+        return as_saved(config, saved, keys_of(overrides))
     return config
 
 

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and the picture."""
     from omni.compose import compose_config
     from omni.config import ConfigError
-    from omni.planning.choice import unchosen
+    from omni.planning.choice import open_keys, unchosen
     from omni.planning.choices import chosen_policies
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
     from omni.planning.prepare import make_encoders
@@ -72,7 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     element = dtype_of(config.train.precision).itemsize
     parts = part_work(config.model.llm, encoders, vocab_size, arrangement, element)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
-    print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}\n")
+    print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}")
+    if left := open_keys(config):
+        print(f"chosen when a run starts, and shown as if nothing were shared: {', '.join(left)}")
+    print()
     for line in explain(parts, policies, encoders, arrangement, per_node, arguments.rank):
         print(line)
     print(f"\nranks by {arguments.axis}, one line a node; . holds no part of {holder}")

@@ -148,6 +148,8 @@ def _launch(config: "Config", module: str) -> "RunSpec":
     check_trainable(config)
     ranks = count_ranks(config.launch)
     spec = prepare_run(config, ranks)
+    for line in spec.choice.lines() if spec.choice else ():
+        print(line, file=sys.stderr)
     check_start(spec)
     folder = RunFolder.create(Path(config.run.dir))
     write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(spec.config), resolve=True))

@@ -1,11 +1,11 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
 A key is open where `layout.domain` or `packing.divisor` is null, or where a section of `POLICIES` has the
-policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni` leaves all of them
-open.
+policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves
+all of them open. Its schedule is `auto` as well, which is a policy by itself: it chooses for each step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from omni.config import ChoiceConfig, Config
 
 AUTO = "auto"
+SCHEDULE = "pipeline.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
 LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
     "llm_sp.policy",
@@ -46,18 +47,18 @@ class Tried:
 @dataclass(frozen=True)
 class RunChoice:
     """What was chosen: keys, the `best` of the candidates that were `tried`, of samples what is cut; `again`
-    if the run was composed for another number of ranks.
+    if the run had choices, and for how many ranks these were.
     """
 
     keys: Keys
     best: Tried
     tried: Sequence[Tried]
     cut: str = ""
-    again: bool = False
+    again: int | None = None
 
     def lines(self) -> Iterator[str]:
         """Say what was chosen, which keys give the same without choosing, and what others would take."""
-        again = " again, for another number of ranks" if self.again else ""
+        again = f" again (before: for {self.again} ranks)" if self.again else ""
         yield f"chosen{again}: {text_of(self.keys)}"
         if self.cut:
             yield f"  {self.cut}"
@@ -95,20 +96,44 @@ def unchosen(config: Config) -> Config:
     return with_keys(config, {key: plain[key] for key in open_keys(config)})
 
 
-def as_saved(config: Config, saved: Config) -> Config:
-    """Return a configuration whose open keys are as they were saved with the run that it continues."""
-    kept = {key: value_of(saved, key) for key in open_keys(config)}
+def as_saved(config: Config, saved: Config, given: Collection[str] = ()) -> Config:
+    """Return a configuration, composed anew, whose open keys are as they were saved with the run that it
+    continues. So is the schedule, if it is `auto` and is not among the keys that were `given`: a run that
+    began before that was the default goes on as it was.
+    """
+    keys = open_keys(config)
+    if config.pipeline.policy == AUTO and SCHEDULE not in given:
+        keys.append(SCHEDULE)
+    kept = {key: value_of(saved, key) for key in keys}
     still = ChoiceConfig(saved.choice.ranks, [key for key in saved.choice.keys if key in kept])
-    return replace(with_keys(config, kept), choice=still)
+    return _of_layout(replace(with_keys(config, kept), choice=still), saved)
+
+
+def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Config:
+    """Return a configuration, composed of a saved one and overrides, with what had been chosen and is neither
+    among the keys that were `given` nor set by an option. One that empties its section sets nothing.
+    """
+    empty = {DOMAIN: 1, PACKS: 1, LONGEST: None}
+    values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
+    keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
+    keys = [key for key in keys if key not in given]
+    config = with_keys(config, {key: value_of(saved, key) for key in keys})
+    return _of_layout(replace(config, choice=ChoiceConfig(saved.choice.ranks, keys)), saved)
+
+
+def _of_layout(config: Config, saved: Config) -> Config:
+    """A configuration that was saved, with what was chosen open again if it now has another layout."""
+    now, before = ((of.layout.llm, of.layout.encoders, of.placement) for of in (config, saved))
+    return config if now == before else _open_again(config)
 
 
 def reopened(config: Config, ranks: int) -> Config:
-    """Return a configuration whose chosen keys are open again if they were chosen for other ranks.
+    """Return a configuration whose chosen keys are open again if they were chosen for other ranks."""
+    return config if config.choice.ranks in (None, ranks) else _open_again(config)
 
-    How long a sample may be stays: it decides what is trained on.
-    """
-    if config.choice.ranks in (None, ranks):
-        return config
+
+def _open_again(config: Config) -> Config:
+    """Open what was chosen, but for how long a sample may be: it decides what is trained on."""
     keys = (key for key in config.choice.keys if key != LONGEST)
     return with_keys(config, {key: AUTO if key in POLICIES else None for key in keys})
 

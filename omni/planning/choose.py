@@ -62,7 +62,7 @@ IN_DOMAINS = 512  # samples of domains of a step, after which no further domain 
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
 WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
-DIVISORS = (2, 4, 8)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
+DIVISORS = (2, 4, 8, 16)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
 LOOKED = 1 << 16
 _ANY = 1 << 40  # tokens
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
@@ -93,8 +93,8 @@ def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
         longest, cut = budget, _cut(config, lengths, budget)
         best, tried = _search(config, keys, start, sizes, longest, lengths, make)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
-    again = config.choice.ranks is not None
-    return replace(make(chosen(config, own, ranks)), choice=RunChoice(own, best, tried, cut, again))
+    choice = RunChoice(own, best, tried, cut, again=config.choice.ranks)
+    return replace(make(chosen(config, own, ranks)), choice=choice)
 
 
 def lengths_of(samples: Samples) -> Ints:
@@ -241,9 +241,10 @@ def _packed(config: Config, best: Tried, make: Make) -> tuple[Tried, list[Tried]
         if start.step_ns and first.step_ns and other.step_ns:
             step_ns = start.step_ns * other.step_ns // first.step_ns
         found.append(replace(other, step_ns=step_ns))
-        if not _gains(other, least):
+        if _gains(other, least):
+            best, least = found[-1], other
+        elif not least.refused:  # while none fits, a smaller one may
             break
-        best, least = found[-1], other
     return best, found
 
 

@@ -43,8 +43,8 @@ NOT_RUN = {
 
 # What ends with another code than 0, as its page says, and what it then names.
 REFUSED = {
-    "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024 data.microbatch_tokens=262144 "
-    "data.step_tokens=4194304": (2, "would hold 154.9 GiB"),
+    "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024 system=multiplexed "
+    "data.microbatch_tokens=262144 data.step_tokens=4194304": (2, "would hold 154.9 GiB"),
 }
 
 _TINY = (
@@ -58,7 +58,7 @@ _LLAMA = "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024"
 
 # Appended to those that run by themselves and would take long.
 LESS = {
-    f"{_LLAMA} data.step_tokens=8388608 pipeline=joint": "data.step_tokens=1048576",
+    f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": "data.step_tokens=1048576",
     f"{_LLAMA} data.step_tokens=8388608 system=stage0": "data.step_tokens=1048576",
     "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": "data.step_tokens=8192",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "

@@ -29,8 +29,9 @@ WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 # Ten pictures of 8x8 pixels that stand for the digits.
 DIGITS = np.random.default_rng(7).integers(0, 256, (10, 8, 8), dtype=np.uint8)
 
-# The smallest model that has every part. `data_keys` adds the data.
+# The smallest model that has every part, and policies by name. `data_keys` adds the data.
 TINY = (
+    "system=multiplexed",
     "tracking=jsonl",
     "model.llm.layers=2",
     "model.llm.hidden=32",

@@ -70,6 +70,7 @@ def train(data: Path, cwd: Path, path: Path, *more: str) -> Finished:
     keys = [
         f"--config-dir={EXAMPLE / 'conf'}",
         "experiment=timeseries",
+        "system=multiplexed",
         f"data.sources.series.path={data / 'train'}",
         f"data.heldout.series.path={data / 'heldout'}",
         "data.heldout.series.generate=0",
@@ -119,6 +120,7 @@ def test_an_installed_policy_is_chosen_on_the_command_line(site: Path, data: Pat
         "--config-dir",
         str(EXAMPLE / "conf"),
         "experiment=timeseries",
+        "system=multiplexed",
         f"data.sources.series.path={data / 'train'}",
         f"data.heldout.series.path={data / 'heldout'}",
         "launch.ranks=2",
@@ -160,6 +162,7 @@ def test_policies_of_every_kind_shape_the_plan(site: Path, data: Path, tmp_path:
         "--config-dir",
         str(EXAMPLE / "conf"),
         "experiment=timeseries",
+        "system=multiplexed",
         f"data.sources.series.path={data / 'train'}",
         f"data.heldout.series.path={data / 'heldout'}",
         "launch.ranks=4",
@@ -346,6 +349,7 @@ def line(data: Path, folder: Path, *more: str) -> list[str]:
     """A small run without image encoder, this one named by its class."""
     return [
         "~experiment",
+        "system=multiplexed",
         "+model/llm=tiny",
         f"+model.encoders.series={{_target_: {TARGET}, hidden: 32, heads: 2, ffn: 48}}",
         f"+data.sources.uneven.path={data}",

@@ -30,7 +30,8 @@ from parallel.sequence import SequenceLayout, Shard
 def configure(ranks: int, *more: str) -> Config:
     return compose_config(
         [
-            "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.microbatch_tokens=131072",
+            "~experiment", "system=multiplexed", "model=llama3_1b_so400m", "cluster=h100",
+            "data.microbatch_tokens=131072",
             "train.steps=1", "data.step_tokens=null", f"data.step_samples={8 * ranks}",
             "train.precision=bf16", "+data.sources.none.path=none", *more,
         ]

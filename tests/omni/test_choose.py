@@ -150,8 +150,8 @@ def test_other_ranks_choose_again_and_train_on_the_same_samples():
     four = prepared().config
     assert four.choice.ranks == 4
     two = prepare_run(four, 2, trace_of(150))
-    assert two.choice.again
-    assert "again" in next(iter(two.choice.lines()))
+    assert two.choice.again == 4
+    assert "again (before: for 4 ranks)" in next(iter(two.choice.lines()))
     assert two.config.layout.domain <= 2
     assert two.config.data.sample_tokens == four.data.sample_tokens
     assert prepare_run(four, 4, trace_of(150)).choice is None
@@ -172,11 +172,68 @@ def test_a_run_that_goes_on_keeps_its_choices_and_an_old_one_what_it_has():
     assert not open_keys(as_saved(fresh, old))
 
 
+def test_who_names_no_policy_has_them_chosen():
+    config = compose_config([])
+    assert {key: value_of(config, key) for key in POLICIES} == dict.fromkeys(POLICIES, "auto")
+    assert config.pipeline.policy == "auto"
+    assert {DOMAIN, PACKS} < set(open_keys(config))
+    assert not open_keys(compose_config(["system=multiplexed"]))
+
+
+def test_a_run_of_before_the_default_keeps_its_schedule_unless_one_is_named():
+    old = compose_config([*KEYS[1:], "system=multiplexed"])
+    assert replace(as_saved(compose_config(KEYS), old), run=old.run) == old
+    named = as_saved(compose_config([*KEYS, "pipeline=auto"]), old, {"pipeline.policy"})
+    assert named.pipeline.policy == "auto"
+    joint = as_saved(compose_config([*KEYS, "pipeline=joint"]), old, {"pipeline.policy"})
+    assert joint.pipeline.policy == "joint"
+
+
 def test_a_key_that_is_given_as_a_run_goes_on_is_chosen_no_more():
     saved = prepared().config
     config, _ = compose_saved(saved, ["layout.domain=1", "balance=lpt"])
     assert config.choice.keys == [key for key in saved.choice.keys if key not in (DOMAIN, "balance.policy")]
     assert not open_keys(config)
+    plain, _ = compose_saved(saved, ["system=multiplexed"])
+    changed = {key for key, (simpler, _) in POLICIES.items() if value_of(saved, key) != simpler}
+    assert changed
+    assert set(plain.choice.keys) == set(saved.choice.keys) - changed
+    assert not open_keys(plain)
+
+
+def test_a_run_that_goes_on_chooses_anew_where_it_is_told_to():
+    saved = prepared().config
+    config, _ = compose_saved(saved, ["system=omni"])
+    assert set(open_keys(config)) == set(saved.choice.keys) - {LONGEST}
+    again = prepare_run(config, 4, trace_of(150))
+    assert again.choice is not None
+    assert replace(again.config, choice=saved.choice) == saved
+
+
+@pytest.mark.parametrize("given", [["layout=pp2"], ["layout.llm.pp=2"], ["placement=stage0"]])
+def test_a_run_that_goes_on_in_another_layout_chooses_again(given):
+    saved = prepared().config
+    assert saved.layout.domain == 4, "which no two stages of four ranks have"
+    opened = set(saved.choice.keys) - {LONGEST}
+    config, _ = compose_saved(saved, given)
+    assert set(open_keys(config)) == opened
+    assert set(open_keys(as_saved(compose_config([*KEYS, *given]), saved))) == opened
+    assert prepare_run(config, 4, trace_of(150)).choice is not None
+    same, _ = compose_saved(saved, ["layout=data_parallel"])
+    assert same == saved
+    own, _ = compose_saved(saved, [*given, "layout.domain=2", "balance=lpt"])
+    assert set(open_keys(own)) == opened - {DOMAIN, "balance.policy"}
+
+
+def test_a_layout_of_ones_own_may_say_how_large_domains_are(tmp_path):
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "mine.yaml").write_text("llm: {pp: 2, dp: null}\ndomain: 2\n")
+    config = compose_config([*KEYS[1:], "layout=mine"], str(tmp_path))
+    assert config.layout.domain == 2
+    assert DOMAIN not in open_keys(config)
+    resumed, _ = compose_saved(prepared().config, ["layout=mine"], str(tmp_path))
+    assert resumed.layout.domain == 2
+    assert DOMAIN not in open_keys(resumed)
 
 
 def test_the_domains_that_are_simulated_have_the_slowest_among_them():

@@ -11,7 +11,13 @@ from omni.config import ConfigError
 from omni.planning.clusters import cluster_of
 
 FILES = sorted(file.stem for file in (Path(hydra_conf.__file__).parent / "cluster").glob("*.yaml"))
-KEYS = ("~experiment", "+model/llm=llama3_1b", "launch.ranks=8", "data.microbatch_tokens=4096")
+KEYS = (
+    "~experiment",
+    "system=multiplexed",
+    "+model/llm=llama3_1b",
+    "launch.ranks=8",
+    "data.microbatch_tokens=4096",
+)
 STEP = (*KEYS, "data.step_samples=8", "optim.lr=1e-4", "train.steps=1", "cluster.memory_bytes=null")
 
 

@@ -15,7 +15,14 @@ from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 
 TRACE = [SampleMeta(i, "trace", text, (), 0) for i, text in enumerate((99, 299, 49, 999))]
-KEYS = ("~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1", "layout.llm.pp=2")
+KEYS = (
+    "~experiment",
+    "system=multiplexed",
+    "model=llama3_1b_so400m",
+    "cluster=h100",
+    "train.steps=1",
+    "layout.llm.pp=2",
+)
 WHOLE_STEP = Path(__file__).parents[2] / "benchmarks" / "whole_step.py"
 
 

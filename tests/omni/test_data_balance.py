@@ -10,7 +10,14 @@ from dataloader.trace import generate
 from dataloader.trace_file import write_trace
 from omni.__main__ import main
 
-MODEL = ("~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1", "train.precision=bf16")
+MODEL = (
+    "~experiment",
+    "system=multiplexed",
+    "model=llama3_1b_so400m",
+    "cluster=h100",
+    "train.steps=1",
+    "train.precision=bf16",
+)
 LIMITS = ("data.microbatch_tokens=131072", "launch.ranks=4")
 BROKEN = """
 from omni.policies import BalancePolicy

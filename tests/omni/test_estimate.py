@@ -250,6 +250,7 @@ def test_a_step_that_does_not_fit_is_refused_without_a_dataset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = ["data.microbatch_tokens=1024", "data.step_tokens=8192", "cluster=h100", "launch.ranks=4"]
+    keys.append("system=multiplexed")
     assert main(["plan", "--trace", "longtail", "--json", *keys]) == 0
     held = json.loads(capsys.readouterr().out)["held_bytes"]["all"]
     assert main(["plan", "--trace", "longtail", *keys, f"cluster.memory_bytes={held - 1}"]) == 2

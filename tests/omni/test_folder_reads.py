@@ -152,7 +152,13 @@ def shards_of(
     if not data.exists():
         with DatasetWriter(data, ByteTokenizer()) as writer:
             writer.add(Sample("one", "a text"))
-    line = ["~experiment", f"start.weights={folder}", f"+data.sources.texts.path={data}", "train.steps=1"]
+    line = [
+        "~experiment",
+        "system=multiplexed",
+        f"start.weights={folder}",
+        f"+data.sources.texts.path={data}",
+        "train.steps=1",
+    ]
     line += ["data.microbatch_tokens=64", f"data.step_samples={world}", "optim.lr=1e-3", "cluster=h100"]
     config = compose_config([*line, "tracking=jsonl", f"run.dir={data.parent / 'run'}", *more])
     spec = prepare_run(config, world)

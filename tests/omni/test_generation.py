@@ -120,6 +120,7 @@ def test_tokens_are_those_of_transformers(
     config = compose_config(
         [
             "~experiment",
+            "system=multiplexed",
             f"start.weights='{folder}'",
             f"+data.sources.texts.path={data}",
             "data.microbatch_tokens=64",

@@ -195,6 +195,7 @@ PLANNED = {
 def test_plans_take_what_cannot_be_trained_yet(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         "~experiment",
+        "system=multiplexed",
         "model=qwen2_5_vl_7b",
         f"model/llm={name}",
         "cluster=b200",

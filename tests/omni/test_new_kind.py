@@ -43,12 +43,14 @@ from omegaconf import OmegaConf
 from omni.compose import compose_config, load_config
 from omni.planning.choices import chosen_policies
 
-plain, twice = (chosen_policies(compose_config(line).policies) for line in ([], ["routing.policy=twice"]))
-old = OmegaConf.to_container(OmegaConf.structured(compose_config([])))
+NAMED = ["system=multiplexed"]
+configs = [compose_config([*NAMED, *more]) for more in ([], ["routing.policy=twice"])]
+plain, twice = (chosen_policies(config.policies) for config in configs)
+old = OmegaConf.to_container(OmegaConf.structured(configs[0]))
 del old["routing"]
 OmegaConf.save(OmegaConf.create(old), "old.yaml")
 try:
-    chosen_policies(compose_config(["routing.policy=nope"]).policies)
+    chosen_policies(compose_config([*NAMED, "routing.policy=nope"]).policies)
 except ValueError as error:
     refused = str(error)
 print(json.dumps({

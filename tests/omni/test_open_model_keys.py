@@ -162,7 +162,9 @@ def test_logits_of_a_pack_are_those_of_its_sequences_and_each_key_counts(ranks: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_are_taken_from_the_folder(models, family):
     folder, _ = models(family)
-    config = compose_config(["~experiment", f"start.weights={folder}", "train.steps=1", *data_keys()])
+    config = compose_config(
+        ["~experiment", "system=multiplexed", f"start.weights={folder}", "train.steps=1", *data_keys()]
+    )
     llm = config.model.llm
     check_same(open_folder(str(folder)), llm)
     assert (llm.layers, llm.vocab, llm.norm_eps) == (4, 273 if "odd" in family else 272, 0.02)
@@ -211,7 +213,16 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
     folder, _ = models("llama")
     override = f"+{override}" if override.startswith("model/") else override
     with pytest.raises(ConfigError, match=words):
-        compose_config(["~experiment", f"start.weights={folder}", "train.steps=1", *data_keys(), override])
+        compose_config(
+            [
+                "~experiment",
+                "system=multiplexed",
+                f"start.weights={folder}",
+                "train.steps=1",
+                *data_keys(),
+                override,
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +353,7 @@ def test_a_run_is_refused_before_ranks_start(models, tmp_path, capsys):
     keys = [f"start.weights={folder}", f"+data.sources.texts.path={tmp_path / 'texts'}", *data_keys()[:2]]
     run = tmp_path / "run"
     more = ["data.step_samples=1", "train.steps=1", "tracking=jsonl", f"run.dir={run}"]
-    assert main(["train", "~experiment", *keys, *more]) == 2
+    assert main(["train", "~experiment", "system=multiplexed", *keys, *more]) == 2
     assert "it lacks model-00001-of" in capsys.readouterr().err
     assert not run.exists()
 

@@ -85,6 +85,7 @@ def configured(data: Path, folder: Path, run: Path, *more: str) -> Config:
     return compose_config(
         [
             "~experiment",
+            "system=multiplexed",
             f"start.weights='{folder}'",
             f"+data.sources.texts.path={data}",
             "data.microbatch_tokens=160",
@@ -288,7 +289,7 @@ def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_
     keys = [f"start.weights={folder}", f"+data.sources.texts.path={data}", f"run.dir={run}"]
     more = ["train.steps=2", f"data.step_samples={len(TEXTS)}", "data.microbatch_tokens=160"]
     ranks = ["layout.llm.tp=2", "launch.ranks=2", "optim.lr=0.1", "tracking=jsonl"]
-    assert main(["train", "~experiment", *keys, *more, *ranks]) == 0
+    assert main(["train", "~experiment", "system=multiplexed", *keys, *more, *ranks]) == 0
     found = {path.stem: path.read_text().split()[0] for path in (run / HASHES).iterdir()}
     assert found == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")

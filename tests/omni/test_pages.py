@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from omni.compose import compose_config, load_config
 from omni.config import Config
+from omni.planning.choice import POLICIES
 from omni.policies import KINDS, Section
 from parallel.policy import registered
 
@@ -59,7 +60,10 @@ def test_nothing_that_is_registered_stands_under_not_yet() -> None:
 def test_systems_alone_choose_policies(section: Section) -> None:
     """No second default stands behind the systems'."""
     assert getattr(Config(), section.name).policy == UNSET
-    assert getattr(compose_config([]), section.name).policy in registered(section.kind.group)
+    known = registered(section.kind.group)
+    assert getattr(compose_config(["system=multiplexed"]), section.name).policy in known
+    left = ["auto"] if f"{section.name}.policy" in POLICIES else []
+    assert getattr(compose_config([]), section.name).policy in [*known, *left]
 
 
 def test_a_run_saved_before_there_was_dealing_is_dealt_as_it_was(tmp_path: Path) -> None:

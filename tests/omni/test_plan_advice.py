@@ -7,7 +7,15 @@ import pytest
 
 from omni.__main__ import main
 
-KEYS = ("--trace", "balanced", "~experiment", "model=llama3_1b_so400m", "cluster=h100", "train.steps=1")
+KEYS = (
+    "--trace",
+    "balanced",
+    "~experiment",
+    "system=multiplexed",
+    "model=llama3_1b_so400m",
+    "cluster=h100",
+    "train.steps=1",
+)
 FEW = (*KEYS, "layout.llm.pp=4", "launch.ranks=4", "data.microbatch_tokens=4096", "data.step_tokens=8192")
 
 

@@ -326,7 +326,7 @@ def test_the_backward_of_a_frozen_llm_sends_what_gradients_of_its_inputs_take(
 def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
     cut = ["model.llm.layers=8", "model.encoders.image.layers=2", "data.step_tokens=65536"]
     cut += ["train.seed=1"]  # in this step the largest microbatch is the one in flight at the fullest moment
-    config = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}", *cut])
+    config = compose_config(["experiment=llama3_70b", "system=multiplexed", f"run.dir={tmp_path}", *cut])
     use_trace(config, "longtail", tmp_path / "trace")
     spec = prepare_run(config, 128)
     for rank in (5, 101):

@@ -22,6 +22,7 @@ from omni.rehearsal.stand_in_data import use_trace
 ROOT = Path(__file__).parents[2]
 MODEL = (
     "~experiment",
+    "system=multiplexed",
     "model=llama3_1b_so400m",
     "cluster=h100",
     "train.steps=1",
@@ -58,7 +59,12 @@ def test_a_dataset_is_a_trace_of_its_index(tmp_path: Path, capsys: pytest.Captur
     for shard in tmp_path.glob("mixed/shard-*"):
         shard.write_bytes(b"-" * shard.stat().st_size)  # nothing of it is read
     found = planned(
-        capsys, tmp_path / "mixed", "launch.ranks=1", "data.step_tokens=null", "data.step_samples=8"
+        capsys,
+        tmp_path / "mixed",
+        "system=multiplexed",
+        "launch.ranks=1",
+        "data.step_tokens=null",
+        "data.step_samples=8",
     )
     index = Index.open(tmp_path / "mixed")
     encoders = {name: make_encoder(name, of) for name, of in compose_config([]).model.encoders.items()}

@@ -99,7 +99,9 @@ def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -
     keys = [f"start.weights={folder}", f"data.tokenizer={tokenizer}", f"run.dir={run}"]
     keys += [f"+data.sources.chats.path={tmp_path / 'data'}", f"data.step_samples={len(CHATS)}"]
     keys += ["data.microbatch_tokens=64", "train.steps=3", "optim.lr=1e-3", "tracking=jsonl"]
-    assert main(["train", "~experiment", *keys, "layout.llm.tp=2", "launch.ranks=2"]) == 0
+    assert (
+        main(["train", "~experiment", "system=multiplexed", *keys, "layout.llm.tp=2", "launch.ranks=2"]) == 0
+    )
     losses = [line["loss/train"] for line in read_metrics(run / "metrics.jsonl")]
     assert losses[0] == pytest.approx(plain_loss(model, folder), rel=1e-5)
     assert losses[-1] < losses[0]
