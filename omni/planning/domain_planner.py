@@ -14,8 +14,6 @@ Pure: no clock, no rank. All ranks of the domain call it with the same arguments
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from heapq import heapify, heappop, heappush
-from itertools import chain
 from math import gcd
 
 from dataloader.balance import SampleCosts
@@ -24,6 +22,7 @@ from dataloader.packing.policy import costs_of, pack_of
 from dataloader.pairing import PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.grid_positions import GridOf, no_grid
+from omni.planning.candidates import lean_plans, quickest_first
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
 from parallel.boundary import Route
@@ -37,16 +36,13 @@ from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.schedule import candidates_of, lean_of
-from pipeline.costs import plan_costs, plan_memory, simulate
+from pipeline.costs import plan_costs, plan_memory
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
-from pipeline.simulator import run
-
-QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is tried with
 
 
 @dataclass(frozen=True)
@@ -172,64 +168,28 @@ class DomainPlanner:
             made = self._with_chunks(domain, waves, quanta)
             return made if quanta else self._with_routes(made, ranks)
 
-        candidates = candidates_of(self.schedule, world.llm.parts, world.llm.pp, guarded=self.guarded)
-        learning = frozenset(frozen)
-        planned = [self._scheduled(chunked, policy, ranks, learning) for policy in candidates]
-        if len(planned) == 1 and not (self.guarded and self.schedule.lean):
-            yield self._with_one_queue(planned[0])
-        else:
-            lean = self._lean(planned[0], chunked, ranks, learning)
-            yield from self._quickest_first(planned, fits, lean)
+        yield from self._candidates(chunked, ranks, frozenset(frozen), fits)
 
-    def _quickest_first(
+    def _candidates(
         self,
-        planned: Sequence[DomainPlan],
-        fits: Callable[[DomainPlan], bool],
-        lean: Iterator[DomainPlan],
-    ) -> Iterator[DomainPlan]:
-        """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not.
-
-        Lists for one queue take no less than with a queue for each communicator, and take long to make: they
-        are made in the order of these times, and only until none that is left can be quicker.
-        """
-        queue = [(self._free_ns(each), at, False, each) for at, each in enumerate(planned)]
-        heapify(queue)
-        others = []
-        while queue:
-            _, at, is_made, made = heappop(queue)
-            if is_made:
-                yield made
-            elif not fits(made):
-                others.append(made)
-            else:
-                made = self._with_one_queue(made)
-                ns = simulate(made, self.table, self.single_queue).makespan_ns
-                heappush(queue, (ns, at, True, made))
-        yield from map(self._with_one_queue, chain(lean, others))
-
-    def _lean(
-        self,
-        planned: DomainPlan,
         chunked: Callable[[int], DomainPlan],
         ranks: Sequence[int],
         frozen: frozenset[str],
+        fits: Callable[[DomainPlan], bool],
     ) -> Iterator[DomainPlan]:
-        """Plan with lean schedules, in turn; those that place chunks under bounds on activations of encoders,
-        shares of all that a rank encodes in the step as `planned`.
-        """
-        world, kept = self.arrangement, plan_memory(planned, self.table)
-        encoded = (
-            sum(kept(team * planned.team, op) for op in ops if op.kind is Kind.ENCODE)
-            for team, ops in enumerate(planned.ops)
-        )
-        most = max(encoded)
-        for policy in lean_of(self.schedule, world.llm.parts, world.llm.pp) if most else ():
-            for quarters in QUARTERS if policy.quanta else (4,):
-                yield self._scheduled(chunked, policy, ranks, frozen, most * quarters // 4)
+        """Plan a domain of global `ranks` by each candidate of the schedule."""
+        parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
+        candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
+        planned = [self._scheduled(chunked, policy, ranks, frozen) for policy in candidates]
+        if len(planned) == 1 and not (self.guarded and self.schedule.lean):
+            yield self._with_one_queue(planned[0])
+            return
 
-    def _free_ns(self, domain: DomainPlan) -> int:
-        """What a step takes at least, whatever the order in which a rank issues its communication."""
-        return run(domain, *plan_costs(domain, self.table)).makespan_ns
+        def bounded(policy: SchedulePolicy, encoder_bytes: int) -> DomainPlan:
+            return self._scheduled(chunked, policy, ranks, frozen, encoder_bytes)
+
+        lean = lean_plans(planned[0], lean_of(self.schedule, parts, pp), self.table, bounded)
+        yield from quickest_first(planned, fits, self._with_one_queue, lean, self.table, self.single_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on members of the

@@ -1,0 +1,70 @@
+"""The plans that the candidates of a schedule make of a domain: the quickest that fits first, then lean ones.
+
+Lists for one queue take no less than lists with a queue for each communicator, and take long to make. So
+candidates are ranked by the latter, and the former are made in this order, until none that is left can be
+quicker.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import chain
+
+from parallel.costs import CostTable
+from pipeline.builders import SchedulePolicy
+from pipeline.costs import plan_costs, plan_memory, simulate
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind
+from pipeline.simulator import run
+
+QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is tried with
+
+
+def quickest_first(
+    planned: Sequence[DomainPlan],
+    fits: Callable[[DomainPlan], bool],
+    queued: Callable[[DomainPlan], DomainPlan],
+    lean: Iterator[DomainPlan],
+    table: CostTable,
+    single_queue: bool,
+) -> Iterator[DomainPlan]:
+    """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not, all
+    with the lists that `queued` makes of them.
+    """
+    queue = [(_free_ns(each, table), at, False, each) for at, each in enumerate(planned)]
+    heapify(queue)
+    others = []
+    while queue:
+        _, at, is_made, made = heappop(queue)
+        if is_made:
+            yield made
+        elif not fits(made):
+            others.append(made)
+        else:
+            made = queued(made)
+            heappush(queue, (simulate(made, table, single_queue).makespan_ns, at, True, made))
+    yield from map(queued, chain(lean, others))
+
+
+def lean_plans(
+    planned: DomainPlan,
+    policies: Sequence[SchedulePolicy],
+    table: CostTable,
+    scheduled: Callable[[SchedulePolicy, int], DomainPlan],
+) -> Iterator[DomainPlan]:
+    """Have lean schedules `scheduled`, in turn; those that place chunks under bounds on activations of
+    encoders, shares of all that a rank encodes in the step as `planned`, in bytes.
+    """
+    kept = plan_memory(planned, table)
+    encoded = (
+        sum(kept(team * planned.team, op) for op in ops if op.kind is Kind.ENCODE)
+        for team, ops in enumerate(planned.ops)
+    )
+    most = max(encoded)
+    for policy in policies if most else ():
+        for quarters in QUARTERS if policy.quanta else (4,):
+            yield scheduled(policy, most * quarters // 4)
+
+
+def _free_ns(domain: DomainPlan, table: CostTable) -> int:
+    """What a step takes at least, whatever the order in which a rank issues its communication."""
+    return run(domain, *plan_costs(domain, table)).makespan_ns
