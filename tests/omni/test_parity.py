@@ -13,14 +13,16 @@ import pytest
 import torch
 from parity_runs import measure
 from ranks import RankPool
-from small import overrides, write_mixed
+from small import overrides, with_values, write_mixed
 
 from dataloader.format import DataError, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.config import Config
+from omni.planning.choice import POLICIES, SCHEDULE, value_of
 from omni.planning.prepare import prepare_run
+from omni.planning.run_spec import RunSpec
 from omni.rank import inputs
 from omni.rank.optimizer import JointOptimizer
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
@@ -165,6 +167,37 @@ def test_models_and_policies_equal_one_rank(ranks: RankPool, data: Path, tmp_pat
     world, more = CASES[case]
     expected = reference(ranks, data, tmp_path, more)
     assert_equal(expected, run(ranks, overrides(data, tmp_path / "candidate", *more), world))
+
+
+def named(spec: RunSpec) -> Config:
+    """The configuration of a run with what was chosen for it, and the schedule of its first step, by name."""
+    assert spec.choice is not None
+    own = with_values(spec.config, {SCHEDULE: spec.planner.next_step(1, 0, 0).domain.schedule})
+    assert "auto" not in {value_of(own, key) for key in (*POLICIES, SCHEDULE)}
+    return own
+
+
+CHOSEN = ["system=omni", "data.microbatch_tokens=80", "data.sample_tokens=null", *CHEAP_LINKS]
+
+
+@pytest.mark.parametrize("world, more", [(2, []), (4, ["layout.llm.pp=2"]), (4, ["layout.llm.tp=2"])])
+def test_what_is_chosen_equals_one_rank(
+    ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
+) -> None:
+    spec = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *CHOSEN, *more)), world)
+    assert max(spec.planner.next_step(1, 0, 0).taken.lengths) > 80, "no sample is shared for its length"
+    expected = reference(ranks, data, tmp_path, [])
+    assert_equal(expected, ranks.run(world, measure, named(spec), world)[0])
+
+
+def test_what_is_chosen_again_equals_one_rank(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    """A run on four ranks goes on with two, and trains on the same samples."""
+    four = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *CHOSEN)), 4)
+    two = prepare_run(four.config, 2)
+    assert two.config.layout.domain < four.config.layout.domain
+    expected = reference(ranks, data, tmp_path, [])
+    for spec, world in ((four, 4), (two, 2)):
+        assert_equal(expected, ranks.run(world, measure, named(spec), world)[0])
 
 
 def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
