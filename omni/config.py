@@ -76,12 +76,14 @@ class PolicyConfig:
 
 @dataclass
 class ChoiceConfig:
-    """What was chosen for the run when it was composed: `keys` that nobody had given, for so many `ranks`.
-    Where another number of ranks goes on with the run, these are chosen again. Nobody sets this section.
+    """What was chosen for the run when it was composed: `keys` that nobody had given, for so many `ranks`,
+    after step `since`. Where another number of ranks goes on with the run, these are chosen again. Nobody
+    sets this section.
     """
 
     ranks: int | None = None
     keys: list[str] = field(default_factory=list)
+    since: int = 0
 
 
 @dataclass
@@ -348,13 +350,17 @@ class HealthConfig:
     that hold copies of the same weights compare their bits; if they differ, the run is to `restart` from its
     last checkpoint while launch.max_restarts allows, or to `stop` (`on_corruption`). A rank that made no
     progress for `report_hang_s` seconds says where it stands; train.timeout_s decides when it gives up. With
-    `exclude_slow` a rank that was named as slow is left out from the next restart on.
+    `exclude_slow` a rank that was named as slow is left out from the next restart on. Where steps are planned
+    to take the share `choice_costs` longer, beside even work, than when keys were chosen for the run, an
+    alert says so, and with `choose_again` they are chosen again when `omni train` or `omni resume` goes on.
     """
 
     compare_every: int = at_least(0, 10)
     on_corruption: str = one_of(("restart", "stop"), "restart")
     report_hang_s: float = at_least(1, 45.0)
     exclude_slow: bool = False
+    choice_costs: float = at_least(0, 0.15)
+    choose_again: bool = False
 
 
 @dataclass

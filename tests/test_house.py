@@ -21,8 +21,8 @@ GIVEN_ALL = {
     "prepare._resolve",
     "prepare.resolve",
     # open keys lie in any section, and a candidate is a configuration
-    *(f"choice.{name}" for name in ("_of_layout", "_open_again", "as_saved", "chosen", "continued")),
-    *(f"choice.{name}" for name in ("open_keys", "reopened", "unchosen", "value_of", "with_keys")),
+    *(f"choice.{name}" for name in ("_of_layout", "as_saved", "chosen", "continued")),
+    *(f"choice.{name}" for name in ("open_keys", "opened", "reopened", "unchosen", "value_of", "with_keys")),
     *(
         f"choose.{name}"
         for name in (

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from omegaconf import OmegaConf, open_dict
 from infra.launchers.job import Job, check_environment, split_ranks
 from infra.launchers.script import check_batch
 from infra.machine import crowding, this_machine
-from infra.run_folder import RunFolder, write_text
+from infra.run_folder import RunFolder, tail_metrics, write_text
 from infra.run_lock import holding
 from infra.secrets import secret_in
 from omni.commands._launchers import Composed, LauncherConfig
@@ -98,11 +98,13 @@ def prepare_job(
         )
     path = Path(config.run.dir).absolute()
     spec = prepare_run(config, nodes * per_node)
+    done, cursor, before = _continued(RunFolder(path), spec)
+    if done:
+        spec = _chosen_again(spec, RunFolder(path), done, cursor)
     config = spec.config
     _check_saves(config, nodes * per_node)
     for line in spec.choice.lines() if spec.choice else ():
         print(f"{f'{named(number, sets)}: ' if sets else ''}{line}", file=sys.stderr)
-    done, cursor, before = _continued(RunFolder(path), spec)
     if done == 0:
         cursor = config.start.cursor or 0
         check_start(spec)
@@ -132,6 +134,24 @@ def _as_before(config: Config, overrides: Sequence[str]) -> Config:
         saved = load_config(RunFolder(Path(config.run.dir).absolute()).config)
         return as_saved(config, saved, keys_of(overrides))
     return config
+
+
+def _chosen_again(spec: "RunSpec", folder: RunFolder, done: int, cursor: int) -> "RunSpec":
+    """Return a run that goes on after `done` steps, at a position in the stream, chosen again for its next
+    steps if it is told to and its last record says that the choice is out of date.
+    """
+    from omni.planning.choice import opened
+    from omni.planning.prepare import prepare_run
+    from omni.training.choice_watch import COSTS
+
+    config = spec.config
+    if spec.choice is None and config.health.choose_again:
+        last = next(reversed(tail_metrics(folder.metrics)), {})
+        if last.get(COSTS, 0.0) > config.health.choice_costs:
+            spec = prepare_run(opened(config), spec.arrangement.world, begin=(done + 1, cursor))
+    if spec.choice is None:
+        return spec
+    return replace(spec, config=replace(spec.config, choice=replace(spec.config.choice, since=done)))
 
 
 def _check_saves(config: Config, ranks: int) -> None:

@@ -105,7 +105,7 @@ def as_saved(config: Config, saved: Config, given: Collection[str] = ()) -> Conf
     if config.pipeline.policy == AUTO and SCHEDULE not in given:
         keys.append(SCHEDULE)
     kept = {key: value_of(saved, key) for key in keys}
-    still = ChoiceConfig(saved.choice.ranks, [key for key in saved.choice.keys if key in kept])
+    still = replace(saved.choice, keys=[key for key in saved.choice.keys if key in kept])
     return _of_layout(replace(with_keys(config, kept), choice=still), saved)
 
 
@@ -118,22 +118,24 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]
     config = with_keys(config, {key: value_of(saved, key) for key in keys})
-    return _of_layout(replace(config, choice=ChoiceConfig(saved.choice.ranks, keys)), saved)
+    return _of_layout(replace(config, choice=replace(saved.choice, keys=keys)), saved)
 
 
 def _of_layout(config: Config, saved: Config) -> Config:
     """A configuration that was saved, with what was chosen open again if it now has another layout."""
     now, before = ((of.layout.llm, of.layout.encoders, of.placement) for of in (config, saved))
-    return config if now == before else _open_again(config)
+    return config if now == before else opened(config)
 
 
 def reopened(config: Config, ranks: int) -> Config:
     """Return a configuration whose chosen keys are open again if they were chosen for other ranks."""
-    return config if config.choice.ranks in (None, ranks) else _open_again(config)
+    return config if config.choice.ranks in (None, ranks) else opened(config)
 
 
-def _open_again(config: Config) -> Config:
-    """Open what was chosen, but for how long a sample may be: it decides what is trained on."""
+def opened(config: Config) -> Config:
+    """Return a configuration with what was chosen open again, but for how long a sample may be: that decides
+    what is trained on.
+    """
     keys = (key for key in config.choice.keys if key != LONGEST)
     return with_keys(config, {key: AUTO if key in POLICIES else None for key in keys})
 

@@ -6,7 +6,8 @@ and sharing are searched together, then one key after the other: what gains only
 is prepared as a run is, and the planner and simulator of its steps say what its first steps would take: those
 of the domains that samples load most; of steps with more than `A_REPLICA` samples a replica, with so many.
 Candidates, steps, domains and samples are bounded by count and nothing by time, so the same configuration,
-data and ranks give the same choice on any machine.
+data and ranks give the same choice on any machine. A run that goes on may be told to choose again, by its
+next steps.
 
 Samples stay whole where ranks can hold them together: domains are large enough for the longest of the first
 `LOOKED` samples of the run's stream, as far as links allow, and `data.sample_tokens` is what they hold.
@@ -14,6 +15,7 @@ Samples stay whole where ranks can hold them together: domains are large enough 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -68,10 +70,14 @@ _ANY = 1 << 40  # tokens
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
 
 Make = Callable[[Config], RunSpec]
+Try = Callable[..., Tried]
 
 
-def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
-    """Prepare a run by `make` with its open keys chosen.
+def choose(
+    config: Config, ranks: int, samples: Samples, make: Make, begin: tuple[int, int] = (1, 0)
+) -> RunSpec:
+    """Prepare a run by `make` with its open keys chosen for steps from that and the position in the stream at
+    which it is to `begin`.
 
     Raises:
         ConfigError: where samples are too long for the ranks, and `data.on_long` is `error`.
@@ -82,24 +88,24 @@ def choose(config: Config, ranks: int, samples: Samples, make: Make) -> RunSpec:
         return make(config)
     start = make(with_keys(unchosen(config), {LONGEST: None}))
     longest, cut = config.data.sample_tokens, ""
-    lengths = lengths_of(samples)
+    lengths, attempt = lengths_of(samples, begin[1]), partial(_tried, make=make, begin=begin)
     sizes, held = _sizes(config, start, lengths)
     if longest is None:
         longest, cut = held, _cut(config, lengths, held)
-    best, tried = _search(config, keys, start, sizes, longest, lengths, make)
+    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt)
     budget = config.data.microbatch_tokens
     if best.refused and LONGEST in keys and longest > budget:  # samples that a rank holds alone may fit
         sizes, _ = _sizes(config, start, np.minimum(lengths, budget))
         longest, cut = budget, _cut(config, lengths, budget)
-        best, tried = _search(config, keys, start, sizes, longest, lengths, make)
+        best, tried = _search(config, keys, start, sizes, longest, lengths, attempt)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     choice = RunChoice(own, best, tried, cut, again=config.choice.ranks)
     return replace(make(chosen(config, own, ranks)), choice=choice)
 
 
-def lengths_of(samples: Samples) -> Ints:
-    """Return the tokens of the first `LOOKED` samples of a run's stream, whole: int64 [n]."""
-    sources, ids = samples.stream.take(0, min(LOOKED, samples.stream.cycle))
+def lengths_of(samples: Samples, cursor: int = 0) -> Ints:
+    """Return the tokens of the next `LOOKED` samples of a run's stream, whole: int64 [n]."""
+    sources, ids = samples.stream.take(cursor, min(LOOKED, samples.stream.cycle))
     out = np.zeros(len(ids), np.int64)
     for number in np.unique(sources).tolist():
         of = sources == number
@@ -183,7 +189,7 @@ def _search(
     sizes: Sequence[int],
     longest: int,
     lengths: Ints,
-    make: Make,
+    attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
     """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
 
@@ -196,7 +202,7 @@ def _search(
     def simulated(own: Keys) -> Tried:
         name = text_of(own)
         if name not in tried:
-            tried[name] = _tried(with_keys(short, {**own, LONGEST: longest}), own, make)
+            tried[name] = attempt(with_keys(short, {**own, LONGEST: longest}), own)
         return tried[name]
 
     first = list(_of_size(sizes[0], keys, start, needed))
@@ -223,20 +229,20 @@ def _search(
         best = found if _gains(found, best) else best
     if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
         whole = with_keys(config, {LONGEST: longest})
-        best, packed = _packed(whole, best, make)
+        best, packed = _packed(whole, best, attempt)
         tried |= {text_of(each.keys): each for each in packed}
     return best, list(tried.values())
 
 
-def _packed(config: Config, best: Tried, make: Make) -> tuple[Tried, list[Tried]]:
+def _packed(config: Config, best: Tried, attempt: Try) -> tuple[Tried, list[Tried]]:
     """Try smaller packs. How a pipeline fills and empties shows on a whole step alone, so the first one is
     simulated: a candidate stands among the others with as much more or less than the best as it takes there.
     """
-    first = least = _tried(with_keys(config, best.keys), best.keys, make, steps=1)
+    first = least = attempt(with_keys(config, best.keys), best.keys, steps=1)
     start, found = best, [best]
     for divisor in DIVISORS:
         own = {**start.keys, PACKS: divisor}
-        other = _tried(with_keys(config, own), own, make, steps=1)
+        other = attempt(with_keys(config, own), own, steps=1)
         step_ns = None
         if start.step_ns and first.step_ns and other.step_ns:
             step_ns = start.step_ns * other.step_ns // first.step_ns
@@ -277,7 +283,7 @@ def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> It
         yield {**plain, **shared}
 
 
-def _tried(config: Config, keys: Keys, make: Make, steps: int = STEPS) -> Tried:
+def _tried(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int = STEPS) -> Tried:
     """Simulate the first steps of a candidate, in the domains that samples load most.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
@@ -288,7 +294,7 @@ def _tried(config: Config, keys: Keys, make: Make, steps: int = STEPS) -> Tried:
         schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.parts == 1 else ("interleaved",)
     found = None
     for schedule in schedules:
-        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, steps)
+        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps)
         found = other if found is None or _gains(other, found) else found
         if not found.refused:
             break
@@ -296,15 +302,16 @@ def _tried(config: Config, keys: Keys, make: Make, steps: int = STEPS) -> Tried:
     return found
 
 
-def _simulated(config: Config, keys: Keys, make: Make, steps: int) -> Tried:
+def _simulated(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int) -> Tried:
     """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
     try:
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
-    total, seen, cursor, beyond, refused = 0, 0, 0, 0, ""
-    for step in range(1, steps + 1):
-        plans = _first_plans(spec, step, cursor)
+    total, seen, beyond, refused = 0, 0, 0, ""
+    first, cursor = begin
+    for count in range(1, steps + 1):
+        plans = _first_plans(spec, first + count - 1, cursor)
         lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
         total += max(timeline.makespan_ns for timeline in lists)
         if not all(map(spec.planner.fits, plans)):
@@ -314,7 +321,7 @@ def _simulated(config: Config, keys: Keys, make: Make, steps: int) -> Tried:
         seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor
         if seen >= ENOUGH:
             break
-    return Tried(keys, total // step, refused, beyond)
+    return Tried(keys, total // count, refused, beyond)
 
 
 def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:

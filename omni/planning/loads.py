@@ -136,6 +136,15 @@ def imbalance(spec: RunSpec, plan: StepPlan, most: Largest, sums: Sequence[float
     return found
 
 
+def over_even(spec: RunSpec, most: Largest, sums: Sequence[float], idle: float) -> float:
+    """About how many times a step takes what even work would: that of the busiest domain over the mean, if
+    ranks of every domain are idle for the share `idle` that those of the first are. `most` and `sums` are
+    those of the world.
+    """
+    even = sum(sums) / spec.arrangement.num_domains
+    return sum(most.domains) / even / (1 - idle) if even and idle < 1 else 1.0
+
+
 def mean_loads(spec: RunSpec, plan: StepPlan, sums: Sequence[float]) -> dict[str, float]:
     """Mean planned load by component, of which `sums` are those of the world: of a member of a pool for the
     LLM, of a rank for an encoder.

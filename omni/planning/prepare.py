@@ -45,11 +45,16 @@ GROUP_REPLICAS, GROUP_RANKS = 16, 256  # 256 GPUs are often behind one switch
 
 
 def prepare_run(
-    config: Config, world: int, trace: Sequence[SampleMeta] = (), framework: Framework | None = None
+    config: Config,
+    world: int,
+    trace: Sequence[SampleMeta] = (),
+    framework: Framework | None = None,
+    begin: tuple[int, int] = (1, 0),
 ) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it. Steps take the samples of a
     `trace` over and over, if there is one, and last as another `framework` would have them, to be simulated.
-    What the configuration leaves open is chosen, and what was chosen for other ranks is chosen again.
+    What the configuration leaves open is chosen for steps from that and the position in the stream at which
+    they `begin`, and what was chosen for other ranks is chosen again.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
@@ -69,7 +74,7 @@ def prepare_run(
     def resolve(config: Config) -> RunSpec:
         return _resolve(config, world, encoders, tokenizer, opened, framework)
 
-    return choose(config, world, opened.samples, resolve)
+    return choose(config, world, opened.samples, resolve, begin)
 
 
 def _resolve(

@@ -1,10 +1,14 @@
-"""When somebody should look: losses that are not finite or jump, gradients of 0, steps skipped or stalled."""
+"""When somebody should look: losses that are not finite or jump, gradients of 0, steps skipped or stalled,
+choices that the mixture of samples has left behind.
+"""
 
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+
+from omni.training.choice_watch import AT_START, COSTS, OVER
 
 WINDOW = 50  # steps that a step is compared with, and between two alerts of a kind
 ENOUGH = 20  # steps before anything is compared
@@ -33,11 +37,13 @@ class Alerts:
 
     The loss of a source spikes when three of its steps in a row exceed the median of the 50 before by 0.3
     nats and by 5 median absolute deviations; planning is slow when it takes nine tenths of each of three
-    steps in a row; a step stalls when it takes 5 times the median step and 2 s. An alert of one kind comes at
+    steps in a row; a step stalls when it takes 5 times the median step and 2 s; a choice is out of date when
+    steps are planned to take the share `choice_costs` longer than after it. An alert of one kind comes at
     most every 50 steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, choice_costs: float = math.inf) -> None:
+        self._choice_costs = choice_costs
         self._losses: dict[str, deque[float]] = {}
         self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._skipped = 0.0
@@ -49,7 +55,7 @@ class Alerts:
         step = int(metrics["progress/step"])
         found = [*self._not_finite(step, metrics), *self._skips(step, metrics), *self._zero(step, metrics)]
         found += [*self._spikes(step, metrics), *self._stalls(step, metrics)]
-        found += self._plans(step, metrics)
+        found += [*self._plans(step, metrics), *self._outdated(step, metrics)]
         new = [alert for alert in found if step - self._said.get(alert.title, -WINDOW) >= WINDOW]
         self._said |= {alert.title: step for alert in new}
         return new
@@ -63,6 +69,16 @@ class Alerts:
                 "slow planning",
                 f"step {step}: its plan took {plan_s:.2f} s (plan/ms) and the step {step_s:.2f} s, so ranks "
                 f"wait for plans: look at the policies that were chosen, your own first",
+            )
+
+    def _outdated(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:
+        if metrics.get(COSTS, 0.0) > self._choice_costs:
+            yield Alert(
+                "choice out of date",
+                f"step {step}: the last steps are planned to take {metrics[COSTS]:.0%} longer, beside even "
+                f"work, than when keys were chosen for the run (this one {metrics[OVER]:.2f} times even "
+                f"work, then {metrics[AT_START]:.2f}): samples have become others. With "
+                f"health.choose_again=true they are chosen again when the run goes on",
             )
 
     def _not_finite(self, step: int, metrics: Mapping[str, float]) -> Iterator[Alert]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infra.launch import AGENTS_BEFORE
-from omni.planning.loads import imbalance, trained_flops
+from omni.planning.loads import imbalance, over_even, trained_flops
 from omni.planning.optim_schedule import stage_at, stages_of
 from omni.planning.plan_process import Predicted, reduces
 from omni.planning.run_spec import RunSpec
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Prepared
+from omni.training.choice_watch import OVER
 from omni.training.idle import OfAllRanks
 from omni.training.progression import Progression
 from omni.training.vector import OfPlan
@@ -135,7 +136,11 @@ def metrics_of(
     if not (on_gpu and spec.config.cluster.device == "cpu"):  # figures of a CPU core say nothing about a GPU
         metrics["perf/mfu"] = sum(flops.values()) / peak
         metrics |= {f"perf/mfu/{name}": value / peak for name, value in flops.items()}
-    return metrics | _predictions(run)
+    metrics |= _predictions(run)
+    idle = metrics.get("plan/idle_frac")
+    if spec.config.choice.keys and idle is not None:
+        metrics[OVER] = over_even(spec, run.of_plan.largest, planned[count:-1], idle)
+    return metrics
 
 
 def metrics_of_all(ranks: OfAllRanks, world: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from omni.planning.loads import Largest
 from omni.planning.run_spec import RunSpec
 from omni.rank.optimizer import JointOptimizer
 from omni.training.alerts import Alert, Alerts
+from omni.training.choice_watch import ChoiceWatch
 from omni.training.evaluate import Transcription
 from omni.training.figures import StepRun, metrics_of, metrics_of_all
 from omni.training.idle import OfAllRanks
@@ -78,10 +79,12 @@ class Reporter:
         self.read_bytes, self.prepare_s = 0, 0.0
         self.schedules = Counter[str]()
         self.left_out_said = 0
-        self.alerts = Alerts()
+        self.alerts = Alerts(spec.config.health.choice_costs)
         self.untold = deque[_Untold]()
         self.tracker = _tracker(spec, folder, resumed)
         earlier = tail_metrics(folder.metrics)
+        since = spec.config.choice.since
+        self.choice = ChoiceWatch(earlier if resumed and spec.choice is None else [], since)
         if earlier:  # a run that only lacks its summary takes the last losses from its records
             last = earlier[-1]
             self.loss = last.get("loss/train", self.loss)
@@ -143,6 +146,7 @@ class Reporter:
         metrics = untold.metrics | of_all | (slow_rank.metrics() if slow_rank is not None else {})
         if untold.recorded:
             self._draw(step)
+        metrics |= self.choice.step(metrics)
         self.tracker.log(step, metrics | heldout)
         self.progress.step(metrics)
         self.loss = untold.loss

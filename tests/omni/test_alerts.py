@@ -4,6 +4,7 @@ import math
 from random import Random
 
 from omni.training.alerts import WINDOW, Alerts
+from omni.training.choice_watch import AT_START, COSTS, OVER, ChoiceWatch
 
 
 def steps(count, **changes):
@@ -69,3 +70,36 @@ def test_planning_that_holds_up_steps_is_named_once_it_does_so_again_and_again()
     assert "its plan took 5.00 s" in found[2][0].text
     quick = {"plan/ms": 5000.0, "perf/step_s": 9.0}
     assert not [a for step in range(100, 110) for a in alerts.step({"progress/step": step, **quick})]
+
+
+def test_a_choice_that_samples_have_left_behind_is_told_and_a_noisy_one_is_not():
+    random = Random(1)
+
+    def told(ratio_after):
+        alerts, watch, found = Alerts(choice_costs=0.15), ChoiceWatch([], since=0), []
+        for step in range(1, 301):
+            over = (1.1 if step <= 100 else 1.1 * ratio_after) * (1 + abs(random.gauss(0, 0.1)))
+            metrics = {"progress/step": step, "perf/step_s": 1.0, OVER: over}
+            found += [(step, alert.title) for alert in alerts.step(metrics | watch.step(metrics))]
+        return found
+
+    assert told(1.0) == []
+    first, *later = told(1.3)
+    assert first[1] == "choice out of date"
+    assert 100 + WINDOW // 2 <= first[0] <= 100 + WINDOW
+    assert len(later) == (300 - first[0]) // WINDOW
+
+
+def test_what_keys_were_chosen_for_is_known_after_a_restart_and_forgotten_where_they_are_chosen_again():
+    before = ChoiceWatch([], since=0)
+    records = []
+    for step in range(1, 41):
+        metrics = {"progress/step": step, OVER: 1.0 if step <= 20 else 1.5}
+        records.append(metrics | before.step(metrics))
+    assert records[18].keys() == records[0].keys()
+    assert records[19][AT_START] == 1.0
+    goes_on = ChoiceWatch(records, since=0).step({OVER: 1.5})
+    assert goes_on[AT_START] == 1.0
+    assert goes_on[COSTS] == 0.5
+    assert ChoiceWatch(records, since=40).step({OVER: 1.5}) == {}
+    assert ChoiceWatch(records, since=0).step({}) == {}

@@ -1,11 +1,14 @@
 """What is chosen for a run that leaves keys open: never what was given, about the best, the same anywhere."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 
 from dataloader.tokens import ItemMeta, SampleMeta
+from infra.run_folder import RunFolder
+from omni.commands import _jobs
 from omni.compose import compose_config
 from omni.compose_saved import compose_saved
 from omni.config import ConfigError
@@ -14,6 +17,7 @@ from omni.planning.choose import DOMAINS
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
+from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
 
@@ -223,6 +227,30 @@ def test_a_run_that_goes_on_in_another_layout_chooses_again(given):
     assert same == saved
     own, _ = compose_saved(saved, [*given, "layout.domain=2", "balance=lpt"])
     assert set(open_keys(own)) == opened - {DOMAIN, "balance.policy"}
+
+
+def test_a_run_that_is_told_to_chooses_again_by_its_next_steps(tmp_path, monkeypatch):
+    even = [SampleMeta(n, "trace", 40, (), 9) for n in range(96)]  # four steps
+    large = ItemMeta("image", 4096, 16, 3, ())
+    trace = [*even, *(replace(of, id=96 + of.id, items=(large,) * (of.id % 24 == 0)) for of in even)]
+    spec = prepared("data.sample_tokens=64", "health.choose_again=true", trace=trace)
+    assert spec.config.layout.domain == 1
+    monkeypatch.setattr("omni.planning.prepare.prepare_run", partial(prepare_run, trace=trace))
+    folder = RunFolder(tmp_path)
+
+    def goes_on(config, costs):
+        folder.metrics.write_text(f'{{"progress/step": 1, "{COSTS}": {costs}}}\n')
+        return _jobs._chosen_again(replace(spec, config=config, choice=None), folder, 4, 96)
+
+    again = goes_on(spec.config, 0.2)
+    assert again.config.layout.domain > 1
+    assert again.config.choice.since == 4
+    assert again.choice.again == 4
+    alone = prepared("data.sample_tokens=64", trace=trace[96:])
+    assert again.choice.best == alone.choice.best
+    assert goes_on(spec.config, 0.1).choice is None
+    silent = with_keys(spec.config, {"health.choose_again": False})
+    assert goes_on(silent, 0.2).config == silent
 
 
 def test_a_layout_of_ones_own_may_say_how_large_domains_are(tmp_path):
