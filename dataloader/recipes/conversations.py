@@ -6,19 +6,16 @@ The tokenizer's chat template writes the text, as of `omni data build --from-mes
 """
 
 import json
-import os
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from dataloader.chat import ChatTemplate
-from dataloader.format import DataError, SampleError, TextForm
+from dataloader.format import DataError, TextForm
 from dataloader.recipes.from_messages import form_of, text_of
 from dataloader.recipes.messages import KEYS, items_of, messages_of
-from dataloader.sources.heads import found_item
+from dataloader.sources.beside import item_beside
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, Write
 from dataloader.storage import Storage
 from dataloader.tokenizer import Tokenizer
@@ -92,39 +89,11 @@ class Conversations(OfBytes):
         for modality, path in of_chat:
             item = known.get((modality, path))
             if item is None:
-                item = known[modality, path] = self._item(storage, modality, path)
+                item = known[modality, path] = item_beside(storage, self.folder, modality, path)
             if isinstance(item, LeftOut):
                 return item._replace(key=key)
             items.append(item)
         return Found(key, text, raw, tuple(items))
-
-    def _item(self, storage: Storage, modality: str, path: str) -> _Item:
-        """An item by its path, or why it is none."""
-        place = posixpath.normpath(posixpath.join(self.folder, path))
-        if place.startswith(("/", "../")) or place == ".." or _leads_out(storage, place):
-            return LeftOut("", "outside the root", f"{path} is not below {storage}")
-        try:
-            if not storage.holds(place):
-                return LeftOut("", "no file", f"{place} is no file below {storage}")
-            size, _ = storage.identity(place)
-            with storage.open(place) as file:
-                return found_item(modality, Range(place, 0, size), partial(_first, file))
-        except SampleError as error:
-            return LeftOut("", "bad item", f"{path}: {error}")
-
-
-def _first(file: Any, count: int) -> bytes:
-    file.seek(0)
-    content: bytes = file.read(count)
-    return content
-
-
-def _leads_out(storage: Storage, place: str) -> bool:
-    """Whether a path leads out of a folder of this machine by links."""
-    if not storage.is_local:
-        return False
-    root = os.path.realpath(storage.root)
-    return os.path.commonpath([root, os.path.realpath(storage.path(place))]) != root
 
 
 def _chat(raw: Any) -> Mapping[str, Any]:

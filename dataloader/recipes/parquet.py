@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 
 from dataloader.fetching import Fetcher
 from dataloader.format import DataError, SampleError
+from dataloader.recipes.parquet_types import is_item, is_list, is_text
+from dataloader.sources.beside import item_beside
 from dataloader.sources.heads import found_item
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
 from dataloader.storage import Storage
@@ -35,6 +37,7 @@ class Parquet(OfBytes):
     audio: str
     id: str
     suffixes: ClassVar = (".parquet",)
+    folder = ""  # of paths, which are none here
 
     def __init__(self, text: str = "text", image: str = "", audio: str = "", id: str = "") -> None:
         for name, value in (("text_of", text), ("image", image), ("audio", audio), ("id", id)):
@@ -46,6 +49,11 @@ class Parquet(OfBytes):
     def _items(self) -> dict[str, str]:
         """Columns of items by modality, in the order in which their items stand."""
         return {name: of for name, of in (("image", self.image), ("audio", self.audio)) if of}
+
+    @property
+    def _columns_of_items(self) -> list[str]:
+        """What is read to tell the items of a row."""
+        return list(self._items.values())
 
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """A sample for each row."""
@@ -61,7 +69,7 @@ class Parquet(OfBytes):
                     row = 0
                     for batch in parquet.iter_batches(_AT_ONCE, [group], columns, use_threads=False):
                         for values in batch.to_pylist():
-                            yield self._found(name, group * _ROWS + row, number, values)
+                            yield self._found(storage, name, group * _ROWS + row, number, values)
                             row, number = row + 1, number + 1
             except (pa.ArrowException, OSError, ValueError) as error:
                 yield LeftOut("", "damaged file", f"from row {number} on: {error}")
@@ -74,53 +82,74 @@ class Parquet(OfBytes):
             raise DataError(f"its text is not UTF-8 ({error})") from None
 
     def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Values by their places, of row groups that are kept."""
+        """Values by their places, of row groups that are kept; of other files, ranges of bytes."""
+        if not name.lower().endswith(self.suffixes):
+            return fetcher.ranges(name, places)
         return [self._value(fetcher, name, *divmod(at, _SLOTS)) for at, _ in places]
 
     def _value(self, fetcher: Fetcher, name: str, place: int, slot: int) -> bytes:
         group, row = divmod(place, _ROWS)
-        columns = list(self._items.values()) if slot else [self.text_of]
+        columns = self._columns_of_items if slot else [self.text_of]
         table = fetcher.group(name, group, columns)
         if row >= len(table):
             raise ValueError(f"{name}, row group {group}: it has {len(table)} rows")
         values = table.slice(row, 1).to_pylist()[0]
         if not slot:
-            return _text(values[self.text_of])
+            return self._raw(values)
         items = [data for _, data in self._all(values)]
-        if slot > len(items):
-            raise ValueError(f"{name}, row group {group}, row {row}: it has {len(items)} items")
-        return items[slot - 1]
+        if slot > len(items) or isinstance(items[slot - 1], str):
+            raise ValueError(f"{name}, row group {group}, row {row}: it has no item {slot - 1}")
+        return _bytes(items[slot - 1])
 
     def _wrong(self, schema: pa.Schema) -> str:
         """What is wrong with a file's columns, if anything."""
-        for column, kinds in ((self.text_of, (_is_text,)), *((of, _ITEMS) for of in self._items.values())):
+        of_items = ((of, self._takes_items) for of in self._items.values())
+        for column, takes in ((self.text_of, self._takes_text), *of_items):
             if column not in schema.names:
                 return f"it has no column {column!r}, there are {', '.join(schema.names)}"
             kind = schema.field(column).type
-            if not any(is_one(kind) for is_one in kinds):
+            if not takes(kind):
                 return f"its column {column!r} is {kind}"
         return "" if not self.id or self.id in schema.names else f"it has no column {self.id!r}"
 
-    def _found(self, name: str, place: int, number: int, values: dict[str, Any]) -> Found | LeftOut:
+    def _takes_text(self, kind: pa.DataType) -> bool:
+        return is_text(kind)
+
+    def _takes_items(self, kind: pa.DataType) -> bool:
+        return is_item(kind) or is_list(kind, is_item)
+
+    def _found(
+        self, storage: Storage, name: str, place: int, number: int, values: dict[str, Any]
+    ) -> Found | LeftOut:
         key = str(number if not self.id else values[self.id])
         if values[self.text_of] is None or (self.id and values[self.id] is None):
             return LeftOut(key, "null", f"of row {number} its {self.text_of} or {self.id or 'id'} is null")
         items: list[FoundItem] = []
         try:
             for slot, (modality, data) in enumerate(self._all(values), start=1):
-                at = Range(name, place * _SLOTS + slot, len(data))
-                items.append(found_item(modality, at, partial(_first, data)))
+                if isinstance(data, str):
+                    item = item_beside(storage, self.folder, modality, data)
+                    if isinstance(item, LeftOut):
+                        return item._replace(key=key)
+                else:
+                    at = Range(name, place * _SLOTS + slot, len(data))
+                    item = found_item(modality, at, partial(_first, data))
+                items.append(item)
         except SampleError as error:
             return LeftOut(key, "bad item", f"item {len(items)}: {error}")
         except DataError as error:
             return LeftOut(key, "null", f"of row {number} {error}")
         if len(items) >= _SLOTS:
             return LeftOut(key, "bad sample", f"it has {len(items)} items")
-        raw = _text(values[self.text_of])
+        raw = self._raw(values)
         return Found(key, Range(name, place * _SLOTS, len(raw)), raw, tuple(items))
 
-    def _all(self, values: dict[str, Any]) -> Iterator[tuple[str, bytes]]:
-        """Modality and bytes of all items of a row. Raises DataError for one without bytes."""
+    def _raw(self, values: dict[str, Any]) -> bytes:
+        """What `text` makes a row's text of."""
+        return str(values[self.text_of]).encode()
+
+    def _all(self, values: dict[str, Any]) -> Iterator[tuple[str, bytes | str]]:
+        """Modality and bytes, or path, of all items of a row. Raises DataError for one without."""
         for modality, column in self._items.items():
             value = values[column]
             for one in value if isinstance(value, list) else [value]:
@@ -135,27 +164,6 @@ def _first(data: bytes, count: int) -> bytes:
     return data[:count]
 
 
-def _text(value: Any) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
-
-
-def _is_struct(kind: pa.DataType) -> bool:
-    return pa.types.is_struct(kind) and any(of.name == "bytes" and _is_bytes(of.type) for of in kind)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return any(is_one(kind) for is_one in lists) and (
-        _is_bytes(kind.value_type) or _is_struct(kind.value_type)
-    )
-
-
-_ITEMS = (_is_bytes, _is_struct, _is_list)
+def _bytes(data: bytes | str) -> bytes:
+    assert isinstance(data, bytes)
+    return data
