@@ -118,6 +118,7 @@ def _against(published: Path, overrides: list[str], config_dir: str | None) -> i
                     f"model.encoders has {', '.join(config.model.encoders)}, and {published} is a model of "
                     f"text: leave encoders out"
                 )
+            _check_package(published)
             if config.data.step_tokens is config.data.step_samples is None:
                 config.data.step_samples = NUM_SAMPLES
             _launch(config, "omni.training.against")
@@ -128,6 +129,19 @@ def _against(published: Path, overrides: list[str], config_dir: str | None) -> i
         return 2
     tokens = sum(len(sample.ids) for sample in scored)
     return _verdict((f"first loss, and logits at {tokens} tokens", differences, TOLERANCE))
+
+
+def _check_package(published: Path) -> None:
+    """Refuse a folder for which transformers takes a package that is not installed, before ranks start."""
+    from omni.open_models.folder import open_folder
+    from omni.open_models.quantised import FP8
+
+    quantised = open_folder(str(published)).quantised
+    if quantised is not None and quantised.kind == FP8 and importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(
+            f"--against {published}: its weights are in {FP8}, of which transformers makes full numbers with "
+            f"the package accelerate alone: pip install accelerate, or compare a folder of the model in bf16"
+        )
 
 
 def _launch(config: "Config", module: str) -> "RunSpec":

@@ -1,5 +1,6 @@
 """`omni parity --against`: a configuration beside transformers' model of its folder, and that it can fail."""
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from open_model_folders import changed, make
-from quantised_folders import make_fp8
+from quantised_folders import make_fp8, make_mxfp4
 from ranks import RankError, RankPool
 from small import with_values
 
@@ -16,6 +17,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.__main__ import main
+from omni.commands import parity
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.planning.prepare import prepare_run
@@ -81,9 +83,31 @@ def test_loss_and_logits_are_those_of_transformers(ranks: RankPool, data, publis
 
 
 def test_what_transformers_says_of_a_folder_that_it_cannot_load_is_told(tmp_path):
-    make_fp8(tmp_path / "published")  # full numbers of these take a package that is not installed here
-    with pytest.raises(ConfigError, match=r"cannot load .*published: .*accelerate"):
+    make_mxfp4(tmp_path / "published")
+    changed(tmp_path / "published", model_type="nothing")
+    with pytest.raises(ConfigError, match=r"cannot load .*published: .*nothing"):
         theirs(tmp_path / "published")
+
+
+def test_numbers_of_mxfp4_are_made_full_without_another_package(tmp_path):
+    model = make_mxfp4(tmp_path / "published")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(tmp_path / "published")(ids).logits, model(ids).logits)
+
+
+def test_a_folder_in_fp8_is_refused_before_ranks_start_where_its_package_is_missing(
+    data, tmp_path, capsys, monkeypatch
+):
+    folder, find = tmp_path / "published", importlib.util.find_spec
+    make_fp8(folder)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *of: None if name == "accelerate" else find(name, *of)
+    )
+    monkeypatch.setattr(parity, "_launch", lambda *unused: pytest.fail("ranks started"))
+    assert main(["parity", "--against", str(folder), *keys(data, folder)]) == 2
+    assert "in fp8" in (told := capsys.readouterr().err)
+    assert "pip install accelerate" in told
 
 
 @pytest.mark.slow  # each starts a run
