@@ -9,6 +9,7 @@ No code of a model's folder is ever run. What a family does not know is refused:
 mean another model.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -19,6 +20,9 @@ from omni.open_models.rules import Rule
 
 GROUP = "omni.families"
 _NEVER = object()
+_COUNT = re.compile(r"^num_|_size$|_dim$|_heads$")  # keys that count
+_MOST = 2**31
+_SHOWN = 200  # characters of a value
 Rules = Callable[[Mapping[str, Any]], tuple[Rule, ...]]
 
 
@@ -31,11 +35,19 @@ class Said:
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self.values = dict(values)
         self.path = path
+        self.last: tuple[str, Any] = ("model_type", None)  # that was taken
 
     def take(self, key: str, default: Any = _NEVER) -> Any:
         """Return the value of a key; `default` where it is not there or null."""
         value = self.values.pop(key, None)
+        self.last = key, value
         if value is not None:
+            least = int(key.endswith("_heads"))
+            if _COUNT.search(key) and (type(value) is not int or not least <= value < _MOST):
+                raise ConfigError(
+                    f"{self.path}: {key}={value!r} must be a whole number of at least {least}: take the file "
+                    f"that the weights came with"
+                )
             return value
         if default is _NEVER:
             raise ConfigError(f"{self.path} says no {key}: take the file that the weights came with")
@@ -55,6 +67,15 @@ class Said:
     def refused(self, key: str, value: Any, why: str) -> ConfigError:
         """Return the error for a value that cannot be trained."""
         return ConfigError(f"{self.path}: {key}={value!r} is not trained: {why}. Choose another model")
+
+    def unclear(self, error: Exception) -> ConfigError:
+        """Return the error for values of a kind that a family does not expect, of which it took one last."""
+        key, value = self.last
+        told = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}…"
+        return ConfigError(
+            f"{self.path} says what its family cannot read ({type(error).__name__}: {error}), at or before "
+            f"{key}={told}: take the file that the weights came with"
+        )
 
     def end(self) -> None:
         """Refuse keys that nobody has taken, unless they switch something off."""

@@ -134,15 +134,19 @@ class Folder:
         for file, header in self.headers.items():
             try:
                 described = dict(_described(header))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise self._wrong(f"the header of {file} cannot be read ({error}). Fetch it again") from error
-            for name, (dtype, shape, begin, end) in described.items():
+            last = 0
+            for name, (dtype, shape, begin, end) in sorted(described.items(), key=lambda of: of[1][2:]):
                 start, stop = begin + len(header), end + len(header)
                 if name in found:
                     raise self._wrong(f"{name} is in {found[name].file} and in {file}")
                 found[name] = Tensor(file, dtype, shape, start, stop)
                 if not len(header) <= start <= stop <= (sizes.get(file) or 0):
                     raise self._wrong(f"{file} is cut short: it ends before {name} does. Fetch it again")
+                if begin < last:
+                    raise self._wrong(f"{file} has {name} where another tensor is. Fetch it again")
+                last = end
         return found
 
     def check(self) -> None:
@@ -216,12 +220,12 @@ class Folder:
         here = self.storage.sizes()
         if INDEX in here:
             placed = _parsed(self.storage, INDEX, self.url).get("weight_map")
-            if not isinstance(placed, dict) or not placed:
+            if not isinstance(placed, dict) or not placed or {*map(type, placed.values())} != {str}:
                 raise self._wrong(f"{INDEX} says nothing of where weights are. Fetch it again")
             files = sorted(set(placed.values()))
         else:
             files = [SINGLE]
-        if missing := [file for file in files if file not in here]:
+        if missing := [file for file in files if here.get(file) is None]:
             raise self._wrong(f"it lacks {_some(missing)}. Fetch the missing files, in safetensors")
         return files
 
@@ -253,7 +257,12 @@ def open_folder(url: str) -> Folder:
     quantised = quantised_of(said.pop("quantization_config", None), path)
     family = family_of(said, path)
     reader = Said(said, path)
-    keys = default_keys() | family.keys(reader)
+    try:
+        keys = default_keys() | family.keys(reader)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise reader.unclear(error) from error
     reader.end()
     return Folder(url, storage, family, keys, quantised)
 
@@ -332,7 +341,7 @@ def _parsed(storage: Storage, name: str, url: str) -> dict[str, Any]:
             f"start.weights={url}: there is no {name} in it. Give a folder of a published model, with "
             f"{CONFIG} and safetensors"
         ) from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"start.weights={url}: {name} cannot be read ({error}). Fetch it again") from error
     if not isinstance(found, dict):
         raise ConfigError(f"start.weights={url}: {name} is no JSON object. Fetch it again")

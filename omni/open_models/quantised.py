@@ -52,11 +52,12 @@ def quantised_of(said: Any, path: str) -> Quantised | None:
     if said is None:
         return None
     told: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
-    kind, block = told.get("quant_method", said), told.get("weight_block_size")
+    kind, form = told.get("quant_method", said), told.get("fmt", "e4m3")
     if kind == MXFP4:
         return Quantised(MXFP4)
-    if kind == FP8 and block and len(block) == 2 and told.get("fmt", "e4m3") == "e4m3":
-        return Quantised(FP8, (int(block[0]), int(block[1])))
+    match told.get("weight_block_size"):
+        case [int(rows), int(columns)] if (kind, form) == (FP8, "e4m3") and min(rows, columns) > 0:
+            return Quantised(FP8, (rows, columns))
     raise ConfigError(
         f"{path} says quantization_config ({kind}): of quantised weights those in mxfp4 are read, and those "
         f"in fp8 (e4m3) with a weight_block_size; take the folder in bf16"

@@ -164,6 +164,16 @@ def test_bad_lines_are_named(tmp_path):
         build_from_messages(tmp_path / "bad.jsonl", tmp_path / "set", get_tokenizer("bytes"))
 
 
+def test_a_template_that_raises_is_named_with_its_chat(tmp_path):
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = hf(write_tokenizer(tmp_path / "bpe", template))
+    with pytest.raises(
+        DataError, match="bad.jsonl:1: the chat template raised .*alternate"
+    ):
+        build_from_messages(write(tmp_path / "bad.jsonl", {"messages": TALK}), tmp_path / "set", tokenizer)
+    assert not (tmp_path / "set").exists()
+
+
 FOUND = importlib.util.find_spec("trl")
 PUBLISHED = Path(FOUND.origin).parent / "chat_templates" if FOUND and FOUND.origin else Path("none")
 

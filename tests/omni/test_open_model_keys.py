@@ -24,7 +24,7 @@ from omni.llm_config import LLMConfig
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.models.regions import all_parameters
-from omni.open_models.folder import Folder, check_same, config_of, open_folder
+from omni.open_models.folder import INDEX, Folder, check_same, config_of, open_folder
 from omni.rank.folder_weights import DTYPES
 from omni.training.start import check_start
 from parallel.layout import Layout
@@ -195,6 +195,9 @@ def test_keys_of_earlier_files_mean_the_same(models, tmp_path):
     assert open_folder(str(folder)).keys == keys
 
 
+WRONG = [("llama", "four"), ("llama", -1), ("qwen3", 1.5), ("qwen3_moe", True), ("mixtral", 10**30)]
+
+
 def copied(folder: Path, where: Path) -> Path:
     return Path(shutil.copytree(folder, where / "copy"))
 
@@ -249,6 +252,13 @@ def test_a_key_that_contradicts_the_folder_is_refused(models, override, words):
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not trained"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 is not trained"),
         ("mixtral", {"output_router_logits": True}, "output_router_logits=True is not trained"),
+        *((family, {"hidden_size": of}, "hidden_size=.* whole number") for family, of in WRONG),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
+        ("llama", {"rope_parameters": "x"}, "cannot read .*rope_parameters='x': take the file"),
+        ("llama", {"rope_parameters": {"rope_theta": "x"}}, "cannot read .*to float: 'x'"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "cannot read .*mlp_only_layers=1"),
+        ("qwen3", {"layer_types": -1}, "cannot read .*layer_types=-1"),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8", "weight_block_size": ["a", 0]}}, "fp8"),
     ],
 )
 def test_what_config_json_may_not_say(models, tmp_path, family, values, words):
@@ -293,6 +303,18 @@ def headed(described: dict) -> Callable[[Path], None]:
     return change
 
 
+def overlapping(folder: Path) -> None:
+    headed({of: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for of in "ba"})(folder)
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes() + b"1234")
+
+
+def instead_of_a_file(folder: Path) -> None:
+    path = min(folder.glob("*.safetensors"))
+    path.unlink()
+    path.mkdir()
+
+
 def cut_short(folder: Path) -> None:
     path = min(folder.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-10])
@@ -322,6 +344,11 @@ def cut_short(folder: Path) -> None:
             lambda f: changed(f, tie_word_embeddings=True),
             r"it holds lm_head.weight, which config.json does not",
         ),
+        (overlapping, r"model-00001-of-.* has [ab] where another tensor is"),
+        (lambda f: (f / INDEX).write_text('{"weight_map": {"w": 3}}'), "says nothing of where weights are"),
+        (lambda f: (f / INDEX).write_text("[" * 100_000), r"index.json cannot be read"),
+        (lambda f: (f / "config.json").write_text('{"a":' * 100_000), r"config.json cannot be read"),
+        (instead_of_a_file, r"it lacks model-00001-of-.*Fetch the missing files"),
     ],
 )
 def test_a_folder_that_is_not_whole_is_refused(models, tmp_path, harm, words):
@@ -345,16 +372,28 @@ def test_what_does_not_go_together_is_refused(models):
         check_start(SimpleNamespace(config=config))
 
 
-def test_a_run_is_refused_before_ranks_start(models, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: min(f.glob("*.safetensors")).unlink(), "it lacks model-00001-of"),
+        (lambda f: rename(f, b"s.0.mlp.up_proj", b"s.0.mlp.xx_proj"), "choose a folder without, or a family"),
+        (lambda f: changed(f, intermediate_size=97), "take the config.json that the weights came with"),
+        (
+            lambda f: changed(f, rope_parameters={"rope_type": "longrope", "rope_theta": 1.0}),
+            "'longrope' is not trained: frequencies are scaled by default",
+        ),
+    ],
+)
+def test_a_run_is_refused_before_ranks_start(models, tmp_path, capsys, harm, words):
     folder = copied(models("llama")[0], tmp_path)
-    min(folder.glob("*.safetensors")).unlink()
+    harm(folder)
     with DatasetWriter(tmp_path / "texts", ByteTokenizer()) as writer:
         writer.add(Sample("one", "a text"))
     keys = [f"start.weights={folder}", f"+data.sources.texts.path={tmp_path / 'texts'}", *data_keys()[:2]]
     run = tmp_path / "run"
     more = ["data.step_samples=1", "train.steps=1", "tracking=jsonl", f"run.dir={run}"]
     assert main(["train", "~experiment", "system=multiplexed", *keys, *more]) == 2
-    assert "it lacks model-00001-of" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
     assert not run.exists()
 
 
