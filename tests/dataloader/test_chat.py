@@ -167,9 +167,7 @@ def test_bad_lines_are_named(tmp_path):
 def test_a_template_that_raises_is_named_with_its_chat(tmp_path):
     template = "{{ raise_exception('roles must alternate') }}"
     tokenizer = hf(write_tokenizer(tmp_path / "bpe", template))
-    with pytest.raises(
-        DataError, match="bad.jsonl:1: the chat template raised .*alternate"
-    ):
+    with pytest.raises(DataError, match=r"bad.jsonl:1: the chat template raised .*alternate"):
         build_from_messages(write(tmp_path / "bad.jsonl", {"messages": TALK}), tmp_path / "set", tokenizer)
     assert not (tmp_path / "set").exists()
 
