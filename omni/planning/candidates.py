@@ -6,15 +6,18 @@ quicker.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from parallel.costs import CostTable
 from pipeline.builders import SchedulePolicy
+from pipeline.builders.one_queue.moves import moves_of, queue_ns
+from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
 from pipeline.costs import plan_costs, plan_memory, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind
-from pipeline.simulator import run
+from pipeline.simulator import Timeline
 
 QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is tried with
 
@@ -30,7 +33,8 @@ def quickest_first(
     """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not, all
     with the lists that `queued` makes of them.
     """
-    queue = [(_free_ns(each, table), at, False, each) for at, each in enumerate(planned)]
+    runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
+    queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
     heapify(queue)
     others = []
     while queue:
@@ -40,8 +44,8 @@ def quickest_first(
         elif not fits(made):
             others.append(made)
         else:
-            made = queued(made)
-            heappush(queue, (simulate(made, table, single_queue).makespan_ns, at, True, made))
+            ns, made = _queued(runs[at], table, single_queue)
+            heappush(queue, (ns, at, True, made))
     yield from map(queued, chain(lean, others))
 
 
@@ -65,6 +69,11 @@ def lean_plans(
             yield scheduled(policy, most * quarters // 4)
 
 
-def _free_ns(domain: DomainPlan, table: CostTable) -> int:
-    """What a step takes at least, whatever the order in which a rank issues its communication."""
-    return run(domain, *plan_costs(domain, table)).makespan_ns
+def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, DomainPlan]:
+    """Return what a step takes of lists that ran freely, and these: with one queue a rank if there is one."""
+    if not single_queue:
+        return simulate(free.domain, table).makespan_ns, free.domain
+    moves = moves_of(free)
+    orders = orders_of(free, moves)
+    lists = tuple(map(tuple, in_orders(free.domain, orders)))
+    return queue_ns(moves, orders, table.issue_ns), replace(free.domain, ops=lists)

@@ -8,8 +8,9 @@ import pytest
 from domain_plans import BUILDERS, Shape, Work, make_plan, one, random_work
 
 from pipeline.builders import JOINT, Facts
+from pipeline.builders.one_queue.moves import moves_of
 from pipeline.builders.one_queue.rendezvous import meet
-from pipeline.builders.one_queue.serial import serialise
+from pipeline.builders.one_queue.serial import in_orders, serialise
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
@@ -93,7 +94,7 @@ def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
     def compute_ns(rank: int, op: Op) -> int:
         return takes.get((op.part, op.index), 10) if op.kind is Kind.FORWARD else 20
 
-    lists = meet(run(domain, compute_ns, lambda op: 1))
+    lists = in_orders(domain, meet(moves_of(run(domain, compute_ns, lambda op: 1))))
     timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
     begins = {event.op: event.start_ns for event in timeline.events[1] if event.op.kind is Kind.FORWARD}
     assert begins[Op(Kind.FORWARD, 1, part=1)] == 24
@@ -121,7 +122,7 @@ def test_teams_gather_where_one_is_held_back() -> None:
     def compute_ns(rank: int, op: Op) -> int:
         return chunk_ns[op.index] if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else 10
 
-    lists = meet(run(domain, compute_ns, lambda op: 1))
+    lists = in_orders(domain, meet(moves_of(run(domain, compute_ns, lambda op: 1))))
     timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
     (first,) = (event for event in timeline.events[0] if event.op == Op(Kind.FORWARD, 0))
     assert first.start_ns == 31

@@ -22,144 +22,122 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from pipeline.builders.one_queue.moves import COMPUTE, ISSUE, REDUCE, WAIT, WAIT_REDUCED, Moves, Orders
 from pipeline.channels import Name, Transfer
-from pipeline.ops import COMPUTE, ISSUED, Kind, Op
-from pipeline.simulator import Timeline
 
 NEVER = 1 << 62  # nanoseconds
-_RECEIVES = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 
 
 class _Team:
-    """A team's list and how far it has come: `at` is its next op, `until` when it is free. `open` are the
-    transfers that it has come to and that are not made, without receives; its next op is held back since
-    `held`, or -1.
+    """How far a team has come in its list: `at` is its next move, `until` when it is free, `past` what all
+    its compute before took. `open` are the transfers that it has come to and that are not made, without
+    receives; its next op is held back since `held`, or -1. `out` are the places of the ops that it has run.
     """
 
-    def __init__(self, ops: Sequence[Op], transfers: Sequence[Transfer | None], ends: Sequence[int]) -> None:
-        self.ops, self.transfers = ops, transfers
-        self.at = self.until = 0
+    __slots__ = ("at", "held", "moves", "open", "out", "past", "reductions", "until")
+
+    def __init__(self, moves: Moves) -> None:
+        self.moves = moves
+        self.at = self.until = self.past = 0
         self.held = -1
         self.open: dict[_Meeting, None] = {}
-        self.reductions: list[tuple[Name, Op]] = []
-        self.out: list[Op] = []
-        # Nanoseconds of each op of compute; and of all before an op, a transfer's issue, and its use.
-        self.takes: list[int] = []
-        self.before = [0]
-        self.issues: dict[Transfer, int] = {}
-        self.uses: dict[Transfer, int] = {}
-        passes = [at for at, op in enumerate(ops) if op.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        self.last_pass = passes[-1] if passes else -1
-        began = 0
-        for op, transfer, end in zip(ops, transfers, ends, strict=True):
-            ns = 0
-            if op.kind in COMPUTE:
-                ns = end - began if transfer is None else transfer.ns
-            elif transfer is not None and op.kind is Kind.WAIT:
-                self.uses[transfer] = self.before[-1]
-            elif transfer is not None:
-                # A receive needs no data, so it may come before its place.
-                self.issues[transfer] = 0 if op.kind in _RECEIVES else self.before[-1]
-            self.takes.append(ns)
-            self.before.append(self.before[-1] + ns)
-            began = end
-
-    def comes_to(self, before: int, now: int) -> int:
-        """When the team can come to what so many nanoseconds of its compute stand before, at the earliest."""
-        ahead = before - self.before[self.at]
-        free = self.until if self.until > now else now
-        return free + ahead if ahead > 0 else free
+        self.reductions: list[tuple[Name, int]] = []
+        self.out: list[int] = []
 
 
 @dataclass(eq=False, slots=True)
 class _Meeting:
     """A transfer to be made, until it is `made`: the `missing` of its teams have yet to come to it. It is
     `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
-    can at the earliest. `busy` is the team for which it waited last; by team, no other one needs it before
-    `used`.
+    can at the earliest. `busy` is the team for which it waited last, `last` the one that came last of all by
+    the latest reckoning; by team, no other one needs it before `used`.
     """
 
     transfer: Transfer
     missing: int
     made: bool = False
-    ops: dict[int, Op] = field(default_factory=dict)
+    places: dict[int, int] = field(default_factory=dict)
     called: bool = False
     soonest: int = 0
     busy: int = 0
+    last: int = -1
     used: dict[int, int] = field(default_factory=dict)
 
 
-def meet(timeline: Timeline, patience: int = 1) -> list[list[Op]]:
-    """Return the lists of a `timeline`, which ran with a queue for each communicator, with the issues of
-    every team where it meets the others.
+def meet(moves: Sequence[Moves], patience: int = 1) -> Orders:
+    """Return the lists of all teams, whose `moves` ran with a queue for each communicator, as places of ops,
+    with the issues of every team where it meets the others.
 
     An op is held back where `patience` times the wait is less than the delay: with 0 wherever it delays
     anyone, and then no team is held back because another one is.
     """
-    return _Meetings(timeline, patience).run()
+    return _Meetings(moves, patience).run()
 
 
 class _Meetings:
-    def __init__(self, timeline: Timeline, patience: int) -> None:
+    def __init__(self, moves: Sequence[Moves], patience: int) -> None:
         self.patience, self.now = patience, 0
-        rows = zip(timeline.domain.ops, timeline.transfers, timeline.ends_ns, strict=True)
-        self.teams = [_Team(*row) for row in rows]
+        self.teams = [_Team(of) for of in moves]
         self.meetings: dict[Transfer, _Meeting] = {}
         self.ready: list[_Meeting] = []
-        self.events = [0]
-        for number, team in enumerate(self.teams):
-            for op, transfer in zip(team.ops, team.transfers, strict=True):
-                if op.kind in _RECEIVES and transfer is not None:
-                    self.come(number, op, transfer)
+        self.events = [(0, number) for number in range(len(moves))]  # when which team is free, or may start
+        self.standing: set[int] = set()  # teams that are free and whose next move is compute
+        for number, of in enumerate(moves):
+            for at in of.receives:
+                self.come(number, at, of.transfers[at], opens=False)
 
-    def run(self) -> list[list[Op]]:
+    def run(self) -> Orders:
         """Run to the end, from event to event."""
-        while self.events:
-            self.now = heappop(self.events)
-            while self.events and self.events[0] == self.now:
-                heappop(self.events)
-            moved = True
-            while moved:
-                free = [number for number, team in enumerate(self.teams) if team.until <= self.now]
-                for number in free:
+        events = self.events
+        while events:
+            self.now = now = events[0][0]
+            while events and events[0][0] == now:
+                number = heappop(events)[1]
+                if self.teams[number].until == now:
                     self.advance(number)
-                moved = self.meet_those_free() or self.start_those_ready(free)
-        assert all(team.at == len(team.ops) for team in self.teams), "lists that run freely wait for ever"
+            while self.meet_those_free() or self.start_those_ready():
+                pass
+        assert all(team.at == len(team.moves.kinds) for team in self.teams), "lists that ran wait for ever"
         return [team.out for team in self.teams]
 
     def advance(self, number: int) -> None:
         """Pass what a free team need not wait for, up to its next op of compute."""
         team = self.teams[number]
-        while team.at < len(team.ops):
-            op, transfer = team.ops[team.at], team.transfers[team.at]
-            if op.kind in COMPUTE:
-                return
-            if op.kind is Kind.REDUCE:
+        kinds, transfers, out, at = team.moves.kinds, team.moves.transfers, team.out, team.at
+        while at < len(kinds):
+            kind, transfer = kinds[at], transfers[at]
+            if kind == COMPUTE:
+                self.standing.add(number)
+                break
+            if kind == REDUCE:
                 assert transfer is not None
-                team.reductions.append((transfer.name, op))
-            elif op.kind in ISSUED:
+                team.reductions.append((transfer.name, at))
+            elif kind == ISSUE:
                 if transfer is None:
-                    team.out.append(op)
-                elif op.kind not in _RECEIVES:
-                    self.come(number, op, transfer)
-            else:
-                if op.on is Kind.REDUCE:
-                    # Reductions come last: they would keep others waiting for gradients.
-                    team.out += [each for _, each in sorted(team.reductions, key=lambda entry: entry[0])]
-                    team.reductions.clear()
-                elif transfer in self.meetings and not self.meetings[transfer].made:
-                    return  # a team that has made it is not free before its end
-                team.out.append(op)
-            team.at += 1
+                    out.append(at)
+                else:
+                    self.come(number, at, transfer)
+            elif kind == WAIT:
+                if transfer in self.meetings and not self.meetings[transfer].made:
+                    break  # a team that has made it is not free before its end
+                out.append(at)
+            elif kind == WAIT_REDUCED:
+                # Reductions come last: they would keep others waiting for gradients.
+                out += [each for _, each in sorted(team.reductions)]
+                team.reductions.clear()
+                out.append(at)
+            at += 1
+        team.at = at
 
-    def come(self, number: int, op: Op, transfer: Transfer) -> None:
+    def come(self, number: int, at: int, transfer: Transfer | None, *, opens: bool = True) -> None:
         """Note that a team has come to a transfer."""
+        assert transfer is not None
         meeting = self.meetings.get(transfer)
         if meeting is None:
             meeting = self.meetings[transfer] = _Meeting(transfer, len(transfer.teams))
-        meeting.ops[number] = op
+        meeting.places[number] = at
         meeting.missing -= 1
-        if op.kind not in _RECEIVES:
+        if opens:
             self.teams[number].open[meeting] = None
         if not meeting.missing:
             insort(self.ready, meeting, key=lambda one: (one.transfer.start, one.transfer.name))
@@ -168,17 +146,18 @@ class _Meetings:
         """Make the transfers whose teams all stand between ops; tell if there were any."""
         left = []
         for meeting in self.ready:
-            transfer = meeting.transfer
             if self.waits(meeting):
                 left.append(meeting)
                 continue
-            teams = [self.teams[each] for each in transfer.teams]
+            transfer = meeting.transfer
             meeting.made, done = True, self.now + transfer.ns
-            for each, team in zip(transfer.teams, teams, strict=True):
-                team.out.append(meeting.ops[each])
+            for each in transfer.teams:
+                team = self.teams[each]
+                team.out.append(meeting.places[each])
                 team.until = done
                 team.open.pop(meeting, None)
-            heappush(self.events, done)
+                self.standing.discard(each)
+                heappush(self.events, (done, each))
         made = len(left) < len(self.ready)
         self.ready = left
         return made
@@ -186,7 +165,7 @@ class _Meetings:
     def waits(self, meeting: _Meeting) -> bool:
         """Whether any team of a meeting is not free yet."""
         teams, now = self.teams, self.now
-        if teams[meeting.busy].until > now and meeting.busy in meeting.ops:
+        if teams[meeting.busy].until > now and meeting.busy in meeting.places:
             return True
         for each in meeting.transfer.teams:
             if teams[each].until > now:
@@ -194,33 +173,38 @@ class _Meetings:
                 return True
         return False
 
-    def start_those_ready(self, free: Sequence[int]) -> bool:
+    def start_those_ready(self) -> bool:
         """Start the next ops of teams that nothing holds back; tell if there were any."""
         started = False
-        for number in free:
+        for number in sorted(self.standing):
+            if number not in self.standing:
+                continue  # it has just started together with one before it
             team = self.teams[number]
-            if team.until > self.now or team.at == len(team.ops) or team.ops[team.at].kind not in COMPUTE:
+            transfer, ns = team.moves.transfers[team.at], team.moves.takes[team.at]
+            together = (number,) if transfer is None else transfer.teams
+            if len(together) > 1 and not all(self.stands_at(each, transfer) for each in together):
                 continue
-            transfer, ns = team.transfers[team.at], team.takes[team.at]
-            teams = [team] if transfer is None else [self.teams[each] for each in transfer.teams]
-            if len(teams) > 1 and not all(self.stands_at(each, transfer) for each in teams):
+            if self.is_held(team, ns, together):
                 continue
-            if self.is_held(team, ns, [number] if transfer is None else transfer.teams):
-                continue
-            for each in teams:
-                if each.held >= 0:
-                    for meeting in each.open:
+            until = self.now + ns
+            for each in together:
+                one = self.teams[each]
+                if one.held >= 0:
+                    for meeting in one.open:
                         meeting.called = False
-                each.out.append(each.ops[each.at])
-                each.at += 1
-                each.until, each.held = self.now + ns, -1
-            heappush(self.events, self.now + ns)
+                one.out.append(one.at)
+                one.at += 1
+                one.past += ns
+                one.until, one.held = until, -1
+                self.standing.discard(each)
+                heappush(self.events, (until, each))
             started = True
         return started
 
-    def stands_at(self, team: _Team, transfer: Transfer | None) -> bool:
+    def stands_at(self, number: int, transfer: Transfer | None) -> bool:
         """Whether a team is free for what it takes part in next."""
-        return team.until <= self.now and team.at < len(team.ops) and team.transfers[team.at] is transfer
+        team = self.teams[number]
+        return number in self.standing and team.moves.transfers[team.at] is transfer
 
     def is_held(self, first: _Team, ns: int, together: Sequence[int]) -> bool:
         """Whether an op of so many nanoseconds, of teams of which this is the `first`, waits for others."""
@@ -228,7 +212,7 @@ class _Meetings:
             return False
         if first.held < 0:
             first.held = self.now
-            heappush(self.events, self.now + ns)
+            heappush(self.events, (self.now + ns, together[0]))
         return True
 
     def holds(self, number: int, ns: int) -> bool:
@@ -249,7 +233,7 @@ class _Meetings:
                 return True
             before = end - self.patience * (made - self.now)  # who needs it later gains less than this waits
             # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
-            late = team.at > team.last_pass
+            late = team.at > team.moves.last_pass
             if made < before and (late or self.is_used(meeting, number, before)):
                 meeting.called = self.patience > 0
                 return True
@@ -264,7 +248,10 @@ class _Meetings:
         for each in transfer.teams:
             if each != number:
                 other = teams[each]
-                comes = other.comes_to(other.uses[transfer], now)
+                comes = other.until if other.until > now else now
+                ahead = other.moves.uses[transfer] - other.past
+                if ahead > 0:
+                    comes += ahead
                 if comes < before:
                     return True
                 if comes < soonest:
@@ -275,11 +262,16 @@ class _Meetings:
     def soonest(self, meeting: _Meeting, number: int, end: int) -> int:
         """When a team can meet the others at the earliest, or a moment after `end` before which it cannot."""
         transfer, made, now, teams = meeting.transfer, self.now, self.now, self.teams
-        for each in transfer.teams:
+        # Whoever came last by the latest reckoning often comes too late again: it is asked first.
+        for each in (meeting.last, *transfer.teams) if meeting.last >= 0 else transfer.teams:
             if each != number:
-                comes = (other := teams[each]).comes_to(other.issues[transfer], now)
+                other = teams[each]
+                comes = other.until if other.until > now else now
+                ahead = other.moves.issues[transfer] - other.past
+                if ahead > 0:
+                    comes += ahead
                 if comes > made:
-                    made = comes
+                    made, meeting.last = comes, each
                     if made >= end:
                         break
         meeting.soonest = made

@@ -17,13 +17,14 @@ transfer, so it has a higher number.
 """
 
 from collections import deque
-from dataclasses import replace
+from collections.abc import Sequence
 
+from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COMPUTE, ISSUED, Kind, Op
-from pipeline.simulator import ComputeCost, MessageCost, run
+from pipeline.ops import ISSUED, Kind, Op
+from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
 PATIENCE = (0, 1)
 
@@ -34,32 +35,39 @@ def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCo
     Raises:
         StuckError: if the lists cannot run to the end as they are.
     """
-    # Nothing is free: what comes after an op must have a higher number than the op.
-    timeline = run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
-    numbered = [
-        _in_order(team, ops, transfers)
-        for team, (ops, transfers) in enumerate(zip(domain.ops, timeline.transfers, strict=True))
-    ]
-    if not any(
-        op.kind in COMPUTE and transfer is not None
-        for ops, transfers in zip(domain.ops, timeline.transfers, strict=True)
-        for op, transfer in zip(ops, transfers, strict=True)
-    ):
+    timeline = run_freely(domain, compute_ns, message_ns)
+    return in_orders(domain, orders_of(timeline, moves_of(timeline)))
+
+
+def run_freely(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> Timeline:
+    """Run lists with a queue for each communicator. Nothing is free: what comes after an op must have a
+    higher number than the op.
+
+    Raises:
+        StuckError: if the lists cannot run to the end.
+    """
+    return run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
+
+
+def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
+    """Return the order of every team's ops, by place, from a run with a queue for each communicator and its
+    moves.
+    """
+    lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
+    numbered = [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]
+    if not any(of.computes_together for of in moves):
         return numbered
     # No waiting rule is best for all lists, so build one order per rule and keep the fastest in simulation.
-    tried = [numbered, *(meet(timeline, patience) for patience in PATIENCE)]
-    return min(tried, key=lambda lists: _single_queue_ns(domain, lists, compute_ns, message_ns))
+    tried = [numbered, *(meet(moves, patience) for patience in PATIENCE)]
+    return min(tried, key=lambda orders: queue_ns(moves, orders))
 
 
-def _single_queue_ns(
-    domain: DomainPlan, lists: list[list[Op]], compute_ns: ComputeCost, message_ns: MessageCost
-) -> int:
-    """The simulated time of lists with one queue a rank."""
-    domain = replace(domain, ops=tuple(map(tuple, lists)))
-    return run(domain, compute_ns, message_ns, single_fifo=True).makespan_ns
+def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
+    """Return the lists of a domain in other orders."""
+    return [[ops[at] for at in order] for ops, order in zip(domain.ops, orders, strict=True)]
 
 
-def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[Op]:
+def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[int]:
     """Put a team's ops into the order of the transfers that they take part in. Ops go by their place."""
     numbered: list[tuple[bool, int, bool, tuple[object, ...], int]] = []
     issued: dict[tuple[Kind | None, int, int], int] = {}
@@ -74,7 +82,7 @@ def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, 
     queued = set(queue)
     numbers = frozenset(queue)
     reached: set[int] = set()  # issues of the original list up to here that are still in the queue
-    out: list[Op] = []
+    out: list[int] = []
 
     def may_issue() -> bool:
         # A receive needs no data, so it may be issued before its place in the original list.
@@ -84,7 +92,7 @@ def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, 
         if at not in numbers:
             awaited = issued.get((op.on, op.index, op.part)) if op.kind is Kind.WAIT else None
             assert awaited not in queued, f"team {team}: {op} comes before {ops[queue[0]]} can be issued"
-            out.append(op)
+            out.append(at)
             continue
         if at in queued:
             reached.add(at)
@@ -92,6 +100,6 @@ def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, 
                 first = queue.popleft()
                 reached.discard(first)
                 queued.discard(first)
-                out.append(ops[first])
+                out.append(first)
         assert op.kind in ISSUED or at not in queued, f"team {team}: {ops[queue[0]]} keeps {op} waiting"
     return out
