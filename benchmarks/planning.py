@@ -58,7 +58,6 @@ def prepare(
             "experiment=llama3_70b",
             "system=multiplexed",
             "layout=tp8_pp4",
-            "system=multiplexed",
             "encoder_sp=dynamic",
             "llm_sp=dynamic",
             f"launch.ranks={gpus}",
