@@ -71,6 +71,16 @@ class RunFolder:
         return self.path / "timelines"
 
     @property
+    def weights(self) -> Path:
+        """Which files of published weights the run began with, JSON."""
+        return self.path / "weights.json"
+
+    @property
+    def hashes(self) -> Path:
+        """The folder of their hashes."""
+        return self.path / "weights"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / "checkpoints"

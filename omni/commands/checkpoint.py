@@ -1,6 +1,7 @@
 """`omni checkpoint`: verify, show and export the checkpoints of a run."""
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -151,7 +152,7 @@ def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace)
     from infra.run_folder import RunFolder
     from omni.compose import load_config
     from omni.config import ConfigError
-    from omni.open_models.folder import open_folder
+    from omni.open_models.folder import open_folder, other_file
     from omni.training.export_folder import export_folder
 
     folder = RunFolder(Path(arguments.run).absolute())
@@ -160,6 +161,14 @@ def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace)
         raise ConfigError(
             f"{arguments.run} did not begin with start.weights: name with --like the folder of the model"
         )
-    count = export_folder(storage, read_manifest(storage, step), open_folder(like), arguments.out)
+    source = open_folder(like)
+    if arguments.like is None and folder.weights.exists():
+        began = json.loads(folder.weights.read_text(encoding="utf-8"))["files"]
+        if (name := other_file(began, source.identity())) is not None:
+            raise ConfigError(
+                f"start.weights={like}: {name} is not the file that the run began with. Bring it back, or "
+                f"name with --like the folder that the export is to be as"
+            )
+    count = export_folder(storage, read_manifest(storage, step), source, arguments.out)
     print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
     return 0

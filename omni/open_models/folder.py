@@ -124,7 +124,7 @@ class Folder:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors of all files, by name.
+        """All tensors of all files, by name; those of a file in the order in which they lie there.
 
         Raises:
             ConfigError: for a file that is cut short, too.
@@ -144,8 +144,10 @@ class Folder:
                 found[name] = Tensor(file, dtype, shape, start, stop)
                 if not len(header) <= start <= stop <= (sizes.get(file) or 0):
                     raise self._wrong(f"{file} is cut short: it ends before {name} does. Fetch it again")
-                if begin < last:
-                    raise self._wrong(f"{file} has {name} where another tensor is. Fetch it again")
+                if begin != last:
+                    raise self._wrong(
+                        f"{file} has {name} elsewhere than behind the one before. Fetch it again"
+                    )
                 last = end
         return found
 
@@ -240,6 +242,18 @@ class Folder:
 
     def _wrong(self, what: str) -> ConfigError:
         return ConfigError(f"start.weights={self.url}: {what}")
+
+
+def other_file(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The first file of an `identity` from before whose size or header is another now, None if none is."""
+    return next(
+        (
+            name
+            for name, file in before.items()
+            if any(now.get(name, {}).get(key) != file.get(key) for key in ("bytes", "header"))
+        ),
+        None,
+    )
 
 
 def open_folder(url: str) -> Folder:

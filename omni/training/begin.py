@@ -9,7 +9,7 @@ from infra.checkpoint import CheckpointError, first_problem, locate, read_manife
 from infra.run_folder import RunFolder, write_json
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
-from omni.open_models.folder import open_folder
+from omni.open_models.folder import open_folder, other_file
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.folder_weights import FolderReader, wanted_of
@@ -19,9 +19,6 @@ from omni.training.loading import from_first, load
 from omni.training.start import new_adapters, shared_components
 from parallel.control import Control
 from parallel.groups import node_group
-
-WEIGHTS = "weights.json"  # in the run folder: which files it began with
-HASHES = "weights"  # in the run folder: their hashes, found later
 
 
 def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> None:
@@ -59,9 +56,8 @@ def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Cont
     weights, problem = open_folder(url), None
     own = weights.identity()
     first = control.broadcast("loading", own)
-    for name, file in first.items():
-        if any(own.get(name, {}).get(key) != file[key] for key in ("bytes", "header")):
-            problem = problem or f"{name} is another file than the first rank's"
+    if (name := other_file(first, own)) is not None:
+        problem = f"{name} is another file than the first rank's"
     if (told := first_problem(problem, control, "loading")) is not None:
         raise ConfigError(f"start.weights={url}: {told}. Give all nodes the same folder")
     own_llm = rank.components.get(LLM)
@@ -73,5 +69,5 @@ def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Cont
         raise ConfigError(f"start.weights={url} cannot be read: {told}")
     spread_weights({name: own for name, own in rank.components.items() if name == LLM})
     if rank.is_first:
-        shutil.rmtree(folder.path / HASHES, ignore_errors=True)  # of files that a launch before began with
-        write_json(folder.path / WEIGHTS, {"folder": str(weights.storage), "files": first})
+        shutil.rmtree(folder.hashes, ignore_errors=True)  # of files that a launch before began with
+        write_json(folder.weights, {"folder": str(weights.storage), "files": first})

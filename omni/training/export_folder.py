@@ -82,7 +82,7 @@ def plain_tensors(source: Folder) -> dict[str, list[tuple[str, Tensor]]]:
     plain = {id(of.data): name for name, of in source.stored.items()}
     scales = {id(of.scales) for of in source.stored.values() if of.scales is not None}
     held: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in source.headers}
-    for key, of in sorted(source.tensors.items(), key=lambda pair: pair[1].start):
+    for key, of in source.tensors.items():
         name = plain.get(id(of), key)
         if id(of) in scales:
             continue

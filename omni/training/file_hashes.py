@@ -22,7 +22,6 @@ from dataloader.storage import Storage
 from infra.run_folder import RunFolder, write_text
 from infra.screen import beside
 from infra.shutdown import StopFlag
-from omni.training.begin import HASHES, WEIGHTS
 
 PIECE = 8 * 2**20  # bytes that are held
 LAST_S = 60.0  # how long the end of a run waits for hashes
@@ -33,7 +32,7 @@ def hashing_files(folder: RunFolder, rank: int, world: int, signal: StopFlag) ->
     """Hash this rank's part of the files that the run of `folder` began with, if it began with any, on a
     thread. The end waits for it for LAST_S seconds at most, and no longer than until a `signal` asks to stop.
     """
-    if not (folder.path / WEIGHTS).exists():
+    if not folder.weights.exists():
         yield
         return
     stop = threading.Event()
@@ -53,10 +52,10 @@ def hashing_files(folder: RunFolder, rank: int, world: int, signal: StopFlag) ->
 
 def _hash_noted(folder: RunFolder, rank: int, world: int, stop: threading.Event) -> None:
     try:
-        noted = json.loads((folder.path / WEIGHTS).read_text(encoding="utf-8"))
-        hash_files(noted, folder.path / HASHES, rank, world, stop)
+        noted = json.loads(folder.weights.read_text(encoding="utf-8"))
+        hash_files(noted, folder.hashes, rank, world, stop)
     except (OSError, ValueError, LookupError, TypeError) as error:
-        beside(f"warning: rank {rank} hashes no more files of {WEIGHTS}: {error!r}")
+        beside(f"warning: rank {rank} hashes no more files of weights.json: {error!r}")
 
 
 def hash_files(noted: Mapping[str, Any], into: Path, rank: int, world: int, stop: threading.Event) -> None:

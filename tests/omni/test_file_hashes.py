@@ -12,7 +12,6 @@ import pytest
 from dataloader.storage import Storage
 from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
-from omni.training.begin import HASHES, WEIGHTS
 from omni.training.file_hashes import PIECE, hash_files, hashing_files
 
 SIZES = {"a": 3, "b": 2 * PIECE + 5, "c": 0, "d": PIECE}
@@ -52,11 +51,11 @@ def test_ranks_divide_the_files_and_each_hash_is_of_all_bytes(noted, tmp_path):
 
 def test_a_run_that_stops_leaves_files_to_the_next_launch(noted, tmp_path):
     folder, stop = RunFolder.create(tmp_path / "run"), threading.Event()
-    into = folder.path / HASHES
+    into = folder.hashes
     stop.set()
     hash_files(noted, into, 0, 1, stop)
     assert not hashes(into)
-    (folder.path / WEIGHTS).write_text(json.dumps(noted))
+    folder.weights.write_text(json.dumps(noted))
     into.mkdir()
     (into / "a.sha256").write_text("found before\n")
     with hashing_files(folder, 0, 1, StopFlag()):
@@ -68,7 +67,7 @@ def test_a_run_without_published_weights_hashes_nothing(tmp_path):
     folder = RunFolder.create(tmp_path / "run")
     with hashing_files(folder, 0, 1, StopFlag()):
         assert "hashes" not in {thread.name for thread in threading.enumerate()}
-    assert not (folder.path / HASHES).exists()
+    assert not (folder.hashes).exists()
 
 
 @pytest.mark.parametrize("change", ["size", "time", "gone"])
@@ -87,7 +86,7 @@ def test_a_file_that_is_another_one_gets_no_hash_and_is_named(noted, tmp_path, c
 
 def test_what_cannot_be_read_of_weights_json_ends_no_run(tmp_path, capsys):
     folder = RunFolder.create(tmp_path / "run")
-    (folder.path / WEIGHTS).write_text("{}")
+    folder.weights.write_text("{}")
     with hashing_files(folder, 0, 1, StopFlag()):
         pass
     assert "hashes no more files of weights.json" in capsys.readouterr().err

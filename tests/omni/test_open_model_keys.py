@@ -26,6 +26,7 @@ from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.models.regions import all_parameters
 from omni.open_models.folder import INDEX, Folder, check_same, config_of, open_folder
 from omni.rank.folder_weights import DTYPES
+from omni.training.export_folder import plain_tensors
 from omni.training.start import check_start
 from parallel.layout import Layout
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
@@ -344,7 +345,7 @@ def cut_short(folder: Path) -> None:
             lambda f: changed(f, tie_word_embeddings=True),
             r"it holds lm_head.weight, which config.json does not",
         ),
-        (overlapping, r"model-00001-of-.* has [ab] where another tensor is"),
+        (overlapping, r"model-00001-of-.* has [ab] elsewhere than behind"),
         (lambda f: (f / INDEX).write_text('{"weight_map": {"w": 3}}'), "says nothing of where weights are"),
         (lambda f: (f / INDEX).write_text("[" * 100_000), r"index.json cannot be read"),
         (lambda f: (f / "config.json").write_text('{"a":' * 100_000), r"config.json cannot be read"),
@@ -356,6 +357,22 @@ def test_a_folder_that_is_not_whole_is_refused(models, tmp_path, harm, words):
     harm(folder)
     with pytest.raises(ConfigError, match=words):
         open_folder(str(folder)).check()
+
+
+def test_tensors_are_told_in_the_order_in_which_they_lie(models, tmp_path):
+    """Exports write them one after the other, behind the same header, whose order may be another."""
+    folder = copied(models("qwen3")[0], tmp_path)
+    path = max(folder.glob("*.safetensors"), key=lambda of: of.stat().st_size)
+    raw = path.read_bytes()
+    size = 8 + int.from_bytes(raw[:8], "little")
+    header = json.dumps(dict(reversed(json.loads(raw[8:size]).items()))).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[size:])
+    source = open_folder(str(folder))
+    source.check()
+    for file, tensors in plain_tensors(source).items():
+        starts = [of.start for _, of in tensors]
+        assert starts == sorted(starts), file
+        assert len(starts) > 1 or file != path.name
 
 
 def test_what_does_not_go_together_is_refused(models):

@@ -31,7 +31,6 @@ from omni.open_models.rules import VOCABULARY
 from omni.planning.prepare import prepare_run
 from omni.rank import folder_weights
 from omni.rank.state import pieces_of
-from omni.training.begin import HASHES
 from omni.training.export import readers, whole
 from omni.training.export_folder import export_folder
 from omni.training.parity import collect
@@ -275,22 +274,24 @@ def test_each_node_reads_for_itself(ranks: RankPool, data, models, tmp_path):
     """Columns of a matrix are divided over two nodes: both read its rows."""
     folder, model = models("qwen2")
     config = with_values(configured(data, folder, tmp_path / "run"), LAYOUTS["tp2"])
-    (tmp_path / "run" / HASHES).mkdir(parents=True)
+    RunFolder(tmp_path / "run").hashes.mkdir(parents=True)
     results = ranks.run(2, trained_on_nodes_of_one, config, 2)
-    assert not (tmp_path / "run" / HASHES).exists(), "hashes of the files that another launch began with"
+    assert not RunFolder(tmp_path / "run").hashes.exists(), (
+        "hashes of the files that another launch began with"
+    )
     assert results[0][0] == pytest.approx(expected(model)[0], rel=TOLERANCE)
     assert all(size(folder) / 2 < read < size(folder) for *_, read in results)
 
 
 @pytest.mark.slow  # it starts a run
-def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_path):
+def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_path, capsys):
     folder, run, out = tmp_path / "published", tmp_path / "run", tmp_path / "out"
     before = make("qwen2", folder, torch.bfloat16).state_dict()
     keys = [f"start.weights={folder}", f"+data.sources.texts.path={data}", f"run.dir={run}"]
     more = ["train.steps=2", f"data.step_samples={len(TEXTS)}", "data.microbatch_tokens=160"]
     ranks = ["layout.llm.tp=2", "launch.ranks=2", "optim.lr=0.1", "tracking=jsonl"]
     assert main(["train", "~experiment", "system=multiplexed", *keys, *more, *ranks]) == 0
-    found = {path.stem: path.read_text().split()[0] for path in (run / HASHES).iterdir()}
+    found = {path.stem: path.read_text().split()[0] for path in (RunFolder(run).hashes).iterdir()}
     assert found == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
     }
@@ -305,6 +306,12 @@ def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_
     make("llama", tmp_path / "other")
     line = ["checkpoint", "export", str(run), "--as", "hf", "--out", str(tmp_path / "two")]
     assert main([*line, "--like", str(tmp_path / "other")]) == 2
+    make("qwen2", folder)  # in fp32: the folder is another one now
+    capsys.readouterr()
+    assert main(line) == 2
+    assert "model-00001-of-" in (told := capsys.readouterr().err)
+    assert "is not the file that the run began with" in told
+    assert main([*line, "--like", str(folder)]) == 0
 
 
 def test_a_file_that_cannot_be_read_is_noted_and_does_not_hold_up_others(models):
