@@ -25,9 +25,9 @@ from dataloader.sources.scan import File, Work, scan
 from dataloader.sources.tables import BATCH_ROWS
 from dataloader.storage import Storage
 from dataloader.tokenizer import get_tokenizer
-from dataloader.writer import is_present, publish
+from dataloader.writer import INDEX_FILE, is_present, publish
 
-_LOCK = "lock"
+_PARTS = "parts"
 
 
 def build_index(
@@ -58,7 +58,7 @@ def build_index(
     storage, files = _files(source, of_recipe)
     listing = blake2b(json.dumps([vars(file) for file in files]).encode(), digest_size=16).hexdigest()
     folder = path.with_name(path.name + ".partial")
-    parts = folder / "parts"
+    parts = folder / _PARTS
     vocabulary = _vocabulary(of_tokenizer.name, form)
     if is_present(path) and not overwrite:
         if _is_intact(path, str(storage), chosen, listing, of_tokenizer.name, form):
@@ -81,7 +81,7 @@ def build_index(
             put_together(folder, work, files, listing, of_tokenizer, form, tell, batch_rows)
         finally:
             shutil.rmtree(parts)
-        (folder / _LOCK).unlink()
+        (folder / INDEX_FILE).unlink()
         publish(folder, path)
     return True
 
@@ -138,9 +138,11 @@ def _is_intact(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder of a build, which is made if need be. Raises DataError if another build holds it."""
+    """Hold the folder of a build, by the file that builds of datasets hold it by. It is made if need be; of
+    what is there parts stay. Raises DataError if another build holds it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    lock = os.open(folder / INDEX_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,6 +150,9 @@ def _locked(folder: Path) -> Iterator[None]:
             raise DataError(f"{folder}: another build of this index is under way: wait for it") from None
         except OSError:  # a file system without locks
             pass
+        for left in folder.iterdir():
+            if left.name not in (_PARTS, INDEX_FILE):
+                left.unlink()
         yield
     finally:
         os.close(lock)

@@ -470,3 +470,20 @@ def test_another_tokenizer_adds_its_counts_and_nothing_else(tars, tmp_path, monk
     assert not verify_dataset(both, tokenizer, {}).problems
     with pytest.raises(DataError, match=r"of digest .*add its counts with omni data index"):
         Index.open(both, get_tokenizer({**hf, "eos": "<|im_start|>"}))
+
+
+def test_one_build_of_a_name_is_under_way_and_leaves_of_others_go(tars, tmp_path):
+    out = tmp_path / "set"
+    with DatasetWriter(out, BYTES) as writer:
+        writer.add(SAMPLES[0])
+        with pytest.raises(DataError, match="another build of this index is under way"):
+            build_index(tars, out, "webdataset")
+    shutil.rmtree(out)
+    left = tmp_path / "set.partial"
+    left.mkdir()
+    (left / "shard-00000.parquet").write_text("of a build that was cut")
+    index_of(tars, out)
+    assert sorted(file.name.partition("-")[0] for file in out.iterdir()) == [
+        *("dataset.json", "files.arrow", "index", "left_out.jsonl", "samples.arrow")
+    ]
+    assert not left.exists()
