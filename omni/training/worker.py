@@ -89,7 +89,7 @@ def joined(
         # Not bound to the device: torch would then split this group's communicator to make each other one,
         # which all ranks must enter, and ours are made by their members alone.
         dist.init_process_group(backend_name(), timeout=timeout, rank=rank, world_size=world)
-        check_alike(config, device, datasets_of(spec))
+        check_alike(spec.config, device, datasets_of(spec))  # with what this rank has chosen
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.destroy_process_group()
 
