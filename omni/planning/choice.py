@@ -141,8 +141,11 @@ def opened(config: Config) -> Config:
 
 
 def chosen(config: Config, keys: Keys, ranks: int) -> Config:
-    """Return a configuration with what was chosen for so many ranks, which it remembers."""
-    return replace(with_keys(config, keys), choice=ChoiceConfig(ranks, list(keys)))
+    """Return a configuration with what was chosen for so many ranks, which it remembers, also of how long a
+    sample may be, which is chosen once.
+    """
+    kept = [key for key in config.choice.keys if key == LONGEST and key not in keys]
+    return replace(with_keys(config, keys), choice=ChoiceConfig(ranks, [*keys, *kept]))
 
 
 def value_of(config: Config, key: str) -> Any:

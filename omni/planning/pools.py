@@ -63,8 +63,11 @@ def sharing_of(
     return out
 
 
-def check_long_samples(data: DataConfig, policy: SharingPolicy, arrangement: Arrangement) -> None:
-    """Refuse samples longer than a microbatch where ranks do not share them.
+def check_long_samples(
+    data: DataConfig, policy: SharingPolicy, arrangement: Arrangement, was_chosen: bool = False
+) -> None:
+    """Refuse samples longer than a microbatch where ranks do not share them. Where their length `was_chosen`,
+    for ranks that there were, a run goes on with fewer: one passes by itself, if its rank has the memory.
 
     Raises:
         ConfigError: naming both keys and the remedy.
@@ -74,7 +77,7 @@ def check_long_samples(data: DataConfig, policy: SharingPolicy, arrangement: Arr
         return
     if not policy.finds_room:
         why = f"llm_sp={policy.name} bounds no rank's tokens: choose one that does, such as dynamic"
-    elif arrangement.pool == 1:
+    elif arrangement.pool == 1 and not was_chosen:
         why = "nobody shares it: raise layout.domain or layout.llm.cp"
     else:
         return

@@ -18,7 +18,7 @@ from omni.models.grid_positions import no_grid
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
-from omni.planning.choice import reopened, unchosen
+from omni.planning.choice import LONGEST, reopened, unchosen
 from omni.planning.choices import Chosen, chosen_policies
 from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
@@ -90,7 +90,7 @@ def _resolve(
     arrangement = resolve_layout(layout, config.placement, tuple(encoders), world)
     policies = chosen_policies(config.policies)
     check_layout(llm, encoders, arrangement, config.launch.layouts, tokenizer.vocab_size)
-    budget = _budget(data, policies, arrangement)
+    budget = _budget(data, policies, arrangement, was_chosen=LONGEST in config.choice.keys)
     element = dtype_of(config.train.precision).itemsize
     cluster, under = cluster_of(config.cluster, config.train.precision), None
     if framework is not None:
@@ -222,12 +222,12 @@ def _group_size(arrangement: Arrangement) -> int:
     return max(1, GROUP_REPLICAS // arrangement.replicas, GROUP_RANKS // arrangement.domain_size)
 
 
-def _budget(data: DataConfig, policies: Chosen, arrangement: Arrangement) -> Budget:
+def _budget(data: DataConfig, policies: Chosen, arrangement: Arrangement, was_chosen: bool) -> Budget:
     if (data.step_tokens is None) == (data.step_samples is None):
         raise ConfigError(
             f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
         )
-    check_long_samples(data, policies["llm_sp"], arrangement)
+    check_long_samples(data, policies["llm_sp"], arrangement, was_chosen)
     return Budget(
         data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long, data.sample_tokens
     )
