@@ -57,6 +57,7 @@ WORLDS: dict[int, tuple[str, ...]] = {
 WORKERS = (0, 1, 2, 3, 4)
 RECIPES: dict[str, Any] = {
     "own shards": None,
+    "shards": "shards",
     "webdataset": "webdataset",
     "parquet": {"name": "parquet", "text": "text", "image": "images"},
     "interleaved": {"name": "interleaved", "texts": "text", "images": "images"},
@@ -76,6 +77,13 @@ def sample(source: str, i: int) -> Sample:
         items.append(Item("image", "png" if i % 2 else "jpeg", (height, width), buffer.getvalue()))
     text = f"{source}{i} " + "".join(f"é{PLACEHOLDER} " for _ in items) + "x" * int(rng.integers(40))
     return Sample(f"{i:05}", text, tuple(items))
+
+
+def write_dataset(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as a dataset of their own."""
+    with DatasetWriter(path, ByteTokenizer()) as writer:
+        for one in samples:
+            writer.add(one)
 
 
 def write(folder: Path, recipe: str, samples: Sequence[Sample]) -> None:
@@ -118,12 +126,11 @@ def prepare(folder: Path, recipe: str) -> dict[str, Path]:
         samples = [sample(source, i) for i in range(size)]
         paths[source] = folder / recipe.replace(" ", "_") / source
         if RECIPES[recipe] is None:
-            with DatasetWriter(paths[source], ByteTokenizer()) as writer:
-                for one in samples:
-                    writer.add(one)
+            write_dataset(paths[source], samples)
         else:
-            write(folder / f"files_{recipe}" / source, recipe, samples)
-            build_index(folder / f"files_{recipe}" / source, paths[source], RECIPES[recipe])
+            files = folder / f"files_{recipe}" / source
+            (write_dataset if recipe == "shards" else partial(write, recipe=recipe))(files, samples=samples)
+            build_index(files, paths[source], RECIPES[recipe])
     return paths
 
 

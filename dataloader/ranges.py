@@ -70,12 +70,12 @@ def locate(file: Path) -> Iterator[dict[str, Any]]:
     with open(file, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)
         for group in range(parquet.num_row_groups):
-            chunks = _chunks(parquet.metadata.row_group(group))
+            chunks = chunks_of(parquet.metadata.row_group(group))
             rows = parquet.read_row_group(group, use_threads=False).to_pylist()
             texts = [row["text"].encode() for row in rows]
             items = [_item(value) for row in rows for value in row["items"] or ()]
-            text_at = iter(_places(content, *chunks["text"], texts))
-            item_at = iter(_places(content, *chunks["data"], [item.data for item in items]))
+            text_at = iter(places_of(content, *chunks["text"], texts))
+            item_at = iter(places_of(content, *chunks["data"], [item.data for item in items]))
             item = iter(items)
             for row, text in zip(rows, texts, strict=True):
                 crc = text_crc(text, marks_of(row))
@@ -97,7 +97,7 @@ def _item_row(item: Item, at: int) -> dict[str, Any]:
     return {**said, "at": at, "bytes": len(item.data), "crc": item_crc(item)}
 
 
-def _chunks(group: pq.RowGroupMetaData) -> dict[str, tuple[int, int]]:
+def chunks_of(group: pq.RowGroupMetaData) -> dict[str, tuple[int, int]]:
     """Where the column chunks of texts and of items' bytes begin and end in the file."""
     found = {}
     for column in (group.column(c) for c in range(group.num_columns)):
@@ -108,7 +108,7 @@ def _chunks(group: pq.RowGroupMetaData) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _places(content: mmap.mmap, start: int, stop: int, values: Sequence[bytes]) -> list[int]:
+def places_of(content: mmap.mmap | bytes, start: int, stop: int, values: Sequence[bytes]) -> list[int]:
     """Where values stand, one behind the other, between `start` and `stop`; NOWHERE for all if one is not."""
     places = []
     for value in values:

@@ -7,15 +7,17 @@ from typing import ClassVar
 
 import fsspec
 import pytest
-from dataset_samples import make_sample
+from dataset_samples import image_bytes, make_sample
 from fsspec.implementations.memory import MemoryFileSystem
 from tars import write_tars
 
 from dataloader.fetching import Fetcher, joined
 from dataloader.format import UnreadableError
 from dataloader.shared_files import SharedFiles
+from dataloader.sources.beside import item_beside
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import PlacedReader
+from dataloader.sources.recipe import Range
 from dataloader.storage import Storage
 
 SAMPLES = [make_sample(i) for i in range(20)]
@@ -157,3 +159,19 @@ def test_ranges_of_a_file_come_in_their_order(tmp_path):
         fetcher.ranges("f", [(199, 2)])
     with pytest.raises(FileNotFoundError):
         fetcher.ranges("g", [(0, 1)])
+
+
+def test_a_path_is_not_followed_out_of_a_store_s_root(store):
+    storage = Storage.at(store)
+    Storage.at("teststore://bucket").write("secret.png", [image_bytes(8, 8)])
+    storage.write("pictures/a.png", [image_bytes(8, 16)])
+    item = item_beside(storage, "pictures", "image", "a.png")
+    assert (item.size, item.place) == ((8, 16), Range("pictures/a.png", 0, len(image_bytes(8, 16))))
+    for path, reason in (
+        ("../../secret.png", "outside the root"),
+        ("/secret.png", "outside the root"),
+        ("../..", "outside the root"),
+        ("b.png", "no file"),
+        ("https://x/a.png", "by URL alone"),
+    ):
+        assert item_beside(storage, "pictures", "image", path).reason == reason
