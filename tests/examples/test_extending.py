@@ -9,8 +9,10 @@ from packages import pip_install
 from runs import TIMEOUT_S, Finished, Running
 from walk import PAGE, read_walk, write_files
 
+from dataloader.tokens import ItemMeta
 from omni.encoders import Encoder, Item, SampleError
 from omni.models.registry import make_encoder
+from omni.planning.run_spec import item_grid
 
 WALK = read_walk(PAGE.read_text())
 INSTALL, MAKE_DATA, *COMMANDS = WALK.commands
@@ -66,6 +68,12 @@ def test_a_command_of_the_page_does_what_the_page_says(folder: Path, command: li
 def encoder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Encoder:
     monkeypatch.syspath_prepend(str(folder / "packages"))
     return make_encoder("video", {"name": "video"})
+
+
+def test_rows_of_a_video_stand_in_time_height_and_width(encoder: Encoder) -> None:
+    size = (5, 9, 20)
+    tokens, rows = encoder.count(size)
+    assert item_grid({"video": encoder}, ItemMeta("video", tokens, rows, 0, size)) == (3, 2, 3)
 
 
 def test_every_pixel_of_a_video_stands_in_the_tubelet_at_its_place(encoder: Encoder) -> None:
