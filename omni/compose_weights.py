@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from omni.config import ConfigError
 from omni.open_models.folder import contradiction, default_keys, open_folder
 
 _LLM = "model.llm"
@@ -29,7 +31,13 @@ def take_keys(composed: DictConfig, overrides: Sequence[str]) -> None:
         given = OmegaConf.select(composed, name) if is_set else None
         if is_set and given != value and (given != defaults[key] or name in named):
             raise contradiction(folder, key, given, value)
-        OmegaConf.update(composed, name, value)
+        try:
+            OmegaConf.update(composed, name, value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(
+                f"start.weights={url}: its config.json means {name}={value!r}, which cannot be "
+                f"({str(error).splitlines()[0]}): take the file that the weights came with"
+            ) from error
 
 
 def _holder(composed: DictConfig, name: str) -> tuple[DictConfig, str]:

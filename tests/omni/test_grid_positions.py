@@ -308,6 +308,9 @@ def test_a_folder_says_its_sections(tmp_path: Path) -> None:
     changed(folder, rope_parameters=rotation | {"mrope_section": [3, 3, 3]})
     with pytest.raises(ConfigError, match=r"rotary.sections=\[3, 3, 3\]: must sum"):
         compose_config(line)
+    changed(folder, rope_parameters=rotation | {"mrope_section": [3, "x", 2]})
+    with pytest.raises(ConfigError, match=r"means model.llm.rotary.sections=\[3, 'x', 2\], which cannot be"):
+        compose_config(line)
     changed(folder, rope_parameters=rotation | {"mrope_section": [3, 3, 2], "mrope_interleaved": False})
     with pytest.raises(ConfigError, match="mrope_interleaved=False is not trained"):
         open_folder(str(folder))
