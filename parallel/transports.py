@@ -19,6 +19,7 @@ A transport sees how many rows go from whom to whom and which node each rank is 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ TWO_LEVEL = frozenset({"two_level", "two_level_back"})
 
 RowCounts = Mapping[tuple[int, int], int]  # rows by (source, destination)
 Ints = npt.NDArray[np.int64]
+_SAFE_BYTES = 2**63 // 10**9
 
 
 @dataclass(frozen=True)
@@ -188,17 +190,17 @@ class _Clock:
         pairs, message = np.unique(senders[moving] * size + receivers[moving], return_inverse=True)
         senders, receivers = np.divmod(pairs, size)
         across = self.nodes[senders] != self.nodes[receivers]
-        rows, length = np.unique(_totals(message, self.rows[moving], len(pairs)), return_inverse=True)
-        times = np.array([self._message_ns(count) for count in rows.tolist()], np.int64).reshape(-1, 2)
-        ns = times[length, across.astype(np.int64)]
+        num_bytes = self._bytes(_totals(message, self.rows[moving], len(pairs)))
+        inside, beyond = self.links.inside.message_ns(num_bytes), self.links.across.message_ns(num_bytes)
+        ns = np.where(across, beyond, inside).astype(np.int64)
         # Of every rank four links: inside its node and across nodes, out and in.
         links = np.concatenate([4 * senders + across, 4 * receivers + 2 + across])
         return int(_totals(links, np.concatenate([ns, ns]), 4 * size).max(initial=0))
 
-    def _message_ns(self, rows: int) -> tuple[int, int]:
-        """Time of a message inside a node, and between nodes: in Python's integers, which do not overflow."""
-        num_bytes = rows * self.row_bytes
-        return self.links.inside.message_ns(num_bytes), self.links.across.message_ns(num_bytes)
+    def _bytes(self, rows: Ints) -> Any:
+        """Bytes of rows, int64, or Python's integers where nanoseconds of so many may overflow on the way."""
+        fits = int(rows.max(initial=0)) * self.row_bytes < _SAFE_BYTES
+        return (rows if fits else rows.astype(object)) * self.row_bytes
 
     def _relay(self, near: Ints, far: Ints) -> Ints:
         """The rank of the node of each `near` rank that has the number of its `far` rank, as in `relays`."""
@@ -214,7 +216,8 @@ class _Clock:
         """Time of the steps of `_gathering`: in each, every rank sends one message and receives one."""
         size, total, distance = len(self.nodes), 0, 1
         while distance < size and block:
-            inside, across = self._message_ns(block * min(distance, size - distance))
+            num_bytes = block * min(distance, size - distance) * self.row_bytes
+            inside, across = (link.message_ns(num_bytes) for link in (self.links.inside, self.links.across))
             crossing = self.nodes != np.roll(self.nodes, distance)
             total += max(across if crossing.any() else 0, 0 if crossing.all() else inside)
             distance *= 2

@@ -2,7 +2,9 @@
 
 A plan is nested tuples and frozen dataclasses of integers, booleans, strings and None. Its values are written
 one after the other into one array of 64-bit integers, with the length of every tuple and the name of
-every class, so that different plans make different arrays; the array is hashed.
+every class, so that different plans make different arrays; the array is hashed. What a tuple holds of one
+class is written field by field, as columns, and a tuple of tuples as their lengths and what they hold: a plan
+of thousands of ops is a few long columns.
 """
 
 import sys
@@ -11,9 +13,11 @@ from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import blake2b
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-_NONE, _TUPLE, _NAMED = -(2**62), -(2**62) + 1, -(2**62) + 2
+_NONE, _TUPLE, _TEXT, _NUMBERS, _TUPLES, _MIXED = range(-(2**62), -(2**62) + 6)
 
 
 def digest_of(value: Any) -> int:
@@ -43,48 +47,63 @@ def _fields(kind: Hashable) -> tuple[int, tuple[str, ...]]:
     return _number(kind.__name__), tuple(field.name for field in fields(kind))
 
 
+class _Texts(dict[str | None, int]):
+    """The numbers of texts, each found once, and of None."""
+
+    def __missing__(self, text: str | None) -> int:
+        number = self[text] = _NONE if text is None else _number(str(text))
+        return number
+
+
 class _Writer:
-    """Writes values into `out`. Plans repeat texts, and the lists of many ranks the same ops: an object that
-    was written before is copied.
-    """
+    """Writes values into `out`."""
 
     def __init__(self) -> None:
         self.out = array("q")
-        self.texts: dict[str, int] = {}
-        self.written: dict[int, array[int]] = {}  # by identity; whoever holds the plan keeps its objects
+        self.texts = _Texts()
 
     def write(self, value: Any) -> None:
         kind: Any = type(value)
-        out = self.out
         if kind is int or kind is bool:
-            out.append(value)
+            self.out.append(value)
         elif kind is tuple:
-            out.append(_TUPLE)
-            out.append(len(value))
-            if set(map(type, value)) == {int}:
-                out.extend(value)
-            else:
-                for entry in value:
-                    self.write(entry)
+            self.out.append(_TUPLE)
+            self.out.append(len(value))
+            if value:
+                self.write_all(value)
         elif value is None:
-            out.append(_NONE)
+            self.out.append(_NONE)
         elif isinstance(value, str):
-            out.append(_NAMED)
-            number = self.texts.get(value)
-            if number is None:
-                number = self.texts[value] = _number(str(value))
-            out.append(number)
-        elif id(value) in self.written:
-            out.extend(self.written[id(value)])
+            self.out.append(_TEXT)
+            self.out.append(self.texts[value])
         else:
-            start = len(out)
+            number, names = _fields(kind)
+            self.out.append(number)
+            for name in names:
+                self.write(getattr(value, name))
+
+    def write_all(self, values: tuple[Any, ...]) -> None:
+        """Write what a tuple holds."""
+        out, kinds = self.out, set(map(type, values))
+        kind: Any = next(iter(kinds))
+        if kinds <= {int, bool}:
+            out.append(_NUMBERS)
+            out.extend(values)
+        elif kind is tuple and len(kinds) == 1:
+            out.append(_TUPLES)
+            out.extend(map(len, values))
+            inner = tuple(chain.from_iterable(values))
+            if inner:
+                self.write_all(inner)
+        elif all(kind is type(None) or issubclass(kind, str) for kind in kinds):
+            out.append(_TEXT)
+            out.extend(map(self.texts.__getitem__, values))
+        elif len(kinds) == 1:
             number, names = _fields(kind)
             out.append(number)
-            own = value.__dict__
             for name in names:
-                entry = own[name]
-                if type(entry) is int:
-                    out.append(entry)
-                else:
-                    self.write(entry)
-            self.written[id(value)] = out[start:]
+                self.write_all(tuple(map(attrgetter(name), values)))
+        else:
+            out.append(_MIXED)
+            for value in values:
+                self.write(value)

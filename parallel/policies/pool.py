@@ -60,7 +60,15 @@ class Pool:
 
     def on_one_node(self, ranks: Sequence[int]) -> bool:
         """Whether members are on one node, or there is one link."""
-        return len(self.nodes) == 1 or len({self.cost.nodes[rank] for rank in ranks}) == 1
+        if len(self.nodes) == 1:
+            return True
+        return len(ranks) <= self.node_size and len({self.cost.nodes[rank] for rank in ranks}) == 1
+
+    @cached_property
+    def sharing_ns(self) -> tuple[int, int]:
+        """What a rank pays for sharing a sequence at all, with ranks of several nodes and of one node."""
+        cost = self.cost
+        return cost.far.sharing_ns, (cost.near if cost.nodes else cost).sharing_ns
 
     @cached_property
     def node_size(self) -> int:
@@ -203,7 +211,7 @@ class Build:
         self.tokens = [0] * pool.num_members
         self.placed: dict[int, int] = {}
         self.parts: dict[int, Sequence[tuple[int, int]]] = {}
-        self.latency: dict[int, int] = {}
+        self.latency = [0] * pool.num_members
 
     def share(self, number: int, ranks: Sequence[int]) -> None:
         """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
@@ -212,11 +220,14 @@ class Build:
             sizes = even_sizes(self.lengths[number], len(ranks), self.pool.unit)
             for rank, size in zip(ranks, sizes, strict=True):
                 self.tokens[rank] += size
-        spent, latency = self.shared_ns(number, ranks), self.pool.cost.over(ranks).sharing_ns
+        near = self.pool.on_one_node(ranks)
+        spent = (self.rows if near else self.apart)[number][len(ranks) - 1]
+        latency, ns, paid = self.pool.sharing_ns[near], self.ns, self.latency
         for rank in ranks:
-            paid = self.latency.get(rank, 0)
-            self.ns[rank] += spent + max(0, latency - paid)
-            self.latency[rank] = max(paid, latency)
+            ns[rank] += spent
+            if latency > paid[rank]:
+                ns[rank] += latency - paid[rank]
+                paid[rank] = latency
 
     def shared_ns(self, number: int, ranks: Sequence[int]) -> int:
         """What a sequence takes each of `ranks` that it is cut over evenly, latency apart."""

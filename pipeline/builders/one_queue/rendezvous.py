@@ -29,16 +29,16 @@ NEVER = 1 << 62  # nanoseconds
 
 
 class _Team:
-    """How far a team has come in its list: `at` is its next move, `until` when it is free, `past` what all
-    its compute before took. `open` are the transfers that it has come to and that are not made, without
-    receives; its next op is held back since `held`, or -1. `out` are the places of the ops that it has run.
+    """How far a team has come in its list: `at` is its next move, `past` what all its compute before took.
+    `open` are the transfers that it has come to and that are not made, without receives; its next op is held
+    back since `held`, or -1. `out` are the places of the ops that it has run.
     """
 
-    __slots__ = ("at", "held", "moves", "open", "out", "past", "reductions", "until")
+    __slots__ = ("at", "held", "moves", "open", "out", "past", "reductions")
 
     def __init__(self, moves: Moves) -> None:
         self.moves = moves
-        self.at = self.until = self.past = 0
+        self.at = self.past = 0
         self.held = -1
         self.open: dict[_Meeting, None] = {}
         self.reductions: list[tuple[Name, int]] = []
@@ -47,14 +47,14 @@ class _Team:
 
 @dataclass(eq=False, slots=True)
 class _Meeting:
-    """A transfer to be made, until it is `made`: the `missing` of its teams have yet to come to it. It is
+    """A transfer to be made, until it is `made`: the `absent` of its teams have yet to come to it. It is
     `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
     can at the earliest. `busy` is the team for which it waited last, `last` the one that came last of all by
     the latest reckoning; by team, no other one needs it before `used`.
     """
 
     transfer: Transfer
-    missing: int
+    absent: set[int]
     made: bool = False
     places: dict[int, int] = field(default_factory=dict)
     called: bool = False
@@ -78,6 +78,7 @@ class _Meetings:
     def __init__(self, moves: Sequence[Moves], patience: int) -> None:
         self.patience, self.now = patience, 0
         self.teams = [_Team(of) for of in moves]
+        self.until = [0] * len(moves)  # when each team is free
         self.meetings: dict[Transfer, _Meeting] = {}
         self.ready: list[_Meeting] = []
         self.events = [(0, number) for number in range(len(moves))]  # when which team is free, or may start
@@ -93,7 +94,7 @@ class _Meetings:
             self.now = now = events[0][0]
             while events and events[0][0] == now:
                 number = heappop(events)[1]
-                if self.teams[number].until == now:
+                if self.until[number] == now:
                     self.advance(number)
             while self.meet_those_free() or self.start_those_ready():
                 pass
@@ -134,12 +135,12 @@ class _Meetings:
         assert transfer is not None
         meeting = self.meetings.get(transfer)
         if meeting is None:
-            meeting = self.meetings[transfer] = _Meeting(transfer, len(transfer.teams))
+            meeting = self.meetings[transfer] = _Meeting(transfer, set(transfer.teams))
         meeting.places[number] = at
-        meeting.missing -= 1
+        meeting.absent.discard(number)
         if opens:
             self.teams[number].open[meeting] = None
-        if not meeting.missing:
+        if not meeting.absent:
             insort(self.ready, meeting, key=lambda one: (one.transfer.start, one.transfer.name))
 
     def meet_those_free(self) -> bool:
@@ -154,7 +155,7 @@ class _Meetings:
             for each in transfer.teams:
                 team = self.teams[each]
                 team.out.append(meeting.places[each])
-                team.until = done
+                self.until[each] = done
                 team.open.pop(meeting, None)
                 self.standing.discard(each)
                 heappush(self.events, (done, each))
@@ -164,11 +165,11 @@ class _Meetings:
 
     def waits(self, meeting: _Meeting) -> bool:
         """Whether any team of a meeting is not free yet."""
-        teams, now = self.teams, self.now
-        if teams[meeting.busy].until > now and meeting.busy in meeting.places:
+        until, now = self.until, self.now
+        if until[meeting.busy] > now and meeting.busy in meeting.places:
             return True
         for each in meeting.transfer.teams:
-            if teams[each].until > now:
+            if until[each] > now:
                 meeting.busy = each
                 return True
         return False
@@ -195,7 +196,7 @@ class _Meetings:
                 one.out.append(one.at)
                 one.at += 1
                 one.past += ns
-                one.until, one.held = until, -1
+                self.until[each], one.held = until, -1
                 self.standing.discard(each)
                 heappush(self.events, (until, each))
             started = True
@@ -222,10 +223,10 @@ class _Meetings:
         for meeting in team.open:
             if meeting.soonest >= end:
                 continue
-            made = -1 if meeting.missing else come.get(id(meeting.transfer.teams), -1)
+            made = -1 if meeting.absent else come.get(id(meeting.transfer.teams), -1)
             if made < 0:
-                made = self.soonest(meeting, number, end)
-                if not meeting.missing:
+                made = self.soonest(meeting, end)
+                if not meeting.absent:
                     come[id(meeting.transfer.teams)] = made
             if made >= end:
                 continue
@@ -243,12 +244,12 @@ class _Meetings:
         """Whether any other team can come to what needs a transfer before a moment."""
         if meeting.used.get(number, 0) >= before:
             return False
-        transfer, now, teams = meeting.transfer, self.now, self.teams
+        transfer, now, teams, until = meeting.transfer, self.now, self.teams, self.until
         soonest = NEVER
         for each in transfer.teams:
             if each != number:
                 other = teams[each]
-                comes = other.until if other.until > now else now
+                comes = until[each] if until[each] > now else now
                 ahead = other.moves.uses[transfer] - other.past
                 if ahead > 0:
                     comes += ahead
@@ -259,17 +260,20 @@ class _Meetings:
         meeting.used[number] = soonest
         return False
 
-    def soonest(self, meeting: _Meeting, number: int, end: int) -> int:
-        """When a team can meet the others at the earliest, or a moment after `end` before which it cannot."""
-        transfer, made, now, teams = meeting.transfer, self.now, self.now, self.teams
-        # Whoever came last by the latest reckoning often comes too late again: it is asked first.
-        for each in (meeting.last, *transfer.teams) if meeting.last >= 0 else transfer.teams:
-            if each != number:
+    def soonest(self, meeting: _Meeting, end: int) -> int:
+        """When the teams can all meet at the earliest, or a moment after `end` before which they cannot.
+        Those that have come can when they are free, the others when they have run what is ahead of them.
+        """
+        transfer, teams, until = meeting.transfer, self.teams, self.until
+        everyone = len(transfer.teams) == len(teams)
+        made = max(self.now, max(until if everyone else [until[each] for each in transfer.teams]))
+        if made < end and meeting.absent:
+            # Whoever came last by the latest reckoning often comes too late again: it is asked first.
+            first = (meeting.last,) if meeting.last in meeting.absent else ()
+            for each in (*first, *meeting.absent):
                 other = teams[each]
-                comes = other.until if other.until > now else now
                 ahead = other.moves.issues[transfer] - other.past
-                if ahead > 0:
-                    comes += ahead
+                comes = max(until[each], self.now) + ahead
                 if comes > made:
                     made, meeting.last = comes, each
                     if made >= end:
