@@ -78,8 +78,20 @@ class Storage:
         }
 
     def identity(self, name: str) -> tuple[int, str]:
-        """The bytes of a file, and the store's name for its content, "" where it has none."""
-        return _identity(self.fs.info(self.path(name)))
+        """The bytes of a file, and the store's name for its content, "" where it has none. What is there and
+        no file is an IsADirectoryError.
+        """
+        info = self.fs.info(self.path(name))
+        if info["type"] != "file":
+            raise IsADirectoryError(f"{self.locate(name)} is no file")
+        return _identity(info)
+
+    def first(self, name: str, count: int) -> bytes:
+        """The first bytes of a file, all if it has fewer."""
+        if self.is_local:
+            with open(self.path(name), "rb") as file:
+                return file.read(count)
+        return bytes(self.fs.cat_file(self.path(name), start=0, end=count))
 
     def listing(self) -> dict[str, tuple[int, str]]:
         """All files below the root by name, in order, with what `identity` says of each."""

@@ -3,7 +3,6 @@
 import os
 import posixpath
 from functools import partial
-from typing import Any
 
 from dataloader.format import SampleError
 from dataloader.sources.heads import found_item
@@ -21,19 +20,12 @@ def item_beside(storage: Storage, folder: str, modality: str, path: str) -> Foun
     if place.startswith(("/", "../")) or place == ".." or _leads_out(storage, place):
         return LeftOut("", "outside the root", f"{path} is not below {storage}")
     try:
-        if not storage.holds(place):
-            return LeftOut("", "no file", f"{place} is no file below {storage}")
         size, _ = storage.identity(place)
-        with storage.open(place) as file:
-            return found_item(modality, Range(place, 0, size), partial(_first, file))
+        return found_item(modality, Range(place, 0, size), partial(storage.first, place))
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return LeftOut("", "no file", f"{place} is no file below {storage}")
     except SampleError as error:
         return LeftOut("", "bad item", f"{path}: {error}")
-
-
-def _first(file: Any, count: int) -> bytes:
-    file.seek(0)
-    content: bytes = file.read(count)
-    return content
 
 
 def _leads_out(storage: Storage, place: str) -> bool:

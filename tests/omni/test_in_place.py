@@ -56,7 +56,7 @@ def train(rank: int, line: list[str], world: int) -> str:
 
 def figures(folder: Path) -> list[tuple[float, ...]]:
     """What each step gave, to the bit."""
-    keys = ("loss/train", "optim/grad_norm", "progress/tokens")
+    keys = ("loss/train", "optim/grad_norm", "progress/tokens", "loss/eval/held")
     found = read_metrics(folder / "metrics.jsonl")
     assert found
     return [tuple(float(step[key]) for key in keys if key in step) for step in found]
@@ -65,10 +65,12 @@ def figures(folder: Path) -> list[tuple[float, ...]]:
 def test_a_run_on_an_index_is_the_run_on_a_dataset_of_the_same_samples(ranks: RankPool, data: Path) -> None:
     for name, world, more in (("own", 1, ()), ("index", 1, ()), ("index", 2, ("layout=pp2",))):
         folder = data / f"run_{name}_{world}"
-        ranks.run(world, train, overrides(data / name, folder, *more, samples=3), world)
+        held = (f"+data.heldout.held.path={data / name}", "train.eval_every=1")
+        line = overrides(data / name, folder, *more, *held, samples=3)
+        ranks.run(world, train, line, world)
     one, same, piped = (figures(data / f"run_{name}") for name in ("own_1", "index_1", "index_2"))
     assert len(one) == 3
-    assert len(one[0]) == 3
+    assert len(one[-1]) == 4
     assert one == same
     np.testing.assert_allclose(piped, one, rtol=1e-5)
 
