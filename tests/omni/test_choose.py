@@ -310,3 +310,16 @@ def test_packs_are_smaller_where_that_fills_a_pipeline():
     assert prepared(*keys[1:], trace=trace_of()).config.packing.divisor == 1, "one stage has nothing to fill"
     costly = [*keys[:4], "cluster.launch_ns=1000000"]
     assert prepared(*costly, trace=trace_of()).config.packing.divisor == 1, "each pass starts kernels"
+
+
+def test_smaller_packs_are_tried_until_they_fit_though_the_next_holds_no_less(monkeypatch):
+    def fits(spec, table, plan):
+        return max(sum(batch.layout.lengths) for batch in plan.domain.microbatches) <= MICROBATCH // 4
+
+    monkeypatch.setattr("omni.planning.prepare.fits", fits)
+    monkeypatch.setattr("omni.planning.prepare.holds", lambda spec, plan: 1 << 40)
+    trace = [SampleMeta(n, "trace", 7, (), 7) for n in range(24)]
+    spec = prepared("layout.domain=1", trace=trace, ranks=1)
+    assert spec.config.packing.divisor == 4
+    assert not spec.choice.best.refused
+    assert "packing.divisor=2" in "\n".join(spec.choice.lines())
