@@ -310,6 +310,17 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         own["text_tokens"] = values["totals"].pop("text_tokens")
         held = _raw(path)["vocabularies"] if (path / MANIFEST).exists() else []
         values["vocabularies"] = [*held, own]
+    _replace_manifest(path, values)
+
+
+def move_place(path: Path, root: str) -> None:
+    """Note that samples of the dataset `path`, which lie in another place, now lie below `root`."""
+    values = _raw(path)
+    values["place"]["root"] = root
+    _replace_manifest(path, values)
+
+
+def _replace_manifest(path: Path, values: dict[str, Any]) -> None:
     new = path / f"{MANIFEST}.new"
     with open(new, "w", encoding="utf-8") as handle:
         handle.write(json.dumps(values, indent=2) + "\n")

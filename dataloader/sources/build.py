@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dataloader.format import DataError, TextForm, check_files, read_manifest
+from dataloader.format import DataError, TextForm, check_files, move_place, read_manifest
 from dataloader.sources.jobs import each
 from dataloader.sources.merge import put_together
 from dataloader.sources.recipe import Recipe, get_recipe
@@ -42,7 +42,7 @@ def build_index(
 ) -> bool:
     """Build the index `out` of all samples in `source`, a file, folder or URL, as `recipe` finds them, and
     count their texts' tokens; False if it is there. If it is, and only the tokenizer's counts are not, these
-    are added. No sample is copied, and none decoded.
+    are added; if the same files lie in another place now, that is noted. No sample is copied, none decoded.
 
     `recipe` and `tokenizer` are names, or mappings of `name` and keys. `tell` hears of what happens, and of
     what was left out, by reason. Raises DataError if there is nothing to index, if `out` is anything but
@@ -61,8 +61,12 @@ def build_index(
     parts = folder / _PARTS
     vocabulary = _vocabulary(of_tokenizer.name, form)
     if is_present(path) and not overwrite:
-        if _is_intact(path, str(storage), chosen, listing, of_tokenizer.name, form):
-            return False
+        counted, moved = _held(path, str(storage), chosen, listing, of_tokenizer.name, form)
+        if moved:
+            move_place(path, str(storage))
+            tell(f"{path}: its files are now those of {storage}")
+        if counted:
+            return moved
         with _locked(folder):
             parts.mkdir(exist_ok=True)
             add_counts(
@@ -113,17 +117,18 @@ def _files(source: str | Path, recipe: Recipe) -> tuple[Storage, list[File]]:
     return storage, files
 
 
-def _is_intact(
+def _held(
     path: Path, root: str, recipe: Mapping[str, Any], listing: str, tokenizer: str, form: TextForm
-) -> bool:
-    """Whether `path`, which is an index of that, has counts of a tokenizer; raises DataError if it is
-    anything else, or damaged.
+) -> tuple[bool, bool]:
+    """Whether `path`, which is an index of that, has counts of a tokenizer, and whether its files lie below
+    another root now; raises DataError if it is anything else, or damaged.
     """
     remedy = "choose another folder or overwrite it (--overwrite)"
     manifest = read_manifest(path, (tokenizer, form.tokenizer))
     check_files(path, manifest)
     place = manifest.place
-    if place is None or (place.root, place.recipe) != (root, recipe):
+    moved = place is not None and place.root != root
+    if place is None or place.recipe != recipe or (moved and place.listing != listing):
         held = "a dataset of its own" if place is None else f"the index of {place.root} by {place.recipe}"
         raise DataError(f"{path} is {held}; asked for {root} by {recipe}: {remedy}")
     if place.listing != listing:
@@ -133,7 +138,7 @@ def _is_intact(
     counted = (manifest.tokenizer, manifest.text.tokenizer) == (tokenizer, form.tokenizer)
     if counted and manifest.text != form:
         raise DataError(f"{path} has texts of {manifest.text}; asked for {form}: {remedy}")
-    return counted
+    return counted, moved
 
 
 @contextmanager

@@ -80,7 +80,7 @@ def put_together(
     table.write(folder / FILES)
     manifest = Manifest(
         format_version=PLACED_VERSION,
-        recipe=f"{work.recipe['name']} in {work.root}",
+        recipe=work.recipe["name"],
         tokenizer=tokenizer.name,
         num_samples=samples.num_rows,
         rows_per_group=ROWS_PER_GROUP,

@@ -487,3 +487,18 @@ def test_one_build_of_a_name_is_under_way_and_leaves_of_others_go(tars, tmp_path
         *("dataset.json", "files.arrow", "index", "left_out.jsonl", "samples.arrow")
     ]
     assert not left.exists()
+
+
+def test_files_that_moved_are_found_again_without_a_scan(tars, tmp_path, monkeypatch):
+    index_of(tars, tmp_path / "index")
+    before = Index.open(tmp_path / "index", BYTES)
+    monkeypatch.setattr(WebDataset, "scan", None)
+    shutil.move(tars, tmp_path / "elsewhere")
+    assert index_of(tmp_path / "elsewhere", tmp_path / "index") == [
+        f"{tmp_path / 'index'}: its files are now those of {tmp_path / 'elsewhere'}"
+    ]
+    assert not build_index(tmp_path / "elsewhere", tmp_path / "index", "webdataset")
+    after = Index.open(tmp_path / "index", BYTES)
+    assert (repr(after.manifest), after.manifest.hash) == (repr(before.manifest), before.manifest.hash)
+    reader = PlacedReader(tmp_path / "index")
+    assert [reader.read(i, True, True).items for i in range(50)] == [sample.items for sample in SAMPLES]
