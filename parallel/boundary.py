@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parallel.sequence import Interval
-from parallel.transports import TRANSPOSED, TWO_LEVEL, Ints
+from parallel.transports import TRANSPOSED, TWO_LEVEL, Ints, relays
 
 
 class Rows(NamedTuple):
@@ -138,6 +138,16 @@ class Route:
         rows: Counter[int] = Counter()
         for s in self.segments:
             rows[s.source] += s.length
+        return rows
+
+    @cached_property
+    def stopping(self) -> Counter[int]:
+        """Rows that pass through each rank on a two-level transport."""
+        rows: Counter[int] = Counter()
+        if self.transport in TWO_LEVEL and not self.is_local:
+            relay = relays(self.transport, self.nodes)
+            for s in self.segments:
+                rows[relay(s.source, s.destination)] += s.length
         return rows
 
     @cached_property

@@ -8,7 +8,7 @@ Shapes: t tokens between halves, E experts, D width, F width of an expert, r row
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from omni.models.layer import Layer
@@ -71,9 +71,9 @@ def most_in_forward(stack: Layer, rows: Routed, *, graph: bool, inputs: bool) ->
     return most if graph else most + 2 * out  # of the norm, and the stream after attention
 
 
-def most_in_backward(stack: Layer, seen: Attended, rows: Routed, weights: Weights) -> int:
+def most_in_backward(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> int:
     """Bytes that a backward holds at most beside what was kept and the gradient of its output."""
-    return max(accumulate(_steps(stack, seen, rows, weights)))
+    return max(accumulate(expert_steps(stack, seen, rows, kept, weights)))
 
 
 def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
@@ -86,8 +86,30 @@ def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
     yield WeightGradient(0, 2 * sum(rows.each) * stack.hidden * stack.element)
 
 
-def _steps(stack: Layer, seen: Attended, rows: Routed, weights: Weights) -> Iterator[int]:
-    out, now, learning = stack.stream(seen.tokens), weights is Weights.NOW, Learning(weights, {})
+def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> Iterator[int]:
+    """A layer, from the gradient of its output to that of its input. Router and experts have `kept` bytes."""
+    out, made, learning = stack.stream(seen.tokens), 0, Learning(weights, {})
+    for step in _routed_steps(stack, out, rows, weights):
+        made += step
+        yield step
+    # All else that router and experts have kept is gone, and the gradient of their input is there.
+    later = sum(product.gone for product in products(stack, rows)) * (weights is Weights.LATER)
+    yield out - kept + later - made
+    if stack.ffn:
+        yield from feed_forward_steps(stack, seen.tokens, learning)
+        yield out
+        yield -2 * out
+    # The router takes what the norm puts out, and so does the shared expert.
+    frees = weights is not Weights.LATER or stack.ffn == 0
+    waits = stack.puts_off_gradient(weights is Weights.LATER)
+    yield from normed_steps(stack, seen.tokens, frees, waits or stack.held_output)
+    yield from attention_steps(stack, seen, learning)
+    waits = replace(stack, ffn=1).puts_off_gradient(weights is Weights.LATER)
+    yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)
+
+
+def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Iterator[int]:
+    now = weights is Weights.NOW
     row = stack.hidden * stack.element
     own, sent = sum(rows.each) * row, rows.sent * row
     yield sent or own
@@ -121,17 +143,6 @@ def _steps(stack: Layer, seen: Attended, rows: Routed, weights: Weights) -> Iter
     yield -single
     yield out
     yield -2 * out
-    if stack.ffn:
-        yield from feed_forward_steps(stack, seen.tokens, learning)
-        yield out
-        yield -2 * out
-    # The norm, whose output the router took, then the sum with what went around it.
-    yield out
-    yield -out - out
-    yield out
-    yield -2 * out
-    yield from attention_steps(stack, seen, learning)
-    yield from normed_steps(stack, seen.tokens, learning, "linear_qkv")
 
 
 def _expert(stack: Layer, ffn: int, rows: int, weights: Weights) -> Iterator[int]:

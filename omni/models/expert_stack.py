@@ -251,14 +251,13 @@ class ExpertStack:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         if recompute == "full":
             return self.stream(load.tokens)
-        # Frozen experts keep no inputs of linears; the router keeps its own.
+        return self._made(load, recompute).now + self.kept_by_router_and_experts(load)
+
+    def kept_by_router_and_experts(self, load: Load) -> int:
+        """Frozen experts keep no inputs of linears; the router keeps its own."""
         inputs = self._received(load) * (self.dense.hidden + self.ffn) * self.element * load.frozen
-        return (
-            self._made(load, recompute).now
-            + self._kept_by_router(self.dense.between(load.tokens))
-            + self._kept_by_experts(self._received(load))
-            - inputs
-        )
+        router = self._kept_by_router(self.dense.between(load.tokens))
+        return router + self._kept_by_experts(self._received(load)) - inputs
 
     def _made(self, load: Load, recompute: str) -> Tape:
         """What the forward of a layer makes beside its router and its experts."""
@@ -290,7 +289,8 @@ class ExpertStack:
         """Bytes that a layer's backward needs at most, beside what was kept and the gradient of its output:
         with full recomputation, what the layer would have kept too, while it is computed anew or after.
         """
-        most = most_in_backward(self.dense, load.seen, self._rows(load), Weights.of(grad, load.frozen))
+        kept, weights = self.kept_by_router_and_experts(load), Weights.of(grad, load.frozen)
+        most = most_in_backward(self.dense, load.seen, self.rows(load), kept, weights)
         if self.dense.delta is not None:
             most = max(most, self.dense.delta.workspace(load, self.tp))
         if self.dense.recompute != "full":
@@ -302,12 +302,12 @@ class ExpertStack:
         """Gradients of a layer's weights that are put off, in the order in which they are made."""
         dense, shared = self.dense, self._shared()
         of_shared = half_products(dense, shared, load.tokens) if shared else ()
-        return [*products(dense, self._rows(load)), *of_shared, *dense.attention_products(load.tokens)]
+        return [*products(dense, self.rows(load)), *of_shared, *dense.attention_products(load.tokens)]
 
     def _on_their_way(self, load: Load, *, graph: bool) -> int:
-        return most_in_forward(self.dense, self._rows(load), graph=graph, inputs=graph and not load.frozen)
+        return most_in_forward(self.dense, self.rows(load), graph=graph, inputs=graph and not load.frozen)
 
-    def _rows(self, load: Load) -> Routed:
+    def rows(self, load: Load) -> Routed:
         """Rows on their way through a layer."""
         senders, first = self._senders(load), load.router * self.local
         own = senders[load.router]

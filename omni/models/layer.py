@@ -19,12 +19,14 @@ FIRST = ("linear_qkv", "linear_fc1")
 class Layer(LayerSizes):
     """Layers of such sizes as each of `tp` ranks holds them, with `element` bytes a number.
 
-    With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well.
+    With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well. Who runs the
+    pass of a part holds what its last layer has put out (`held_output`).
     """
 
     tp: int
     splits_tokens: bool
     element: int
+    held_output: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -78,6 +80,12 @@ class Layer(LayerSizes):
         """A linear whose sums are scattered, with a bias that is added to each rank's tokens."""
         biases = (Weight(bias, partial=self.splits_tokens),) if bias else ()
         return (*plain(inputs * self.hidden), *biases)
+
+    def puts_off_gradient(self, later: bool) -> bool:
+        """Whether the gradient of the layer's output waits, if gradients of weights are made `later`: not where
+        ranks gather it, nor where experts alone take it.
+        """
+        return later and self.ffn > 0 and not (self.splits_tokens and self.tp > 1)
 
     def between(self, tokens: int) -> int:
         """Return t of T."""

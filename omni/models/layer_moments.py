@@ -80,21 +80,21 @@ def half_products(stack: Layer, half: Linears, tokens: int) -> Iterator[WeightGr
 def backward_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator[int]:
     """A layer, from the gradient of its output to that of its input."""
     yield from feed_forward_steps(stack, seen.tokens, learning)
-    yield from normed_steps(stack, seen.tokens, learning, "linear_fc1")
+    waits = stack.puts_off_gradient(learning.weights is Weights.LATER)
+    yield from normed_steps(stack, seen.tokens, learning.frees("linear_fc1"), waits or stack.held_output)
     yield from attention_steps(stack, seen, learning)
-    yield from normed_steps(stack, seen.tokens, learning, "linear_qkv")
+    yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)
 
 
-def normed_steps(stack: Layer, tokens: int, learning: Learning, linear: str) -> Iterator[int]:
-    """A norm, whose output is freed with the linear behind it, then the sum with what went around both. The
-    gradient that came from behind stays for the gradient of a weight, unless ranks gathered it.
+def normed_steps(stack: Layer, tokens: int, frees: bool, stays: bool) -> Iterator[int]:
+    """A norm, whose output goes with the linear behind it if that `frees` it, then the sum with what went
+    around both. The gradient from behind may stay, for the gradient of a weight.
     """
     out = stack.stream(tokens)
-    waits = learning.weights is Weights.LATER and not (stack.splits_tokens and stack.tp > 1)
-    yield out - out * learning.frees(linear)
+    yield out - out * frees
     yield -out - stack.between(tokens) * len(stack.one_norm) * FP32 - out
     yield out
-    yield -2 * out + out * waits
+    yield -2 * out + out * stays
 
 
 def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learning) -> Iterator[int]:
@@ -244,8 +244,9 @@ def _shared_steps(stack: Layer, seen: Attended, output: int) -> Iterator[int]:
     yield local
     yield -local - seen.local * heads * (2 * unit + FP32)
     # Of keys and values several tiles make gradients, which are added up in single precision.
-    wide = shared * (heads * stack.element + 2 * kv_heads * FP32) * stack.head_dim
-    yield wide - landed
-    yield landed - taken - sent
+    wide, narrow = (shared * 2 * kv_heads * stack.head_dim * size for size in (FP32, stack.element))
+    yield shared * heads * unit + wide - landed
+    yield narrow
+    yield landed - taken - sent - wide
     yield seen.tokens * (heads + 2 * kv_heads) * unit
-    yield -local - wide
+    yield -local - shared * heads * unit - narrow

@@ -50,19 +50,19 @@ class _Beside:
         return replace(work, workspace=work.workspace + self.waits)
 
 
-def _last_apart(stacks: Sequence[Stack | ExpertStack]) -> Iterator[Stack | ExpertStack]:
-    """The same layers, the last one by itself: what it puts out outlives the others' outputs."""
+def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[Stack | ExpertStack]:
+    """The same layers, the last one by itself: its output may be `held`, and outlive those of others."""
     *others, last = stacks
     yield from others
     if last.layers > 1:
-        yield _of_layers(last, last.layers - 1, min(last.windowed, last.layers - 1))
-    yield _of_layers(last, 1, max(0, last.windowed - last.layers + 1))
+        yield _of_layers(last, last.layers - 1, min(last.windowed, last.layers - 1), held=False)
+    yield _of_layers(last, 1, max(0, last.windowed - last.layers + 1), held)
 
 
-def _of_layers(stack: Stack | ExpertStack, layers: int, windowed: int) -> Stack | ExpertStack:
-    if isinstance(stack, ExpertStack):
-        return replace(stack, dense=replace(stack.dense, layers=layers, windowed=windowed))
-    return replace(stack, layers=layers, windowed=windowed)
+def _of_layers(stack: Stack | ExpertStack, layers: int, windowed: int, held: bool) -> Stack | ExpertStack:
+    dense = stack.dense if isinstance(stack, ExpertStack) else stack
+    dense = replace(dense, layers=layers, windowed=windowed, held_output=held)
+    return replace(stack, dense=dense) if isinstance(stack, ExpertStack) else dense
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,12 @@ class LLMPart:
             # autograd adds both gradients of the one table up before it hands them on.
             waits = self.embedding.ids * self.embedding.hidden * self.element * learns
         # Who runs the pass of a part holds what it put out; losses are next to nothing.
-        stays = 0 if self.losses is not None else self.row_bytes(load)
-        chain = self._chained([_Beside(stack, waits) for stack in _last_apart(self.stacks)])
-        return chain.backward(load, grad, stays)
+        *others, last = _last_apart(self.stacks, held=self.losses is None)
+        # The gradient that came in a message may be put off: then what is put off stands for the output.
+        dense = last.dense if isinstance(last, ExpertStack) else last
+        stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)
+        chain = self._chained([_Beside(stack, waits) for stack in (*others, last)])
+        return chain.backward(load, grad, self.row_bytes(load) * stays)
 
     def input_bytes(self, load: Load) -> int:
         """Rotation, ids, and what each target needs."""

@@ -176,8 +176,9 @@ class Losses:
         # Gradients of logits and then of what they were made of, when probabilities have gone.
         made = self._logits(targets) + weight + chunk
         if targets <= self.chunk:
-            # Two gradients in fp32 come before the logits' own.
-            return max(2 * self._probabilities(targets), made - self._probabilities(targets))
+            # Gradients in fp32 come before the logits' own: two where one rank has all of the vocabulary.
+            first = self._probabilities(targets) * (2 if self.tp == 1 else 1)
+            return max(first, made - self._probabilities(targets))
         # The last chunk is computed anew while the gradients of the others and of the weight wait. Its own
         # gradient of the weight is then added to theirs, into a third tensor.
         done = self._hidden(targets - self.chunk) + targets * FP32
@@ -186,4 +187,4 @@ class Losses:
             self._losses(targets) + self._reduced(targets),
             3 * self._probabilities(targets) if self.tp == 1 else 0,
         )
-        return done + max(anew + weight, made + weight, 3 * weight + chunk)
+        return done + max(anew + weight, made + weight, 3 * weight)

@@ -144,9 +144,11 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
         most = forward.kept + forward.workspace if _goes_back(work, op) else forward.passing
         yield _sum(held) + _one("activations", component, most)
     elif op.kind in (Kind.SHIP, Kind.RETURN):
-        ends = (work.rows_in[op.index] + work.rows_out[op.index]) * work.row_bytes
-        if not _route(work, op).is_local:
-            yield _sum(held) + _one("buffers", BETWEEN, ends + sum(_moved(work, op)))
+        yield _sum(held) + _one("buffers", BETWEEN, _shipping(work, op))
+    elif op.kind is Kind.WAIT and op.on is Kind.RETURN:
+        added = sum(_rows(work, c) for c in _learning(work, op.index) if _has_gradients(held, c))
+        if _learning(work, op.index):
+            yield _sum(held) + _one("workspace", BETWEEN, _joined(work, op.index) + added)
     elif op.kind in BACKWARDS:
         if not _goes_back(work, op):
             return
@@ -212,7 +214,7 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
         held[str(kind), m, op.part] = ("buffers", LLM), _message(work, op)
     elif kind is Kind.WAIT:
-        _waited(op, held)
+        _waited(work, op, held)
 
 
 def _route(work: RankWork, op: Op) -> Route:
@@ -220,6 +222,24 @@ def _route(work: RankWork, op: Op) -> Route:
     route = work.domain.routes[op.index]
     assert route is not None
     return route if op.kind is Kind.SHIP else route.transpose()
+
+
+def _shipping(work: RankWork, op: Op) -> int:
+    """Bytes that shipping rows or returning gradients needs at most: what arrives, buffers, and of rows what
+    chunks put out, one after the other, and what leaves. Gradients leave as they are.
+    """
+    route, m = _route(work, op), op.index
+    arriving, made = work.rows_out[m], 0
+    if op.kind is Kind.SHIP:
+        arriving, made = work.rows_in[m], _joined(work, m) + work.rows_out[m] * work.row_bytes
+    if route.is_local:
+        return made
+    return made + arriving * work.row_bytes + sum(_moved(work, op))
+
+
+def _joined(work: RankWork, m: int) -> int:
+    """Bytes of all rows of the chunks that hold items of a microbatch here."""
+    return sum(_rows(work, c) for c in work.domain.joined(m, work.position))
 
 
 def _moved(work: RankWork, op: Op) -> tuple[int, int]:
@@ -232,7 +252,8 @@ def _moved(work: RankWork, op: Op) -> tuple[int, int]:
         return block, block * route.num_ranks
     if route.transport == "all_gather":
         return block * route.num_ranks, block
-    return 0, 0
+    # Rows that stop here, as they came and as they go on.
+    return 0, 2 * route.stopping[work.position] * work.row_bytes
 
 
 def _message(work: RankWork, op: Op) -> int:
@@ -264,7 +285,7 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
     if op.grad is Grad.WEIGHT:
         return
     if op.kind is Kind.ENCODE_BACKWARD:
-        _let_go_of_returned(work, held)
+        _let_go_of_gradients(held, m)
         return
     for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
         held.drop((what, m, p))
@@ -275,14 +296,49 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
         held["row gradients", m, 0] = ("workspace", BETWEEN), work.rows_in[m] * work.row_bytes
 
 
-def _let_go_of_returned(work: RankWork, held: Held) -> None:
-    """Gradients of rows go when no chunk that they are of waits for its backward."""
-    waiting = {m for what, c, _ in held if what == "encoded" for m in work.domain.chunks[c].microbatches}
-    for key in [key for key in held if key[0] == "returned" and key[1] not in waiting]:
+def _hand_back(work: RankWork, m: int, held: Held) -> None:
+    """Gradients of a microbatch's rows become those of the chunks that put them out: parts of one tensor,
+    which stays while any of them does, or sums of their own with what came before.
+    """
+    learning = _learning(work, m)
+    for c in learning:
+        before = [key for key in held if key[:2] == ("returned", c)]
+        for key in before:
+            held.drop(key)
+        held["returned", c, -1 if before else m] = ("buffers", BETWEEN), _rows(work, c) if before else 0
+    if learning:
+        held["joined", m, 0] = ("buffers", BETWEEN), _joined(work, m)
+    _let_go_of_joined(held)
+
+
+def _has_gradients(held: Held, c: int) -> bool:
+    return any(what == "returned" and of == c for what, of, _ in held)
+
+
+def _let_go_of_gradients(held: Held, c: int) -> None:
+    for key in [key for key in held if key[:2] == ("returned", c)]:
+        held.drop(key)
+    _let_go_of_joined(held)
+
+
+def _let_go_of_joined(held: Held) -> None:
+    viewed = {m for what, _, m in held if what == "returned"}
+    for key in [key for key in held if key[0] == "joined" and key[1] not in viewed]:
         held.drop(key)
 
 
-def _waited(op: Op, held: Held) -> None:
+def _learning(work: RankWork, m: int) -> list[int]:
+    """Chunks of this rank that hold items of a microbatch and take gradients."""
+    chunks = work.domain.chunks
+    return [c for c in work.domain.joined(m, work.position) if chunks[c].component in work.trained]
+
+
+def _rows(work: RankWork, c: int) -> int:
+    """Bytes of the rows of a chunk that this rank puts out."""
+    return work.domain.chunks[c].rows_of(work.position) * work.row_bytes
+
+
+def _waited(work: RankWork, op: Op, held: Held) -> None:
     m = op.index
     if op.on is Kind.SEND_BACKWARD:
         held.drop(("gradient", m, op.part))
@@ -290,6 +346,5 @@ def _waited(op: Op, held: Held) -> None:
         held.drop((f"{op.on} out", m, 0))
         held.drop((f"{op.on} all", m, 0))
         if op.on is Kind.RETURN:
-            arrived = held.drop((f"{op.on} in", m, 0))
-            if arrived:
-                held["returned", m, 0] = arrived
+            held.drop((f"{op.on} in", m, 0))
+            _hand_back(work, m, held)
