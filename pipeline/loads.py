@@ -15,7 +15,7 @@ def pass_load(
 ) -> Load:
     """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not.
 
-    Without `messages` it leaves out what exchanges send, on which memory does not depend.
+    Without `messages` it leaves out what exchanges send: of memory, buffers for a moment.
     """
     batch, member, tp = domain.microbatches[m], domain.member(position), domain.tp
     tail = batch.layout.padded_tokens(member, tp) - batch.layout.local_tokens(member)

@@ -82,7 +82,7 @@ class Layer(LayerSizes):
         return (*plain(inputs * self.hidden), *biases)
 
     def puts_off_gradient(self, later: bool) -> bool:
-        """Whether the gradient of the layer's output waits, if gradients of weights are made `later`: not where
+        """Whether the gradient of the layer's output waits, if those of weights are made `later`: not where
         ranks gather it, nor where experts alone take it.
         """
         return later and self.ffn > 0 and not (self.splits_tokens and self.tp > 1)

@@ -84,8 +84,8 @@ class RankWork:
 def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = True) -> RankWork:
     """Describe the work of `rank` in the plan of its domain.
 
-    Without `messages` loads leave out what exchanges of shared sequences send, on which memory does not
-    depend: that takes a fraction of the time.
+    Without `messages` loads leave out what exchanges of shared sequences send, and the model of memory the
+    buffers of that: it takes a fraction of the time.
     """
     arrangement, domain = spec.arrangement, plan.domain
     number = arrangement.domain(rank)

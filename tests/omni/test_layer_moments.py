@@ -5,6 +5,8 @@ from random import Random
 
 import pytest
 
+from omni.models.expert_moments import expert_steps
+from omni.models.expert_stack import ExpertStack
 from omni.models.layer_moments import Learning, Weights, backward_steps
 from omni.models.stack import Stack
 from parallel.work import Attended, Load
@@ -49,6 +51,24 @@ def test_a_backward_frees_what_the_forward_has_kept_but_what_it_puts_off(recompu
         load = random_load(rng, layer.tp, weights is Weights.FROZEN)
         later = sum(product.gone for product in layer.products(load)) if weights is Weights.LATER else 0
         steps = sum(backward_steps(layer, load.seen, Learning(weights, {})))
+        assert steps == later - layer.layer_kept(load)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("weights", list(Weights))
+def test_so_it_is_with_experts(recompute, weights):
+    rng = Random(0)
+    for _ in range(200):
+        dense = replace(random_layer(rng, recompute), bias=False, splits_tokens=True)
+        ep = rng.choice((1, 2, 4))
+        experts, width = ep * rng.randint(1, 3), 32 * rng.randint(1, 9)
+        dense = replace(dense, ffn=dense.ffn * rng.randint(0, 1))
+        layer = ExpertStack(dense, experts, rng.randint(1, experts), width, ep, rng.random() < 0.5)
+        load = random_load(rng, dense.tp, weights is Weights.FROZEN)
+        load = replace(load, routed=(load.tokens // dense.tp, *(rng.randint(1, 99) for _ in range(1, ep))))
+        later = sum(product.gone for product in layer.products(load)) if weights is Weights.LATER else 0
+        kept = layer.kept_by_router_and_experts(load)
+        steps = sum(expert_steps(dense, load.seen, layer.rows(load), kept, weights))
         assert steps == later - layer.layer_kept(load)
 
 
