@@ -8,7 +8,7 @@ surfaces, with the item's name as a note.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -22,6 +22,7 @@ from dataloader.tokens import SampleMeta, blank, tokenize
 TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 T = TypeVar("T")  # what an item becomes
 _MOST_PLACES = 16  # texts or items that a thread takes at a time
+_READ_FIRST = 2 << 20  # bytes of items that are read before the first of them is prepared
 _PARTS = 4  # of a fetch for each thread, so that they end together
 _MOST_THREADS = 16
 
@@ -250,6 +251,23 @@ class Loader(Generic[T]):
                 job.texts[place] = tokenize(sample, meta, self._tokenizer)
 
     def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
+        # Reading is Python and decoding is not: in turn, each finds the processor's caches full of the other.
+        read: list[tuple[int, str, Item]] = []
+        size = 0
+        for place, name, item in self._read_items(job, places):
+            read.append((place, name, item))
+            size += len(item.data)
+            if size >= _READ_FIRST:
+                self._prepare_items(job, read)
+                read, size = [], 0
+        self._prepare_items(job, read)
+
+    def _prepare_items(self, job: _Job[T], read: Sequence[tuple[int, str, Item]]) -> None:
+        for place, name, item in read:
+            self._load_item(job, place, name, item)
+
+    def _read_items(self, job: _Job[T], places: Sequence[int]) -> Iterator[tuple[int, str, Item]]:
+        """Yield the items of places, with the names of their samples; those that cannot be read are lost."""
         for (source, sample_id), of in groupby(places, key=lambda place: job.fetch.items[place][:2]):
             group = list(of)
             indexes = [job.fetch.items[place][2] for place in group]
@@ -265,7 +283,7 @@ class Loader(Generic[T]):
                     f"{indexes}: index and shards disagree; check with omni data verify"
                 )
             for place, item in zip(group, sample.items, strict=True):
-                self._load_item(job, place, sample.id, item)
+                yield place, sample.id, item
 
     def _load_item(self, job: _Job[T], place: int, name: str, item: Item) -> None:
         """Prepare the item of a place, of a sample that is called `name`."""

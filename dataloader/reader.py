@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 
 from dataloader.fetching import joined
 from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
-from dataloader.ranges import RANGES, is_lost, item_crc, marks_of, open_ranges, text_crc
+from dataloader.ranges import RANGES, Marks, is_lost, item_crc, marks_of, open_ranges, text_crc
 from dataloader.shared_files import SharedFiles
 
+_UNMARKED: Marks = (None, None)
 _GAP = 256  # bytes between neighbours, which are read with them: a length, or the head of a page
 
 
@@ -51,13 +52,13 @@ class Reader:
         asked = chosen(row["items"] or (), items)
         places = [(item["at"], item["bytes"]) for item in asked]
         content = self._content(i, [(row["text"]["at"], row["text"]["bytes"])] * text + places)
-        sample = Sample(row["id"], "")
+        said, marks = "", _UNMARKED
         try:
             if text:
                 marks = marks_of(row)
                 written = next(content)
                 _check(text_crc(written, marks), row["text"]["crc"])
-                sample = Sample(row["id"], written.decode(), (), *marks)
+                said = written.decode()
             found = tuple(
                 Item(one["modality"], one["format"], tuple(one["size"]), data)
                 for one, data in zip(asked, content, strict=True)
@@ -66,7 +67,7 @@ class Reader:
                 _check(item_crc(item), one["crc"])
         except ValueError as error:
             raise self._damaged(i // self.manifest.rows_per_group, error) from error
-        return replace(sample, items=found)
+        return Sample(row["id"], said, found, *marks)
 
     def _content(self, i: int, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """Read bytes (at, size) of the shard of sample `i`, neighbours together, and hand them out."""
