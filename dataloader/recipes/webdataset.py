@@ -11,7 +11,7 @@ import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import IO, ClassVar
+from typing import IO, Any, ClassVar
 
 from dataloader.format import DataError, SampleError
 from dataloader.sources.heads import FOREIGN, MODALITIES, found_item
@@ -132,9 +132,34 @@ def _in_order(kind: str) -> list[tuple[int, str]]:
     return [(int(part), "") if number % 2 else (-1, part) for number, part in parts]
 
 
+class _Member(tarfile.TarInfo):
+    """A member of which the header of a plain file is read quickly: half of the time of an index went to
+    owners, dates and rights. All other headers are the library's.
+    """
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> "_Member":
+        """As `TarInfo.frombuf`."""
+        stated, size = buf[148:156].strip(b" \0"), buf[124:136].strip(b" \0")
+        plain = len(buf) == tarfile.BLOCKSIZE and buf[156:157] == b"0" and buf[257:262] == b"ustar"
+        if not (plain and stated.isdigit() and size.isdigit()):
+            return super().frombuf(buf, encoding, errors)
+        try:
+            right = int(stated, 8) == 256 + sum(buf) - sum(buf[148:156])
+            member = cls()
+            member.size = int(size, 8)
+        except ValueError:
+            right = False
+        if not right:
+            return super().frombuf(buf, encoding, errors)
+        name, prefix = (field.partition(b"\0")[0] for field in (buf[:100], buf[345:500]))
+        member.name = (prefix + b"/" + name if prefix else name).decode(encoding, errors)
+        return member
+
+
 def _walk(file: IO[bytes], size: int) -> Iterator[tarfile.TarInfo | LeftOut]:
     """The members of an archive of `size` bytes, and what is wrong with its end. Raises tarfile's errors."""
-    with tarfile.open(fileobj=file, mode="r:") as archive:
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as archive:
         before = -1
         while (member := archive.next()) is not None:
             archive.members = []  # type: ignore[attr-defined]  # it keeps all that it has read

@@ -179,9 +179,10 @@ def test_building_again_is_a_no_op_and_another_source_is_refused(tars, tmp_path)
     assert len(Index.open(tmp_path / "index")) == len(SAMPLES) + 1
 
 
-@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_long_names_are_read(tmp_path, kind):
-    name = "a-folder/" * 30 + "n" * 120 + "é"
+    short = kind == tarfile.USTAR_FORMAT
+    name = "a-folder/" * 14 + "n" * 50 if short else "a-folder/" * 30 + "n" * 120 + "é"
     write_tar(tmp_path / "long.tar", members_of(replace(SAMPLES[2], id=name)), kind)
     assert not index_of(tmp_path / "long.tar", tmp_path / "index")[1:]
     assert PlacedReader(tmp_path / "index").read(0, True, True) == replace(SAMPLES[2], id=f"long.tar/{name}")
@@ -502,3 +503,14 @@ def test_files_that_moved_are_found_again_without_a_scan(tars, tmp_path, monkeyp
     assert (repr(after.manifest), after.manifest.hash) == (repr(before.manifest), before.manifest.hash)
     reader = PlacedReader(tmp_path / "index")
     assert [reader.read(i, True, True).items for i in range(50)] == [sample.items for sample in SAMPLES]
+
+
+def test_a_header_with_one_wrong_byte_ends_the_archive_there(tars, tmp_path):
+    with tarfile.open(tars / "00000.tar") as tar:
+        fifth = tar.getmembers()[4]
+    content = bytearray((tars / "00000.tar").read_bytes())
+    content[fifth.offset] ^= 1  # of its name: the checksum tells
+    (tars / "00000.tar").write_bytes(content)
+    index_of(tars / "00000.tar", tmp_path / "index")
+    assert "damaged archive" in left_out(tmp_path / "index").values()
+    assert len(Index.open(tmp_path / "index")) < 12
