@@ -285,8 +285,9 @@ class Chain:
         off, and what `stays` of the last one's to the end.
         """
         works = [block.backward(load, grad) for block in self.blocks]
-        kept = [block.backward(load, Grad.INPUT).kept for block in self.blocks]
-        if grad is not Grad.WEIGHT:
+        if grad is Grad.WEIGHT:
+            kept = [block.backward(load, Grad.INPUT).kept for block in self.blocks]
+        else:
             before = [block.forward(load).kept for block in self.blocks]
             kept = [all_of_it - work.kept for all_of_it, work in zip(before, works, strict=True)]
             kept[-1] -= stays
@@ -317,8 +318,8 @@ def _summed(works: Sequence[Work], workspace: int) -> Work:
 
 def merged(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     """Count equal collectives together."""
-    calls: dict[Collective, int] = {}
+    calls: dict[tuple[str, str, int, tuple[int, ...]], int] = {}
     for one in collectives:
-        key = replace(one, calls=1)
+        key = one.axis, one.kind, one.bytes, one.to
         calls[key] = calls.get(key, 0) + one.calls
-    return tuple(replace(one, calls=count) for one, count in calls.items())
+    return tuple(Collective(axis, kind, size, count, to) for (axis, kind, size, to), count in calls.items())

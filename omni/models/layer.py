@@ -4,6 +4,8 @@ Shapes as in `stack.py`.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
 
 from omni.models.adapters import Adapter
 from omni.models.layer_sizes import LayerSizes
@@ -32,6 +34,11 @@ class Layer(LayerSizes):
     def head_dim(self) -> int:
         """H."""
         return self.head_size or self.hidden // self.heads
+
+    @cached_property
+    def keeping(self) -> Self:
+        """The same layers where nothing is recomputed."""
+        return replace(self, recompute="none")
 
     @property
     def shape(self) -> AttentionShape:

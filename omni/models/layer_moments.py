@@ -8,7 +8,7 @@ Shapes as in `stack.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
@@ -198,7 +198,7 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
     qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
     anew = stack.recompute == "selective"
-    made = core_forward(replace(stack, recompute="none"), seen, Tape(True, (), gathers=False), output)
+    made = core_forward(stack.keeping, seen, Tape(True, (), gathers=False), output)
     if anew:
         yield made.most
         yield made.now - made.most

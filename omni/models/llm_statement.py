@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from omni.llm_config import LLMConfig, MoEConfig
@@ -128,9 +129,13 @@ class LLMPart:
         first = self.stacks[0]
         return (first.dense if isinstance(first, ExpertStack) else first).lora
 
-    @property
+    @cached_property
     def _chain(self) -> Chain:
         return self._chained(self.stacks)
+
+    @cached_property
+    def _apart(self) -> tuple[Stack | ExpertStack, ...]:
+        return tuple(_last_apart(self.stacks, held=self.losses is None))
 
     def _chained(self, stacks: Sequence[Block]) -> Chain:
         """All blocks, with these in the place of its layers."""
@@ -158,7 +163,7 @@ class LLMPart:
             # autograd adds both gradients of the one table up before it hands them on.
             waits = self.embedding.ids * self.embedding.hidden * self.element * learns
         # Who runs the pass of a part holds what it put out; losses are next to nothing.
-        *others, last = _last_apart(self.stacks, held=self.losses is None)
+        *others, last = self._apart
         # The gradient that came in a message may be put off: then what is put off stands for the output.
         dense = last.dense if isinstance(last, ExpertStack) else last
         stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)

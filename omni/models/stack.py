@@ -254,7 +254,7 @@ class Stack(Layer):
             start = max(start, self.delta.workspace(load, self.tp))
         if self.recompute != "full":
             return start
-        again = replace(self, recompute="none").made(load)
+        again = self.keeping.made(load)
         return max(start + again.now, again.most)
 
 

@@ -31,42 +31,53 @@ BETWEEN = ""
 
 _Key = tuple[str, int, int]
 _Size = tuple[tuple[str, str], int]
+_Moment = tuple["Held", tuple[_Size, ...], Op | str]
+"""What is held, what comes to that for a moment, or goes, and the op that runs."""
 
 
 class Held(dict[_Key, _Size]):
     """What is alive, by what it is, its number and its part: kind and component, and bytes; `sums` are the
-    bytes of all by kind and component.
+    bytes of all by kind and component, `total` those of all.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sums: Parts = Counter()
+        self.total = 0
 
     def __setitem__(self, key: _Key, value: _Size) -> None:
         self.drop(key)
         super().__setitem__(key, value)
         self.sums[value[0]] += value[1]
+        self.total += value[1]
 
     def drop(self, key: _Key) -> _Size | None:
         """Let go of something, if it is there, and return it."""
         found = super().pop(key, None)
         if found is not None:
             self.sums[found[0]] -= found[1]
+            self.total -= found[1]
         return found
 
 
 def model_peak(spec: Workload, work: RankWork) -> tuple[Parts, str]:
     """Model the bytes that a rank holds when it holds most, and the op that then runs."""
-    peak, at = max(_walk(work), key=lambda state: state[0].total())
-    return _constant(spec, work) + peak, str(at)
+    most, peak, at = -1, Parts(), ""
+    for held, extra, op in _walk(work):
+        total = held.total + sum(size for _, size in extra)
+        if total > most:
+            most, peak, at = total, Counter(held.sums), str(op)
+            for what, size in extra:
+                peak[what] += size
+    return _constant(spec, work) + peak, at
 
 
 def model_encoding(spec: Workload, work: RankWork) -> dict[Op, int]:
     """Model the most bytes that a rank holds during each pass of an encoder."""
     constant, most = _constant(spec, work).total(), Counter[Op]()
-    for moment, op in _walk(work):
+    for held, extra, op in _walk(work):
         if isinstance(op, Op) and op.kind in ENCODES:
-            most[op] = max(most[op], constant + moment.total())
+            most[op] = max(most[op], constant + held.total + sum(size for _, size in extra))
     return most
 
 
@@ -119,36 +130,32 @@ def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
     return held
 
 
-def _walk(work: RankWork) -> Iterator[tuple[Parts, Op | str]]:
+def _walk(work: RankWork) -> Iterator[_Moment]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held = Held()
-    yield Counter(), "start"
+    yield held, (), "start"
     for op in work.domain.ops_of(work.position):
         if op.kind is Kind.FORWARD:
             _take_rows(work, op, held)
-        for moment in _during(work, op, held):
-            yield moment, op
+        for extra in _during(work, op, held):
+            yield held, extra, op
         _after(work, op, held)
-        yield _sum(held), op
+        yield held, (), op
 
 
-def _sum(held: Held) -> Parts:
-    return Counter(held.sums)
-
-
-def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
-    """Yield what is held at the fullest moments of a compute op."""
+def _during(work: RankWork, op: Op, held: Held) -> Iterator[tuple[_Size, ...]]:
+    """Yield what comes to what is held at the fullest moments of a compute op, or goes."""
     if op.kind in (Kind.FORWARD, Kind.ENCODE):
         component, _, _ = work.of(op)
         forward = work.forward(op)
         most = forward.kept + forward.workspace if _goes_back(work, op) else forward.passing
-        yield _sum(held) + _one("activations", component, most)
+        yield ((("activations", component), most),)
     elif op.kind in (Kind.SHIP, Kind.RETURN):
-        yield _sum(held) + _one("buffers", BETWEEN, _shipping(work, op))
+        yield ((("buffers", BETWEEN), _shipping(work, op)),)
     elif op.kind is Kind.WAIT and op.on is Kind.RETURN:
         added = sum(_rows(work, c) for c in _learning(work, op.index) if _has_gradients(held, c))
         if _learning(work, op.index):
-            yield _sum(held) + _one("workspace", BETWEEN, _joined(work, op.index) + added)
+            yield ((("workspace", BETWEEN), _joined(work, op.index) + added),)
     elif op.kind in BACKWARDS:
         if not _goes_back(work, op):
             return
@@ -156,15 +163,11 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[Parts]:
         grad = work.domain.made_by(op)
         assert grad is not None
         backward = work.backward(op, grad)
-        yield _sum(held) + _one("workspace", component, backward.workspace)
+        yield ((("workspace", component), backward.workspace),)
         what, size = held.get(_kept(op), (("activations", component), 0))
         enters = op.kind is Kind.BACKWARD and op.part == min(work.llm) and _returns(work, op.index)
         rows = work.rows_in[op.index] * work.row_bytes if enters and backward.last else 0
-        yield _sum(held) - _one(*what, size) + _one("workspace", component, backward.last + rows)
-
-
-def _one(kind: str, component: str, size: int) -> Parts:
-    return Counter({(kind, component): size})
+        yield (what, -size), (("workspace", component), backward.last + rows)
 
 
 def _goes_back(work: RankWork, op: Op) -> bool:
