@@ -283,7 +283,8 @@ def over_layers(layers: Layers, load: Load, grad: Grad) -> int:
     """Bytes that a backward needs at most in any of the layers, beside what all of them have kept: the first
     to run, or, where they put off more than they had kept, the last.
     """
-    more = max(0, put_off(layers, load, grad) - layers.layer_kept(load)) * (layers.layers - 1)
+    off = put_off(layers, load, grad)
+    more = max(0, off - layers.layer_kept(load)) * (layers.layers - 1) if off else 0
     return layers.layer_workspace(load, grad) + more
 
 
