@@ -36,6 +36,7 @@ GIVEN_ALL = {
             "_tried",
         )
     ),
+    "choices.with_pairing",
     "choose.choose",
     "balance_table.planner_of",  # resolves a run for every row of its table
     "balance_table.choices",

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.compose import compose_config
     from omni.config import ConfigError
     from omni.planning.choice import open_keys, unchosen
-    from omni.planning.choices import chosen_policies
+    from omni.planning.choices import chosen_policies, with_pairing
     from omni.planning.layouts import check_layout, planned_ranks, resolve_layout
     from omni.planning.prepare import make_encoders
     from omni.planning.run_data import tokenizer_of
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         config = compose_config(arguments.overrides, arguments.config_dir)
-        policies = chosen_policies(unchosen(config).policies)
+        policies = chosen_policies(unchosen(with_pairing(config)).policies)
         encoders = make_encoders(config.model.encoders)
         ranks = planned_ranks(config.launch)
         arrangement = resolve_layout(config.layout, config.placement, tuple(encoders), ranks)

@@ -9,6 +9,7 @@ from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.planning.balance_score import Score, Step, as_planned, perturbed, score_step, step_of
 from omni.planning.choice import unchosen
+from omni.planning.choices import with_pairing
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from parallel.policy import PolicyError, find
@@ -50,7 +51,7 @@ def planner_of(config: Config, world: int, trace: Sequence[SampleMeta], choice: 
         ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
             remedy.
     """
-    config = unchosen(config)
+    config = unchosen(with_pairing(config))
     data = config.data
     # Who shares may take longer samples than others: all are scored on the same ones.
     data.microbatch_tokens, data.sample_tokens = data.sample_tokens or data.microbatch_tokens, None

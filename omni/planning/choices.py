@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from omni.config import ConfigError
+from dataloader.packing import PackingPolicy
+from omni.config import Config, ConfigError
+from omni.planning.choice import AUTO, PAIRING, POLICIES, value_of, with_keys
 from omni.policies import KINDS
 from parallel.policy import find
 
@@ -24,6 +26,18 @@ class Chosen(dict[str, Any]):
             for section in KINDS
             if any(difference.startswith(f"plan.{part}") for part in section.decides)
         ]
+
+
+def with_pairing(config: Config) -> Config:
+    """Return a configuration whose pairing, if it is open, is one that its packing goes with.
+
+    Raises:
+        PolicyError: for a packing that is not registered.
+    """
+    needs_order = find(PackingPolicy, config.packing.policy, "packing.policy").encode is not None
+    if value_of(config, PAIRING) != AUTO or not needs_order:
+        return config
+    return with_keys(config, {PAIRING: POLICIES[PAIRING][1]})
 
 
 def chosen_policies(names: Mapping[str, str]) -> Chosen:

@@ -19,7 +19,7 @@ from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.choice import LONGEST, reopened, unchosen
-from omni.planning.choices import Chosen, chosen_policies
+from omni.planning.choices import Chosen, chosen_policies, with_pairing
 from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
@@ -59,7 +59,7 @@ def prepare_run(
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
-    config = reopened(config, world)
+    config = with_pairing(reopened(config, world))
     encoders, plain = make_encoders(config.model.encoders), unchosen(config)
     resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
     policies = chosen_policies(plain.policies)

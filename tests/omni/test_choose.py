@@ -93,6 +93,12 @@ def test_a_key_that_was_given_stays(given):
     assert not set(given) & set(spec.config.choice.keys)
 
 
+def test_a_packing_that_keeps_the_order_of_packs_has_a_pairing_that_does():
+    assert prepared("packing=entrain").config.pairing.policy == "in_order"
+    with pytest.raises(ConfigError, match=r"packing\.policy=entrain .* pairing=in_order"):
+        prepared("packing=entrain", "pairing=alike")
+
+
 def test_the_printed_keys_give_the_same_run_without_choosing():
     spec = prepared()
     first = next(iter(spec.choice.lines()))
