@@ -138,6 +138,7 @@ def spec_of(paths: Mapping[str, Path], world: int) -> RunSpec:
     """Prepare a small run on sources, on so many ranks."""
     line = [
         "~experiment",
+        "system=multiplexed",
         "model=tiny",
         *(f"model.encoders.image.{key}" for key in ("hidden=32", "heads=2", "ffn=64", "max_side=32")),
         *(f"+data.sources.{name}.path={path}" for name, path in paths.items()),
