@@ -39,15 +39,22 @@ def attended(
     for shared, length in [*pieces, (False, tail)]:
         if length and not shared:
             local += length
-    rows = sum(span.rows * group.heads for group in groups for span in group.spans)
-    context = sum(span.context * group.kv_heads for group in groups for span in group.spans)
+    calls = tuple(
+        (
+            group.heads * sum(span.rows for span in group.spans),
+            group.kv_heads * sum(span.context for span in group.spans),
+        )
+        for group in groups
+    )
+    rows, context = (sum(of) for of in zip((0, 0), *calls, strict=True))
     nothing = (0,) * layout.num_members
     if plan is None:
-        return Attended(tokens, local, rows, context, nothing, nothing, nothing, nothing)
+        return Attended(tokens, local, rows, context, nothing, nothing, nothing, nothing, groups=calls)
     into, out, into_back, out_back = _sent(plan.incoming, plan.outgoing)
     exchanges = delta_exchanges(layout, tiles, rank, delta) if delta is not None else None
     of_delta = _sent(*exchanges) if exchanges is not None else ()
-    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta)
+    own = plan.incoming.source.counts[rank]
+    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta, own, calls)
 
 
 def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:

@@ -48,7 +48,9 @@ class Attended:
     query rows and `context` key rows, each times its heads. `into` and `out` are the
     numbers that it sends to each member of the pool (itself 0) in the exchanges before and after the tiles,
     `out_back` and `into_back` in their transposes; they are empty if nothing is shared. `delta` are the
-    same four, in the order of the fields, of layers with a delta net.
+    same four, in the order of the fields, of layers with a delta net. `own` are the numbers that it keeps in
+    the first exchange, None if that was not counted, and `groups` the rows and context of the tiles of each
+    kernel call, none if they are one.
     """
 
     tokens: int
@@ -60,6 +62,8 @@ class Attended:
     into_back: tuple[int, ...] = ()
     out_back: tuple[int, ...] = ()
     delta: tuple[tuple[int, ...], ...] = ()
+    own: int | None = None
+    groups: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -213,8 +213,9 @@ def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
     unit = size * stack.element
     taken = (seen.rows + 2 * seen.context) * unit
     sent, landed = (sum(of) * stack.element for of in (seen.into, seen.into_back))
+    own = taken - landed if seen.own is None else seen.own * stack.element
     tape.make("local", seen.local * (heads + 2 * kv_heads) * unit)
-    tape.make("wire", sent + max(0, taken - landed))
+    tape.make("wire", sent + own)
     tape.make("landing", landed)
     tape.make("local out", seen.local * heads * unit)
     tape.make("local sums", seen.local * heads * FP32)

@@ -205,8 +205,9 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     elif learning.frees("linear_proj") and not seen.into:
         yield output  # the linear behind has let go of it, attention has not
     gone = made.now - output
+    held = anew or not seen.into  # the gradient of what attention put out, to the end
     if seen.into:
-        yield from _shared_steps(stack, seen, output)
+        yield from _shared_steps(stack, seen, output, output * held)
         gone -= made.of("local", "local out", "local sums", "tiles", "tile out", "tile sums")
     else:
         yield qkv
@@ -215,15 +216,17 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     yield -output
     if anew or (not seen.into and learning.weights is not Weights.LATER):
         yield -output
-    yield -output
+    yield -output * held
     copied = output * (anew and kv_heads > 1 and heads > kv_heads)
     yield -qkv * (anew or stack.qk_norm or not seen.into) - copied
     yield qkv
     yield -qkv
 
 
-def _shared_steps(stack: Layer, seen: Attended, output: int) -> Iterator[int]:
-    """Attention of shared sequences: exchanges run the other way round, and tiles between them."""
+def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Iterator[int]:
+    """Attention of shared sequences: exchanges run the other way round, and tiles between them. Of the
+    gradient of the output so many bytes are `held`, once it is divided.
+    """
     heads, kv_heads, unit = (
         stack.heads // stack.tp,
         stack.kv_heads // stack.tp,
@@ -232,14 +235,17 @@ def _shared_steps(stack: Layer, seen: Attended, output: int) -> Iterator[int]:
     sent, landed, returned = (sum(of) * stack.element for of in (seen.into, seen.into_back, seen.out_back))
     taken, rows, shared = (seen.rows + 2 * seen.context) * unit, seen.rows * unit, seen.tokens - seen.local
     local = seen.local * (heads + 2 * kv_heads) * unit
+    own = taken - landed if seen.own is None else seen.own * stack.element
     yield output
+    yield held - output
     yield returned + rows
     yield -shared * heads * unit
     yield rows - returned
     yield -rows
-    yield taken
-    yield -rows - taken - rows - seen.rows * FP32
-    yield taken + sent
+    for row, context in reversed(seen.groups or ((seen.rows, seen.context),)):
+        yield (row + 2 * context) * unit
+        yield -(3 * row + 2 * context) * unit - row * FP32
+    yield landed + sent + own
     yield -taken
     yield local
     yield -local - seen.local * heads * (2 * unit + FP32)
@@ -247,6 +253,6 @@ def _shared_steps(stack: Layer, seen: Attended, output: int) -> Iterator[int]:
     wide, narrow = (shared * 2 * kv_heads * stack.head_dim * size for size in (FP32, stack.element))
     yield shared * heads * unit + wide - landed
     yield narrow
-    yield landed - taken - sent - wide
+    yield -own - sent - wide
     yield seen.tokens * (heads + 2 * kv_heads) * unit
     yield -local - shared * heads * unit - narrow

@@ -93,7 +93,7 @@ class Losses:
             + self._unkept(load)
             + self._reduced(load.targets)
             - (self._probabilities(load.targets) if load.targets <= self.chunk else 0),
-            passing=self._hidden(load.targets) + self._losses(load.targets) + self._reduced(load.targets),
+            passing=self._alone(load),
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
@@ -113,6 +113,13 @@ class Losses:
             ),
             workspace=self._backward_workspace(load.targets, 0 if load.frozen else 1),
         )
+
+    def _alone(self, load: Load) -> int:
+        """Where nothing is kept, beside the stream that the part began with."""
+        targets = load.targets
+        stream = load.tokens // self.tp * self.hidden * self.element
+        found = min(targets, self.chunk) * (INDEX + 1) * (self.tp > 1 and targets <= self.chunk)
+        return stream + self._hidden(targets) + self._losses(targets) + self._reduced(targets) + found
 
     def _flops(self, targets: int) -> int:
         return linear_flops(targets, self.hidden, self.ids * self.tp) // self.tp
