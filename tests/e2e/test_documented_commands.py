@@ -96,6 +96,7 @@ def test_a_command_that_starts_no_ranks_does_what_it_says(folder: Path, command:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # some thirty commands, one after the other
 def test_commands_that_start_ranks_follow_one_another(folder: Path) -> None:
     """In the order of RANKS, each in what those before it left."""
     for command, more in RANKS.items():
