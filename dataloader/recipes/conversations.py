@@ -7,16 +7,17 @@ The tokenizer's chat template writes the text, as of `omni data build --from-mes
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dataloader.chat import ChatTemplate
+from dataloader.fetching import Fetcher
 from dataloader.format import DataError, TextForm
 from dataloader.recipes.from_messages import form_of, text_of
 from dataloader.recipes.messages import KEYS, items_of, messages_of
 from dataloader.sources.beside import item_beside
-from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, Write
+from dataloader.sources.recipe import Found, FoundItem, LeftOut, Range, Text, Write
 from dataloader.storage import Storage
 from dataloader.tokenizer import Tokenizer
 
@@ -26,7 +27,7 @@ _Item = FoundItem | LeftOut
 
 
 @dataclass(frozen=True)
-class Conversations(OfBytes):
+class Conversations:
     """The recipe `conversations`. Paths of items are below `folder`, itself below the source's root, ""
     for that. `today` is the date that templates write which ask for it, such as 2026-11-25.
     """
@@ -55,6 +56,10 @@ class Conversations(OfBytes):
             return Text(*text_of(messages_of(chat), chat.get("tools"), template, tokenizer))
 
         return write
+
+    def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of ranges."""
+        return fetcher.ranges(name, places)
 
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """Chats in their order. A key is a chat's id, or its number; further ones of an id have both."""

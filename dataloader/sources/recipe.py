@@ -5,6 +5,7 @@ like a tokenizer, `{name: webdataset, text: caption}`, and noted in the index. I
 else: what it finds is counted, sorted, written and read by the rest of this folder.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -89,7 +90,7 @@ class Recipe(Protocol):
         """The bytes of ranges (at, bytes) that `scan` found in a file. Raises OSError and ValueError."""
 
 
-class OfBytes:
+class OfBytes(ABC):
     """What recipes share whose texts know no template, and whose ranges are bytes of their files."""
 
     def form(self, tokenizer: Tokenizer) -> TextForm:
@@ -100,9 +101,9 @@ class OfBytes:
         """The same text for any tokenizer."""
         return self.text
 
+    @abstractmethod
     def text(self, raw: bytes, num_items: int) -> Text:
         """The text of a sample of so many items. Raises DataError if the bytes are none."""
-        raise NotImplementedError
 
     def content(self, fetcher: Fetcher, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes of ranges."""
