@@ -9,13 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import joined
+from dataloader.fetching import Fetcher
 from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
 from dataloader.ranges import RANGES, Marks, is_lost, item_crc, marks_of, open_ranges, text_crc
 from dataloader.shared_files import SharedFiles
+from dataloader.storage import Storage
 
 _UNMARKED: Marks = (None, None)
-_GAP = 256  # bytes between neighbours, which are read with them: a length, or the head of a page
 
 
 class Reader:
@@ -30,6 +30,7 @@ class Reader:
         self.path = Path(path)
         self.manifest = read_manifest(self.path)
         self.files = SharedFiles() if files is None else files
+        self._fetcher = Fetcher(Storage.at(self.path), self.files)
         self._text_columns = TEXT_COLUMNS + (TURNS.name,) * self.manifest.text.frame.turns
         self._paths = [str(self.path / shard.file) for shard in self.manifest.shards]
         self._first_rows = [0]
@@ -72,21 +73,10 @@ class Reader:
     def _content(self, i: int, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """Read bytes (at, size) of the shard of sample `i`, neighbours together, and hand them out."""
         group = i // self.manifest.rows_per_group
-        path = self._paths[self._shard_of(group)]
-        found = [b""] * len(places)
         try:
-            with self.files.opened(path) as file:
-                for at, stop, numbers in joined(places, _GAP):
-                    content = file.read_at(stop - at, at)
-                    self.files.count(len(content))
-                    if len(content) != stop - at:
-                        raise ValueError(f"it ends before byte {stop}, where {RANGES} has a sample end")
-                    for number in numbers:
-                        first, size = places[number]
-                        found[number] = content[first - at : first - at + size]
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise self._damaged(group, error) from error
-        return iter(found)
+            return iter(self._fetcher.ranges(self.manifest.shards[self._shard_of(group)].file, places))
+        except (OSError, ValueError) as error:
+            raise self._damaged(group, ValueError(f"by {RANGES}, {error}")) from error
 
     def _of_group(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
         group, row = divmod(i, self.manifest.rows_per_group)
