@@ -29,8 +29,9 @@ import numpy as np
 import pyarrow as pa
 from loader import HEIGHT, WIDTH, photo
 
-from dataloader.format import INDEX_SCHEMA, PLACED_VERSION, DatasetTotals, Manifest, Place, write_manifest
+from dataloader.format import INDEX_SCHEMA
 from dataloader.index import Index
+from dataloader.manifest import PLACED_VERSION, DatasetTotals, Manifest, Place, write_manifest
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import PlacedReader

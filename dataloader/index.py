@@ -10,18 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataloader.format import (
-    INDEX_SCHEMA,
-    MANIFEST,
-    TURNS,
-    DataError,
-    Manifest,
-    SampleError,
-    check_files,
-    hash_of,
-    read_manifest,
-)
+from dataloader.format import INDEX_SCHEMA, TURNS, DataError, SampleError
 from dataloader.item_counts import REFUSED, ItemCounts, RememberedCounts
+from dataloader.manifest import MANIFEST, Manifest, check_files, hash_of, read_manifest
 from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dataloader.chat import ChatTemplate
-from dataloader.format import PLACEHOLDER, DataError, Frame
+from dataloader.format import PLACEHOLDER, DataError
+from dataloader.manifest import Frame
 from dataloader.recipes.messages import items_of, messages_of
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta

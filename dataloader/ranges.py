@@ -14,7 +14,8 @@ from zlib import crc32
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.format import TURNS, Item, Manifest
+from dataloader.format import TURNS, Item
+from dataloader.manifest import Manifest
 from dataloader.mapped import MappedRows
 
 Marks = tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]

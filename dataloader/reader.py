@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloader.fetching import Fetcher
-from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample, read_manifest
+from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample
+from dataloader.manifest import read_manifest
 from dataloader.ranges import RANGES, Marks, is_lost, item_crc, marks_of, open_ranges, text_crc
 from dataloader.shared_files import SharedFiles
 from dataloader.storage import Storage

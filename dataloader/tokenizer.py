@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from dataloader.format import PLACEHOLDER, Frame, TextForm
+from dataloader.format import PLACEHOLDER
+from dataloader.manifest import Frame, TextForm
 from dataloader.registered import make
 
 GROUP = "omni.tokenizers"

@@ -16,7 +16,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dataloader.format import PLACEHOLDER, PLAIN, DataError, Frame, Sample
+from dataloader.format import PLACEHOLDER, DataError, Sample
+from dataloader.manifest import PLAIN, Frame
 from dataloader.tokenizer import Tokenizer, placeholders_of
 
 LONG_SAMPLE_POLICIES = ("error", "drop", "truncate")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloader.format import MANIFEST, DataError, Item, Sample, SampleError, hash_of, validate_sample
+from dataloader.format import DataError, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
 from dataloader.loader import SampleReader
+from dataloader.manifest import MANIFEST, hash_of
 from dataloader.ranges import RANGES
 from dataloader.reader import Reader
 from dataloader.sources.reader import open_reader

@@ -14,22 +14,17 @@ from uuid import uuid4
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.format import (
+from dataloader.format import INDEX_SCHEMA, SHARD_SCHEMA, TURNS, DataError, Sample, validate_sample
+from dataloader.manifest import (
     FORMAT_VERSION,
-    INDEX_SCHEMA,
     MANIFEST,
-    SHARD_SCHEMA,
-    TURNS,
-    DataError,
     DataFile,
     DatasetTotals,
     Manifest,
-    Sample,
     TextForm,
     check_files,
     hash_of,
     read_manifest,
-    validate_sample,
     write_manifest,
 )
 from dataloader.ranges import RANGES, RangesWriter, is_lost, locate

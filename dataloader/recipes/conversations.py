@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from dataloader.chat import ChatTemplate
 from dataloader.fetching import Fetcher
-from dataloader.format import DataError, TextForm
+from dataloader.format import DataError
+from dataloader.manifest import TextForm
 from dataloader.recipes.from_messages import form_of, text_of
 from dataloader.recipes.messages import KEYS, items_of, messages_of
 from dataloader.sources.beside import item_beside

@@ -8,7 +8,8 @@ from typing import Any
 
 from dataloader.chat import ChatTemplate, Message, Spans, ends_of_turns
 from dataloader.chat_items import targets_with_items
-from dataloader.format import DataError, Frame, Sample, TextForm
+from dataloader.format import DataError, Sample
+from dataloader.manifest import Frame, TextForm
 from dataloader.recipes.from_jsonl import add_lines, item_of, recipe_of
 from dataloader.recipes.messages import items_of, messages_of
 from dataloader.tokenizer import Tokenizer, digest_of

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloader.fetching import Fetcher
-from dataloader.format import SHARD_SCHEMA, TEXT_COLUMNS, TURNS, TextForm
+from dataloader.format import SHARD_SCHEMA, TEXT_COLUMNS, TURNS
+from dataloader.manifest import TextForm
 from dataloader.ranges import NOWHERE, chunks_of, marks_of, places_of
 from dataloader.recipes.from_messages import form_of
 from dataloader.sources.heads import crc_of

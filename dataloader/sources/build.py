@@ -16,7 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from dataloader.format import DataError, TextForm, check_files, move_place, read_manifest
+from dataloader.format import DataError
+from dataloader.manifest import TextForm, check_files, move_place, read_manifest
 from dataloader.sources.jobs import each
 from dataloader.sources.merge import put_together
 from dataloader.sources.recipe import Recipe, get_recipe

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataloader.format import (
+from dataloader.format import DataError
+from dataloader.manifest import (
     MANIFEST,
     PLACED_VERSION,
-    DataError,
     DatasetTotals,
     Manifest,
     Place,

@@ -6,7 +6,8 @@ from typing import Any
 from zlib import crc32
 
 from dataloader.fetching import Fetcher
-from dataloader.format import DataError, Item, Sample, UnreadableError, read_manifest
+from dataloader.format import DataError, Item, Sample, UnreadableError
+from dataloader.manifest import read_manifest
 from dataloader.mapped import MappedRows
 from dataloader.reader import Reader, chosen
 from dataloader.shared_files import SharedFiles

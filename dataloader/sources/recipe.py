@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dataloader.fetching import Fetcher
-from dataloader.format import PLACEHOLDER, DataError, TextForm
+from dataloader.format import PLACEHOLDER, DataError
+from dataloader.manifest import TextForm
 from dataloader.registered import make
 from dataloader.storage import Storage
 from dataloader.tokenizer import Tokenizer, text_form

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataloader.format import DatasetTotals, read_manifest, write_manifest
+from dataloader.manifest import DatasetTotals, read_manifest, write_manifest
 from dataloader.sources.jobs import each
 from dataloader.sources.reader import PlacedReader
 from dataloader.sources.recipe import get_recipe

@@ -5,7 +5,7 @@ from pathlib import Path
 
 def datasets_in(paths: list[str]) -> list[Path]:
     """The dataset folders among `paths`; a folder that is no dataset itself stands for those in it."""
-    from dataloader.format import MANIFEST
+    from dataloader.manifest import MANIFEST
 
     found = []
     for path in map(Path, paths):

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_page(args: argparse.Namespace) -> int:
-    from dataloader.format import read_manifest
+    from dataloader.manifest import read_manifest
     from dataloader.tokenizer import get_tokenizer
     from omni.commands._data_page import page
 

@@ -143,8 +143,9 @@ def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from dataloader.format import PLACEHOLDER, read_manifest
+    from dataloader.format import PLACEHOLDER
     from dataloader.index import Index
+    from dataloader.manifest import read_manifest
     from dataloader.sources.reader import open_reader
     from dataloader.tokenizer import get_tokenizer
     from omni.commands._data_page import characters_with_loss
@@ -174,7 +175,8 @@ def _show(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from dataloader.audio import decode_audio
     from dataloader.decode import decode_image
-    from dataloader.format import DataError, read_manifest
+    from dataloader.format import DataError
+    from dataloader.manifest import read_manifest
     from dataloader.tokenizer import get_tokenizer
     from dataloader.verify import verify_dataset
 

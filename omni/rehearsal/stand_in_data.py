@@ -11,18 +11,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from dataloader.format import (
-    FORMAT_VERSION,
-    INDEX_SCHEMA,
-    PLACEHOLDER,
-    DataFile,
-    DatasetTotals,
-    Manifest,
-    Sample,
-    hash_of,
-    write_manifest,
-)
+from dataloader.format import INDEX_SCHEMA, PLACEHOLDER, Sample
 from dataloader.loader import Fetch, Fetched
+from dataloader.manifest import FORMAT_VERSION, DataFile, DatasetTotals, Manifest, hash_of, write_manifest
 from dataloader.tokenizer import ByteTokenizer, Tokenizer, text_form
 from dataloader.tokens import SampleMeta, tokenize
 from omni.config import Config, SourceConfig

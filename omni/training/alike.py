@@ -19,7 +19,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from dataloader.decoders import decoder_versions
-from dataloader.format import Manifest
+from dataloader.manifest import Manifest
 from infra.host_checks import OURS, ROOT
 from omni.config import Config, ConfigError
 from omni.planning.run_spec import RunSpec

@@ -8,8 +8,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from dataloader.format import UNHASHED_VERSION
 from dataloader.index import Index
+from dataloader.manifest import UNHASHED_VERSION
 from dataloader.storage import Storage
 from infra.checkpoint import CheckpointError, folder_of
 from omni.config import OF_STAGE

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import DataError, Frame
+from dataloader.format import DataError
 from dataloader.global_batch import Budget, GlobalBatch, take_global_batch
+from dataloader.manifest import Frame
 from dataloader.samples import in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, fit, length

@@ -9,20 +9,10 @@ from dataset_samples import write_dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import (
-    INDEX_SCHEMA,
-    PLACEHOLDER,
-    DataFile,
-    DatasetTotals,
-    Frame,
-    Item,
-    Manifest,
-    Sample,
-    SampleError,
-    TextForm,
-)
+from dataloader.format import INDEX_SCHEMA, PLACEHOLDER, Item, Sample, SampleError
 from dataloader.index import Index
 from dataloader.item_counts import REFUSED, RememberedCounts
+from dataloader.manifest import DataFile, DatasetTotals, Frame, Manifest, TextForm
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import fit, length
 from dataloader.writer import DatasetWriter

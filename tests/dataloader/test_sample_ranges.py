@@ -10,16 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from dataset_samples import make_sample, write_dataset
 
-from dataloader.format import (
-    PLACEHOLDER,
-    DataError,
-    Frame,
-    Item,
-    Sample,
-    TextForm,
-    read_manifest,
-    write_manifest,
-)
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample
+from dataloader.manifest import Frame, TextForm, read_manifest, write_manifest
 from dataloader.ranges import RANGES
 from dataloader.reader import Reader
 from dataloader.shared_files import SharedFiles

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataloader.format import PLACEHOLDER, PLAIN, DataError, Frame, Item, Sample, SampleError, validate_sample
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample, SampleError, validate_sample
 from dataloader.index import Index
+from dataloader.manifest import PLAIN, Frame
 from dataloader.tokenizer import ByteTokenizer, Encoding, get_tokenizer
 from dataloader.tokens import (
     ItemMeta,

@@ -10,8 +10,8 @@ from dataset_samples import item_counts, make_sample
 from test_stores import Store, store
 from tiny_bpe import write_tokenizer
 
-from dataloader.format import TextForm
 from dataloader.index import Index
+from dataloader.manifest import TextForm
 from dataloader.reader import Reader
 from dataloader.recipes.from_messages import build_from_messages
 from dataloader.shared_files import SharedFiles

@@ -9,7 +9,7 @@ import torch
 from ranks import RankPool
 from small import overrides
 
-from dataloader.format import DataFile, DatasetTotals, Manifest
+from dataloader.manifest import DataFile, DatasetTotals, Manifest
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.training import alike

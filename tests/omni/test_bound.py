@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planners import BUDGET, COMPONENTS, planner, plans_of_all_domains, settings_of_planners
 
-from dataloader.format import Frame
+from dataloader.manifest import Frame
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.planning.bound import Bound, step_bound
 from omni.planning.few_samples import few

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from small import overrides, without_hashes, write_mixed
 
-from dataloader.format import DataError, read_manifest
+from dataloader.format import DataError
+from dataloader.manifest import read_manifest
 from dataloader.reader import Reader
 from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer

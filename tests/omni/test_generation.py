@@ -9,7 +9,8 @@ from open_model_folders import make
 from ranks import RankPool
 from small import with_values
 
-from dataloader.format import Frame, Sample
+from dataloader.format import Sample
+from dataloader.manifest import Frame
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import SampleMeta
 from dataloader.writer import DatasetWriter
