@@ -41,7 +41,7 @@ DENSE = {
     "disaggregated 2+2": ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2"],
     "dynamic pools dp4": ["layout.domain=4", "llm_sp=dynamic", "encoder_sp=dynamic"],
     "cp2 dp2": ["layout.llm.cp=2"],
-    "pp4 stage0": ["layout.llm.pp=4", "system=stage0"],
+    "pp4 stage0": ["layout.llm.pp=4", "system=megatron"],
 }
 EXPERTS = {
     "ep4": [MOE, "layout.llm.ep=4"],

@@ -36,7 +36,7 @@ SIDE = 32 * 28  # pixels: 32 x 32 rows of 28 x 28 pixels
 PHASES = {"1:9": (1, 9), "9:1": (9, 1)}
 MOST, CHANGE = 1.08, 0.04
 SYSTEMS = {
-    "stage0": ("system=stage0",),
+    "stage0": ("system=megatron",),
     "disaggregated": ("placement=disaggregated", "pipeline=disaggregated"),
     "encode_first": ("pipeline=encode_first",),
     "joint": ("pipeline=joint",),

@@ -36,7 +36,7 @@ OVERRIDES = (
     "data.step_tokens=131072",
 )
 DRAWN = {
-    "stage0 (the encoder in front of the first stage, 1F1B)": ("system=stage0",),
+    "stage0 (the encoder in front of the first stage, 1F1B)": ("system=megatron",),
     "one_f_one_b": ("pipeline=one_f_one_b",),
     "encode_first": ("pipeline=encode_first",),
     "interleaved, two parts a rank": ("pipeline=interleaved", "layout.llm.parts=2"),

@@ -444,3 +444,6 @@ MAPPINGS: tuple[tuple[str, str, type], ...] = (
 
 RENAMED = {"boundary.transport": "boundary.policy", "pipeline.schedule": "pipeline.policy"}
 """Keys of before, and their names of now. A run that was saved with them is read; who sets one is told."""
+
+RENAMED_OPTIONS = {"cluster/h100_8x8": "cluster/h100", "system/stage0": "system/megatron"}
+"""Options of before, as group/option, and their names of now."""

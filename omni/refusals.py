@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 
-from omni.config import RENAMED, Config
+from omni.config import RENAMED, RENAMED_OPTIONS, Config
 from omni.policies import KINDS
 from parallel.policy import how_to_add
 
@@ -36,8 +36,10 @@ def refusal(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def renamed(said: str) -> list[str]:
-    """Return what a key that was refused is called now, if it has another name than it had."""
-    return [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
+    """Return what a key or an option that was refused is called now, if it has another name than it had."""
+    keys = [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
+    options = RENAMED_OPTIONS.items()
+    return keys + [f"{old} is {new} now".replace("/", "=") for old, new in options if f"'{old}'" in said]
 
 
 def _of_former_files(said: Sequence[str]) -> Iterator[str]:

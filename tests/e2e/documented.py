@@ -61,7 +61,7 @@ LESS = {
     _LLAMA: "data.step_tokens=262144",
     f"{_LLAMA} layout=tp8_pp4,tp8_cp2_pp4".replace("plan", "plan -m"): "data.step_tokens=262144",
     f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": "data.step_tokens=262144",
-    f"{_LLAMA} data.step_tokens=8388608 system=stage0": "data.step_tokens=1048576",
+    f"{_LLAMA} data.step_tokens=8388608 system=megatron": "data.step_tokens=1048576",
     "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": "data.step_tokens=8192",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",

@@ -80,7 +80,7 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["layout.llm.pp=abc"], ["layout.llm.pp", "abc", "Integer"]),
         (["optim.lr=fast"], ["optim.lr", "fast", "Float"]),
         (["optim=adamw"], ["optim/adamw", "cosine", "wsd"]),
-        (["system=nemo"], ["system/nemo", "multiplexed", "stage0"]),
+        (["system=nemo"], ["system/nemo", "multiplexed", "megatron"]),
         (["optim=cosine"], ["optim=cosine", "optim.lr=0.0003", "optim.lr=0.002", "Leave"]),
         (["layout.llm.pp=3"], ["layout.llm.pp=3", "2 ranks", "launch.ranks", "multiple of 3"]),
         (["layout.llm.dp=3"], ["dp=3", "2", "launch.ranks=3", "dp=null"]),
@@ -179,7 +179,11 @@ BESIDE = ["placement=disaggregated", "placement.ranks=2"]
         (5, [*BESIDE, *TP2], ["5 ranks of this launch, less 2", "a multiple of 2, plus 2"]),
         (3, [*BESIDE, "layout.llm.dp=2"], ["placement.ranks=2 take 4 ranks", "launch.ranks=4", "dp=null"]),
         (3, ["placement=disaggregated", "placement.ranks=-1"], ["placement.ranks=-1", "at least 0"]),
-        (3, ["system=stage0", "placement.ranks=1"], ["placement.policy=stage0", "placement.ranks=1", "none"]),
+        (
+            3,
+            ["system=megatron", "placement.ranks=1"],
+            ["placement.policy=stage0", "placement.ranks=1", "none"],
+        ),
         (
             2,
             ["placement.policy=beside"],
@@ -618,7 +622,7 @@ def test_bad_images_are_skipped_and_counted_on_one_rank(tmp_path):
 @pytest.mark.slow
 def test_bad_images_are_skipped_when_another_rank_computes_the_loss(tmp_path):
     # Stage 0 encodes all images, stage 1 computes the loss.
-    skipped(tmp_path, "launch.ranks=2", "layout=pp2", "system=stage0")
+    skipped(tmp_path, "launch.ranks=2", "layout=pp2", "system=megatron")
 
 
 @pytest.mark.slow

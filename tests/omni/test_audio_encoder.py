@@ -323,7 +323,7 @@ def reference(ranks: RankPool, data: Path, folder: Path) -> Measurement:
     [
         (2, []),
         (2, ["layout=pp2"]),
-        (2, ["layout=pp2", "system=stage0"]),
+        (2, ["layout=pp2", "system=megatron"]),
         (2, ["layout=pp2", "pipeline=one_f_one_b", "model.encoders.audio.recompute=full"]),
         (4, ["layout=pp2"]),
     ],

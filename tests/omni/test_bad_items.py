@@ -124,7 +124,7 @@ def targets(rank: int, line: list[str], how: str) -> float:
         return trainer.run_step(trainer.begin(ahead, 1)).totals.num_targets
 
 
-@pytest.mark.parametrize("more", [("layout=pp2", "system=stage0"), ("layout=pp2",), ("layout.domain=2",)])
+@pytest.mark.parametrize("more", [("layout=pp2", "system=megatron"), ("layout=pp2",), ("layout.domain=2",)])
 def test_targets_of_a_bad_sample_do_not_count_wherever_the_loss_is_computed(
     ranks: RankPool, data: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

@@ -63,7 +63,7 @@ MODELS = {
                 ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2", ENCODER_TP2],
             ),
             "pp2 recomputed": (2, RECOMPUTED),
-            "stage0 pp3": (3, ["layout.llm.pp=3", "system=stage0"]),
+            "stage0 pp3": (3, ["layout.llm.pp=3", "system=megatron"]),
         },
     ),
     "untied": Model(

@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 import hydra_conf
 from omni.commands._quickstart_chat import CONFIG
 from omni.compose import compose_config, load_config
-from omni.config import RENAMED, Config, ConfigError
+from omni.config import RENAMED, RENAMED_OPTIONS, Config, ConfigError
 from omni.open_models.draw import draw_folder
 
 FOLDER = Path(hydra_conf.__file__).parent
@@ -95,7 +95,7 @@ def test_a_folder_of_ones_own_is_composed(tmp_path):
 
 
 def test_a_system_chooses_its_policies():
-    config = compose_config(["system=stage0"])
+    config = compose_config(["system=megatron"])
     assert (config.placement.policy, config.balance.policy, config.pipeline.policy) == (
         "stage0",
         "none",
@@ -103,7 +103,9 @@ def test_a_system_chooses_its_policies():
     )
 
 
-@pytest.mark.parametrize("overrides", [["system=stage0", "balance=lpt"], ["balance=lpt", "system=stage0"]])
+@pytest.mark.parametrize(
+    "overrides", [["system=megatron", "balance=lpt"], ["balance=lpt", "system=megatron"]]
+)
 def test_a_policy_can_be_chosen_beside_a_system(overrides):
     config = compose_config(overrides)
     assert (config.placement.policy, config.balance.policy) == ("stage0", "lpt")
@@ -228,6 +230,19 @@ def test_a_key_of_before_is_refused_with_its_name_of_now(tmp_path, old, new):
     (tmp_path / "experiment" / "mine.yaml").write_text(own)
     with pytest.raises(ConfigError, match=f"{old} is {new} now"):
         compose_config(["experiment=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize("old, new", RENAMED_OPTIONS.items())
+def test_an_option_of_before_is_refused_with_its_name_of_now(tmp_path, old, new):
+    before, now = old.replace("/", "="), new.replace("/", "=")
+    assert f"{before} is {now} now" in refusal(before)
+    (tmp_path / "experiment").mkdir()
+    group, _, option = old.partition("/")
+    own = f"# @package _global_\ndefaults:\n  - override /{group}: {option}\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(own)
+    with pytest.raises(ConfigError, match=f"{before} is {now} now"):
+        compose_config(["experiment=mine"], str(tmp_path))
+    compose_config([now])
 
 
 @pytest.mark.parametrize("old, new", RENAMED.items())

@@ -54,7 +54,7 @@ CASES = {
     ),
     "pp2 disttrain": (2, ["layout.llm.pp=2", "pairing=disttrain"]),
     "cp3 pp2": (6, ["layout.llm.cp=3", "layout.llm.pp=2"]),
-    "pp3 system stage0": (3, ["layout.llm.pp=3", "system=stage0"]),
+    "pp3 system megatron": (3, ["layout.llm.pp=3", "system=megatron"]),
     "dp2 llm long_short": (2, ["llm_sp=long_short", "layout.domain=2", *CHEAP_LINKS]),
     "dp3 dhp": (3, ["llm_sp=dhp", "encoder_sp=dhp", "layout.domain=3", *CHEAP_LINKS]),
     # What is chosen where nobody names a policy (omni.planning.choose).

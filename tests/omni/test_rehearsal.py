@@ -263,7 +263,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         (2, [1], ["layout.llm.pp=2", "+model.encoders.image.taps=[1]"]),
         (5, [0, 4], ["placement=disaggregated", "placement.ranks=3", "pipeline=one_f_one_b"]),
         (4, [2], ["layout.llm.pp=4", "model.llm.layers=4", "boundary.policy=two_level"]),
-        (4, [0, 3], ["system=stage0", "layout=pp2", *recomputed("full")]),
+        (4, [0, 3], ["system=megatron", "layout=pp2", *recomputed("full")]),
         (4, [2], ["layout.llm.tp=2", "layout.llm.pp=2", *recomputed("selective"), *MORE]),
         (2, [0, 1], ["+optim.components={image: {frozen: [[1, 3]]}}", "layout.llm.pp=2"]),
         (1, [0], [EXPERTS]),

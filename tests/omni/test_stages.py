@@ -53,7 +53,7 @@ def test_a_launcher_is_chosen_anew(saved):
 def test_an_option_replaces_its_section(saved):
     config = composed(saved, ["layout=pp2", "train.steps=70"])
     assert (config.layout.llm.tp, config.layout.llm.pp) == (1, 2)
-    assert composed(saved, ["system=stage0"]).placement.policy == "stage0"
+    assert composed(saved, ["system=megatron"]).placement.policy == "stage0"
     assert composed(saved, ["layout=pp2", "layout.llm.tp=4"]).layout.llm.tp == 4
 
 

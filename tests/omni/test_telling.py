@@ -80,7 +80,7 @@ def test_lost_items_are_known_a_step_ahead_if_they_are_loaded_by_then_and_count_
     """The first rank encodes, and the second one computes losses."""
     write_mixed(tmp_path / "data")
     line = overrides(
-        tmp_path / "data", tmp_path / "run", "layout=pp2", "system=stage0", "train.steps=4", *SKIP
+        tmp_path / "data", tmp_path / "run", "layout=pp2", "system=megatron", "train.steps=4", *SKIP
     )
     encodes, loses = ranks.run(2, _train, line, slow_s)
     assert encodes == []

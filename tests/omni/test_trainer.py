@@ -361,7 +361,7 @@ def _train_until_no_update(rank: int, line: list[str], world: int, spoiled: str)
 def test_steps_in_a_row_without_an_update_end_the_run_on_all_ranks(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
-    line = overrides(data, tmp_path, "layout=pp2", "system=stage0", "train.steps=9", "optim.max_skipped=4")
+    line = overrides(data, tmp_path, "layout=pp2", "system=megatron", "train.steps=9", "optim.max_skipped=4")
     found = ranks.run(2, _train_until_no_update, line, 2, "image")
     assert [step for step, _ in found] == [4, 4]
     assert found[0] == found[1]
