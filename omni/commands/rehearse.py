@@ -183,6 +183,7 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "Cluster") -
             }
             for phase, of in rehearsal.launches.items()
         }
+        out["unknown"] = dict(rehearsal.unknown)
         out["findings"] = [vars(f) | {"count": count} for f, count in sorted(rehearsal.findings.items())]
     return out
 
@@ -206,6 +207,10 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
     yield f"  {'modelled, in all':32} {'':12} {total / 2**20:25.1f}"
     if rehearsal.launches:
         yield from _launch_lines(rehearsal.launches, spec.cluster)
+        if rehearsal.unknown:
+            yield "  counted as one launch a call, as nobody has said what they launch: " + ", ".join(
+                rehearsal.unknown
+            )
         yield "\ntimes  the host waits, or float64"
         yield from (f"{count:5}  {found}" for found, count in sorted(rehearsal.findings.items()))
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"

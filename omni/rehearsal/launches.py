@@ -20,13 +20,14 @@ NOT_MEMORY = frozenset({"product", "attention", "collective"})
 @dataclass(frozen=True)
 class Launches:
     """All ops of one kind of a rank in a step: how many there are, their launches by kind, the bytes that
-    those bound by memory read and write, and the FLOPs of products.
+    those bound by memory read and write, the FLOPs of products, and copies from the host to the device.
     """
 
     ops: int
     launches: Mapping[str, int]
     bytes: int
     flops: int
+    copies: int = 0
 
     @property
     def total(self) -> int:
@@ -62,6 +63,7 @@ class Launches:
             {kind: self.launches.get(kind, 0) + other.launches.get(kind, 0) for kind in sorted(kinds)},
             self.bytes + other.bytes,
             self.flops + other.flops,
+            self.copies + other.copies,
         )
 
 

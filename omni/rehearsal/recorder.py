@@ -1,10 +1,10 @@
 """Record what a rank launches on a GPU and what makes its host wait, on fake tensors of device "cuda".
 
-A `Recorder` stands below autograd and sees every op. An op that a GPU runs counts as one launch, of a kind;
-its bytes are those of its whole operands and results. Whatever hands a number or a shape from the device to
-the host, or copies between them without pinned memory, makes the host wait until the device has done all
-that was queued before. A number that the host reads is answered with 1, so that the step goes on; a shape
-that depends on numbers cannot be answered.
+A `Recorder` stands below autograd and sees every op. An op that a GPU runs counts as the kernels it launches
+(`kernels.py`), of a kind; its bytes are those of its whole operands and results. Whatever hands a number or a
+shape from the device to the host, or copies between them without pinned memory, makes the host wait until the
+device has done all that was queued before. A number that the host reads is answered with 1, so that the step
+goes on; a shape that depends on numbers cannot be answered.
 """
 
 import re
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from omni.rehearsal.findings import DOUBLE, WAITS, DynamicShapeError, Finding
+from omni.rehearsal.kernels import kernels_of
 from omni.rehearsal.launches import NOT_MEMORY, Launches
 from pipeline.ops import Kind, Op
 
@@ -51,6 +52,8 @@ class Recorder(TorchDispatchMode):
         self._launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._bytes: Counter[str] = Counter()
         self._flops: Counter[str] = Counter()
+        self._copies: Counter[str] = Counter()  # to the device
+        self.unknown: Counter[str] = Counter()  # operators of which nobody knows what they launch
         self.at("build")
 
     def at(self, where: str | Op) -> None:
@@ -62,7 +65,11 @@ class Recorder(TorchDispatchMode):
         """Return what was launched, by phase, in order of their first launch."""
         return {
             phase: Launches(
-                self._ops[phase], dict(sorted(kinds.items())), self._bytes[phase], self._flops[phase]
+                self._ops[phase],
+                dict(sorted(kinds.items())),
+                self._bytes[phase],
+                self._flops[phase],
+                self._copies[phase],
             )
             for phase, kinds in self._launches.items()
         }
@@ -71,7 +78,7 @@ class Recorder(TorchDispatchMode):
         """Forget the steps so far, but not how the rank was built and its inputs assembled."""
         for finding in [f for f in self.findings if f.phase not in _BEFORE]:
             del self.findings[finding]
-        for counts in (self._ops, self._launches, self._bytes, self._flops):
+        for counts in (self._ops, self._launches, self._bytes, self._flops, self._copies):
             for phase in [p for p in counts if p not in _BEFORE]:
                 del counts[phase]
 
@@ -111,6 +118,7 @@ class Recorder(TorchDispatchMode):
         source, target = (args[0], out) if name == "_to_copy" else (args[1], args[0])
         if source.is_cuda == target.is_cuda:
             return
+        self._copies[self.phase] += target.is_cuda
         asked = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
         pinned = (target if source.is_cuda else source).is_pinned()
         if not (asked and pinned):
@@ -128,9 +136,14 @@ class Recorder(TorchDispatchMode):
         tensors = [x for x in tree_iter((read, out)) if isinstance(x, torch.Tensor) and x.is_cuda]
         if not tensors:
             return
-        self._launches[self.phase][kind] += 1
+        kernels = kernels_of(func, args)
+        if kernels is None:
+            self.unknown[str(func.name())] += 1
+        self._launches[self.phase][kind] += 1 if kernels is None else kernels
         if kind not in NOT_MEMORY:
-            self._bytes[self.phase] += sum(x.numel() * x.element_size() for x in tensors)
+            # What returns nothing, as lists that are updated in place, is written all the same.
+            written = () if func._schema.returns else _written(func, args)
+            self._bytes[self.phase] += sum(x.numel() * x.element_size() for x in (*tensors, *written))
         if kind == "product":
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             self._flops[self.phase] += flops
@@ -143,6 +156,15 @@ def note_wait(what: str) -> None:
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Recorder):
             mode.note(WAITS, what)
+
+
+def note_hidden(func: Any, *args: torch.Tensor, waits: str = "") -> None:
+    """Tell this thread's recorder what a stand-in hides: a call of `func`, and why the host waits, if so."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Recorder):
+            mode._launch(func, func._opname, args, {}, ())
+            if waits:
+                mode.note(WAITS, waits)
 
 
 def _phase(op: Op) -> str:
@@ -160,6 +182,12 @@ def _kind(func: Any, name: str) -> str | None:
     if func._overloadpacket in flop_registry:
         return "product"
     return "fill" if _FILL.fullmatch(name) else "copy" if _COPY.fullmatch(name) else "other"
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The tensors that an op changes in place."""
+    changed = [x for of, x in zip(func._schema.arguments, args, strict=False) if of.is_write]
+    return [x for x in tree_iter(changed) if isinstance(x, torch.Tensor) and x.is_cuda]
 
 
 def _check_dtypes(name: str, args: tuple[Any, ...]) -> None:

@@ -52,7 +52,8 @@ _CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd")
 class Rehearsal:
     """One rank's dry run of a step; `build_s` and `step_s` are seconds of CPU that it took.
 
-    On device "cuda", `launches` tells by phase what a GPU would run, `findings` counts what costs one there.
+    On device "cuda", `launches` tells by phase what a GPU would run, `findings` counts what costs one there;
+    calls of operators that are `unknown` to `kernels.py` count as one launch each.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class Rehearsal:
     step_s: float
     launches: Mapping[str, Launches] = field(default_factory=dict)
     findings: Mapping[Finding, int] = field(default_factory=dict)
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
 
 def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _CPU) -> Rehearsal:
@@ -94,7 +96,10 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
     rehearsal = Rehearsal(rank, footprint, built - start, time.process_time() - built)
     if seen.recorder is None:
         return rehearsal
-    return replace(rehearsal, launches=seen.recorder.launches(), findings=seen.recorder.findings)
+    recorder = seen.recorder
+    return replace(
+        rehearsal, launches=recorder.launches(), findings=recorder.findings, unknown=recorder.unknown
+    )
 
 
 def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:

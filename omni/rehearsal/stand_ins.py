@@ -6,6 +6,7 @@ What stands for torch.cuda itself is in `fake_cuda.py`.
 
 Invariant: nothing is replaced that decides a shape, but the choice of experts, which depends on values. It is
 even: each expert gets the same number of a rank's tokens, the first ones one more where they do not divide.
+What a stand-in would launch and wait for on a GPU counts all the same.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from omni.models.llm_stage import LLMStage
 from omni.rank import build, inputs, state, step
 from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
+from omni.rehearsal.recorder import note_hidden
 from ops import attention
 from parallel.lane import Lane
 from parallel.layout import split_evenly
@@ -205,8 +207,16 @@ class _Selected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, topk: int) -> torch.Tensor:
         ctx.save_for_backward(x, mask)
+        note_hidden(
+            torch.ops.aten.masked_select.default,
+            x,
+            mask,
+            waits="masked_select, whose shape depends on values",
+        )
         return x.new_empty(mask.shape[1] * topk)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.zeros_like(ctx.saved_tensors[0]), None, None
+        x, mask = ctx.saved_tensors
+        note_hidden(torch.ops.aten.masked_scatter_.default, x, mask, grads[0])
+        return torch.zeros_like(x), None, None

@@ -49,7 +49,9 @@ def test_the_command_says_what_a_rank_launches_and_where_its_host_waits(
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     forward = figures["launches"]["forward"]
-    assert forward["launches"]["attention"] == forward["ops"]  # one layer on each of two stages
+    # One layer on each of two stages: the kernel and the zeros beside it.
+    assert forward["launches"]["attention"] == 2 * forward["ops"]
+    assert figures["unknown"] == {}
     assert forward["product_flops"] > 0
     assert forward["host_ms"] == pytest.approx(sum(forward["launches"].values()) * 6e-3, abs=1e-3)
     assert forward["bound_by"] == "launches", "products of 64 columns"

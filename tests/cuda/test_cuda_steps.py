@@ -46,6 +46,7 @@ def test_a_rank_of_every_choice_runs_a_step(gpu: FakeGPU, folder: Path, number: 
     found = gpu.run(run_case, case, rank, folder)
     assert not unexpected(found.findings)
     assert found.launches
+    assert not found.unknown
 
 
 def test_every_allowed_finding_is_still_found(gpu: FakeGPU, folder: Path) -> None:

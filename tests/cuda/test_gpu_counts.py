@@ -1,0 +1,75 @@
+"""Launches, bytes, waits and copies of a step on a GPU only go down: benchmarks/gpu_counts.py counts."""
+
+import pytest
+import torch
+from counted import benchmark, dense_figures, other_figures
+from fake_gpu import FakeGPU
+
+from omni.rehearsal.kernels import kernels_of
+
+# The most that each may be today. Whoever makes one smaller writes it down here; goals are the benchmark's.
+DENSE = {
+    "LLM layer, forward": 22,
+    "LLM layer, backward": 42,
+    "LLM layer, backward, selective": 52,
+    "encoder layer, forward": 23,
+    "encoder layer, backward": 47,
+    "bytes by the least, LLM layer of 1B": 2.49,
+    "bytes by the least, encoder layer": 2.28,
+    "bytes by the least, update": 1.54,
+    "waits, dense step": 1,
+    "copies to the device": 22,
+    "launches, gradients of tied embeddings": 21,
+    "launches, totals": 6,
+    "launches, update": 48,
+}
+OTHERS = {
+    "more with cp, forward": 173,
+    "more with cp, backward": 176,
+    "MoE layer of 4 experts, forward": 89,
+    "MoE layer of 4 experts, backward": 126,
+    "MoE layer of many experts, forward": 173,
+    "MoE layer of many experts, backward": 306,
+    "waits, MoE step, ep 1": 7,
+    "waits a layer and microbatch, MoE step, ep 2": 3,
+    "bytes by the least, LLM layer of 8B": 3.21,
+    "loss of 8B, forward": 15,
+    "loss of 8B, backward": 15,
+    "bytes by the least, loss of 8B": 8.3,
+}
+
+
+def test_a_dense_step_launches_moves_and_waits_no_more_than_it_did(gpu: FakeGPU) -> None:
+    figures = gpu.run(dense_figures)
+    assert figures.keys() == DENSE.keys()
+    assert {name: figure for name, figure in figures.items() if figure > DENSE[name]} == {}
+
+
+@pytest.mark.slow
+def test_shared_sequences_experts_and_losses_launch_no_more_than_they_did(gpu: FakeGPU) -> None:
+    figures = gpu.run(other_figures)
+    assert figures.keys() == OTHERS.keys()
+    assert {name: figure for name, figure in figures.items() if figure > OTHERS[name]} == {}
+
+
+def test_every_goal_but_that_of_a_whole_step_has_a_ceiling() -> None:
+    assert {*benchmark().GOALS} - {*DENSE, *OTHERS} == {"memory-bound time by products, 1B"}
+
+
+def test_an_operator_counts_as_the_kernels_that_it_launches() -> None:
+    aten = torch.ops.aten
+    x = torch.empty(8, 4)
+    cases = (
+        (aten.mul.Tensor, (x, x), 1),
+        (aten.index_add.default, (x, 0, torch.arange(3), x[:3]), 2),
+        (aten.cat.default, ([x] * 128,), 1),
+        (aten.cat.default, ([x] * 129,), 2),
+        (aten._foreach_mul_.Scalar, ([x] * 111, 2.0), 2),  # 110 tensors a launch
+        (aten._foreach_mul_.Scalar, ([torch.empty(65_536 * 320, device="meta")], 2.0), 1),
+        (aten._foreach_mul_.Scalar, ([torch.empty(65_536 * 320 + 1, device="meta"), x], 2.0), 2),
+        (aten.native_layer_norm_backward.default, (x, x), 2),
+        (aten.native_layer_norm_backward.default, (x, torch.empty(70_000, 64, device="meta")), 4),
+    )
+    for func, args, count in cases:
+        assert kernels_of(func, args) == count, func
+    assert kernels_of(aten.linalg_inv_ex.default, (x,)) is None
