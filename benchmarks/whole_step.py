@@ -13,13 +13,8 @@ The figure is the time of the slowest domain's step over all work of all domains
 with the collectives that its layers need in any case (tensor and sequence parallelism); exchanges of shared
 sequences, messages between stages, shipping rows and waiting come on top. Reducing gradients, the same under
 any policy, is apart: `step ms` is of the same lists with reductions that take nothing, `reduce ms` what they
-add at most. What the slowest domain takes beyond 1 is the sum of five columns, in percent:
-
-    work        its busiest rank has so much more work than all have on average
-    bubble      waiting, were exchanges and messages free and each communicator had a queue of its own
-    exchange    of shared sequences
-    messages    between stages, and rows
-    queue       waiting because everything stands in one queue
+add at most. What the slowest domain takes beyond 1 is the sum of five columns, in percent: work, bubble,
+exchange, messages and queue, as `pipeline/causes.py` has them.
 
 Leaves with 1 where a `joint` schedule with the default balance takes more than 1.15, or where the default
 balance takes more than 1.02 times what the best does. The last line is JSON.
@@ -44,12 +39,9 @@ from omni.planning.cut import told
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.planning.traces import others
-from parallel.costs import CostTable
 from parallel.policy import find, registered
-from pipeline.costs import Costs, part_of, plan_costs, simulate
-from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COMPUTE, Op
-from pipeline.simulator import ComputeCost, run
+from pipeline.causes import causes_of, unreduced_ns, work_of
+from pipeline.costs import simulate
 
 SAMPLES = 16  # of a rank
 LAYOUTS = {
@@ -65,6 +57,7 @@ LAYOUTS = {
 TRACES = ("longtail", "shift")
 SCHEDULES = ("joint", "joint_zero_bubble_h2")
 MOST, NEAR_BEST = 1.15, 1.02
+PARTS = ("work", "bubble", "exchange", "messages", "queue")
 
 
 @dataclass(frozen=True)
@@ -105,50 +98,12 @@ def prepare(
     return prepare_run(config, ranks, all_as("image", trace_of(trace, count)))
 
 
-def without_exchanges(domain: DomainPlan, table: CostTable) -> ComputeCost:
-    """What ops of a domain take but for exchanges of shared sequences; reductions take nothing."""
-    compute_ns, _ = plan_costs(domain, table)
-
-    def of(rank: int, op: Op) -> int:
-        if op.kind not in COMPUTE:
-            return 0
-        part, share = part_of(domain, table, rank, op)
-        assert share is not None
-        grad, cost = domain.made_by(op), table.parts[part]
-        exchanged = cost.talk_ns(share.tokens, share.exchange_ns, grad) - cost.talk_ns(share.tokens, 0, grad)
-        return compute_ns(rank, op) - exchanged
-
-    return of
-
-
-def work_of(domain: DomainPlan, table: CostTable) -> list[int]:
-    """Compute of each rank of a domain, with the collectives of its layers and without exchanges."""
-    cost = without_exchanges(domain, table)
-    ranks = range(domain.num_ranks)
-    return [sum(cost(rank, op) for op in domain.ops_of(rank) if op.kind in COMPUTE) for rank in ranks]
-
-
-def unreduced_ns(domain: DomainPlan, table: CostTable) -> int:
-    """What a domain's step takes with one queue a rank, were reductions free.
-
-    Waiting for a reduction, and for what stands behind it in the queue, is then none.
-    """
-    compute_ns, message_ns = without_reductions(domain, table)
-    return run(domain, compute_ns, message_ns, True, table.issue_ns).makespan_ns
-
-
-def without_reductions(domain: DomainPlan, table: CostTable) -> Costs:
-    """The costs of a planned domain; reductions take nothing."""
-    compute_ns, message_ns = plan_costs(domain, table)
-    return lambda rank, op: compute_ns(rank, op) if op.kind in COMPUTE else 0, message_ns
-
-
 def measure(spec: RunSpec, most_domains: int | None) -> Figures:
     """Plan and simulate the first step of all domains, or of the first few."""
     ends, work, slowest, reducing = [], list[int](), None, 0
     for plan in islice(spec.planner.all_domains(1, 0), most_domains):
         spec.planner.verify(plan)
-        ends.append(unreduced_ns(plan.domain, spec.table))
+        ends.append(unreduced_ns(plan.domain, spec.table, single_queue=True))
         whole = simulate(plan.domain, spec.table, single_fifo=True).makespan_ns
         reducing = max(reducing, whole - ends[-1])
         if ends[-1] == max(ends):
@@ -156,30 +111,15 @@ def measure(spec: RunSpec, most_domains: int | None) -> Figures:
         work += work_of(plan.domain, spec.table)
     assert slowest is not None
     even = sum(work) / len(work)
-    parts = [round(part / even, 4) for part in parts_of(slowest, spec.table, even, max(ends))]
+    causes = vars(causes_of(slowest, spec.table, even, single_queue=True))
     return Figures(
         round(max(ends) / even, 4),
         round(sum(ends) / len(ends) / even, 4),
-        *parts,
+        *(round(causes[name] / even, 4) for name in PARTS),
         step_ms=round(max(ends) / 1e6, 1),
         reduce_ms=round(reducing / 1e6, 1),
         domains=len(ends),
     )
-
-
-def parts_of(domain: DomainPlan, table: CostTable, even_ns: float, step_ns: int) -> list[float]:
-    """Nanoseconds of a domain's step beyond an even one: work, bubble, exchange, messages, queue."""
-    unreduced, message_ns = without_reductions(domain, table)
-    least_ns = without_exchanges(domain, table)
-    upto = [
-        even_ns,
-        max(work_of(domain, table)),
-        run(domain, least_ns, lambda op: 0).makespan_ns,
-        run(domain, unreduced, lambda op: 0).makespan_ns,
-        run(domain, unreduced, message_ns).makespan_ns,
-        step_ns,
-    ]
-    return [upto[at + 1] - upto[at] for at in range(5)]
 
 
 def missed(table: dict[str, Figures], default: str) -> Iterator[str]:
@@ -246,10 +186,9 @@ def by_policy(
 def main() -> int:
     """Plan, simulate, print, judge."""
     asked, table = arguments(), dict[str, Figures]()
-    parts = ("work", "bubble", "exchange", "messages", "queue")
     print(
         f"{'layout':8} {'trace':9} {'balance':15} {'schedule':21} {'slowest':>8} {'mean':>6} "
-        f"{' '.join(f'{name:>8}' for name in parts)} {'step ms':>8} {'reduce ms':>10} {'domains':>8}"
+        f"{' '.join(f'{name:>8}' for name in PARTS)} {'step ms':>8} {'reduce ms':>10} {'domains':>8}"
     )
     settings = list(product(asked.layout, asked.trace, asked.schedule))
     with get_context("spawn").Pool(asked.jobs) as pool:
@@ -258,7 +197,7 @@ def main() -> int:
             print(f"{layout}, {trace}: {step}")
             for name, (found, domains) in measured.items():
                 table[f"{layout}, {trace}, {name}, {schedule}"] = found
-                columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in parts)
+                columns = " ".join(f"{100 * getattr(found, part):8.1f}" for part in PARTS)
                 print(
                     f"{layout:8} {trace:9} {name:15} {schedule:21} {found.slowest:8.3f} "
                     f"{found.mean:6.3f} {columns} {found.step_ms:8.1f} {found.reduce_ms:10.1f} "

@@ -13,6 +13,7 @@ Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
   omni train --help                        configuration groups and all keys with their values
   omni resume runs/NAME                    go on with a run; with --fork FOLDER begin a stage with its weights
   omni plan --trace longtail cluster=h100 launch.ranks=64   time, MFU and memory of a step, without ranks
+  omni compare --trace longtail cluster=h100 launch.ranks=8   published systems and ours side by side
   omni layout show layout.llm.tp=2         explain which ranks do what, draw them by an axis
   omni rehearse --dry --rank 1             measure any rank of any world, without the world
   omni calibrate --out conf/cluster/mine.yaml                   measure this machine, write a cluster file
@@ -31,6 +32,7 @@ _COMMANDS = {
     "train": "train a model",
     "resume": "go on with a run, or begin a stage of its own with its weights",
     "plan": "say what a step takes on a cluster, without ranks: time, MFU, memory, bytes, the plan",
+    "compare": "simulate published systems and ours side by side, on the same samples and ranks",
     "layout": "explain the groups of a rank, draw all ranks by an axis",
     "rehearse": "run any rank of any world on fake tensors: memory and bytes sent",
     "calibrate": "measure this machine and write a cluster file",

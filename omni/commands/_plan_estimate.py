@@ -55,10 +55,15 @@ def _resolve(config: "Config", framework: str | None) -> "RunSpec":
     from omni.planning.layouts import planned_ranks
     from omni.planning.prepare import prepare_run
 
-    if config.cluster.device == "cuda" and config.train.precision == "auto":
-        config.train.precision = "bf16"
+    on_cluster(config)
     under = framework_called(framework) if framework else None
     return prepare_run(config, planned_ranks(config.launch), framework=under)
+
+
+def on_cluster(config: "Config") -> None:
+    """Let a run be in the number format that it has where its cluster is, whatever this machine is."""
+    if config.cluster.device == "cuda" and config.train.precision == "auto":
+        config.train.precision = "bf16"
 
 
 def _counted(plans: Iterable["StepPlan"], domains: int) -> Iterator["StepPlan"]:

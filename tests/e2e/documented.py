@@ -13,7 +13,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:\$ )?((?:omni|python|srun) .*)$", re.MULTILINE)
-_ALONE = ("plan", "layout", "data", "rehearse")  # commands of omni that start no ranks and need no run
+_ALONE = (
+    "plan",
+    "compare",
+    "layout",
+    "data",
+    "rehearse",
+)  # commands of omni that start no ranks and need no run
 
 ELSEWHERE = {"docs/extending.md": "tests/examples/test_extending.py runs the page's commands in order"}
 
@@ -63,6 +69,9 @@ LESS = {
     f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": "data.step_tokens=262144",
     f"{_LLAMA} data.step_tokens=8388608 system=megatron": "data.step_tokens=1048576",
     "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": "data.step_tokens=8192",
+    "omni compare launch.ranks=4 layout=pp2": "data.step_tokens=2048 --systems megatron,dhp",
+    "omni compare --trace longtail --mixtures 1:9,9:1 experiment=llama3_70b layout=tp8_pp4 "
+    "launch.ranks=128 data.step_tokens=2097152": "data.step_tokens=65536 --systems megatron,disttrain",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",
 }

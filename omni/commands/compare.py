@@ -1,0 +1,197 @@
+"""`omni compare`: published systems and ours on the same samples, without ranks: who wins, and why?"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omni.commands._shared import add_configuration, add_trace, signs_of_life
+
+if TYPE_CHECKING:
+    from dataloader.tokens import SampleMeta
+    from omni.config import Config
+    from omni.rehearsal.compare import Cell, Figures
+
+_DESCRIPTION = """\
+Simulates a training step of each system (docs/systems.md) on the same samples, model, layout and cluster:
+every preset of policies plans it, the plans of all domains are verified and timed, and a table says who is
+quickest and what the others' steps are made of. Overrides as for `omni train`, but for `system`; a policy
+among them is every system's. Ranks beside the LLM are allocated where placement.ranks does not say.
+
+  omni compare --trace longtail experiment=llama3_70b launch.ranks=64
+  omni compare --trace longtail --mixtures 1:9,5:5,9:1 --systems omni,megatron,disttrain \\
+      experiment=llama3_70b launch.ranks=64 --html systems.html
+
+All train on samples cut at the same length: data.sample_tokens, or data.microbatch_tokens where that is null.
+--mixtures takes a trace's samples with items and without at such ratios, each mixture a run of its own.
+All times are simulated; seconds of planning are of this machine's CPU.
+"""
+AS_IT_IS = "as it is"
+_SHARES = ("work", "bubble", "exchange", "messages", "queue", "reducing")
+_TITLES = (
+    f"{'system':20} {'step ms':>10} {'x first':>7} {'tokens/s':>11} {'MFU':>6} {'encoder':>7} {'llm':>5} "
+    f"{'idle':>6} {'comm.':>6} | {'uneven':>6} {'bubble':>6} {'exch.':>6} {'messg.':>6} {'queue':>6} "
+    f"{'reduce':>6} | {'GiB':>6} {'plan s':>6}  schedule, keys"
+)
+_LEGEND = (
+    "simulated. encoder, llm: largest over mean load; idle, comm.: share of the step that ranks wait for "
+    "ranks and for communication;\nuneven to reduce: what the step is longer for than all work over all "
+    "ranks, as shares of it; plan s: CPU of a rank"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--systems", metavar="A,B", help="which systems (default: all)")
+    parser.add_argument("--mixtures", metavar="1:9,5:5", help="samples with items to samples without")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
+    add_trace(parser)
+    add_configuration(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare and print. Returns 2 for a user's mistake, and where every system is refused."""
+    from infra.run_folder import write_text
+    from omni.commands._compare_page import page
+    from omni.rehearsal.compare import compare
+
+    cells, now = list["Cell"](), [""]
+
+    def say(what: str) -> None:
+        now[0] = what
+
+    try:
+        mixtures = _mixtures(arguments)
+        configs = _configs(arguments)
+        traces = _traces(arguments, mixtures, next(iter(configs.values())))
+        with signs_of_life(lambda: f"simulating {now[0]}"):
+            for cell in compare(configs, traces, say):
+                cells.append(cell)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        print(json.dumps([cell.as_json() for cell in cells], indent=2))
+    else:
+        print("\n".join(lines(cells)))
+    if arguments.html:
+        write_text(arguments.html, page(cells, " ".join(arguments.overrides)))
+    if all(cell.refused for cell in cells):
+        print("error: every system is refused", file=sys.stderr)
+        return 2
+    return 0
+
+
+def known_systems(config_dir: str | None = None) -> list[str]:
+    """The names of all systems, the default first: those of the platform, and those of a user's folder."""
+    from importlib.resources import files
+
+    names = [entry.name for entry in files("hydra_conf").joinpath("system").iterdir()]
+    if config_dir is not None:
+        names += [path.name for path in (Path(config_dir) / "system").glob("*.yaml")]
+    found = sorted({Path(name).stem for name in names if name.endswith(".yaml")})
+    return ["omni", *(name for name in found if name != "omni")]
+
+
+def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
+    """The configuration of each system that was asked for.
+
+    Raises:
+        ConfigError: for a system that is not known, and for overrides that choose one.
+    """
+    from omni.commands._plan_estimate import on_cluster
+    from omni.compose import compose_config
+    from omni.config import ConfigError
+
+    chosen = [word for word in arguments.overrides if word.lstrip("+~").partition("=")[0] == "system"]
+    if chosen:
+        raise ConfigError(f"{chosen[0]}: --systems says which are compared: --systems omni,megatron")
+    known = known_systems(arguments.config_dir)
+    names = known if arguments.systems is None else arguments.systems.split(",")
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 1) or ["omni"]
+            raise ConfigError(
+                f"--systems {name}: there is no such system; nearest is {near[0]}, of {', '.join(known)}"
+            )
+    configs = {}
+    for name in dict.fromkeys(names):
+        configs[name] = compose_config([*arguments.overrides, f"system={name}"], arguments.config_dir)
+        on_cluster(configs[name])
+    return configs
+
+
+def _mixtures(arguments: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """The mixtures that were asked for, by name.
+
+    Raises:
+        ConfigError: for what is none, and where there is no trace to mix.
+    """
+    from omni.config import ConfigError
+    from omni.rehearsal.mixtures import read_mixture
+
+    if arguments.mixtures is None:
+        return {}
+    if arguments.trace is None:
+        raise ConfigError("--mixtures mixes the samples of a trace: give one, such as --trace longtail")
+    return {text: read_mixture(text) for text in arguments.mixtures.split(",")}
+
+
+def _traces(
+    arguments: argparse.Namespace, mixtures: dict[str, tuple[int, int]], config: "Config"
+) -> "dict[str, Sequence[SampleMeta]]":
+    """The trace of each mixture, by its name; none where the run's own sources count.
+
+    Raises:
+        DataError, ConfigError: for a trace that is not there, or has no samples to mix.
+    """
+    from omni.planning.prepare import make_encoders
+    from omni.rehearsal.mixtures import counted_trace, mixed
+    from omni.rehearsal.stand_in_data import NUM_SAMPLES
+
+    if arguments.trace is None:
+        return {AS_IT_IS: ()}
+    encoders = make_encoders(config.model.encoders)
+    trace, notes = counted_trace(arguments.trace, NUM_SAMPLES, config.train.seed, encoders)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    return {name: mixed(trace, weights) for name, weights in mixtures.items()} or {AS_IT_IS: trace}
+
+
+def lines(cells: "Sequence[Cell]") -> Iterator[str]:
+    """A table for each mixture, the quickest system first."""
+    from omni.rehearsal.compare import quickest
+
+    for mixture in dict.fromkeys(cell.mixture for cell in cells):
+        own = quickest([cell for cell in cells if cell.mixture == mixture])
+        yield f"{mixture}: {own[0].samples or 'every system is refused'}"
+        yield _TITLES
+        first = own[0].figures
+        for cell in own:
+            if cell.figures is None or first is None:
+                yield f"{cell.system:20} refused: {cell.refused}"
+            else:
+                yield _row(cell.system, cell.figures, first)
+        yield ""
+    yield _LEGEND
+
+
+def _row(system: str, found: "Figures", first: "Figures") -> str:
+    from omni.planning.memory_advice import GIB
+
+    llm, *encoders = found.imbalance.values()
+    shares = (found.idle, found.exposed, *(found.causes[name] for name in _SHARES))
+    idle, exposed, *causes = (f"{share:6.1%}" for share in shares)
+    over, ms = found.step_s / first.step_s, found.step_s * 1e3
+    return (
+        f"{system:20} {ms:10,.1f} {over:7.2f} {found.tokens_per_s:11,.0f} {found.mfu:6.1%} "
+        f"{max(encoders, default=1):7.2f} {llm:5.2f} {idle} {exposed} | {' '.join(causes)} | "
+        f"{found.held_bytes / GIB:6.1f} {found.planning_s:6.2f}  {'does not fit; ' * (not found.fits)}"
+        f"{found.schedule} {found.sets}"
+    )

@@ -1,0 +1,190 @@
+"""Systems side by side: the same samples on the same ranks under each, simulated.
+
+A system is a preset of policies (`hydra_conf/system`), composed with one model, layout, cluster and step. All
+train on the same samples, cut at the same length, which `compare` asserts: `data.sample_tokens`, or
+`data.microbatch_tokens` where that is null. Whoever cannot share a longer one gets microbatches that hold it.
+Ranks beside the LLM that nobody gave are allocated for the samples of the step. `Figures.sets` says both.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+
+from dataloader.tokens import SampleMeta
+from omni.config import Config
+from omni.planning.allocation import ranks_beside
+from omni.planning.choice import AUTO, text_of, with_keys
+from omni.planning.cut import told
+from omni.planning.layouts import planned_ranks
+from omni.planning.prepare import make_encoders, prepare_run
+from omni.rehearsal.estimate import estimate
+from parallel.placements import COLOCATED, PlacementPolicy
+from parallel.policies import SharingPolicy
+from parallel.policy import find
+from pipeline.causes import causes_of, work_of
+from pipeline.plan import StepPlan, Taken
+from pipeline.verifier import PlanRefusedError
+
+MICROBATCH, LONGEST = "data.microbatch_tokens", "data.sample_tokens"
+PLACEMENT, BESIDE = "placement.policy", "placement.ranks"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The first step under a system: simulated, but for the seconds of the CPU.
+
+    `step_s` is that of the slowest domain. `causes` divide it by what takes it, `pipeline.causes`; `idle` and
+    `exposed` are what its ranks wait for other ranks, and for communication, on average: all are shares of
+    the step. `imbalance` is the largest over the mean planned load by component. `held_bytes` are those of
+    the fullest rank, `fits` says whether its device has them. `planning_s` is what a rank takes to plan the
+    step, `preparing_s` what preparing the run takes, choosing included. `sets` are keys beside the system's.
+    """
+
+    step_s: float
+    tokens_per_s: float
+    mfu: float
+    over_best: float
+    imbalance: dict[str, float]
+    idle: float
+    exposed: float
+    causes: dict[str, float]
+    held_bytes: int
+    fits: bool
+    planning_s: float
+    preparing_s: float
+    layout: str
+    schedule: str
+    sets: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A system on a mixture, whose step has `samples`, in words: its figures, or why it is `refused`."""
+
+    mixture: str
+    system: str
+    figures: Figures | None = None
+    refused: str = ""
+    samples: str = ""
+
+    def as_json(self) -> dict[str, object]:
+        """As plain values; what is refused has its reason alone."""
+        values = asdict(self)
+        return {key: value for key, value in values.items() if value not in (None, "")}
+
+
+def compare(
+    configs: Mapping[str, Config], traces: Mapping[str, Sequence[SampleMeta]], say: Callable[[str], None]
+) -> Iterator[Cell]:
+    """Simulate the first step of each system on each trace, by name: of the runs of `configs`, which differ
+    in nothing but their system. A trace without samples has the run's own sources count. `say` hears what is
+    under way.
+    """
+    for mixture, trace in traces.items():
+        same: tuple[object, ...] | None = None
+        for system, config in configs.items():
+            say(f"{system} on {mixture}")
+            try:
+                figures, samples, taken = _figures(config, trace)
+            except (ValueError, PlanRefusedError) as error:
+                yield Cell(mixture, system, refused=str(error))
+                continue
+            own = (taken.source, taken.ids, taken.lengths)
+            assert same in (None, own), f"{system} trains on other samples than the systems before it"
+            same = own
+            yield Cell(mixture, system, figures, samples=samples)
+
+
+def quickest(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of a mixture in the order of their steps: those that fit a device, those that do not, the
+    refused.
+    """
+
+    def place(cell: Cell) -> tuple[bool, bool, float]:
+        found = cell.figures
+        return (found is None, found is not None and not found.fits, found.step_s if found else 0.0)
+
+    return sorted(cells, key=place)
+
+
+def _figures(config: Config, trace: Sequence[SampleMeta]) -> tuple[Figures, str, Taken]:
+    """The figures of a run's first step, its samples in words, and the samples."""
+    sets = _comparable(config, trace)
+    begin = time.process_time()
+    spec = prepare_run(with_keys(config, sets), planned_ranks(config.launch), trace)
+    preparing_s, work = time.process_time() - begin, list[int]()
+
+    def plans() -> Iterator[StepPlan]:
+        for plan in spec.planner.all_domains(1, 0):
+            work.extend(work_of(plan.domain, spec.table))
+            yield plan
+
+    found = estimate(spec, plans())
+    begin = time.process_time()
+    spec.planner.next_step(1, 0, found.plan.number)
+    planning_s = time.process_time() - begin
+    step_ns, most = found.timeline.makespan_ns, spec.cluster.memory_bytes
+    single_queue = spec.planner.domain.single_queue
+    causes = causes_of(found.plan.domain, spec.table, sum(work) / len(work), single_queue)
+    spent = vars(found.spent)
+    exposed = sum(ns for name, ns in spent.items() if name not in ("compute_ns", "idle_ns"))
+    chosen = spec.choice.keys if spec.choice else {}
+    figures = Figures(
+        step_s=found.step_s,
+        tokens_per_s=found.tokens_per_s(),
+        mfu=found.mfu(spec),
+        over_best=found.over_best,
+        imbalance={name: most / mean if mean else 1.0 for name, (most, mean) in found.loads.items()},
+        idle=found.spent.idle_ns / step_ns,
+        exposed=exposed / step_ns,
+        causes={name: ns / step_ns for name, ns in zip(vars(causes), astuple(causes), strict=True)},
+        held_bytes=found.fullest.bytes,
+        fits=most is None or found.fullest.bytes <= most,
+        planning_s=planning_s,
+        preparing_s=preparing_s,
+        layout=spec.arrangement.describe(),
+        schedule=found.plan.domain.schedule,
+        sets=text_of({k: v for k, v in {**sets, **chosen}.items() if v is not None and k != LONGEST}),
+    )
+    return figures, told(spec.planner, found.plan.taken), found.plan.taken
+
+
+def _comparable(config: Config, trace: Sequence[SampleMeta]) -> dict[str, object]:
+    """Keys under which a system can be compared: how long samples may be, microbatches that hold these, ranks
+    that encode beside the LLM.
+
+    Raises:
+        LayoutError: where no ranks are left beside the LLM.
+    """
+    world, own, data = planned_ranks(config.launch), config.layout.llm, config.data
+    replica = own.tp * own.cp * own.pp
+    longest = data.sample_tokens or data.microbatch_tokens
+    keys: dict[str, object] = {LONGEST: longest}
+    sharing = config.llm_sp.policy
+    shared = sharing == AUTO or find(SharingPolicy, sharing, "llm_sp.policy").finds_room
+    members = own.cp * (config.layout.domain or own.dp or max(1, world // replica)) if shared else 1
+    if longest > members * data.microbatch_tokens:
+        keys[MICROBATCH] = -(-longest // members)
+    placement = find(PlacementPolicy, config.placement.policy, PLACEMENT)
+    if not placement.beside:
+        keys[BESIDE] = None
+    elif config.placement.ranks is None:
+        slots = dict.fromkeys(make_encoders(config.model.encoders), 1)
+        slots |= {name: of.tp for name, of in config.layout.encoders.items()}
+        work = (
+            _work(with_keys(config, keys), world // replica * replica, trace) if world > replica else (1, 1)
+        )
+        keys[BESIDE] = ranks_beside(world, own, slots, placement, work)
+    return keys
+
+
+def _work(config: Config, world: int, trace: Sequence[SampleMeta]) -> tuple[int, int]:
+    """What a step takes replicas of the LLM, and these if they encode it: nanoseconds, of the LLM and all
+    encoders.
+    """
+    spec = prepare_run(with_keys(config, {PLACEMENT: COLOCATED.name, BESIDE: None}), world, trace)
+    world_planner, costing = spec.planner.world, spec.planner.domain.costing
+    taken = world_planner.take(0)
+    costs = costing.costs([world_planner.meta_of(taken, number) for number in range(len(taken))])
+    llm, *encoders = costs.ns.sum(0).tolist()
+    return llm, sum(encoders)
