@@ -6,8 +6,12 @@ The same 2,000 samples are written as datasets of their own, and as files of oth
 where they lie. For each of these, and several worlds and layouts, the samples of steps are compared with
 those of one rank on the datasets; of the first steps CRCs of all that loaders hand out: token ids, labels,
 masks, values and positions of items, as the ranks of all domains fetch them. Steps go on in other worlds from
-where they were. In no epoch of a source a sample may be lost or come twice. The last line is JSON, and the
-exit code 1 if anything differs.
+where they were, with the phases of the mixture that a checkpoint then knows.
+
+The mixture changes on the way: at step 200 a source is added, at 300 all are weighted anew, at 400 one in a
+hundred samples is removed by its id (in a quick run at 80, 120 and 160). Beyond the first steps CRCs are
+taken of the steps around each change, too. In no epoch of a source a sample may be lost or come twice, and
+none may come after it was removed. The last line is JSON, and the exit code 1 if anything differs.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,14 +43,19 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
+from omni.config import PhaseConfig
 from omni.models.registry import prepare_item
+from omni.planning.mixture import positions, with_positions
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rank.inputs import Assembler, Place
 from pipeline.plan import StepPlan
 
-SIZES = {"a": 1_300, "b": 700}
-WEIGHTS = {"a": 3, "b": 1}
+SIZES = {"a": 1_100, "b": 500, "c": 400}
+WEIGHTS = {"a": 3, "b": 1, "c": 0}
+ADDED, REWEIGHTED = {"c": 2}, {"a": 1, "b": 3, "c": 1}
+CHANGES = (200, 300, 400)  # steps at which a source is added, all are weighted anew, samples removed
+QUICK_CHANGES = (80, 120, 160)
 SAMPLES = 16  # of a step
 WORLDS: dict[int, tuple[str, ...]] = {
     1: (),
@@ -134,8 +144,33 @@ def prepare(folder: Path, recipe: str) -> dict[str, Path]:
     return paths
 
 
-def spec_of(paths: Mapping[str, Path], world: int) -> RunSpec:
-    """Prepare a small run on sources, on so many ranks."""
+def removed(source: str) -> set[int]:
+    """The samples of a source that are removed: one in a hundred."""
+    return set(random.Random(source).sample(range(SIZES[source]), SIZES[source] // 100))
+
+
+def lists_of(folder: Path, paths: Mapping[str, Path]) -> dict[str, str]:
+    """Write the ids of the samples that are removed, by source, as the recipe of `paths` names them."""
+    lists = {}
+    for source, path in paths.items():
+        reader = open_reader(path)
+        lists[source] = str(folder / f"{source}.txt")
+        ids = (reader.read(i, False, False).id for i in removed(source))
+        Path(lists[source]).write_text("\n".join(ids))
+    return lists
+
+
+def spec_of(
+    paths: Mapping[str, Path],
+    world: int,
+    changes: Sequence[int],
+    lists: Mapping[str, str],
+    known: Mapping[int, int] | None = None,
+    begin: tuple[int, int] | None = None,
+) -> RunSpec:
+    """Prepare a small run on sources, on so many ranks. If it goes on, from the step and the position where
+    it is to `begin`, it knows by their first steps where phases before began.
+    """
     line = [
         "~experiment",
         "system=multiplexed",
@@ -149,7 +184,14 @@ def spec_of(paths: Mapping[str, Path], world: int) -> RunSpec:
         "train.steps=1000",
         *WORLDS[world],
     ]
-    return prepare_run(compose_config(line), world)
+    config = compose_config(line)
+    phases = [
+        PhaseConfig(changes[0], ADDED),
+        PhaseConfig(changes[1], REWEIGHTED),
+        PhaseConfig(changes[2], remove={source: [file] for source, file in lists.items()}),
+    ]
+    config.data.mixture = {f"step_{phase.first}": phase for phase in phases}
+    return prepare_run(replace(config, data=with_positions(config.data, known or {})), world, begin=begin)
 
 
 def drawn(spec: RunSpec, steps: int, cursor: int = 0) -> tuple[list[Drawn], list[int]]:
@@ -161,6 +203,18 @@ def drawn(spec: RunSpec, steps: int, cursor: int = 0) -> tuple[list[Drawn], list
         found.append([(taken.sources[of], i) for of, i in zip(taken.source, taken.ids, strict=True)])
         cursor = taken.next_cursor
     return found, cursors
+
+
+def with_removed(spec: RunSpec, steps: int) -> list[Drawn]:
+    """The samples of steps and those that they pass over, as removed, in the order of the stream."""
+    cursor, found = 0, []
+    for _ in range(steps):
+        taken = spec.planner.world.take(cursor)
+        order = spec.planner.world.samples_at(cursor).stream
+        of, ids = (column.tolist() for column in order.take(cursor, taken.next_cursor - cursor))
+        found.append([(order.names[n], i) for n, i in zip(of, ids, strict=True)])
+        cursor = taken.next_cursor
+    return found
 
 
 class Handed:
@@ -231,9 +285,18 @@ def _crc(arrays: Sequence[np.ndarray]) -> int:
     return total
 
 
-def wrong_epochs(steps: Sequence[Drawn]) -> list[str]:
-    """Sources of which an epoch lacks a sample or has one twice."""
+def wrong_epochs(steps: Sequence[Drawn], passed: Sequence[Drawn], since: int) -> list[str]:
+    """Sources of which an epoch lacks a sample or has one twice; steps that lack others of the samples
+    `passed` than those removed from step `since` on.
+    """
+    gone = {(source, i) for source in SIZES for i in removed(source)}
     found = []
+    for number, (own, every) in enumerate(zip(steps, passed, strict=True), 1):
+        if own != [pair for pair in every if not (number >= since and pair in gone)]:
+            found.append(f"step {number} lacks samples, or has some that were removed")
+    if not any(pair in gone for every in passed[since - 1 :] for pair in every):
+        found.append("no sample that was removed would have come")
+    steps = passed
     for source, size in SIZES.items():
         ids = [i for step in steps for of, i in step if of == source]
         whole = [ids[first : first + size] for first in range(0, len(ids) - size + 1, size)]
@@ -242,8 +305,10 @@ def wrong_epochs(steps: Sequence[Drawn]) -> list[str]:
     return found
 
 
-def measure(folder: Path, steps: int, loaded: int, resumes: int) -> dict[str, Any]:
+def measure(folder: Path, steps: int, loaded: int, resumes: int, changes: Sequence[int]) -> dict[str, Any]:
     """Compare everything with one rank on datasets; `differ` says what is not the same."""
+    around = [step for change in changes for step in (change - 2, change - 1, change)]
+    handed_of = sorted({*range(loaded), *(step for step in around if step < steps)})
     rng = random.Random(0)
     differ: list[str] = []
     expected: list[Drawn] = []
@@ -251,7 +316,8 @@ def measure(folder: Path, steps: int, loaded: int, resumes: int) -> dict[str, An
     compared = 0
     for recipe in RECIPES:
         paths = prepare(folder, recipe)
-        specs = {world: spec_of(paths, world) for world in WORLDS}
+        lists = lists_of(folder, paths)
+        specs = {world: spec_of(paths, world, changes, lists) for world in WORLDS}
         for world, spec in specs.items():
             found, cursors = drawn(spec, steps)
             workers = WORKERS if world == 4 else (2,)
@@ -260,21 +326,26 @@ def measure(folder: Path, steps: int, loaded: int, resumes: int) -> dict[str, An
                 differ.append(f"samples: {recipe}, {world} ranks")
             for number in workers:
                 handed = Handed(spec, paths, number)
-                own = [handed.crc(step + 1, cursors[step]) for step in range(loaded)]
+                own = [handed.crc(step + 1, cursors[step]) for step in handed_of]
                 handed.close()
                 crcs = crcs or own
-                compared += loaded
+                compared += len(handed_of)
                 if own != crcs:
                     differ.append(f"tensors: {recipe}, {world} ranks, {number} workers")
         for step in sorted(rng.sample(range(1, steps - 20), resumes)):
             before, after = rng.sample(list(WORLDS), 2)
             cursor = specs[before].planner.cursor_of(step + 1)
-            if drawn(specs[after], 20, cursor)[0] != expected[step : step + 20]:
+            begun = positions(specs[before].config.data)
+            known = {first: start for first, start in begun.items() if first <= step}
+            resumed = spec_of(paths, after, changes, lists, known, (step + 1, cursor))
+            if drawn(resumed, 20, cursor)[0] != expected[step : step + 20]:
                 differ.append(f"resumed at {step}: {recipe}, {before} to {after} ranks")
-    differ += wrong_epochs(expected)
+    first = spec_of(paths, 1, changes, lists)
+    differ += wrong_epochs(expected, with_removed(first, steps), changes[2])
     return {
         "recipes": list(RECIPES), "worlds": list(WORLDS), "workers": list(WORKERS), "steps": steps,
-        "loaded_steps": loaded, "resumes": resumes * len(RECIPES), "crcs": compared, "missed": differ,
+        "source_added": changes[0], "reweighted": changes[1], "removed": changes[2],
+        "loaded_steps": len(handed_of), "resumes": resumes * len(RECIPES), "crcs": compared, "missed": differ,
     }  # fmt: skip
 
 
@@ -282,12 +353,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer steps: half a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer steps: a minute")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(Path(name), *((200, 5, 3) if quick else (500, 50, 5)))
+        figures = measure(Path(name), *((200, 5, 3, QUICK_CHANGES) if quick else (500, 50, 5, CHANGES)))
     for what in figures["missed"]:
         print(f"not the same: {what}")
     print(json.dumps({"benchmark": "data_order", **figures, "took_s": round(time.perf_counter() - start)}))

@@ -14,8 +14,11 @@ from dataloader.tokens import SampleMeta, fit
 
 Lengths = Callable[[str, Ints, int, str], Ints]
 """From a source's name, ids [n] within it, the most tokens of a sample and the policy for longer ones to the
-samples' lengths [n] as they are trained on, 0 for those that are not: `Index.lengths` of the source.
+samples' lengths [n] as they are trained on, 0 for those that are not: `Index.lengths` of the source. Those
+that are `REMOVED` were taken out of the run, however long they are.
 """
+
+REMOVED = -1
 
 _FIRST_READ = 256  # samples read at first, to learn their mean length
 _MOST_READ = 1 << 16  # samples read together
@@ -77,12 +80,13 @@ def take_global_batch(
         if not taken:
             count = min(count, begin + stream.cycle - cursor)
         sources, ids = stream.take(cursor, count)
-        tokens_of = _lengths_of(stream, lengths, sources, ids, budget)
+        found = _lengths_of(stream, lengths, sources, ids, budget)
+        tokens_of = np.maximum(found, 0)
         end = _end(tokens_of, taken, tokens, budget)
         full = end < count
         sources, ids, tokens_of = sources[:end], ids[:end], tokens_of[:end]
-        if budget.on_long == "error" and not tokens_of.all():
-            refused = int(np.argmin(tokens_of))
+        if budget.on_long == "error" and not found[:end].all():
+            refused = int(np.argmax(found == 0))
             meta = metas(stream.names[sources[refused]], int(ids[refused]))
             fit(meta, budget.longest, budget.on_long)  # says why
         read.append((sources, ids, tokens_of))
@@ -136,7 +140,7 @@ def _end(tokens_of: Ints, taken: int, tokens: int, budget: Budget) -> int:
 
 
 def _lengths_of(stream: Order, lengths: Lengths, sources: Ints, ids: Ints, budget: Budget) -> Ints:
-    """Lengths [n] as trained on of samples of any sources, 0 for those that are dropped."""
+    """Lengths [n] as trained on of samples of any sources, as `Lengths` gives them."""
     out = np.empty(len(ids), dtype=np.int64)
     for number in np.flatnonzero(np.bincount(sources)).tolist():
         of = sources == number

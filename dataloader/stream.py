@@ -62,9 +62,20 @@ class Stream:
     `window_groups` consecutive permuted groups are shuffled together: reads stay within a few row groups,
     and every sample comes exactly once per epoch. Sources count by name: their order does not matter.
     `names` are their names in order; a source's number is its place there.
+
+    A stream may begin at another position than 0, `start`, where each source had been `drawn` so often: it
+    goes on with the sample that comes next in its own order, so that a change of weights loses and repeats
+    none.
     """
 
-    def __init__(self, sources: Mapping[str, SourceSpec], seed: int, window_groups: int = 64) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, SourceSpec],
+        seed: int,
+        window_groups: int = 64,
+        start: int = 0,
+        drawn: Mapping[str, int] | None = None,
+    ) -> None:
         for name, spec in sources.items():
             if spec.size < 1 or spec.rows_per_group < 1 or spec.weight < 0:
                 raise ValueError(
@@ -79,7 +90,9 @@ class Stream:
         self.sources = dict(sorted(sources.items()))
         self.seed = seed
         self.window_groups = window_groups
+        self.start = start
         self.names = tuple(self.sources)
+        self._drawn = np.array([(drawn or {}).get(name, 0) for name in self.names], dtype=np.int64)
         self._weights = tuple(spec.weight // divisor for spec in self.sources.values())
         self.period = sum(self._weights)
         if self.period > _MAX_PERIOD:
@@ -103,7 +116,7 @@ class Stream:
         return self.period * max(1 - (1 - 2 * spec.size) // weight for spec, weight in used if weight)
 
     def at(self, position: int) -> tuple[str, int, int]:
-        """(source, sample id within the source, epoch of the source) at a position ≥ 0 of the run."""
+        """(source, sample id within the source, epoch of the source) at a position ≥ `start` of the run."""
         sources, ids, epochs = self._draw(position, 1)
         return self.names[sources[0]], int(ids[0]), int(epochs[0])
 
@@ -112,12 +125,22 @@ class Stream:
         sources, ids, _ = self._draw(start, count)
         return sources, ids
 
+    def drawn(self, position: int) -> dict[str, int]:
+        """How often each source is drawn before a position ≥ `start`, from the run's beginning on."""
+        whole, rest = divmod(position - self.start, self.period)
+        counts = self._drawn + whole * np.array(self._weights)
+        if rest:
+            sources, _ = _mixture(self.seed, whole, 1, self._weights)
+            counts += np.bincount(sources[:rest], minlength=len(counts))
+        return dict(zip(self.names, counts.tolist(), strict=True))
+
     def _draw(self, start: int, count: int) -> tuple[Ints, Ints, Ints]:
         """Source numbers, sample ids and epochs [count] from position `start` on."""
-        if start < 0:
-            raise ValueError(f"position {start} is before the start of the stream")
+        if start < self.start:
+            raise ValueError(f"position {start} is before the start of the stream, {self.start}")
         if count < 1:
             raise ValueError(f"{count} positions were asked for: ask for at least 1")
+        start -= self.start
         periods = max(1, _BLOCK // self.period)
         size = periods * self.period
         sources, draws = [], []
@@ -127,7 +150,7 @@ class Stream:
             sources.append(of[part])
             draws.append(number[part])
         source = np.concatenate(sources)
-        epoch, rank = np.divmod(np.concatenate(draws), self._sizes[source])
+        epoch, rank = np.divmod(np.concatenate(draws) + self._drawn[source], self._sizes[source])
         return source, self._shuffled(source, epoch, rank), epoch
 
     def _shuffled(self, source: Ints, epoch: Ints, rank: Ints) -> Ints:

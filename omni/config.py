@@ -127,6 +127,29 @@ class SourceConfig:
 
 
 @dataclass
+class PhaseConfig:
+    """A phase of the mixture: what is other from step `first` on. `weights` of sources, 0 to leave one out;
+    files that list the ids of samples to `remove`, by source; `step_tokens` or `step_samples` of a step.
+    `position` is where it begins in the stream of samples, which the run finds: nobody sets it.
+    """
+
+    first: int = at_least(1)
+    weights: dict[str, int] = field(default_factory=dict, metadata={"least": 0})
+    remove: dict[str, list[str]] = field(default_factory=dict)
+    step_tokens: int | None = at_least(1, None)
+    step_samples: int | None = at_least(1, None)
+    position: int | None = at_least(0, None)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "step_tokens",
+            lambda own: own.step_tokens is None or own.step_samples is None,
+            "leave it out, or step_samples={step_samples}: a step has one of them",
+        ),
+    )
+
+
+@dataclass
 class HeldoutConfig:
     """A held-out dataset: `samples` of it give the loss, `generate` are transcribed freely at the end, each
     with at most `generate_tokens` tokens.
@@ -140,13 +163,15 @@ class HeldoutConfig:
 
 @dataclass
 class DataConfig:
-    """What to train on. A step takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A
-    sample has at most `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is
-    `microbatch_tokens`, and where a system leaves choices open (`omni`) what its ranks hold together. Null
-    `loader_threads` are the machine's cores by its ranks, from 1 to 16.
+    """What to train on: `sources` by weight and, from later steps on, as phases of the `mixture` say. A step
+    takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A sample has at most
+    `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is `microbatch_tokens`, and
+    where a system leaves choices open (`omni`) what its ranks hold together. Null `loader_threads` are the
+    machine's cores by its ranks, from 1 to 16.
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
+    mixture: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = "bytes"
     microbatch_tokens: int = at_least(1)
@@ -437,6 +462,7 @@ class Config:
 MAPPINGS: tuple[tuple[str, str, type], ...] = (
     ("layout", "encoders", EncoderLayoutConfig),
     ("data", "sources", SourceConfig),
+    ("data", "mixture", PhaseConfig),
     ("data", "heldout", HeldoutConfig),
     ("optim", "components", ComponentOptimConfig),
 )

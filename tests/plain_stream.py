@@ -4,7 +4,9 @@ A change to what comes out here, or to the stream alone, changes what resumed ru
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
+from itertools import pairwise
 from math import gcd
 
 from dataloader.stream import SourceSpec
@@ -32,8 +34,33 @@ class PlainStream:
         count = period * drawn.count(name) + drawn[:slot].count(name)
         spec = self.sources[name]
         epoch, rank = divmod(count, spec.size)
-        name_key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        return name, shuffled(rank, epoch, spec, fold(self.seed, 1, name_key), self.window_groups), epoch
+        key = fold(self.seed, 1, name_key(name))
+        return name, shuffled(rank, epoch, spec, key, self.window_groups), epoch
+
+
+def plain_phases(
+    sources: Mapping[str, SourceSpec],
+    phases: list[tuple[int, Mapping[str, int]]],
+    seed: int,
+    window_groups: int,
+    stop: int,
+) -> list[tuple[str, int]]:
+    """(source, sample) at positions 0 … stop - 1 of phases (start, weights): draws are counted one by one."""
+    drawn, found = dict.fromkeys(sources, 0), []
+    for (start, weights), (end, _) in pairwise([*phases, (stop, {})]):
+        own = {name: replace(spec, weight=weights[name]) for name, spec in sources.items()}
+        order = PlainStream(own, seed, window_groups)
+        for position in range(start, end):
+            name = order.at(position - start)[0]
+            key = fold(seed, 1, name_key(name))
+            epoch, rank = divmod(drawn[name], own[name].size)
+            found.append((name, shuffled(rank, epoch, own[name], key, window_groups)))
+            drawn[name] += 1
+    return found
+
+
+def name_key(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def shuffled(rank: int, epoch: int, spec: SourceSpec, key: int, window_groups: int) -> int:

@@ -105,6 +105,7 @@ def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
     longest = config.data.sample_tokens or config.data.microbatch_tokens
     if data not in TRACES and Path(data).is_dir():
         config.data.sources, config.data.heldout = {Path(data).name: SourceConfig(path=data)}, {}
+        config.data.mixture = {}
         return []
     encoders = make_encoders(config.model.encoders)
     trace, notes = for_encoders(open_trace(data, count, config.train.seed, longest), encoders)

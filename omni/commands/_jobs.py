@@ -97,7 +97,8 @@ def prepare_job(
             config.launch.ranks, launcher.ranks_per_node or config.cluster.ranks_per_node
         )
     path = Path(config.run.dir).absolute()
-    spec = prepare_run(config, nodes * per_node)
+    config, begin = mixture_of_folder(config, RunFolder(path))
+    spec = prepare_run(config, nodes * per_node, begin=begin)
     done, cursor, before = _continued(RunFolder(path), spec)
     if done:
         spec = _chosen_again(spec, RunFolder(path), done, cursor)
@@ -134,6 +135,30 @@ def _as_before(config: Config, overrides: Sequence[str]) -> Config:
         saved = load_config(RunFolder(Path(config.run.dir).absolute()).config)
         return as_saved(config, saved, keys_of(overrides))
     return config
+
+
+def mixture_of_folder(config: Config, folder: RunFolder) -> tuple[Config, tuple[int, int] | None]:
+    """Return a configuration whose phases of the mixture begin where the run's last checkpoint says, and the
+    step and the position in the stream from which later ones are to be found, None for the run's first.
+    """
+    from infra.checkpoint import CheckpointError, newest
+    from omni.planning.mixture import with_positions
+    from omni.training.fingerprint import same_mixture
+    from omni.training.storage import storage_of
+
+    if not config.data.mixture:
+        return config, None
+    try:
+        manifest, _ = newest(storage_of(config, folder))
+    except (CheckpointError, OSError):  # `_continued` says so
+        manifest = None
+    if manifest is None:
+        return replace(config, data=with_positions(config.data, {})), None
+    done = manifest["step"]
+    known = dict(manifest.get("mixture", ()))
+    if not same_mixture(manifest, config):
+        known = {first: start for first, start in known.items() if first <= done}
+    return replace(config, data=with_positions(config.data, known)), (done + 1, manifest["cursor"])
 
 
 def _chosen_again(spec: "RunSpec", folder: RunFolder, done: int, cursor: int) -> "RunSpec":

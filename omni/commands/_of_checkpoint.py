@@ -67,8 +67,8 @@ def configured(arguments: argparse.Namespace) -> "Config":
         raise ConfigError(f"--out {out}: name a file in a folder that there is")
     folder, step = _found(arguments.run, arguments.step)
     saved = load_config(folder.config)
-    location, _ = checkpoint_of(folder, saved, step)
-    begun = as_stage(saved, location, optimizer=False)
+    location, manifest = checkpoint_of(folder, saved, step)
+    begun = as_stage(saved, location, optimizer=False, step=manifest["step"])
     config, launcher = compose_saved(begun, arguments.overrides, arguments.config_dir)
     if (kind := settings_of(launcher).kind) != "local":
         raise ConfigError(f"hydra/launcher={kind}: ranks for a checkpoint start on this machine alone")

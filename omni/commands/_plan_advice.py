@@ -145,7 +145,7 @@ def _changes(spec: RunSpec, found: Estimate) -> Iterator[tuple[list[str], Planne
     times = -(-FILLED * layout.pp // max(1, len(domain.microbatches)))
     if found.spent.reducing_ns >= WASTED * found.timeline.makespan_ns:
         times = max(2, times)
-    budget = planner.world.budget
+    budget = planner.world.budget_at(found.plan.taken.cursor)
     key = "step_tokens" if budget.step_tokens is not None else "step_samples"
     while times > 1:
         value = times * getattr(budget, key)

@@ -1,4 +1,4 @@
-"""`omni data`: build, index, inspect, show, verify, hash and balance datasets; make and describe traces."""
+"""`omni data`: build, index, inspect, verify, hash, balance and remix datasets; make and describe traces."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dataloader.visible import visible
-from omni.commands import _balance, _index, _inspect
+from omni.commands import _balance, _index, _inspect, _remix
 from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
 
@@ -14,7 +14,7 @@ from omni.commands._index import chosen
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data`."""
     actions = parser.add_subparsers(
-        dest="action", required=True, metavar="build|index|inspect|show|verify|hash|balance|trace"
+        dest="action", required=True, metavar="build|index|inspect|show|verify|hash|balance|remix|trace"
     )
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     _balance.add_arguments(actions.add_parser("balance", help="how even steps would be by which policies"))
 
+    _remix.add_arguments(actions.add_parser("remix", help="change what a run draws from a later step on"))
+
     trace = actions.add_parser("trace", help="sample metadata without payload")
     kinds = trace.add_subparsers(dest="trace_action", required=True, metavar="generate|describe")
     generate = kinds.add_parser("generate", help="write a synthetic trace")
@@ -72,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `omni data`; 0 if all is well, 1 with a message on stderr if not, 2 for a mistake in what
-    `balance` or `trace` are given.
+    `balance`, `remix` or `trace` are given.
     """
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
@@ -82,13 +84,14 @@ def run(args: argparse.Namespace) -> int:
         "verify": _verify,
         "hash": _hash,
         "balance": _balance.run,
+        "remix": _remix.run,
         "trace": _trace,
     }
     try:
         return actions[args.action](args)
     except (ValueError, OSError) as error:
         print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) and args.action in ("balance", "trace") else 1
+        return 2 if isinstance(error, ValueError) and args.action in ("balance", "remix", "trace") else 1
 
 
 def _build(args: argparse.Namespace) -> int:

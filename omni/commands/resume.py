@@ -31,8 +31,9 @@ learning rate, data, freezing and length may change; the model may not:
 
 hydra/launcher=slurm submits it, hydra/launcher=ray runs it on a cluster, as for omni train.
 
-A stage that draws samples as before (the same data.sources, data.window_groups and train.seed) goes on where
-the checkpoint was among them, any other begins with the first; start.cursor=N says otherwise.
+A stage that draws samples as before (the same data.sources, data.window_groups and train.seed, and no
+data.mixture) goes on where the checkpoint was among them, any other begins with the first; start.cursor=N
+says otherwise.
 """
 
 
@@ -83,7 +84,7 @@ def _configured(arguments: argparse.Namespace) -> "tuple[Config, LauncherConfig]
     if own.config.exists():
         raise ConfigError(f"--fork {arguments.fork} is a run: choose a new folder, or resume that run")
     checkpoint, manifest = checkpoint_of(folder, saved, arguments.step)
-    stage = as_stage(saved, checkpoint, arguments.optimizer)
+    stage = as_stage(saved, checkpoint, arguments.optimizer, manifest["step"])
     config, launcher = compose_saved(stage, arguments.overrides, arguments.config_dir)
     kept_at = config.train.checkpoint_dir
     if kept_at is not None and kept_at == saved.train.checkpoint_dir:

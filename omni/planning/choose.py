@@ -110,7 +110,7 @@ def lengths_of(samples: Samples, cursor: int = 0) -> Ints:
     for number in np.unique(sources).tolist():
         of = sources == number
         out[of] = samples.lengths(samples.stream.names[number], ids[of], _ANY, "truncate")
-    return out
+    return np.maximum(out, 0)
 
 
 def _sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ def few(planner: Planner, taken: Taken) -> Iterator[str]:
     A sample stays with the ranks that may share it, so with fewer samples than such places some have none; a
     pipeline with fewer microbatches than stages fills and empties for longer than it is full.
     """
-    world, budget, count = planner.domain.arrangement, planner.world.budget, len(taken)
+    world, budget, count = planner.domain.arrangement, planner.world.budget_at(taken.cursor), len(taken)
     key, value = (
         ("step_samples", budget.step_samples)
         if budget.step_tokens is None

@@ -70,13 +70,14 @@ class Planner:
     def with_budget(self, budget: Budget) -> "Planner":
         """Return the planner that plans with another budget."""
         domain = replace(self.domain, microbatch_tokens=budget.microbatch_tokens)
-        return replace(self, world=replace(self.world, budget=budget), domain=domain)
+        return replace(self, world=self.world.with_budget(budget), domain=domain)
 
     def next_step(self, step: int, cursor: int, number: int) -> StepPlan:
         """Plan step `step` of training, from stream position `cursor`, for domain `number`.
 
         The plan says where the next step begins.
         """
+        assert self.world.is_of_step(cursor, step), f"step {step} does not begin at {cursor}: other phases"
         taken = self.world.take(cursor)
         groups = self.world.groups_of(taken, self.domain.costing)
         place = number // self.world.group_size

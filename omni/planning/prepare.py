@@ -6,6 +6,7 @@ when the configuration was composed (`omni.keys`). Each function below is given 
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from omni.planning.frameworks import Framework
 from omni.planning.fullest import fits, holds, remembering
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, resolve_layout
+from omni.planning.mixture import Mixture, with_positions
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
@@ -49,16 +51,18 @@ def prepare_run(
     world: int,
     trace: Sequence[SampleMeta] = (),
     framework: Framework | None = None,
-    begin: tuple[int, int] = (1, 0),
+    begin: tuple[int, int] | None = None,
 ) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it. Steps take the samples of a
     `trace` over and over, if there is one, and last as another `framework` would have them, to be simulated.
     What the configuration leaves open is chosen for steps from that and the position in the stream at which
-    they `begin`, and what was chosen for other ranks is chosen again.
+    they `begin`, and what was chosen for other ranks is chosen again. From there on steps are gone through,
+    too, to find where later phases of the mixture begin, if that is not known.
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: ValueErrors with key, value and remedy.
     """
+    begin = begin or (1, config.start.cursor or 0)
     config = with_pairing(reopened(config, world))
     encoders, plain = make_encoders(config.model.encoders), unchosen(config)
     resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
@@ -74,7 +78,20 @@ def prepare_run(
     def resolve(config: Config) -> RunSpec:
         return _resolve(config, world, encoders, tokenizer, opened, framework)
 
-    return choose(config, world, opened.samples, resolve, begin)
+    spec = choose(config, world, opened.mixture.samples_at(begin[1]), resolve, begin)
+    return _located(spec, opened.mixture, begin)
+
+
+def _located(spec: RunSpec, mixture: Mixture, begin: tuple[int, int]) -> RunSpec:
+    """Find where phases of a run begin that steps reach, from the step and the position where steps `begin`,
+    and note it in its configuration.
+    """
+    config = spec.config
+    world = mixture.located(spec.planner.world, *begin, config.train.steps)
+    if len(world.later) == len(spec.planner.world.later):
+        return spec
+    data = with_positions(config.data, {phase.first: phase.start for phase in world.later})
+    return replace(spec, config=replace(config, data=data), planner=replace(spec.planner, world=world))
 
 
 def _resolve(
@@ -119,7 +136,7 @@ def _resolve(
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)
     planner = Planner(
-        world=WorldPlanner(opened.samples, budget, policies["deal"], arrangement.num_domains, group_size),
+        world=_world(opened.mixture, budget, policies, arrangement, group_size),
         group=GroupPlanner(policies["balance"], arrangement.replicas),
         domain=domain,
         frozen=partial(frozen_at, stages),
@@ -199,6 +216,15 @@ def _domain_planner(
         party=party_size(llm, arrangement, sharing[LLM].pool.num_members),
         single_queue=arrangement.domain_size > 1 and cluster.queues == "one",
         **more,
+    )
+
+
+def _world(
+    mixture: Mixture, budget: Budget, policies: Chosen, arrangement: Arrangement, group_size: int
+) -> WorldPlanner:
+    """The planner of the world's level, with the phases whose positions are known."""
+    return WorldPlanner(
+        mixture.samples, budget, policies["deal"], arrangement.num_domains, group_size, mixture.begun()
     )
 
 

@@ -14,6 +14,7 @@ from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import SampleMeta
 from omni.config import ConfigError, DataConfig, HeldoutConfig, SourceConfig
 from omni.models.registry import Encoder
+from omni.planning.mixture import Mixture, mixture_of
 from omni.planning.run_spec import item_count
 
 _SOUGHT = (
@@ -25,12 +26,12 @@ _SOUGHT = (
 @dataclass(frozen=True)
 class RunData:
     """The indexes of the training sources and of those held out, by name, and where steps take samples from.
-    Where these are those of a trace, there are no indexes.
+    Where these are those of a trace, there are no indexes and no later phases.
     """
 
     indexes: Mapping[str, Index]
     heldout: Mapping[str, Index]
-    samples: Samples
+    mixture: Mixture
 
 
 def open_data(
@@ -49,7 +50,7 @@ def open_data(
     if trace:
         modalities = dict.fromkeys(item.modality for meta in trace for item in meta.items)
         _check_modalities("the trace", tuple(modalities), taken)
-        return RunData({}, {}, in_order(trace))
+        return RunData({}, {}, Mixture(in_order(trace)))
     if not data.sources:
         raise ConfigError("data.sources is empty: name at least one dataset, such as data=quickstart")
     heldout = _open_all("data.heldout", data.heldout, tokenizer, taken)
@@ -66,7 +67,8 @@ def open_data(
         name: SourceSpec(len(index), index.manifest.rows_per_group, data.sources[name].weight)
         for name, index in indexes.items()
     }
-    return RunData(indexes, heldout, _indexed(Stream(specs, seed, data.window_groups), encoders, indexes))
+    samples = _indexed(Stream(specs, seed, data.window_groups), encoders, indexes)
+    return RunData(indexes, heldout, mixture_of(data, samples, indexes))
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:

@@ -3,8 +3,9 @@
 Every rank composes this level of every step, whatever its domain: it is columns of numbers.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,9 +19,22 @@ from pipeline.plan import Taken
 
 
 @dataclass(frozen=True)
+class MixturePhase:
+    """Part of a run with a mixture of its own: from step `first`, which begins at position `start` of the
+    stream, steps take `samples`. A step has `step_tokens` or `step_samples`, None for what it had before.
+    """
+
+    first: int
+    start: int
+    samples: Samples
+    step_tokens: int | None = None
+    step_samples: int | None = None
+
+
+@dataclass(frozen=True)
 class WorldPlanner:
     """Takes the samples of a step, up to a budget, and deals them to groups of `group_size` neighbouring ones
-    of `num_domains` domains.
+    of `num_domains` domains. From the start of each of the `later` phases on, steps take what it says.
     """
 
     samples: Samples
@@ -28,11 +42,38 @@ class WorldPlanner:
     deal: DealPolicy
     num_domains: int
     group_size: int
+    later: tuple[MixturePhase, ...] = ()
+
+    def samples_at(self, cursor: int) -> Samples:
+        """Return what steps take samples of at a position of the stream."""
+        number = self._phase(cursor)
+        return self.later[number - 1].samples if number else self.samples
+
+    def budget_at(self, cursor: int) -> Budget:
+        """Return what a step takes at a position of the stream."""
+        budget = self.budget
+        for phase in self.later[: self._phase(cursor)]:
+            if (phase.step_tokens, phase.step_samples) != (None, None):
+                budget = replace(budget, step_tokens=phase.step_tokens, step_samples=phase.step_samples)
+        return budget
+
+    def with_budget(self, budget: Budget) -> "WorldPlanner":
+        """Return the planner of which steps have another budget, those of all phases."""
+        later = tuple(replace(phase, step_tokens=None, step_samples=None) for phase in self.later)
+        return replace(self, budget=budget, later=later)
+
+    def is_of_step(self, cursor: int, step: int) -> bool:
+        """Whether a step may begin at a position of the stream: both are of the same phase."""
+        return self._phase(cursor) == bisect_right([phase.first for phase in self.later], step)
+
+    def _phase(self, cursor: int) -> int:
+        """How many of the later phases have begun at a position of the stream."""
+        return bisect_right([phase.start for phase in self.later], cursor)
 
     def take(self, cursor: int) -> Taken:
-        """Take a step's samples from stream position `cursor` on."""
-        samples = self.samples
-        batch = take_global_batch(samples.stream, samples.lengths, samples.metas, cursor, self.budget)
+        """Take a step's samples from stream position `cursor` on: all of one phase, that of the position."""
+        samples, budget = self.samples_at(cursor), self.budget_at(cursor)
+        batch = take_global_batch(samples.stream, samples.lengths, samples.metas, cursor, budget)
         return Taken(
             cursor=cursor,
             next_cursor=batch.next_cursor,

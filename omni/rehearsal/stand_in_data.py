@@ -52,7 +52,7 @@ def use_trace(
         tell(f"trace {name}: {note}")
     write_index(path, trace, tokenizer_of(config.data), f"trace {name}")
     config.data.sources = {Path(name).resolve().stem: SourceConfig(path=str(path))}
-    config.data.heldout = {}
+    config.data.heldout, config.data.mixture = {}, {}
 
 
 def write_index(path: Path, trace: Sequence[SampleMeta], tokenizer: Tokenizer, recipe: str) -> None:

@@ -4,15 +4,16 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from dataloader.index import Index
-from dataloader.manifest import UNHASHED_VERSION
+from dataloader.manifest import UNHASHED_VERSION, hash_of
 from dataloader.storage import Storage
 from infra.checkpoint import CheckpointError, folder_of
-from omni.config import OF_STAGE
+from omni.config import OF_STAGE, Config
 from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
@@ -47,6 +48,9 @@ _LATER = {
 }
 # Keys of a component's optimizer that came later, too: null is that of `optim`.
 _OF_COMPONENT = re.compile(rf"(.+\.)?optim\.components\.[^.]+\.({'|'.join(OF_STAGE)})")
+_PHASE = re.compile(r"data\.mixture\.(\d+)\.")
+_WEIGHT = re.compile(r"data\.(?:sources\.(.+)\.weight|mixture\.\d+\.weights\.(.+))")
+_SOURCE = re.compile(r"data\.sources\.(.+)\.[a-z_]+")
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")
 _HASH = re.compile(r"data\.sources\..+\.hash")  # what a checkpoint may not know: of a dataset without hashes
 
@@ -74,6 +78,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
             }
             for name, source in data["sources"].items()
         },
+        "mixture": _mixture(data),
         "tokenizer": spec.tokenizer.name,
         **({"tokenizer_digest": spec.tokenizer.digest} if spec.tokenizer.digest else {}),
         **{
@@ -92,6 +97,29 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
         if not _FREE.fullmatch(key)
         and not (key in _LATER and value == _LATER[key])
         and not (value is None and _OF_COMPONENT.fullmatch(key))
+    }
+
+
+def same_mixture(manifest: Mapping[str, Any], config: Config) -> bool:
+    """Whether the run of a checkpoint, of which `manifest` is given, had all phases of a configuration."""
+    data: Any = OmegaConf.to_container(OmegaConf.structured(config.data))
+    saved = {key: value for key, value in manifest["fingerprint"].items() if _PHASE.match(key)}
+    return saved == dict(flattened(_mixture(data), "data.mixture"))
+
+
+def _mixture(data: Any) -> dict[str, Any]:
+    """What decides samples in the phases of a mixture, by their first steps: of plain values of `data`."""
+    return {
+        str(phase["first"]): {
+            **{key: phase[key] for key in ("first", "step_tokens", "step_samples")},
+            "weights": phase["weights"],
+            "remove": {
+                # One that is missing is named where it is read.
+                source: ", ".join(hash_of(Path(file)) for file in files if Path(file).is_file())
+                for source, files in phase["remove"].items()
+            },
+        }
+        for phase in data["mixture"].values()
     }
 
 
@@ -132,7 +160,8 @@ def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], s
     Raises:
         CheckpointError: naming the first differences.
     """
-    saved = manifest["fingerprint"]
+    saved = _until(manifest["step"], manifest["fingerprint"])
+    current = _until(manifest["step"], current)
     different = [
         key
         for key in sorted(set(saved) | set(current))
@@ -147,6 +176,24 @@ def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], s
             + ("A dataset that says no hashes gets them by omni data hash. " if unknown else "")
             + "Restore these values to continue the run, or train in a new run folder."
         )
+
+
+def _until(step: int, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """What decided the steps up to one: no phase of the mixture that begins later, and no source that none of
+    the others draws from.
+    """
+    kept = {
+        key: value
+        for key, value in parts.items()
+        if not ((of := _PHASE.match(key)) and int(of.group(1)) > step)
+    }
+    weights = [of for key, weight in kept.items() if weight and (of := _WEIGHT.fullmatch(key))]
+    drawn = {of.group(1) or of.group(2) for of in weights}
+    return {
+        key: value
+        for key, value in kept.items()
+        if not ((of := _SOURCE.fullmatch(key)) and of.group(1) not in drawn)
+    }
 
 
 def other_decoders(manifest: Mapping[str, Any], current: Mapping[str, str]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataloader.index import same_data
 from infra.progress import LEGEND
 from infra.run_folder import RunFolder
+from omni.planning.mixture import repeats, told
 from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
@@ -21,6 +22,8 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
     yield f"run folder {folder.path}"
     yield f"  model     {_model(spec)}"
     yield f"  data      {_data(spec)}"
+    for text in told(spec.config.data):
+        yield f"  mixture   {text}"
     yield (
         f"  ranks     {spec.arrangement.world} on {device}, {precision_of(train.precision)}: "
         f"{spec.arrangement.describe()}; {spec.policies['placement'].name}, {spec.policies['pipeline'].name}"
@@ -61,6 +64,7 @@ def _data(spec: RunSpec) -> str:
 
 def _notes(spec: RunSpec) -> Iterator[str]:
     """What the user should know of the data."""
+    yield from repeats(spec.config.data, {name: len(index) for name, index in spec.indexes.items()})
     for name, index in {**spec.heldout, **spec.indexes}.items():
         if index.manifest.hash is None:
             yield (

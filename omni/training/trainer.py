@@ -29,6 +29,7 @@ from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.registry import prepare_item
+from omni.planning.mixture import positions
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.bad_samples import BadSamples
@@ -372,6 +373,7 @@ class Trainer:
             **self.progression.state(),
             "layout": self.spec.arrangement.describe(),
             "cost_tables": self.tables.state(self.step),
+            "mixture": sorted(positions(self.config.data).items()),
             "fingerprint": self.fingerprint,
             "decoders": self.decoders,
         }

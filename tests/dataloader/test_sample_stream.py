@@ -2,19 +2,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_stream import PlainStream
+from plain_stream import PlainStream, plain_phases
 
 from dataloader.stream import SourceSpec, Stream, permute, unpermute
 
 pytestmark = pytest.mark.filterwarnings("error")  # such as those of integers that overflow
 
+small = st.builds(SourceSpec, st.integers(1, 40), st.integers(1, 9), st.integers(1, 5))
 specs = st.builds(SourceSpec, st.integers(1, 300), st.integers(1, 9), st.integers(1, 5))
 
 
@@ -58,6 +60,34 @@ def test_many_positions_are_as_defined(sources, weight, seed, window, start, cou
     assert drawn_from(stream, start, count) == [(name, i) for name, i, _ in expected]
     assert stream.at(start) == expected[0]
     assert stream.at(start + count - 1) == expected[-1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.dictionaries(st.sampled_from("abc"), small, min_size=2),
+    st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 4), min_size=3, max_size=3)), max_size=3),
+    st.integers(-5, 2**70),
+    st.integers(1, 9),
+)
+def test_phases_go_on_where_each_source_was(sources, later, seed, window):
+    """As counted one by one; so of a source no sample is lost or comes twice in an epoch, whatever its
+    weights were."""
+    phases = [(0, {name: spec.weight for name, spec in sources.items()})]
+    for length, weights in later:
+        named = dict(zip(sources, weights, strict=False))
+        if any(named.values()):
+            phases.append((phases[-1][0] + length, named))
+    stop = phases[-1][0] + 60
+    stream, found = Stream(sources, seed, window), []
+    for (start, weights), (end, _) in pairwise([*phases, (stop, {})]):
+        own = {name: replace(spec, weight=weights[name]) for name, spec in sources.items()}
+        stream = Stream(own, seed, window, start, stream.drawn(start))
+        found += drawn_from(stream, start, end - start)
+    assert found == plain_phases(sources, phases, seed, window, stop)
+    for name, spec in sources.items():
+        ids = [i for of, i in found if of == name]
+        for first in range(0, len(ids) - spec.size + 1, spec.size):
+            assert len(set(ids[first : first + spec.size])) == spec.size
 
 
 @settings(deadline=None)

@@ -96,6 +96,7 @@ RANKS = {
     "omni generate runs/chat --messages data/quickstart_chat/questions.jsonl --out answers.jsonl": (
         "--tokens 2"
     ),
+    "omni data remix runs/mine --from 4001 --add web=data/mine --weight web=2": "",
     "omni status runs/mine": "",
     "omni timeline runs/mine": "",
     "omni sync runs/mine": "",

@@ -11,10 +11,12 @@ import psutil
 import pytest
 from runs import (
     Finished,
+    Running,
     checkpoints,
     data_keys,
     document,
     learnt,
+    omni,
     read_lines,
     start_training,
     steps,
@@ -224,3 +226,44 @@ def test_a_run_that_is_made_longer_says_where_its_learning_rate_jumps(tmp_path, 
     longer = train([*line, "train.steps=4"], tmp_path)
     assert longer.code == 0, longer.err
     assert longer.lines_with("note: train.steps was 2 and is 4", "step 2 had 0, step 3 takes 0.0005")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_remixed_on_the_way_is_the_run_that_was_mixed_so_from_the_start(tmp_path, keys):
+    """Also where it goes on from there on other ranks."""
+    docs = next(key for key in keys if key.startswith("data.sources.docs.path=")).partition("=")[2]
+    ids = tmp_path / "ids.txt"
+    ids.write_text("strip-1\nstrip-2\n")
+    short = [*keys, "train.checkpoint_every=4"]
+    for folder in ("whole", "parts"):
+        (tmp_path / folder).mkdir()
+    mixed = (
+        f"{{m: {{first: 9, weights: {{more: 2, docs: 0}}, remove: {{strips: [{ids}]}}, step_tokens: 256}}}}"
+    )
+    more = [f"+data.sources.more={{path: {docs}, weight: 0}}", f"+data.mixture={mixed}", "train.steps=16"]
+    whole = train([*short, *more, "launch.ranks=1"], tmp_path / "whole")
+    assert whole.code == 0, whole.err
+    assert "m, from step 9: more weight 2; docs weight 0; without those of strips in" in whole.out
+
+    cwd, run = tmp_path / "parts", tmp_path / "parts/run"
+    first = train([*short, "train.steps=8", "launch.ranks=1"], cwd)
+    assert first.code == 0, first.err
+    command = ["data", "remix", str(run), "--from", "9", "--add", f"more={docs}", "--weight", "more=2"]
+    command += ["--weight", "docs=0", "--remove", f"strips={ids}", "--step-tokens", "256"]
+    late = omni([*command[:4], "8", *command[5:]], cwd)
+    assert (late.code, "checkpoint of step 8" in late.err) == (2, True), late.err
+    assert omni(command, cwd).code == 0
+    for steps_, ranks in ((14, 2), (16, 1)):
+        on = Running(
+            ["-m", "omni", "resume", str(run), f"train.steps={steps_}", f"launch.ranks={ranks}"], cwd
+        )
+        done = on.finish()
+        assert done.code == 0, done.err
+    assert (run / "samples.jsonl").read_text() == (tmp_path / "whole/run/samples.jsonl").read_text()
+    again = omni(["data", "remix", str(run), "--from", "12", "--weight", "docs=1"], cwd)
+    assert again.code == 2, again.err
+    undone = Running(
+        ["-m", "omni", "resume", str(run), "train.steps=18", "~data.mixture.step_9"], cwd
+    ).finish()
+    assert undone.code == 2, undone.out
+    assert "data.mixture.9.first=None (checkpoint: 9)" in undone.err

@@ -73,7 +73,7 @@ def test_mistakes_are_named(saved, text, words):
 
 
 def test_a_stage_goes_on_in_the_stream_only_where_it_draws_the_same_samples(saved):
-    stage = as_stage(saved, "/runs/a/checkpoints/step_00000060", optimizer=False)
+    stage = as_stage(saved, "/runs/a/checkpoints/step_00000060", optimizer=False, step=60)
     assert with_cursor(stage, saved, 480).start.cursor == 480
     assert with_cursor(composed(stage, ["optim.lr=1e-4"]), saved, 480).start.cursor == 480
     assert with_cursor(composed(stage, ["train.seed=1"]), saved, 480).start.cursor == 0
