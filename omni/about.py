@@ -1,9 +1,7 @@
 """What trackers are told of a run. No torch here."""
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from infra.tracker import About
 from omni.config import Config
@@ -13,10 +11,9 @@ def about_run(config: Config, folder: Path) -> About:
     """Return what W&B is told of a run in `folder`. The name has the folder's, to tell runs apart, unless it
     is or ends with that.
     """
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
     name, tracking = config.run.name, config.tracking
     return About(
-        config=plain,
+        config=asdict(config),
         name=name if f"-{name}".endswith(f"-{folder.name}") else f"{name}/{folder.name}",
         project=tracking.project,
         group=tracking.group,

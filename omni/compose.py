@@ -1,6 +1,7 @@
 """From command-line overrides to a typed configuration. No torch here."""
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +141,15 @@ def _typed(values: DictConfig | ListConfig) -> Config:
     return config
 
 
+@cache
+def _structured(schema: type) -> DictConfig:
+    """A schema as OmegaConf has it, made once: to merge copies it."""
+    return OmegaConf.structured(schema)
+
+
 def _merged(schema: type, values: Any, prefix: str) -> Any:
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), values or {}))
+        return OmegaConf.to_object(OmegaConf.merge(_structured(schema), values or {}))
     except (OmegaConfBaseException, ValueError) as error:
         key = prefix + str(getattr(error, "full_key", "") or "")
         keys = ", ".join(schema.__dataclass_fields__)  # type: ignore[attr-defined]

@@ -11,12 +11,12 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
 
 from dataloader.decoders import decoder_versions
 from dataloader.manifest import Manifest
@@ -52,8 +52,7 @@ def description(config: Config, datasets: Mapping[str, Manifest]) -> dict[str, s
     found |= decoder_versions()
     found |= {name: os.environ.get(name, "not set") for name in VARIABLES}
     found |= {f"the data of {key}": _digest_of_data(manifest) for key, manifest in datasets.items()}
-    plain: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    return found | {key: repr(value) for key, value in flattened(plain, "")}
+    return found | {key: repr(value) for key, value in flattened(asdict(config), "")}
 
 
 def differences(own: Mapping[str, str], first: Mapping[str, str]) -> list[str]:

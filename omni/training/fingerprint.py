@@ -3,11 +3,9 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from dataloader.index import Index
 from dataloader.manifest import UNHASHED_VERSION, hash_of
@@ -61,7 +59,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
     Layout, policies, cadence, tracking, the number of steps and what `_FREE` names are left out: they may
     change on resume.
     """
-    config: Any = OmegaConf.to_container(OmegaConf.structured(spec.config))
+    config = asdict(spec.config)
     parts = {key: config[key] for key in ("model", "optim")}
     parts["stages"] = _stages(spec)
     parts["train"] = {key: config["train"][key] for key in ("seed", "precision")}
@@ -102,9 +100,8 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
 
 def same_mixture(manifest: Mapping[str, Any], config: Config) -> bool:
     """Whether the run of a checkpoint, of which `manifest` is given, had all phases of a configuration."""
-    data: Any = OmegaConf.to_container(OmegaConf.structured(config.data))
     saved = {key: value for key, value in manifest["fingerprint"].items() if _PHASE.match(key)}
-    return saved == dict(flattened(_mixture(data), "data.mixture"))
+    return saved == dict(flattened(_mixture(asdict(config.data)), "data.mixture"))
 
 
 def _mixture(data: Any) -> dict[str, Any]:
