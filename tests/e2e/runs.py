@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
+from forks import Launched
 from PIL import Image
 from processes import heed_signals
 from ranks import server
@@ -98,12 +100,23 @@ class Finished:
 
 
 class Running:
-    """A command under way. Its output goes to files, so that nobody waits for a reader."""
+    """A command under way. Its output goes to files, so that nobody waits for a reader.
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> None:
+    `omni` and what it starts are forks of a process that has imported everything (`forks.py`), unless it is
+    to be `fresh`, or its environment is other than in PYTHONPATH.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None, fresh: bool = False
+    ) -> None:
         number = len(list(cwd.glob("out*.txt")))
         self.files = cwd / f"out{number}.txt", cwd / f"err{number}.txt"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", **(env or {})}
+        self.process: Launched | subprocess.Popen[bytes]
+        forked = list(arguments[:2]) == ["-m", "omni"] and not fresh and {*(env or {})} <= {"PYTHONPATH"}
+        if forked and sys.platform == "linux" and not torch.cuda.is_available():
+            self.process = Launched(arguments, cwd, environment, self.files)
+            return
         with self.files[0].open("ab") as out, self.files[1].open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, *arguments],

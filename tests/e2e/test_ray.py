@@ -51,7 +51,7 @@ def launcher(cluster, *more):
 def test_jobs_of_two_nodes_complete(cluster, data, tmp_path):
     keys = ["launch.ranks=2", "layout=data_parallel,pp2", "optim.lr=1e-3,2e-3", "train.steps=2"]
     own = launcher(cluster, "hydra.sweep.dir=sweep")
-    done = Running(["-m", "omni", "train", "-m", *TINY, *data, *own, *keys], tmp_path).finish(480)
+    done = Running(["-m", "omni", "train", "-m", *TINY, *data, *own, *keys], tmp_path, fresh=True).finish(480)
     assert done.code == 0, done.err
     assert len(re.findall(r"^\d +quickstart-\d +2 +2 ", done.err, re.M)) == 4, "two nodes, two ranks"
     assert len(re.findall(r"^\d +completed +layout=", done.err, re.M)) == 4
@@ -63,7 +63,7 @@ def test_jobs_of_two_nodes_complete(cluster, data, tmp_path):
 
 def test_a_job_that_loses_a_node_goes_on_and_saves_when_it_is_interrupted(cluster, data, tmp_path):
     keys = ["launch.ranks=2", "train.steps=100000", "train.checkpoint_every=5", "run.dir=run"]
-    running = Running(["-m", "omni", "train", *TINY, *data, *launcher(cluster), *keys], tmp_path)
+    running = Running(["-m", "omni", "train", *TINY, *data, *launcher(cluster), *keys], tmp_path, fresh=True)
     run = tmp_path / "run"
     storage = Storage.at(run / "checkpoints")
     try:

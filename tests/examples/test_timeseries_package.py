@@ -88,7 +88,7 @@ def train(data: Path, cwd: Path, path: Path, *more: str) -> Finished:
         *more,
     ]
     paths = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return Running(["-m", "omni", "train", *keys], cwd, {"PYTHONPATH": paths}).finish()
+    return Running(["-m", "omni", "train", *keys], cwd, {"PYTHONPATH": paths}, fresh=True).finish()
 
 
 def test_an_installed_encoder_trains_by_its_name(site: Path, data: Path, tmp_path: Path) -> None:
