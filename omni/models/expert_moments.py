@@ -109,7 +109,6 @@ def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights:
 
 
 def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Iterator[int]:
-    now = weights is Weights.NOW
     row = stack.hidden * stack.element
     own, sent = sum(rows.each) * row, rows.sent * row
     yield sent or own
@@ -119,15 +118,15 @@ def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Ite
     if rows.several:
         yield own
         yield -own
-    for r in reversed(rows.each):
-        yield from _expert(stack, rows.ffn, r, weights)
+    first, *others = rows.each
+    for r in reversed(others):
+        yield from _expert(stack, rows.ffn, r, weights, 0)
+    yield from _expert(stack, rows.ffn, first, weights, own)  # the last to be asked for those of all
     if rows.several:
-        yield own  # together, instead of each by itself and, unless they wait, what experts took and put out
-        yield -own - own * (weights is not Weights.LATER) - own * now
+        yield own  # together, instead of each by itself
+        yield -own
         yield own
         yield -own
-    else:
-        yield -own * (weights is not Weights.LATER) - own * now
     if sent:
         yield sent
         yield -own
@@ -145,10 +144,14 @@ def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Ite
     yield -2 * out
 
 
-def _expert(stack: Layer, ffn: int, rows: int, weights: Weights) -> Iterator[int]:
+def _expert(stack: Layer, ffn: int, rows: int, weights: Weights, shared: int) -> Iterator[int]:
+    """An expert. Gradients of all that experts put out, and all that they took, are one tensor each, of
+    `shared` bytes where this expert is the last to need them: they go with its linears, unless they wait.
+    """
     unit, row = rows * ffn * stack.element, rows * stack.hidden * stack.element
     yield unit
     yield from _weight(stack, ffn, unit, weights)
+    yield -shared * (weights is not Weights.LATER)
     # Products are weighed in single precision: gradients of the product and of its weight.
     single = rows * ffn * FP32
     halves = stack.element < FP32
@@ -171,6 +174,7 @@ def _expert(stack: Layer, ffn: int, rows: int, weights: Weights) -> Iterator[int
     first = 2 if stack.gated else 1
     yield row
     yield from _weight(stack, first * ffn, 0, weights)
+    yield -shared * (weights is Weights.NOW)
     yield -first * unit * (weights is not Weights.LATER)
 
 
