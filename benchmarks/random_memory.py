@@ -6,8 +6,9 @@
 Each case draws sizes of an LLM and of an image encoder, a layout of 1 to 64 ranks, and a policy of every
 kind, in bf16. Two ranks of it, one at random and the one that the model says is fullest, are rehearsed on
 fake tensors, and the bytes that they hold when they hold most must be within 0.05 % of the model's. What is
-refused counts by key and is drawn anew, until `--count` cases were rehearsed. The same seed draws the same
-cases. The last line is JSON; the exit code is 1 if any case is off.
+refused before that counts by key and is drawn anew, until `--count` cases were rehearsed; a rehearsal that
+fails ends the run. The same seed draws the same cases. The last line is JSON; the exit code is 1 if any case
+is off.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
 from omni.rehearsal.stand_in_data import use_trace
 from parallel.policy import registered
+from pipeline.plan import StepPlan
 
 TOLERANCE = 0.0005
 MOST_RANKS = 64
@@ -156,13 +158,18 @@ def compose(folder: Path, case: Case) -> Config:
     return config
 
 
-def deviations(spec: RunSpec, rng: random.Random) -> dict[int, tuple[float, str]]:
-    """Rehearse a rank at random and the fullest: by rank, how far the model is off, and where."""
-    plans = dict(enumerate(spec.planner.all_domains(1, 0)))
-    for plan in plans.values():
+def verified(spec: RunSpec) -> list[StepPlan]:
+    """The plans of a step by domain, as an engine would run them."""
+    plans = list(spec.planner.all_domains(1, 0))
+    for plan in plans:
         spec.planner.verify(plan)
+    return plans
+
+
+def deviations(spec: RunSpec, plans: Sequence[StepPlan], rng: random.Random) -> dict[int, tuple[float, str]]:
+    """Rehearse a rank at random and the fullest: by rank, how far the model is off, and where."""
     found = {}
-    for rank in sorted({rng.randrange(spec.arrangement.world), fullest_rank(spec, plans.values()).rank}):
+    for rank in sorted({rng.randrange(spec.arrangement.world), fullest_rank(spec, plans).rank}):
         plan = plans[spec.arrangement.domain(rank)]
         modelled, rehearsed = model_footprint(spec, plan, rank), rehearse(spec, plan, rank).footprint
         off = modelled.bytes / rehearsed.bytes - 1
@@ -188,12 +195,13 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as name:
             try:
                 spec = prepare_run(compose(Path(name), case), case.world)
-                found = deviations(spec, rng)
+                plans = verified(spec)
             except ValueError as error:
                 key = KEY.search(str(error))
                 refused[key[0] if key else str(error)] += 1
                 print(f"{number - 1:4} refused: {error}"[:200], flush=True)
                 continue
+            found = deviations(spec, plans, rng)
         done += 1
         most = max(abs(off) for off, _ in found.values())
         worst, failures = max(worst, most), failures + (most > TOLERANCE)

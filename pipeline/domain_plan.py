@@ -139,6 +139,12 @@ class Chunk:
         """Rows that the position `rank` puts out."""
         return self.rows[self.ranks.index(rank)]
 
+    def tail(self, rank: int, unit: int | None) -> int:
+        """Empty tokens that the slot of `rank` encodes where it has none of the chunk's: it runs all layers
+        with the others. `unit` are those that must stay together, None for any number.
+        """
+        return 0 if self.layout.local_tokens(self.slot(rank)) else unit or 1
+
     def share(self, rank: int) -> Share:
         """Return what the slot of `rank` has of it."""
         return self._shares[self.slot(rank)]

@@ -35,11 +35,13 @@ def pass_load(
     )
 
 
-def chunk_load(domain: DomainPlan, chunk: Chunk, position: int, part: Part, *, messages: bool = True) -> Load:
-    """Load of a chunk on the slot of `position`; `messages` as for a pass."""
-    slot = chunk.slot(position)
+def chunk_load(chunk: Chunk, position: int, part: Part, unit: int | None, *, messages: bool = True) -> Load:
+    """Load of a chunk on the slot of `position`, of an encoder that splits items by `unit` tokens; `messages`
+    as for a pass.
+    """
+    slot, tail = chunk.slot(position), chunk.tail(position, unit)
     return Load(
-        seen=attended(chunk.layout, chunk.tiles, slot, 0, part.shape, part.head_dim, messages),
+        seen=attended(chunk.layout, chunk.tiles, slot, tail, part.shape, part.head_dim, messages),
         squares=chunk.share(position).squares,
         sequences=_sequences(chunk.layout.shards, slot),
         rows=chunk.rows_of(position),

@@ -109,8 +109,9 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
             for p, part in llm.items()
         },
         encodings={
-            c: chunk_load(domain, chunk, position, spec.work[chunk.component], messages=messages)
+            c: chunk_load(chunk, position, spec.work[name], spec.encoders[name].unit, messages=messages)
             for c, chunk in enumerate(domain.chunks)
+            for name in [chunk.component]
             if position in chunk.ranks
         },
         rows_in=tuple(route.arriving[position] if route is not None else 0 for route in domain.routes),

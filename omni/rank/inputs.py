@@ -228,8 +228,7 @@ class Assembler:
                     f"and its count() tells {length}: make count() and preprocess() agree"
                 )
             pieces += [item.part(s.start, s.start + s.length) for s in shards]
-        # Ranks that share items run all layers, so a slot without tokens of its own gets empty ones.
-        tail = 0 if chunk.layout.local_tokens(slot) else encoder.unit or 1
+        tail = chunk.tail(self.place.position, encoder.unit)
         if tail:
             pieces.append(_silence(encoder, tail))
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
