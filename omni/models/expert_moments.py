@@ -79,11 +79,13 @@ def most_in_backward(stack: Layer, seen: Attended, rows: Routed, kept: int, weig
 def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
     """Gradients of experts' weights that were put off: as in `layer_moments.half_products`."""
     first = rows.ffn * (2 if stack.gated else 1) * stack.element
-    for r in reversed(rows.each):
-        yield WeightGradient(rows.ffn * stack.hidden * stack.element, r * rows.ffn * stack.element)
-        yield WeightGradient(first * stack.hidden, r * first)
-    # Rows and gradients of what experts put out are one tensor each.
-    yield WeightGradient(0, 2 * sum(rows.each) * stack.hidden * stack.element)
+    last = len(rows.each) - 1
+    for done, r in enumerate(reversed(rows.each)):
+        # Gradients of what experts put out and rows are one tensor each, which goes with the last to need it.
+        shared = sum(rows.each) * stack.hidden * stack.element * (done == last)
+        second = rows.ffn * stack.element
+        yield WeightGradient(second * stack.hidden, r * second + shared)
+        yield WeightGradient(first * stack.hidden, r * first + shared)
 
 
 def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> Iterator[int]:

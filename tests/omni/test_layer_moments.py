@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from omni.models.expert_moments import expert_steps
+from omni.models.expert_moments import Routed, expert_steps, products
 from omni.models.expert_stack import ExpertStack
-from omni.models.layer_moments import Learning, Weights, backward_steps
+from omni.models.layer_moments import Learning, Weights, backward_steps, half_products
 from omni.models.stack import Stack
 from parallel.work import Attended, Load
 
@@ -70,6 +70,15 @@ def test_so_it_is_with_experts(recompute, weights):
         kept = layer.kept_by_router_and_experts(load)
         steps = sum(expert_steps(dense, load.seen, layer.rows(load), kept, weights))
         assert steps == later - layer.layer_kept(load)
+
+
+def test_one_expert_puts_off_what_a_feed_forward_of_its_rows_does():
+    rng = Random(2)
+    for _ in range(50):
+        layer = replace(random_layer(rng, "none"), tp=1)
+        width, rows = 32 * rng.randint(1, 9), rng.randint(1, 99)
+        alone = products(layer, Routed(rows, 4, width, 0, (rows,)))
+        assert list(alone) == list(half_products(layer, layer.feed_forward_linears(width), rows))
 
 
 def test_a_pass_that_keeps_nothing_ends_with_its_output():

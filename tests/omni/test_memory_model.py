@@ -24,6 +24,9 @@ LORA = "model.llm.lora={rank: 8, targets: [linear_qkv, linear_fc2]}"
 WIDE = ("model.llm.hidden=256", "model.llm.ffn=1024")
 WIDE_IMAGE = ("model.encoders.image.hidden=256", "model.encoders.image.ffn=1024")
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
+# Links on which to share an item costs nothing.
+AT_ONCE = [f"cluster.{link}_bytes_per_s={10**12}" for link in ("node_link", "link")]
+AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + ["cluster.op_overhead_ns=0"]
 CAUSES = {
     "parts share the rotation and gathered tokens": (
         4,
@@ -131,6 +134,19 @@ CAUSES = {
         ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.recompute=full"],
     ),
     "frozen experts put nothing off": (1, [0], [FROZEN, MOE, "model.llm.recompute=full"]),
+    "experts let go of what they took and of gradients of what they put out with the last of them": (
+        1,
+        [0],
+        [MOE.replace("512", "32").replace("topk: 1", "topk: 2"), "model.llm.hidden=512"],
+    ),
+    "a slot without items encodes empty tokens": (
+        3,
+        [2],
+        [
+            *("layout.llm.pp=3", "pipeline=encode_first", "encoder_sp=dynamic_pow2", *AT_ONCE),
+            *("data.step_samples=1", "train.seed=2", "model.encoders.image.layers=4"),
+        ],
+    ),
     "the last token of a sample that was cut is no target": (
         1,
         [0],
@@ -148,3 +164,4 @@ def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
         plan = plan_of_step(spec, 1, spec.arrangement.domain(rank))
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
+        assert modelled.encoding == pytest.approx(found.encoding, rel=1e-3)
