@@ -210,7 +210,7 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
         yield from _shared_steps(stack, seen, output, output * held)
         gone -= made.of("local", "local out", "local sums", "tiles", "tile out", "tile sums")
     else:
-        yield qkv
+        yield from _kernel_steps(stack, qkv, seen.tokens * heads)
     yield -gone
     yield output  # through the rotation
     yield -output
@@ -221,6 +221,15 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     yield -qkv * (anew or stack.qk_norm or not seen.into) - copied
     yield qkv
     yield -qkv
+
+
+def _kernel_steps(stack: Layer, made: int, rows: int) -> Iterator[int]:
+    """The backward of a kernel that attends for so many rows of heads, and what it has made. The one for half
+    precision is handed zeros beside, as the gradient of its rows' sums.
+    """
+    sums = rows * FP32 * (stack.element < FP32)
+    yield made + sums
+    yield -sums
 
 
 def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Iterator[int]:
@@ -243,11 +252,11 @@ def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Itera
     yield rows - returned
     yield -rows
     for row, context in reversed(seen.groups or ((seen.rows, seen.context),)):
-        yield (row + 2 * context) * unit
+        yield from _kernel_steps(stack, (row + 2 * context) * unit, row)
         yield -(3 * row + 2 * context) * unit - row * FP32
     yield landed + sent + own
     yield -taken
-    yield local
+    yield from _kernel_steps(stack, local, seen.local * heads)
     yield -local - seen.local * heads * (2 * unit + FP32)
     # Of keys and values several tiles make gradients, which are added up in single precision.
     wide, narrow = (shared * 2 * kv_heads * stack.head_dim * size for size in (FP32, stack.element))
