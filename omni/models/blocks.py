@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from omni.models.pieces import linear_weights, norm_weights, plain
 from omni.models.stack import Stack
+from omni.models.towers.work import MeasuredLayers
 from ops.linear import linear_flops
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
@@ -171,12 +172,13 @@ class Frozen:
 
 @dataclass(frozen=True)
 class EncoderPart:
-    """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, then `tail`,
-    which ends in rows. `token_bytes` are those of a token's input tensors, values and positions.
+    """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, described or
+    measured, then `tail`, which ends in rows. `token_bytes` are those of a token's input tensors, values and
+    positions.
     """
 
     stem: tuple[Block, ...]
-    stack: Stack
+    stack: Stack | MeasuredLayers
     tail: tuple[Block, ...]
     width: int
     token_bytes: int

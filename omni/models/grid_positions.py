@@ -63,10 +63,10 @@ def rows_of_grids(domain: DomainPlan, batch: Microbatch) -> dict[int, list[GridR
     return found
 
 
-def next_positions(domain: DomainPlan) -> list[int]:
-    """The position that follows each sample of a domain."""
+def next_positions(domain: DomainPlan, in_grids: bool) -> list[int]:
+    """The position that follows each sample of a domain, whose rows may stand `in_grids`."""
     after = [sample.length for sample in domain.samples]
     for item in domain.items:
-        if item.grid:
+        if in_grids and item.grid:
             after[item.sample] += max(item.grid) - item.rows
     return after

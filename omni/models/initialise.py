@@ -27,11 +27,15 @@ def initialise(
     Matrices are normal with standard deviation 0.8/√fan-in, divided by √(2·layers) where they write to
     the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero; decays of delta
     nets are as `_decays` says. Of an adapter A is uniform within 1/√fan-in and B zero, so that it begins as
-    nothing.
+    nothing. A module with `draw(seed)` draws weights itself, whole on every rank, and returns their names.
     """
+    own = getattr(module, "draw", None)
+    drawn_by_itself = own(_seed(seed, component, "draw")) if own else frozenset()
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
         name, parameter, shape = named.name, named.parameter, named.region.shape
+        if name in drawn_by_itself:
+            continue
         if name.endswith((".A_log", ".dt_bias")):
             drawn = _decays(name, shape, torch.Generator().manual_seed(_seed(seed, component, name)))
             parameter.copy_(named.region.cut(drawn))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from dataloader.format import Item
+    from omni.open_models.folder import Folder
     from parallel.megatron import ProcessGroupCollection
     from parallel.packed import PackedTokens, Sharding
 
@@ -74,7 +75,12 @@ class Encoder(Protocol):
 
     An encoder whose rows are a grid may have `row_grid(size)`: (frames, rows, columns) of an item of this
     size, as many in all as `count` says, row after row and frame after frame. An LLM with `rotary.sections`
-    takes the places of its rows from it; rows of others count on as text does.
+    takes the places of its rows from it; rows of others count on as text does. One that also has
+    `pack_grids(sharding, grids, dtype, device)` is asked that in place of `pack`: it is given the grid of
+    each item of a pass, as planned, also of those that could not be decoded. Its items stay whole.
+
+    An encoder may begin with published weights: `published()` returns their folder, whose rules give its
+    parameters by their names, or None.
 
     `Config` is a dataclass of the encoder's keys; `modality` names the items it takes; `unit` is the number
     of tokens that must stay together when an item is split, None if items are never split.
@@ -151,6 +157,20 @@ def transferred(encoder: Encoder, values: "np.ndarray", device: "torch.device") 
     own = getattr(encoder, "transfer", None)
     tensor: torch.Tensor = own(values, device) if own else to_device(torch.from_numpy(values), device)
     return tensor
+
+
+def published(component: str, encoder: Encoder) -> "Folder | None":
+    """Return the folder whose weights the encoder of `component` begins with, None if they are drawn.
+
+    Raises:
+        ConfigError: if the folder lacks them, or has others.
+    """
+    own = getattr(encoder, "published", None)
+    with naming(component):
+        folder: Folder | None = own() if own else None
+        if folder is not None:
+            folder.check()
+    return folder
 
 
 def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:

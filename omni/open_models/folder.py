@@ -60,7 +60,7 @@ class Stored:
 @dataclass(frozen=True)
 class Folder:
     """A folder at `url`, whose `config.json` means `keys` of `model.llm`, all but those in `FREE`; those of
-    `moe` as "moe.topk".
+    `moe` as "moe.topk". `key` of the configuration names it.
     """
 
     url: str
@@ -68,6 +68,7 @@ class Folder:
     family: Family
     keys: Mapping[str, Any]
     quantised: Quantised | None = None
+    key: str = "start.weights"
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
@@ -241,7 +242,7 @@ class Folder:
         return bytes(header)
 
     def _wrong(self, what: str) -> ConfigError:
-        return ConfigError(f"start.weights={self.url}: {what}")
+        return ConfigError(f"{self.key}={self.url}: {what}")
 
 
 def other_file(before: Mapping[str, Mapping[str, Any]], now: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -131,7 +131,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
-        grid_of=partial(item_grid, encoders) if llm.rotary.sections else no_grid,
+        grid_of=partial(item_grid, encoders) if llm.rotary.sections or _packs_grids(encoders) else no_grid,
     )
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)
@@ -154,6 +154,11 @@ def _resolve(
         planner=planner,
         table=table,
     )
+
+
+def _packs_grids(encoders: Mapping[str, Encoder]) -> bool:
+    """Whether an encoder is to be told the grids of its items."""
+    return any(hasattr(encoder, "pack_grids") for encoder in encoders.values())
 
 
 def _check_adapters_learn(model: ModelConfig, learns: Collection[str]) -> None:

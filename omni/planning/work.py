@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import llm_work
-from omni.models.registry import Encoder
+from omni.models.registry import Encoder, naming
 from omni.planning.frameworks import Framework, table_under
 from parallel.axes import axes_names, axes_of, group_of
 from parallel.cluster import Cluster
@@ -23,7 +23,8 @@ def part_work(
         for number, part in enumerate(llm_work(llm, vocab_size, arrangement.llm, element))
     }
     for name, encoder in encoders.items():
-        parts[name] = encoder.work(llm.hidden, element, arrangement.encoder_tp[name])
+        with naming(name):
+            parts[name] = encoder.work(llm.hidden, element, arrangement.encoder_tp[name])
     return parts
 
 

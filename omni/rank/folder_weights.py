@@ -7,7 +7,7 @@ among them, each reads its own, and hands on what others need of them. What goes
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -95,9 +95,13 @@ def _as(data: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def wanted_of(
-    folder: Folder, component: ComponentOptimizer, numberings: Mapping[int, Numbering]
+    folder: Folder,
+    component: ComponentOptimizer,
+    numberings: Mapping[int, Numbering],
+    only: Container[str] | None = None,
 ) -> list[Wanted]:
-    """Return what this rank's shards of the LLM need of a folder, which knows no adapters.
+    """Return what this rank's shards of a component need of a folder, which knows no adapters; `only` these
+    parameters of it, None for all.
 
     Raises:
         CheckpointError: for a parameter that no rule gives, or of another shape.
@@ -105,7 +109,7 @@ def wanted_of(
     return [
         wanted
         for shard in owned(component, numberings)
-        if not shard.name.endswith((A, B))
+        if not shard.name.endswith((A, B)) and (only is None or shard.name in only)
         for wanted in wanted_by(folder, shard.name, shard.region, shard.start, shard.main.data.view(-1))
     ]
 

@@ -183,7 +183,7 @@ class Assembler:
         packed = pack_llm(
             self.llm,
             Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
-            _positions(domain, batch, pieces, at, tail),
+            _positions(domain, batch, pieces, at, tail, in_grids=bool(self.llm.rotary.sections)),
             seen,
             dtype=place.dtype,
             device=place.device,
@@ -234,7 +234,11 @@ class Assembler:
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
         positions = self._tensor(np.concatenate([piece.positions for piece in pieces]))
         sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp)
-        packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
+        to = self.place.dtype, self.place.device
+        if own := getattr(encoder, "pack_grids", None):
+            packed = own(sharding, [domain.items[i].grid for i, _ in self.shards(chunk)], *to)
+        else:
+            packed = encoder.pack(sharding, positions, *to)
         counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
         return ChunkInputs(values, positions, packed, counts, tuple(names))
 
@@ -251,12 +255,18 @@ def _cost(meta: SampleMeta, index: int) -> int:
 
 
 def _positions(
-    domain: DomainPlan, batch: Microbatch, pieces: Sequence[Piece], at: Sequence[int], tail: int
+    domain: DomainPlan,
+    batch: Microbatch,
+    pieces: Sequence[Piece],
+    at: Sequence[int],
+    tail: int,
+    *,
+    in_grids: bool,
 ) -> torch.Tensor:
     """Positions of a member's tokens, the first of each sequence `at` one, and then those of padding: [T], or
-    [T, 3] where rows of any item are a grid.
+    [T, 3] where rows of any item stand `in_grids`.
     """
-    grids = rows_of_grids(domain, batch)
+    grids = rows_of_grids(domain, batch) if in_grids else {}
     lengths = batch.layout.lengths
     if not grids:
         runs = [torch.arange(at[p.sequence] + p.start, at[p.sequence] + p.stop) for p in pieces]

@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.llm_config import MoEConfig
 from omni.models.llm_stage import LLMStage
+from omni.models.towers.module import TowerModule
+from omni.models.towers.probe import Prepared
 from omni.rank import build, inputs, state, step
 from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
@@ -59,6 +61,10 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         # An item's arrays are numpy's.
         silence = inputs._silence
         put(inputs, "_silence", lambda *args: _with_content(silence, args, {}))
+        # What a tower computes of grids, which the plan says, and what it draws by values.
+        arguments = Prepared.arguments
+        put(Prepared, "arguments", lambda *args: _with_content(arguments, args, {}))
+        put(TowerModule, "draw", lambda module, seed: module.drawn())
         if not on_gpu:
             # A shipment of two hops would run on a thread, which is outside the fake world.
             put(Lane, "run_long", lambda lane, job: job())

@@ -1,15 +1,17 @@
 """What a run begins with that has no checkpoint of its own yet: random weights, those of another run, or
-published ones.
+published ones, of the LLM and of encoders.
 """
 
 import shutil
 from datetime import timedelta
+from typing import Any
 
 from infra.checkpoint import CheckpointError, first_problem, locate, read_manifest
 from infra.run_folder import RunFolder, write_json
 from omni.config import ConfigError
 from omni.models.llm import NAME as LLM
-from omni.open_models.folder import open_folder, other_file
+from omni.models.registry import published
+from omni.open_models.folder import Folder, open_folder, other_file
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.rank.folder_weights import FolderReader, wanted_of
@@ -22,8 +24,8 @@ from parallel.groups import node_group
 
 
 def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> None:
-    """Give a rank, whose weights have been drawn, those of `start.checkpoint` or `start.weights`. All ranks
-    call it.
+    """Give a rank, whose weights have been drawn, those of `start.checkpoint` or `start.weights`, and
+    encoders the published ones that they name, unless the checkpoint has them. All ranks call it.
 
     Raises:
         ConfigError: on every rank, if it cannot be read, is damaged, or holds another model. Another run's
@@ -31,7 +33,14 @@ def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> Non
     """
     start = spec.config.start
     if start.weights is not None:
-        _begin_with_published(start.weights, folder, rank, control)
+        weights = open_folder(start.weights)
+        first = _begin_with_published(weights, LLM, rank, control)
+        if rank.is_first:
+            shutil.rmtree(folder.hashes, ignore_errors=True)  # of files that a launch before began with
+            write_json(folder.weights, {"folder": str(weights.storage), "files": first})
+    for name, encoder in spec.encoders.items():
+        if (of_encoder := published(name, encoder)) is not None:
+            _begin_with_published(of_encoder, name, rank, control)
     if start.checkpoint is None:
         return
     storage, step = locate(start.checkpoint)
@@ -49,25 +58,25 @@ def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> Non
         raise ConfigError(f"start.checkpoint={start.checkpoint} is damaged: {damage}")
 
 
-def _begin_with_published(url: str, folder: RunFolder, rank: Rank, control: Control) -> None:
-    """Give a rank its part of the LLM in a folder of published weights, and note in the run folder which
-    files they were.
-    """
-    weights, problem = open_folder(url), None
+def _begin_with_published(
+    weights: Folder, component: str, rank: Rank, control: Control
+) -> dict[str, dict[str, Any]]:
+    """Give a rank its part of a component in a folder of published weights, and say which files they were."""
+    problem, key = None, f"{weights.key}={weights.url}".replace("encoder.", f"model.encoders.{component}.")
     own = weights.identity()
     first = control.broadcast("loading", own)
     if (name := other_file(first, own)) is not None:
         problem = f"{name} is another file than the first rank's"
     if (told := first_problem(problem, control, "loading")) is not None:
-        raise ConfigError(f"start.weights={url}: {told}. Give all nodes the same folder")
-    own_llm = rank.components.get(LLM)
-    wanted = wanted_of(weights, own_llm, rank.names[LLM]) if own_llm is not None else []
+        raise ConfigError(f"{key}: {told}. Give all nodes the same folder")
+    held = rank.components.get(component)
+    # The rest of an encoder, such as a projector, is drawn.
+    only = None if component == LLM else weights.rules
+    wanted = wanted_of(weights, held, rank.names[component], only) if held is not None else []
     with node_group(control.tree, timedelta(seconds=control.timeout_s)) as group:
         reader = FolderReader(weights, group)
         reader.fill(wanted)
     if (told := first_problem(reader.problem, control, "loading")) is not None:
-        raise ConfigError(f"start.weights={url} cannot be read: {told}")
-    spread_weights({name: own for name, own in rank.components.items() if name == LLM})
-    if rank.is_first:
-        shutil.rmtree(folder.hashes, ignore_errors=True)  # of files that a launch before began with
-        write_json(folder.weights, {"folder": str(weights.storage), "files": first})
+        raise ConfigError(f"{key} cannot be read: {told}")
+    spread_weights({name: own for name, own in rank.components.items() if name == component})
+    return first

@@ -164,7 +164,8 @@ class _Run:
             memory = Memory()
             growing = list(group)
             plan = first = self._over_all(growing)
-            for sequence, position in zip(growing, next_positions(first.domain), strict=True):
+            in_grids = bool(self.passes.spec.config.model.llm.rotary.sections)
+            for sequence, position in zip(growing, next_positions(first.domain, in_grids), strict=True):
                 sequence.next = position
             seen, at = [0] * len(growing), [0] * len(growing)
             while growing:

@@ -7,18 +7,22 @@ from infra.checkpoint import CheckpointError, locate, read_manifest
 from omni.config import ConfigError, StartConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
+from omni.models.registry import published
 from omni.open_models.folder import check_same, open_folder
 from omni.planning.run_spec import RunSpec
 from omni.training.fingerprint import fingerprint
 
 
 def check_start(spec: RunSpec) -> tuple[str, ...]:
-    """Return the components whose weights `start.checkpoint` or `start.weights` gives the run, none without.
+    """Return the components whose weights `start.checkpoint` or `start.weights` gives the run, none without,
+    and look at those that encoders name.
 
     Raises:
         ConfigError: if there is no such checkpoint or folder, or it holds another model.
     """
     start = spec.config.start
+    for name, encoder in spec.encoders.items():
+        published(name, encoder)
     if start.weights is not None:
         _check_weights(start, spec.config.model.llm)
         return (LLM,)

@@ -32,6 +32,8 @@ NOT_RUN = {
     "python -m infra.agent": "needs several nodes: tests/e2e/test_by_hand.py",
     "omni train '~experiment' start.weights=": "needs a published model: tests/omni/test_open_models.py",
     "omni train experiment=mine 'data.tokenizer=": "needs a tokenizer of one: tests/omni/test_tuned_chats.py",
+    "omni train '~experiment' +model/llm=tiny '+model.encoders.image={name: grid_tower": "needs a published "
+    "tower: tests/omni/test_towers.py",
     "omni generate runs/tuned": "needs a published model: tests/omni/test_tuned_chats.py",
     "omni parity --against models/qwen": "needs a published model: tests/omni/test_against.py",
     "omni checkpoint export runs/tuned": "needs a published model: tests/omni/test_open_models.py",

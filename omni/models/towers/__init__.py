@@ -1,0 +1,1 @@
+"""Published towers of transformers, run as they are, as encoders."""

@@ -1,0 +1,213 @@
+"""Published towers as encoders: rows and gradients of transformers, on ranks as alone, or refused."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import RankPool
+from small import write_mixed
+from sound import recording, tone
+from tower_folders import TOWERS, compared, make_tower, transformers
+
+from dataloader.format import PLACEHOLDER, Sample, SampleError
+from dataloader.tokenizer import ByteTokenizer
+from dataloader.writer import DatasetWriter
+from infra.run_folder import RunFolder
+from omni.__main__ import main
+from omni.compose import compose_config
+from omni.config import ConfigError
+from omni.models.registry import make_encoder, naming, published
+from omni.planning.prepare import prepare_run
+from omni.training import parity
+from omni.training.parity import (
+    TOLERANCE,
+    WEIGHT_TOLERANCE,
+    Measurement,
+    collect,
+    compare,
+    compare_weights,
+)
+from omni.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_pack_is_what_transformers_makes_of_each_item(name: str, tmp_path: Path) -> None:
+    found = compared(name, tmp_path)
+    assert found.rows <= 1e-6, found
+    assert found.alone <= 1e-6, found
+    assert found.gradients <= 1e-5, found
+    assert not found.counts, found
+    assert not found.weights, found
+
+
+def line(data: Path, tower: str, folder: Path, run: Path, keys: str, *more: str) -> list[str]:
+    """The command line of a small run with a tower of a folder."""
+    modality = "audio" if tower == "Whisper" else "image"
+    return [
+        *("~experiment", "system=multiplexed", "+model/llm=tiny", "model.llm.hidden=64", "model.llm.ffn=96"),
+        f"+model.encoders.{modality}={{name: {TOWERS[tower][1]}, folder: {folder}, {keys}}}",
+        *(f"+data.sources.mixed.path={data}", "data.microbatch_tokens=256", "data.step_samples=8"),
+        *("train.steps=3", "train.precision=fp32", "train.timeout_s=60"),
+        *("optim.lr=1e-3", "optim.eps=1e-4", "tracking=jsonl", f"run.dir={run}"),
+        *more,
+    ]
+
+
+def measure(rank: int, keys: list[str], world: int) -> Measurement | None:
+    spec = prepare_run(compose_config(keys), world)
+    folder = RunFolder.create(Path(spec.config.run.dir))
+    return parity.measure(spec, folder, rank, CPU, steps=spec.config.train.steps)
+
+
+def write_data(tower: str, path: Path) -> None:
+    """Uneven pictures or recordings, and texts without."""
+    if tower != "Whisper":
+        return write_mixed(path)
+    with DatasetWriter(path, ByteTokenizer(), rows_per_group=4) as writer:
+        for number, samples in enumerate((1600, 16000, 401, 9000, 12000)):
+            item = recording(tone(100 * number + 300, samples, 16000), 16000)
+            writer.add(Sample(f"tone{number}", f"{PLACEHOLDER}a tone of {number}", (item,)))
+        writer.add(Sample("none", "no recording"))
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, keys, more",
+    [
+        ("Qwen3-VL", "merge: 1", ["layout=pp2"]),
+        ("Qwen2.5-VL", "merge: 1", ["layout.domain=2", "encoder_sp=all"]),
+        ("SigLIP2", "merge: 1", ["layout=pp2"]),
+        ("InternViT", "merge: 2", ["layout=pp2"]),
+        ("Whisper", "merge: 2", ["layout=pp2"]),
+    ],
+)
+def test_two_ranks_equal_one(ranks: RankPool, name: str, keys: str, more: list[str], tmp_path: Path) -> None:
+    """Also those of a domain of which one has nothing to encode."""
+    write_data(name, tmp_path / "data")
+    make_tower(name, tmp_path / "tower")
+    given = tmp_path / "data", name, tmp_path / "tower"
+    one = ranks.run(1, measure, line(*given, tmp_path / "one", keys), 1)[0]
+    two = ranks.run(2, measure, line(*given, tmp_path / "two", keys, *more), 2)[0]
+    assert compare(one, two)[0].relative <= TOLERANCE, compare(one, two)[:4]
+    assert compare_weights(one, two)[0].relative <= WEIGHT_TOLERANCE, compare_weights(one, two)[:4]
+
+
+def begun(rank: int, keys: list[str], world: int) -> dict[str, torch.Tensor] | None:
+    """The weights that ranks begin with."""
+    spec = prepare_run(compose_config(keys), world)
+    trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, CPU)
+    trainer.restore()
+    found = collect(trainer, lambda own: own.main.detach())
+    trainer.control.barrier("the end")
+    trainer.close()
+    return found
+
+
+def test_ranks_begin_with_the_weights_of_the_folder(ranks: RankPool, tmp_path: Path) -> None:
+    """Also with those that learn nothing, which are held whole."""
+    write_data("Whisper", tmp_path / "data")
+    model = make_tower("Whisper", tmp_path / "tower")
+    given = tmp_path / "data", "Whisper", tmp_path / "tower", tmp_path / "run", "merge: 1"
+    found = ranks.run(2, begun, line(*given), 2)[0]
+    for name, own in model.state_dict().items():
+        assert torch.equal(found[f"audio/tower.{name}"].flatten(), own.flatten()), name
+
+
+def rewritten(folder: Path, name: str = "config.json", **values: object) -> None:
+    """Change what a file of a folder says."""
+    said = json.loads((folder / name).read_text()) | values
+    (folder / name).write_text(json.dumps(said))
+
+
+def without(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+
+
+def of_text(folder: Path) -> None:
+    transformers.LlamaConfig(num_hidden_layers=1).save_pretrained(folder)
+
+
+PROCESSOR = "preprocessor_config.json"
+REFUSED = [
+    ("Whisper", {}, partial(without, name="config.json"), "no config.json in it. Give the folder"),
+    ("Whisper", {}, partial(rewritten, model_type="no_such"), "cannot read its config.json"),
+    ("Whisper", {}, of_text, "'llama'.* means no tower: .* Choose another folder"),
+    ("Whisper", {}, partial(rewritten, dropout=0.5), "dropout=0.5, and .* set it to 0 there"),
+    ("Whisper", {"tower": "WhisperDecoder"}, None, "no such tower .*WhisperEncoder.*: leave the key out"),
+    ("Whisper", {"merge": 3}, None, "merge=3: WhisperEncoder makes 1 rows of 50 tokens"),
+    ("Whisper", {"projector": False}, None, "makes no rows for an LLM; leave the key out"),
+    (
+        "Whisper",
+        {},
+        partial(without, name=PROCESSOR),
+        "no processor of recordings .*Fetch its preprocessor_c",
+    ),
+    ("Whisper", {}, partial(rewritten, name=PROCESSOR, feature_size=80), "WhisperEncoder .* does not run"),
+    ("Whisper", {}, partial(without, name="model.safetensors"), "lacks model.safetensors. Fetch"),
+    ("SigLIP2", {"name": "batch_tower"}, None, "takes no batch .* alone: try name=grid_tower"),
+    ("InternViT", {"name": "grid_tower"}, None, "takes none of grid_thw, spatial_shapes: try name=batch_t"),
+    ("Qwen2.5-VL", {"merge": 2}, None, "merges 2x2 itself; leave it at 1"),
+    (
+        "Qwen2.5-VL",
+        {},
+        partial(rewritten, name=PROCESSOR, patch_size=8),
+        "does not run on what its",
+    ),
+    ("Qwen2.5-VL", {}, partial(rewritten, out_hidden_size=96), "rows of 96 .*model.llm.hidden=64: take"),
+    ("Qwen2.5-VL", {}, partial(rewritten, hidden_size=32), "has shape .* config.json means .*: take"),
+    ("Qwen3-VL", {"projector": True}, None, "DeepStack.*: leave .*projector out"),
+]
+
+
+def prepare(keys: dict[str, object]) -> None:
+    """What is asked of an encoder before ranks start."""
+    encoder = make_encoder("own", keys)
+    with naming("own"):
+        encoder.work(64, 4)
+    published("own", encoder)
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_what_is_no_tower_is_refused_by_name_before_ranks_start(number: int, tmp_path: Path) -> None:
+    name, keys, change, said = REFUSED[number]
+    make_tower(name, tmp_path)
+    if change is not None:
+        change(tmp_path)
+    with pytest.raises(ConfigError, match=said) as told:
+        prepare({"name": TOWERS[name][1], "folder": str(tmp_path), **keys})
+    assert "model.encoders.own." in str(told.value)
+    assert "encoder.folder" not in str(told.value)
+
+
+def test_layers_are_not_divided_and_long_recordings_are_told(tmp_path: Path) -> None:
+    make_tower("Whisper", tmp_path)
+    encoder = make_encoder("own", {"name": "batch_tower", "folder": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"layout.encoders.own.tp=2: .* leave it at 1"):
+        encoder.check_tp("layout.encoders.own.tp", 2)
+    with pytest.raises(SampleError, match=r"1.5 s is longer than the 1 s"):
+        encoder.count((24000, 16000))
+
+
+@pytest.mark.slow  # it starts runs
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternViT"])
+def test_a_run_trains_a_tower_and_goes_on(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As one that was not interrupted, from its own checkpoint: the folder's weights are read once."""
+    write_data(name, tmp_path / "data")
+    make_tower(name, tmp_path / "tower")
+    given, more = (tmp_path / "data", name, tmp_path / "tower"), ["launch.ranks=2", "layout=pp2"]
+    losses = {}
+    for run, steps in (("whole", (4,)), ("parts", (2, 4))):
+        for last in steps:
+            keys = line(*given, tmp_path / run, "merge: 1", *more, f"train.steps={last}", "optim.min_lr=1e-3")
+            assert main(["train", *keys]) == 0, capsys.readouterr().err
+        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        losses[run] = [own["loss/train"] for own in lines if "loss/train" in own]
+    assert len(losses["whole"]) == 4
+    assert losses["parts"] == losses["whole"]
+    assert losses["whole"][-1] < losses["whole"][0]
