@@ -14,6 +14,7 @@ Pure: no clock, no rank. All ranks of the domain call it with the same arguments
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from math import gcd
 
 from dataloader.balance import SampleCosts
@@ -163,16 +164,17 @@ class DomainPlanner:
             return
 
         @cache
-        def chunked(quanta: int) -> DomainPlan:
+        def chunked(quanta: int, at_once: bool) -> DomainPlan:
             """With chunks for a schedule; where these stay where they are, with routes."""
-            made = self._with_chunks(domain, waves, quanta)
+            made = self._with_chunks(domain, waves, quanta, at_once)
             return made if quanta else self._with_routes(made, ranks)
 
-        yield from self._candidates(chunked, ranks, frozenset(frozen), fits)
+        yield from self._candidates(chunked, len(microbatches), ranks, frozenset(frozen), fits)
 
     def _candidates(
         self,
-        chunked: Callable[[int], DomainPlan],
+        chunked: Callable[[int, bool], DomainPlan],
+        microbatches: int,
         ranks: Sequence[int],
         frozen: frozenset[str],
         fits: Callable[[DomainPlan], bool],
@@ -180,15 +182,14 @@ class DomainPlanner:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
-        planned = [self._scheduled(chunked, policy, ranks, frozen) for policy in candidates]
-        if len(planned) == 1 and not (self.guarded and self.schedule.lean):
+        scheduled = partial(self._scheduled, chunked, microbatches, ranks, frozen)
+        planned = [scheduled(policy) for policy in candidates]
+        apart = [policy for policy, plan in zip(candidates, planned, strict=True) if _is_at_once(plan)]
+        if len(planned) == 1 and not (self.guarded and (self.schedule.lean or apart)):
             yield self._with_one_queue(planned[0])
             return
-
-        def bounded(policy: SchedulePolicy, encoder_bytes: int) -> DomainPlan:
-            return self._scheduled(chunked, policy, ranks, frozen, encoder_bytes)
-
-        lean = lean_plans(planned[0], lean_of(self.schedule, parts, pp), self.table, bounded)
+        lean = lean_plans(planned[0], lean_of(self.schedule, parts, pp), self.table, scheduled)
+        lean = chain((scheduled(policy, at_once=False) for policy in apart), lean)
         yield from quickest_first(planned, fits, self._with_one_queue, lean, self.table, self.single_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
@@ -221,19 +222,22 @@ class DomainPlanner:
 
     def _scheduled(
         self,
-        chunked: Callable[[int], DomainPlan],
-        policy: SchedulePolicy,
+        chunked: Callable[[int, bool], DomainPlan],
+        microbatches: int,
         ranks: Sequence[int],
         frozen: frozenset[str],
+        policy: SchedulePolicy,
         encoder_bytes: int | None = None,
+        at_once: bool = True,
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule, ops for a queue for
         each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is configured:
-        a single microbatch may need more.
+        a single microbatch may need more. Items of all microbatches are shared `at_once` where the schedule
+        allows that and nothing bounds what encoders hold.
         """
         most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
-        microbatches = len(chunked(0).microbatches)
-        domain = chunked(policy.quanta_for(microbatches, bounded=most is not None))
+        quanta = policy.quanta_for(microbatches, bounded=most is not None)
+        domain = chunked(quanta, at_once and policy.at_once and most is None)
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
@@ -243,11 +247,15 @@ class DomainPlanner:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
-    def _with_chunks(self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0) -> DomainPlan:
+    def _with_chunks(
+        self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0, at_once: bool = False
+    ) -> DomainPlan:
         """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
-        for each slot, if any.
+        for each slot, if any, or those of a schedule that encodes all items `at_once`.
         """
         chunking = partial(make_quanta, count=quanta) if quanta else self.chunking
+        if at_once and self.chunking is make_chunks:
+            chunking = partial(make_chunks, at_once=True)
         chunks = chunking(domain.items, self._slots, self.sharing, self._tokens_cost, waves)
         return replace(domain, chunks=chunks)
 
@@ -377,3 +385,8 @@ class DomainPlanner:
                 items.append(PlannedItem(component, *place, item.tokens, *rows))
             start += length(meta)
         return items
+
+
+def _is_at_once(domain: DomainPlan) -> bool:
+    """Whether items of several microbatches are shared at once."""
+    return any(chunk.layout.num_members > 1 and len(chunk.microbatches) > 1 for chunk in domain.chunks)

@@ -100,18 +100,20 @@ def make_chunks(
     sharing: Mapping[str, Sharing],
     cost_ns: Callable[[str, int], int],
     waves: Sequence[int],
+    at_once: bool = False,
 ) -> tuple[Chunk, ...]:
     """Share the items of a domain among the slots of their components, or place them whole.
 
     `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
     one wave on one slot are a chunk; if any item of a wave is shared, all its items of that component are one
-    chunk of all slots. `cost_ns` gives the cost of an item by component and tokens.
+    chunk of all slots. `cost_ns` gives the cost of an item by component and tokens. Where the schedule
+    encodes all items `at_once`, those of all waves of a component may be one chunk, if that takes less time.
     """
     chunks = [
         chunk
         for name in sorted(slots)
         if not sharing[name].whole
-        for chunk in _shared_chunks(name, items, slots[name], sharing[name], waves)
+        for chunk in _shared_chunks(name, items, slots[name], sharing[name], waves, at_once)
     ]
     shared = {number for chunk in chunks for number in chunk.items}
     barriers = sorted((waves[chunk.items[0]], chunk.component) for chunk in chunks)
@@ -183,8 +185,9 @@ def _shared_chunks(
     slots: Sequence[Slot],
     sharing: Sharing,
     waves: Sequence[int],
+    at_once: bool = False,
 ) -> Iterator[Chunk]:
-    """The waves of which items are shared."""
+    """The waves of which items are shared, or all of them as one."""
     batches: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
         if item.component == component:
@@ -192,7 +195,14 @@ def _shared_chunks(
     lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
     layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     everyone = tuple(rank for slot in slots for rank in slot)
-    for microbatch in worth_sharing(lengths, layouts, sharing):
+    shared = worth_sharing(lengths, layouts, sharing)
+    if at_once and len(lengths) > 1 and shared:
+        numbers = [number for wave in sorted(batches) for number in batches[wave]]
+        layout = sharing.layout([[items[i].tokens for i in numbers]])
+        if sharing.slowest_ns(layout) < _taken_ns(shared, lengths, layouts, sharing):
+            yield _chunk(items, numbers, everyone, layout, sharing)
+            return
+    for microbatch in shared:
         yield _chunk(items, batches[microbatch], everyone, layouts[microbatch], sharing)
 
 
@@ -221,6 +231,17 @@ def worth_sharing(
         if taken < least:
             best, least = count, taken
     return candidates[:best]
+
+
+def _taken_ns(
+    shared: Sequence[int],
+    lengths: Mapping[int, Sequence[int]],
+    layouts: Mapping[int, SequenceLayout],
+    sharing: Sharing,
+) -> int:
+    """Time of all microbatches in order, of which some are shared."""
+    whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
+    return _step_ns(whole, {m: sharing.slowest_ns(layouts[m]) for m in shared}, sharing.num_members)
 
 
 def _step_ns(whole: Mapping[int, Sequence[int]], shared: Mapping[int, int], ranks: int) -> int:

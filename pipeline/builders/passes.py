@@ -129,11 +129,11 @@ def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
 def _around(name: str, passes: Passes, parts: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
     """The schedule of encoder work around an order of passes."""
     build, in_flight = partial(encoders_around, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, parts, deep=deep)
+    return SchedulePolicy(name, build, in_flight, parts, at_once=True, deep=deep)
 
 
 # The three phases of LongCat-Flash-Omni (report, section 5), among others, with 1F1B in the middle.
-ENCODE_FIRST = SchedulePolicy("encode_first", partial(encoders_around, one_f_one_b_passes))
+ENCODE_FIRST = SchedulePolicy("encode_first", partial(encoders_around, one_f_one_b_passes), at_once=True)
 INTERLEAVED = _around("interleaved", interleaved_passes, parts=None)
 ZERO_BUBBLE_H1 = _around("zero_bubble_h1", zb_h1_passes)
 ZERO_BUBBLE_H2 = _around("zero_bubble_h2", zb_h2_passes, deep=True)

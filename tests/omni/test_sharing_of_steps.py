@@ -1,22 +1,32 @@
 """Which microbatches of a step share their items: sharing must pay for the barrier that it is."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 from own_policies import own
+from planners import planner, policies_of
 from small import overrides, write_mixed
 from work_costs import work_cost
 
+from dataloader.balance.simple import LPT
+from dataloader.global_batch import Budget
+from dataloader.tokens import ItemMeta, SampleMeta
 from omni.compose import compose_config
+from omni.planning.planner import Planner
 from omni.planning.pools import without_effect
 from omni.planning.prepare import prepare_run
 from omni.planning.sharing import Sharing, make_chunks, worth_sharing
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
+from parallel.layout import Layout, arrange
+from parallel.placements import COLOCATED
 from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
+from pipeline.builders import SchedulePolicy
 from pipeline.domain_plan import Chunk, PlannedItem
+from pipeline.plan import StepPlan
 
 RANKS, UNIT = 8, 4
 LINK = Link(2_000, 10**11)
@@ -30,7 +40,7 @@ def sharing_by(policy: str) -> Sharing:
     return Sharing(chosen, make_pool(COST, RANKS, UNIT), RANKS, whole=not chosen.cuts)
 
 
-def planned(policy: str, batches: list[list[int]]) -> tuple[Chunk, ...]:
+def planned(policy: str, batches: list[list[int]], at_once: bool = False) -> tuple[Chunk, ...]:
     """The chunks of a step whose microbatches have items of so many tokens."""
     items = [
         PlannedItem("eye", 0, 0, number, tokens, tokens // UNIT, 0)
@@ -43,6 +53,7 @@ def planned(policy: str, batches: list[list[int]]) -> tuple[Chunk, ...]:
         {"eye": sharing_by(policy)},
         lambda name, n: TABLE.parts[name].marginal_ns(n, n * n),
         [item.microbatch for item in items],
+        at_once,
     )
 
 
@@ -79,6 +90,60 @@ def test_a_step_takes_no_longer_than_with_whole_items(policy, num_batches):
         assert chosen <= whole, seed
         gains.append(whole / chosen)
     assert sum(gains) / 12 > 1.02, gains
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "long_short"])
+def test_items_of_all_microbatches_at_once_take_no_longer(policy):
+    gains, merged = [], 0
+    for seed in range(12):
+        batches = heavy_tailed(8, 6, seed, 2.0)
+        apart, chunks = planned(policy, batches), planned(policy, batches, at_once=True)
+        assert sorted(i for chunk in chunks for i in chunk.items) == list(range(8 * 6))
+        merged += len(chunks) == 1
+        assert encode_ns(chunks) <= encode_ns(apart), seed
+        gains.append(encode_ns(apart) / encode_ns(chunks))
+    assert merged > 6
+    assert sum(gains) / 12 > 1.004, gains
+    even = [[400] * 16] * 6
+    assert planned(policy, even, at_once=True) == planned(policy, even), "which balance whole"
+
+
+def heavy_step(schedule: str, **of_domain: object) -> Planner:
+    """A step of two stages and two replicas that share items of very different sizes in four microbatches."""
+
+    def meta(source: str, sample: int) -> SampleMeta:
+        return SampleMeta(sample, source, 20, (ItemMeta("image", 400 * 3 ** (sample % 5), 1, 0, ()),), 0)
+
+    world = arrange(Layout(dp=2, pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0, 2)
+    policies = policies_of(LPT, own(SchedulePolicy)[schedule])
+    budget = Budget(40, None, 8, "error")
+    return planner(
+        world=world, metas=meta, budget=budget, encoder_sp="dynamic", policies=policies, **of_domain
+    )
+
+
+def waves_of(made: Planner) -> set[int]:
+    """Of how many microbatches chunks have items that ranks share."""
+    chunks = made.next_step(1, 0, 0).domain.chunks
+    return {len(chunk.microbatches) for chunk in chunks if chunk.layout.num_members > 1}
+
+
+def test_schedules_that_encode_all_items_first_share_those_of_all_microbatches_at_once():
+    assert waves_of(heavy_step("encode_first")) == waves_of(heavy_step("zero_bubble_h1")) == {4}
+    assert waves_of(heavy_step("one_f_one_b")) == waves_of(heavy_step("joint")) == {1}
+    assert waves_of(heavy_step("encode_first", encoder_bytes=1)) == {1}, "a bound takes small chunks"
+
+
+@pytest.mark.parametrize("schedule", ["encode_first", "auto"])
+def test_microbatches_are_shared_one_by_one_where_devices_do_not_hold_them_at_once(schedule):
+    def fits(plan: StepPlan) -> bool:
+        return plan.domain.schedule == "encode_first" and all(
+            len(chunk.microbatches) == 1 for chunk in plan.domain.chunks
+        )
+
+    made = heavy_step(schedule)
+    assert waves_of(replace(made, fits=fits)) == {1}
+    assert waves_of(replace(heavy_step("encode_first", guarded=False), fits=fits)) == {4}
 
 
 def test_items_that_balance_over_the_step_stay_whole():
