@@ -129,13 +129,15 @@ class SourceConfig:
 @dataclass
 class PhaseConfig:
     """A phase of the mixture: what is other from step `first` on. `weights` of sources, 0 to leave one out;
-    files that list the ids of samples to `remove`, by source; `step_tokens` or `step_samples` of a step.
-    `position` is where it begins in the stream of samples, which the run finds: nobody sets it.
+    files that list the ids of samples to `remove`, by source, and of those to `keep` alone until a later
+    phase says others, none for all; `step_tokens` or `step_samples` of a step. `position` is where it begins
+    in the stream of samples, which the run finds: nobody sets it.
     """
 
     first: int = at_least(1)
     weights: dict[str, int] = field(default_factory=dict, metadata={"least": 0})
     remove: dict[str, list[str]] = field(default_factory=dict)
+    keep: dict[str, list[str]] = field(default_factory=dict)
     step_tokens: int | None = at_least(1, None)
     step_samples: int | None = at_least(1, None)
     position: int | None = at_least(0, None)

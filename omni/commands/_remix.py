@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=FILE",
         help="ids of samples to leave out, one a line",
     )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="ids of the only samples of a source to draw from then on, one a line",
+    )
     parser.add_argument("--step-tokens", type=int, metavar="N", help="LLM tokens of a step from then on")
     parser.add_argument("--step-samples", type=int, metavar="N", help="samples of a step from then on")
 
@@ -115,12 +122,14 @@ def _changed(saved: "Config", arguments: argparse.Namespace) -> "tuple[Config, s
         if not number.isdecimal():
             raise ConfigError(f"--weight {source}={number}: give an integer, 0 to leave the source out")
         phase.weights[source] = int(number)
-    for source, file in _pairs("--remove", arguments.remove, "FILE"):
-        phase.remove[source] = [*phase.remove.get(source, ()), file]
+    for key in ("remove", "keep"):
+        lists = getattr(phase, key)
+        for source, file in _pairs(f"--{key}", getattr(arguments, key), "FILE"):
+            lists[source] = [*lists.get(source, ()), file]
     if (arguments.step_tokens, arguments.step_samples) != (None, None):
         phase.step_tokens, phase.step_samples = arguments.step_tokens, arguments.step_samples
     if phase == saved.data.mixture.get(name, PhaseConfig(first)):
-        raise ConfigError("nothing is to change: give --add, --weight, --remove or --step-tokens")
+        raise ConfigError("nothing is to change: give --add, --weight, --remove, --keep or --step-tokens")
     check_keys(f"data.mixture.{name}", phase)
     return config, name
 
@@ -140,15 +149,16 @@ def _keep_lists(phase: "PhaseConfig", folder: "RunFolder", first: int) -> None:
     """Copy the lists of a phase into the run folder, where nobody changes them."""
     from infra.run_folder import write_text
 
-    kept = folder.path / "removed"
-    if phase.remove:
-        kept.mkdir(exist_ok=True)
-    for number, (source, files) in enumerate(phase.remove.items()):
-        copies = [kept / f"step_{first}-{number}-{n}.txt" for n in range(len(files))]
-        for file, copy in zip(files, copies, strict=True):
-            if Path(file) != copy:
-                write_text(copy, Path(file).read_text(encoding="utf-8"))
-        phase.remove[source] = [str(copy) for copy in copies]
+    lists = folder.path / "lists"
+    if phase.remove or phase.keep:
+        lists.mkdir(exist_ok=True)
+    for key, by_source in (("remove", phase.remove), ("keep", phase.keep)):
+        for number, (source, files) in enumerate(by_source.items()):
+            copies = [lists / f"step_{first}-{key}-{number}-{n}.txt" for n in range(len(files))]
+            for file, copy in zip(files, copies, strict=True):
+                if Path(file) != copy:
+                    write_text(copy, Path(file).read_text(encoding="utf-8"))
+            by_source[source] = [str(copy) for copy in copies]
 
 
 def _too_late(config: "Config", first: int) -> Iterator[str]:

@@ -30,12 +30,15 @@ KEY = "data.mixture"
 
 @dataclass(frozen=True)
 class Drawn:
-    """What a phase draws: samples of sources by weight, but those `removed`, rows by source."""
+    """What a phase draws: samples of sources by weight, but those `removed`, rows by source, and of sources
+    of which some are `kept` only these.
+    """
 
     name: str
     config: PhaseConfig
     weights: Mapping[str, int]
     removed: Mapping[str, Ints]
+    kept: Mapping[str, Ints]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Mixture:
         assert isinstance(last, Stream)
         sources = {name: replace(of, weight=drawn.weights[name]) for name, of in last.sources.items()}
         stream = Stream(sources, last.seed, last.window_groups, start, last.drawn(start))
-        samples = replace(self.samples, stream=stream, lengths=_without(drawn.removed, self.samples.lengths))
+        samples = replace(self.samples, stream=stream, lengths=_left(drawn, self.samples.lengths))
         own = drawn.config
         return MixturePhase(own.first, start, samples, own.step_tokens, own.step_samples)
 
@@ -104,10 +107,11 @@ def mixture_of(data: DataConfig, samples: Samples, indexes: Mapping[str, Index])
     """
     weights = {name: source.weight for name, source in data.sources.items()}
     removed = {name: np.empty(0, np.int64) for name in weights}
+    kept: dict[str, Ints] = {}
     phases: list[Drawn] = []
     for name, own in ordered(data):
-        for key, named in (("weights", set(own.weights)), ("remove", set(own.remove))):
-            for source in sorted(named):
+        for key in ("weights", "remove", "keep"):
+            for source in getattr(own, key):
                 if source not in weights:
                     raise ConfigError(
                         f"{KEY}.{name}.{key}.{source}: there is no such source; there are "
@@ -116,10 +120,13 @@ def mixture_of(data: DataConfig, samples: Samples, indexes: Mapping[str, Index])
                     )
         weights = {**weights, **own.weights}
         for source, files in own.remove.items():
-            rows = [removed[source], *(_rows(name, source, file, indexes[source]) for file in files)]
-            removed = {**removed, source: np.unique(np.concatenate(rows))}
-        _check_drawn(name, weights, removed, indexes)
-        phases.append(Drawn(name, own, weights, removed))
+            rows = _rows(f"{name}.remove.{source}", files, indexes[source])
+            removed = {**removed, source: np.union1d(removed[source], rows)}
+        for source, files in own.keep.items():
+            rows = _rows(f"{name}.keep.{source}", files, indexes[source])
+            kept = {of: those for of, those in {**kept, source: rows}.items() if of != source or files}
+        phases.append(Drawn(name, own, weights, removed, kept))
+        _check_drawn(phases[-1], {source: len(index) for source, index in indexes.items()})
     return Mixture(samples, phases)
 
 
@@ -156,7 +163,7 @@ def positions(data: DataConfig) -> dict[int, int]:
 
 def flattened_at(data: DataConfig, step: int) -> DataConfig:
     """Return a configuration that draws from its beginning as this one does at `step`."""
-    data, remove = deepcopy(data), dict[str, list[str]]()
+    data, remove, keep = deepcopy(data), dict[str, list[str]](), dict[str, list[str]]()
     for _, own in ordered(data):
         if own.first > step:
             break
@@ -164,9 +171,10 @@ def flattened_at(data: DataConfig, step: int) -> DataConfig:
             data.sources[name].weight = weight
         for name, files in own.remove.items():
             remove[name] = [*remove.get(name, ()), *files]
+        keep.update(own.keep)
         if (own.step_tokens, own.step_samples) != (None, None):
             data.step_tokens, data.step_samples = own.step_tokens, own.step_samples
-    data.mixture = {"begun": PhaseConfig(1, remove=remove)} if remove else {}
+    data.mixture = {"begun": PhaseConfig(1, remove=remove, keep=keep)} if remove or keep else {}
     return data
 
 
@@ -175,6 +183,10 @@ def told(data: DataConfig) -> Iterator[str]:
     for name, own in ordered(data):
         what = [f"{source} weight {weight}" for source, weight in own.weights.items()]
         what += [f"without those of {source} in {', '.join(files)}" for source, files in own.remove.items()]
+        what += [
+            f"of {source} only those in {', '.join(files)}" if files else f"all of {source}"
+            for source, files in own.keep.items()
+        ]
         if own.step_tokens is not None:
             what.append(f"{own.step_tokens:,} tokens a step")
         if own.step_samples is not None:
@@ -200,37 +212,42 @@ def repeats(data: DataConfig, sizes: Mapping[str, int]) -> Iterator[str]:
                 )
 
 
-def _rows(phase: str, source: str, file: str, index: Index) -> Ints:
-    """The rows of the samples of a source that a file lists."""
-    try:
-        return rows_of(index.path, index.manifest, read_keys(file))
-    except DataError as error:
-        raise DataError(f"{KEY}.{phase}.remove.{source}: {error}") from error
+def _rows(key: str, files: Sequence[str], index: Index) -> Ints:
+    """The rows, ascending, of the samples of a source that files list."""
+    rows = [np.empty(0, np.int64)]
+    for file in files:
+        try:
+            rows.append(rows_of(index.path, index.manifest, read_keys(file)))
+        except DataError as error:
+            raise DataError(f"{KEY}.{key}: {error}") from error
+    return np.unique(np.concatenate(rows))
 
 
-def _check_drawn(
-    phase: str, weights: Mapping[str, int], removed: Mapping[str, Ints], indexes: Mapping[str, Index]
-) -> None:
-    """Refuse a phase that draws nothing, or of a source nothing but what is removed."""
+def _check_drawn(drawn: Drawn, sizes: Mapping[str, int]) -> None:
+    """Refuse a phase that draws nothing, or of a source nothing but what is left out."""
+    of, weights = f"{KEY}.{drawn.name}", drawn.weights
     if not any(weights.values()):
         raise ConfigError(
-            f"{KEY}.{phase}.weights: the weights of all sources ({', '.join(weights)}) are 0: give one a "
-            "weight"
+            f"{of}.weights: the weights of all sources ({', '.join(weights)}) are 0: give one a weight"
         )
     for name, weight in weights.items():
-        if weight and len(removed[name]) == len(indexes[name]):
+        gone, kept = drawn.removed[name], drawn.kept.get(name)
+        left = sizes[name] - len(gone) if kept is None else len(np.setdiff1d(kept, gone))
+        if weight and not left:
             raise ConfigError(
-                f"{KEY}.{phase}.remove.{name}: that removes all {len(indexes[name])} samples of {name}: set "
-                f"{KEY}.{phase}.weights.{name}=0 to leave the source out"
+                f"{of}: remove and keep leave none of the {sizes[name]} samples of {name}: change "
+                f"{of}.remove.{name} or .keep.{name}, or set {of}.weights.{name}=0 to leave the source out"
             )
 
 
-def _without(removed: Mapping[str, Ints], lengths: Lengths) -> Lengths:
-    """Lengths of samples as trained on, where some are removed."""
+def _left(drawn: Drawn, lengths: Lengths) -> Lengths:
+    """Lengths of samples as trained on in a phase, which leaves some out."""
 
     def left(source: str, ids: Ints, budget: int, policy: str) -> Ints:
         out = lengths(source, ids, budget, policy)
-        out[among(ids, removed[source])] = REMOVED
+        out[among(ids, drawn.removed[source])] = REMOVED
+        if source in drawn.kept:
+            out[~among(ids, drawn.kept[source])] = REMOVED
         return out
 
     return left

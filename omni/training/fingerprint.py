@@ -110,10 +110,13 @@ def _mixture(data: Any) -> dict[str, Any]:
         str(phase["first"]): {
             **{key: phase[key] for key in ("first", "step_tokens", "step_samples")},
             "weights": phase["weights"],
-            "remove": {
-                # One that is missing is named where it is read.
-                source: ", ".join(hash_of(Path(file)) for file in files if Path(file).is_file())
-                for source, files in phase["remove"].items()
+            **{
+                key: {
+                    # One that is missing is named where it is read.
+                    source: ", ".join(hash_of(Path(file)) for file in files if Path(file).is_file())
+                    for source, files in phase[key].items()
+                }
+                for key in ("remove", "keep")
             },
         }
         for phase in data["mixture"].values()

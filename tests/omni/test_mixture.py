@@ -99,6 +99,22 @@ def test_steps_draw_what_their_phase_says_and_no_source_loses_a_sample(base):
         assert all(len(set(epoch)) == size for epoch in whole), name
 
 
+def test_of_a_source_some_samples_are_kept_until_a_phase_keeps_others(base):
+    config, data = deepcopy(base), Path(base.data.sources["a"].path).parent
+    odd = data / "odd.txt"
+    odd.write_text("".join(f"a{i}\n" for i in range(1, 30, 2)))
+    config.data.mixture = {
+        "odd": PhaseConfig(5, keep={"a": [str(odd)]}, remove={"a": [str(data / "a.txt")]}),
+        "all": PhaseConfig(30, keep={"a": []}),
+    }
+    steps = [samples for samples, _ in taken(prepare_run(config, 2))]
+    first, then = ({i for step in part for of, i in step if of == "a"} for part in (steps[4:29], steps[29:]))
+    assert first == {i for i in range(1, 30, 2) if f"a{i}" not in GONE}
+    assert any(i % 2 == 0 for i in then)
+    assert not {3, 17} & then
+    assert flattened_at(config.data, 6).mixture["begun"].keep == {"a": [str(odd)]}
+
+
 def test_ranks_that_are_told_the_positions_draw_the_same_without_going_through_steps(base, monkeypatch):
     spec = prepare_run(remixed(base), 2)
     expected = [samples for samples, _ in taken(spec)]
@@ -145,8 +161,13 @@ def test_a_sample_that_is_too_long_is_an_error_also_behind_one_that_was_removed(
         ({"p": PhaseConfig(5, remove={"a": ["empty.txt"]})}, r"remove\.a: .*empty\.txt lists no id"),
         (
             {"p": PhaseConfig(5, remove={"a": ["all.txt"]})},
-            r"removes all 30 samples of a: set .*weights\.a=0",
+            r"leave none of the 30 samples of a: .*weights\.a=0",
         ),
+        (
+            {"p": PhaseConfig(5, remove={"b": ["b.txt"]}, keep={"b": ["b.txt"]})},
+            "leave none of the 20 .*of b",
+        ),
+        ({"p": PhaseConfig(5, keep={"b": ["a.txt"]})}, r"p\.keep\.b: 2 of 2 ids are those of no sample"),
     ],
 )
 def test_phases_that_cannot_be_drawn_are_refused(base, phases, words):
@@ -155,7 +176,8 @@ def test_phases_that_cannot_be_drawn_are_refused(base, phases, words):
     (data / "all.txt").write_text("".join(f"a{i}\n" for i in range(30)))
     config.data.mixture = deepcopy(phases)
     for phase in config.data.mixture.values():
-        phase.remove = {name: [str(data / file) for file in files] for name, files in phase.remove.items()}
+        for lists in (phase.remove, phase.keep):
+            lists.update({name: [str(data / file) for file in files] for name, files in lists.items()})
     with pytest.raises(ValueError, match=words):
         prepare_run(config, 2)
 
@@ -271,4 +293,4 @@ def test_remix_refuses_and_writes_nothing(run, capsys, words, said):
     text = capsys.readouterr().err
     assert re.search(said, text), text
     assert run.config.read_text() == before
-    assert not (run.path / "removed").exists()
+    assert not (run.path / "lists").exists()
