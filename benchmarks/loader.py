@@ -4,9 +4,10 @@
 
 CPU seconds are those of all threads, so that other jobs disturb them little; they are measured in turn, and
 the least of several rounds is taken. Decoders that sleep 20 ms and files that answer after 50 ms show what
-threads do at once, whatever else the machine does. What replicas read is counted: each has a cache of its
-own, and of n of them each reads every n-th sample of a stream. The last line is JSON, and the exit code 1
-where a target is missed.
+threads do at once, whatever else the machine does. Steps of 1 s slept, of 16 images of such a tar each,
+show how long training would wait for data with 2 threads, if it is planned as far ahead as by a run. What
+replicas read is counted: each has a cache of its own, and of n of them each reads every n-th sample of a
+stream. The last line is JSON, and the exit code 1 where a target is missed.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +35,8 @@ from dataloader.index import Index
 from dataloader.loader import Fetch, Loader
 from dataloader.reader import Reader
 from dataloader.shared_files import SharedFiles
+from dataloader.sources.build import build_index
+from dataloader.sources.reader import open_reader
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
@@ -41,6 +45,8 @@ from omni.models.registry import ItemArrays, prepare_item
 
 # Targets. Ratios of CPU seconds, of wall seconds slept, of bytes; the last two are MB and ms.
 PATCHES, DECODERS, FILES, READ, SOURCES, BOMB_MB, BOMB_MS = 1.8, 3.5, 6.0, 1.1, 1.2, 50.0, 10.0
+WAITED = 0.02  # share of the time of steps
+STEP_S, IMAGES_OF_STEP, AHEAD = 1.0, 16, 3  # planned so many steps ahead, as omni.training.ahead does
 HEIGHT, WIDTH = 480, 640
 LATENCY_S, DECODE_S = 0.05, 0.02
 
@@ -174,6 +180,51 @@ def measure_files(folder: Path, samples: int) -> float:
     return one / eight
 
 
+def measure_waiting(folder: Path, rounds: int, steps: int) -> float:
+    """The least share of slept steps, in several rounds, that is spent waiting for what two threads load from
+    a tar that answers late. The first step, which every run waits for, does not count.
+    """
+    encoder = ViTEncoder(ViTConfig())
+    items = [Item("image", "jpeg", (HEIGHT, WIDTH), photo(HEIGHT, WIDTH, seed)) for seed in range(16)]
+    (folder / "tars").mkdir()
+    with tarfile.open(folder / "tars/0.tar", "w") as tar:
+        for i in range(IMAGES_OF_STEP * (steps + 1)):
+            for ending, content in (("jpg", items[i % 16].data), ("txt", f"picture {i}".encode())):
+                info = tarfile.TarInfo(f"{i:05}.{ending}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    path = folder / "tars_index"
+    build_index(folder / "tars", path, "webdataset")
+    return min(_waited(path, encoder, steps) for _ in range(rounds))
+
+
+def _waited(path: Path, encoder: ViTEncoder, steps: int) -> float:
+    files = SharedFiles(open_file=lambda name: pa.PythonFile(Slow(name), "r"))
+    prepare = {"image": lambda item: prepare_item(encoder, item)}
+    loader: Loader[Any] = Loader({"s": open_reader(path, files)}, ByteTokenizer(), prepare, 2)
+
+    def submit(step: int) -> None:
+        if step <= steps:
+            first = IMAGES_OF_STEP * step
+            loader.submit(step, fetch_of(path, range(first, first + IMAGES_OF_STEP)))
+
+    for step in range(AHEAD):
+        submit(step)
+    waited, begin = 0.0, 0.0
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        assert not loader.get(step, 60).failures
+        if step:
+            waited += time.perf_counter() - start
+        else:
+            begin = time.perf_counter()
+        submit(step + AHEAD)
+        time.sleep(STEP_S)
+    share = waited / (time.perf_counter() - begin)
+    loader.close()
+    return share
+
+
 def measure_read(folder: Path, count: int) -> dict[int, float]:
     """Bytes read by payload, where each of so many replicas reads its samples of a stream's steps."""
     rng = np.random.default_rng(0)
@@ -278,6 +329,7 @@ def main() -> int:
             "large": cpu["patches, large"] / cpu["decoder, large"],
             "decoders": measure_decoders(folder),
             "files": measure_files(folder, 32 if quick else 64),
+            "waited": measure_waiting(folder, 3 if quick else 5, 5),
             "read": read,
             "sources_mb": memory,
             "bombs": [measure_apart("bomb", stated) for stated in ("64", "12000")],
@@ -286,6 +338,7 @@ def main() -> int:
         *(["patches"] if results["patches"] > PATCHES else []),
         *(["decoders"] if results["decoders"] < DECODERS else []),
         *(["files"] if results["files"] < FILES else []),
+        *(["waited"] if results["waited"] > WAITED else []),
         *(f"read at {replicas}" for replicas, ratio in read.items() if ratio > READ),
         *(["sources"] if memory["forty"] > SOURCES * memory["one"] else []),
         *("bomb" for one in results["bombs"] if one["mb"] > BOMB_MB or one["ms"] > BOMB_MS),

@@ -96,6 +96,8 @@ class _Job(Generic[T]):
         self.texts: list[TextArrays | None] = [None] * len(fetch.texts)
         self.items: list[T | None] = [None] * len(fetch.items)
         self.failures: list[tuple[int, Failure]] = []
+        # Texts of samples whose items are fetched, too, which are read with the first of these.
+        self.beside = _beside_items(fetch)
 
 
 def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
@@ -250,6 +252,20 @@ class Loader(Generic[T]):
             else:
                 job.texts[place] = tokenize(sample, meta, self._tokenizer)
 
+    def _read_whole(
+        self, job: _Job[T], places: Sequence[int], source: str, sample_id: int, items: Sequence[int]
+    ) -> Sample | None:
+        """Read items of a sample together with its text, which stands at `places` of the fetch; None if one
+        of them cannot be read.
+        """
+        try:
+            sample = self._readers[source].read(sample_id, text=True, items=items)
+        except UnreadableError:
+            return None
+        for place in places:
+            job.texts[place] = tokenize(sample, job.fetch.texts[place][1], self._tokenizer)
+        return sample
+
     def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
         # Reading is Python and decoding is not: in turn, each finds the processor's caches full of the other.
         read: list[tuple[int, str, Item]] = []
@@ -271,12 +287,16 @@ class Loader(Generic[T]):
         for (source, sample_id), of in groupby(places, key=lambda place: job.fetch.items[place][:2]):
             group = list(of)
             indexes = [job.fetch.items[place][2] for place in group]
-            try:
-                sample = self._readers[source].read(sample_id, text=False, items=indexes)
-            except UnreadableError as error:
-                for place, index in zip(group, indexes, strict=True):
-                    self._lose(job, place, Failure(source, sample_id, index, str(error), error.name))
-                continue
+            texts = job.beside.pop((source, sample_id), [])
+            sample = self._read_whole(job, texts, source, sample_id, indexes) if texts else None
+            if sample is None:  # or each by itself: one may be there without the other
+                self._load_texts(job, texts)
+                try:
+                    sample = self._readers[source].read(sample_id, text=False, items=indexes)
+                except UnreadableError as error:
+                    for place, index in zip(group, indexes, strict=True):
+                        self._lose(job, place, Failure(source, sample_id, index, str(error), error.name))
+                    continue
             if len(sample.items) != len(indexes):
                 raise DataError(
                     f"sample {sample.id!r} ({sample_id} of source {source!r}) lacks one of the items "
@@ -320,15 +340,27 @@ def _works(fetch: Fetch, num_threads: int) -> list[_Work]:
     """A fetch in parts for threads, of neighbours in the order of sample ids, which are read together.
 
     Parts cost about the same, `_PARTS` or more for each thread; what costs more than that is a part of its
-    own, and the first to be done.
+    own, and the first to be done. A text goes with the items of its sample, if there are any.
     """
-    texts = sorted(range(len(fetch.texts)), key=lambda i: (fetch.texts[i][0], fetch.texts[i][1].id))
+    beside = {place for places in _beside_items(fetch).values() for place in places}
+    alone = [place for place in range(len(fetch.texts)) if place not in beside]
+    texts = sorted(alone, key=lambda i: (fetch.texts[i][0], fetch.texts[i][1].id))
     items = sorted(range(len(fetch.items)), key=lambda i: fetch.items[i])
     text_costs = [meta.text_tokens for _, meta in fetch.texts]
     return [
         *_parts("texts", texts, text_costs, num_threads),
         *_parts("items", items, fetch.costs or [1] * len(items), num_threads),
     ]
+
+
+def _beside_items(fetch: Fetch) -> dict[tuple[str, int], list[int]]:
+    """Places of the texts of samples of which items are fetched, too, by source and sample id."""
+    having = {(source, sample) for source, sample, _ in fetch.items}
+    found: dict[tuple[str, int], list[int]] = {}
+    for place, (source, meta) in enumerate(fetch.texts):
+        if (source, meta.id) in having:
+            found.setdefault((source, meta.id), []).append(place)
+    return found
 
 
 def _parts(kind: str, order: Sequence[int], costs: Sequence[int], num_threads: int) -> list[_Work]:

@@ -13,12 +13,15 @@ from tars import write_tars
 
 from dataloader.fetching import Fetcher, joined
 from dataloader.format import UnreadableError
+from dataloader.index import Index
+from dataloader.loader import Fetch, Loader, _works
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.beside import item_beside
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import PlacedReader
 from dataloader.sources.recipe import Range
 from dataloader.storage import Storage
+from dataloader.tokenizer import ByteTokenizer
 
 SAMPLES = [make_sample(i) for i in range(20)]
 
@@ -77,6 +80,33 @@ def test_samples_of_a_store_are_those_of_files(index):
     assert [reader.read(i, True, True).items for i in range(20)] == [sample.items for sample in SAMPLES]
     assert len(Store.requests) == 20  # one for each sample: its members are neighbours
     assert reader.files.bytes_read == sum(end - start for _, start, end in Store.requests)
+
+
+def test_a_rank_asks_once_for_text_and_items_of_a_sample(index):
+    """Or once for each thread that takes some. Where one of them cannot be read, the other still is."""
+    metas = [Index.open(index).meta(i, "s", lambda modality, size: (1, 1)) for i in range(20)]
+    items = tuple(("s", meta.id, k) for meta in metas for k in range(len(meta.items)))
+    fetch = Fetch(tuple(("s", meta) for meta in metas), items)
+    loader = Loader({"s": PlacedReader(index)}, ByteTokenizer(), {"image": lambda item: item.data}, 3)
+    loader.submit(0, fetch)
+    fetched = loader.get(0, 20)
+    assert fetched.items == [item.data for sample in SAMPLES for item in sample.items]
+    assert all(arrays[2].any() for arrays in fetched.texts)
+    of_parts = [
+        {fetch.items[n][1] for n in places} if kind == "items" else places
+        for kind, places in _works(fetch, 3)
+    ]
+    assert len(Store.requests) == sum(map(len, of_parts)) < 25  # items of a few samples go to two threads
+
+    name, content = "/bucket/tars/00000.tar", bytearray(Store.store["/bucket/tars/00000.tar"].getvalue())
+    content[content.index(SAMPLES[2].items[0].data) + 30] ^= 1
+    Store.store[name] = type(Store.store[name])(Store, name, bytes(content))
+    loader.submit(1, fetch)
+    fetched = loader.get(1, 20)
+    loader.close()
+    assert ("s", 2, 0) in {(one.source, one.sample, one.item) for one in fetched.failures}
+    assert {one.sample for one in fetched.failures} == {2}
+    assert all(arrays[2].any() for arrays in fetched.texts)
 
 
 @pytest.mark.parametrize("answers", [[OSError("503 Slow Down")] * 3, [7, 0, RuntimeError("reset")], [0.3]])
