@@ -11,15 +11,16 @@ from test_trainer import make_trainer
 from dataloader.storage import Storage
 from infra.checkpoint import read_manifest
 from omni.compose import compose_config
+from omni.config import Config
 from omni.planning.at_scale import at_scale
 from omni.planning.prepare import prepare_run
 
 EXPERTS = "model.llm.moe={experts: 4, topk: 2, ffn: 32, dense_layers: 1}"
 
 
-def _train(rank: int, line: list[str], world: int) -> int:
+def _train(rank: int, config: Config, world: int) -> int:
     """Train two steps; return the bytes of the longest vector."""
-    trainer = make_trainer(rank, line, world)
+    trainer = make_trainer(rank, config, world)
     offer, sent = trainer.control._offer, [0]
 
     def watched(key, message, *more):
@@ -41,7 +42,7 @@ def test_a_commit_and_a_vector_are_as_large_as_counted(
 ) -> None:
     write_mixed(tmp_path / "data")
     line = overrides(tmp_path / "data", tmp_path / "run", "train.steps=7", *more)
-    sent = ranks.run(world, _train, line, world)
+    sent = ranks.run(world, _train, compose_config(line), world)
     found = at_scale(prepare_run(compose_config(line), world), groups=1)
     index = read_manifest(Storage.at(tmp_path / "run" / "checkpoints"), 7)["index"]
     entries = sum(len(of["parameters"]) for of in index)

@@ -9,7 +9,7 @@ from small import overrides, write_mixed
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import ConfigError
+from omni.config import Config, ConfigError
 from omni.models.llm import attach_points
 from omni.planning.prepare import prepare_run
 from omni.training import parity
@@ -44,15 +44,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(rank: int, line: list[str], world: int) -> Measurement | None:
-    spec = prepare_run(compose_config(line), world)
+def measure(rank: int, config: Config, world: int) -> Measurement | None:
+    spec = prepare_run(config, world)
     folder = RunFolder.create(Path(spec.config.run.dir))
     return parity.measure(spec, folder, rank, torch.device("cpu"), steps=1)
 
 
 @pytest.fixture(scope="module")
 def one(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    return ranks.run(1, measure, overrides(data, tmp_path_factory.mktemp("one"), *TAPS), 1)[0]
+    return ranks.run(1, measure, compose_config(overrides(data, tmp_path_factory.mktemp("one"), *TAPS)), 1)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,7 +60,7 @@ def test_rows_at_several_stages_equal_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path, one: Measurement, case: str
 ) -> None:
     world, more = CASES[case]
-    many = ranks.run(world, measure, overrides(data, tmp_path, *TAPS, *more), world)[0]
+    many = ranks.run(world, measure, compose_config(overrides(data, tmp_path, *TAPS, *more)), world)[0]
     assert compare(one, many)[0].relative <= TOLERANCE, compare(one, many)[0]
 
 

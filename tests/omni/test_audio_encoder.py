@@ -23,7 +23,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
-from omni.config import ConfigError
+from omni.config import Config, ConfigError
 from omni.models.encoders.audio import AudioConfig, AudioEncoder
 from omni.models.encoders.audio_stem import sinusoids, spaced
 from omni.models.registry import ItemArrays, make_encoder, registered
@@ -228,11 +228,11 @@ def test_sinusoids_are_those_of_the_paper() -> None:
         assert row.tolist() == pytest.approx([*np.sin(angles), *np.cos(angles)], abs=1e-3)
 
 
-def _rows(rank: int, line: list[str]) -> dict[str, torch.Tensor]:
+def _rows(rank: int, config: Config) -> dict[str, torch.Tensor]:
     """Encode recordings of several lengths: together, alone, in another order, behind others."""
     from omni.rank.build import build_rank
 
-    spec = prepare_run(compose_config(line), 1)
+    spec = prepare_run(config, 1)
     built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
     encoder, module = spec.encoders["audio"], built.components["audio"].modules[0]
     torch.manual_seed(0)
@@ -260,7 +260,7 @@ def _rows(rank: int, line: list[str]) -> dict[str, torch.Tensor]:
 
 
 def test_recordings_in_a_pack_do_not_see_each_other(ranks: RankPool, data: Path, tmp_path: Path) -> None:
-    rows = ranks.run(1, _rows, line_of(data, tmp_path))[0]
+    rows = ranks.run(1, _rows, compose_config(line_of(data, tmp_path)))[0]
     assert rows["alone"].shape == (2 + 8 + 1 + 5, 64)
     torch.testing.assert_close(rows["together"], rows["alone"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(rows["behind others"], rows["alone"], rtol=1e-4, atol=1e-5)
@@ -270,11 +270,11 @@ def test_recordings_in_a_pack_do_not_see_each_other(ranks: RankPool, data: Path,
     assert rows["alone"].std() > 1e-3
 
 
-def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
+def _stems(rank: int, config: Config) -> list[torch.Tensor]:
     """The stem of packed recordings, and torch's own convolutions of each by itself."""
     from omni.rank.build import build_rank
 
-    spec = prepare_run(compose_config(line), 1)
+    spec = prepare_run(config, 1)
     built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)
     module = built.components["audio"].modules[0]
     torch.manual_seed(0)
@@ -290,7 +290,7 @@ def _stems(rank: int, line: list[str]) -> list[torch.Tensor]:
 
 
 def test_the_stem_pads_each_recording_with_zeros(ranks: RankPool, data: Path, tmp_path: Path) -> None:
-    packed, alone = ranks.run(1, _stems, line_of(data, tmp_path))[0]
+    packed, alone = ranks.run(1, _stems, compose_config(line_of(data, tmp_path)))[0]
     torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-6)
 
 
@@ -394,8 +394,8 @@ def test_one_of_two_encoders_is_frozen(ranks: RankPool, data: Path, tmp_path: Pa
     assert_equal(one, two)
 
 
-def _train(rank: int, line: list[str]) -> None:
-    spec = prepare_run(compose_config(line), 2)
+def _train(rank: int, config: Config) -> None:
+    spec = prepare_run(config, 2)
     Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
 
 
@@ -417,7 +417,7 @@ def test_a_recording_that_cannot_be_decoded_is_skipped(ranks: RankPool, tmp_path
         writer.add(Sample("cut", f"{PLACEHOLDER}less noise", (cut,)))
         writer.add(Sample("text", "none"))
     more = ("layout=pp2", "data.on_error=skip", "data.max_error_share=1", "train.steps=2")
-    ranks.run(2, _train, line_of(tmp_path / "cut", tmp_path / "run", *more, samples=3))
+    ranks.run(2, _train, compose_config(line_of(tmp_path / "cut", tmp_path / "run", *more, samples=3)))
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [m["data/skipped/bad_item"] for m in metrics] == [1, 2]
     assert all(np.isfinite(m["optim/grad_norm"]) for m in metrics)
@@ -438,7 +438,7 @@ def write_pitches(path: Path) -> None:
 def test_training_learns_to_hear(ranks: RankPool, tmp_path: Path) -> None:
     write_pitches(tmp_path / "pitches")
     more = ("layout=pp2", "train.steps=120", "optim.lr=4e-3", "optim.eps=1e-8", "optim.weight_decay=0")
-    ranks.run(2, _train, line_of(tmp_path / "pitches", tmp_path / "run", *more, samples=16))
+    ranks.run(2, _train, compose_config(line_of(tmp_path / "pitches", tmp_path / "run", *more, samples=16)))
     losses = [m["loss/train"] for m in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] > 4
     # A letter and the end of the sample: who cannot hear pays at least log(4) for the first of the two.

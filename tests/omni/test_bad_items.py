@@ -17,6 +17,7 @@ from dataloader.reader import Reader
 from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
+from omni.config import Config
 from omni.models.registry import Encoder, ItemArrays
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
@@ -52,11 +53,11 @@ def fail_on_sample_1(encoder: Encoder, how: str) -> set[str]:
     return threads
 
 
-def train(rank: int, line: list[str], world: int, how: str) -> tuple[str, str, set[str], str]:
+def train(rank: int, config: Config, world: int, how: str) -> tuple[str, str, set[str], str]:
     """Train with an encoder that fails on one item. Returns the error's type, what it says
     with its notes, the threads that items were preprocessed on, and what is on the screen.
     """
-    spec = prepare_run(compose_config(line), world)
+    spec = prepare_run(config, world)
     threads = fail_on_sample_1(spec.encoders["image"], how)
     kind, message, screen = "", "", io.StringIO()
     try:
@@ -71,7 +72,7 @@ def test_an_item_that_fails_in_preprocessing_makes_a_bad_sample(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     line = overrides(data, tmp_path, "layout=pp2", *SKIP)
-    found = ranks.run(2, train, line, 2, "bad")
+    found = ranks.run(2, train, compose_config(line), 2, "bad")
     assert [(error, threads) for error, _, threads, _ in found] == [("", {"loader"})] * 2
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert [m["data/skipped/bad_item"] for m in metrics] == [1, 2, 3]
@@ -92,7 +93,7 @@ def test_an_item_that_fails_in_preprocessing_makes_a_bad_sample(
 def test_what_else_goes_wrong_in_preprocessing_ends_the_run_and_names_the_item(
     ranks: RankPool, data: Path, tmp_path: Path, how: str, error: str, says: str
 ) -> None:
-    ((found, message, threads, _),) = ranks.run(1, train, overrides(data, tmp_path), 1, how)
+    ((found, message, threads, _),) = ranks.run(1, train, compose_config(overrides(data, tmp_path)), 1, how)
     assert (found, threads) == (error, {"loader"})
     assert message.startswith(says)
     assert how != "count" or message.endswith("make count() and preprocess() agree")
@@ -102,7 +103,9 @@ def test_samples_left_out_are_on_the_screen_and_in_the_summary(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     short = ("data.microbatch_tokens=120", "data.on_long=drop")  # one text is longer
-    ((error, _, _, screen),) = ranks.run(1, train, overrides(data, tmp_path, *short, *SKIP), 1, "bad")
+    ((error, _, _, screen),) = ranks.run(
+        1, train, compose_config(overrides(data, tmp_path, *short, *SKIP)), 1, "bad"
+    )
     assert not error
     last = read_metrics(tmp_path / "metrics.jsonl")[-1]
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -115,9 +118,9 @@ def test_samples_left_out_are_on_the_screen_and_in_the_summary(
     assert f", {bad} with a bad item" in line
 
 
-def targets(rank: int, line: list[str], how: str) -> float:
+def targets(rank: int, config: Config, how: str) -> float:
     """Run a step of two ranks and return the number of its targets."""
-    spec = prepare_run(compose_config(line), 2)
+    spec = prepare_run(config, 2)
     fail_on_sample_1(spec.encoders["image"], how)
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
     with trainer.ahead() as ahead:
@@ -129,7 +132,7 @@ def test_targets_of_a_bad_sample_do_not_count_wherever_the_loss_is_computed(
     ranks: RankPool, data: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     line = overrides(data, tmp_path, *more, *SKIP)  # a step takes every sample once
-    good, masked = (ranks.run(2, targets, line, how) for how in ("good", "bad"))
+    good, masked = (ranks.run(2, targets, compose_config(line), how) for how in ("good", "bad"))
     spec = prepare_run(compose_config(line), 2)
     sample = Reader(data).read(1, text=True, items=False)
     (meta,) = (m for m in spec.planner.metas_of(spec.planner.next_step(1, 0, 0).domain) if m.id == 1)

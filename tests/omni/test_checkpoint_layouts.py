@@ -16,6 +16,7 @@ from small import overrides, write_mixed
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
+from omni.config import Config
 from omni.models.moe import expert_biases
 from omni.models.regions import all_parameters
 from omni.planning.prepare import prepare_run
@@ -101,14 +102,14 @@ def line(data: Path, folder: Path, *more: str) -> list[str]:
     return overrides(data, folder, *own, *more)
 
 
-def make_trainer(rank: int, keys: list[str], world: int) -> Trainer:
-    spec = prepare_run(compose_config(keys), world)
+def make_trainer(rank: int, config: Config, world: int) -> Trainer:
+    spec = prepare_run(config, world)
     return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
 
 
-def _train(rank: int, keys: list[str], world: int) -> list[dict[str, torch.Tensor] | None]:
+def _train(rank: int, config: Config, world: int) -> list[dict[str, torch.Tensor] | None]:
     """Train, and return on rank 0 what the ranks have of weights and each moment, past any checkpoint."""
-    trainer = make_trainer(rank, keys, world)
+    trainer = make_trainer(rank, config, world)
     trainer.run()
 
     def held(shard: Owned, key: str) -> torch.Tensor:
@@ -117,11 +118,11 @@ def _train(rank: int, keys: list[str], world: int) -> list[dict[str, torch.Tenso
     return [collect(trainer, partial(held, key=key)) for key in STATE]
 
 
-def _load_and_save(rank: int, keys: list[str], world: int, expected: Path) -> list[str]:
+def _load_and_save(rank: int, config: Config, world: int, expected: Path) -> list[str]:
     """Load the folder's checkpoint, save it again, and name what is not as `expected` of this rank's weights,
     and of its biases of experts, which every rank of a stage holds and one of them saves.
     """
-    trainer = make_trainer(rank, keys, world)
+    trainer = make_trainer(rank, config, world)
     assert trainer.restore() == 2
     full, biases = torch.load(expected, weights_only=True)
     wrong = []
@@ -227,7 +228,7 @@ def write(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory)
     def write(name: str) -> Written:
         model, folder = MODELS[name], tmp_path_factory.mktemp("written")
         world, layout = model.written
-        trained = ranks.run(world, _train, line(data, folder, *model.more, *layout), world)[0]
+        trained = ranks.run(world, _train, compose_config(line(data, folder, *model.more, *layout)), world)[0]
         saved = read(folder)
         torch.save((saved.full, saved.biases), folder / "full.pt")
         return Written(model, trained, folder, folder / "full.pt")
@@ -240,7 +241,7 @@ def moved(ranks: RankPool, data: Path, source: Path, target: Path, written: Writ
     shutil.copytree(source / "checkpoints", target / "checkpoints")
     world, more = layout
     keys = line(data, target, *written.model.more, *more)
-    wrong = ranks.run(world, _load_and_save, keys, world, written.full)
+    wrong = ranks.run(world, _load_and_save, compose_config(keys), world, written.full)
     assert wrong == [[]] * world
 
 

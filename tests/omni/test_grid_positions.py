@@ -20,7 +20,7 @@ from dataloader.loader import Fetched
 from dataloader.tokens import ItemMeta, item_row_offsets, length
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import ConfigError
+from omni.config import Config, ConfigError
 from omni.keys import check_keys
 from omni.llm_config import LLMConfig, RotaryConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
@@ -230,7 +230,9 @@ def test_every_rank_rotates_its_tokens_by_the_positions_of_transformers(
 
 @pytest.fixture(scope="module")
 def one(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Measurement:
-    return ranks.run(1, measure, overrides(data, tmp_path_factory.mktemp("one"), *SECTIONS), 1)[0]
+    return ranks.run(
+        1, measure, compose_config(overrides(data, tmp_path_factory.mktemp("one"), *SECTIONS)), 1
+    )[0]
 
 
 @pytest.mark.parametrize(
@@ -240,19 +242,19 @@ def test_layouts_equal_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path, one: Measurement, layout: str
 ) -> None:
     world, more = LAYOUTS[layout]
-    many = ranks.run(world, measure, overrides(data, tmp_path, *SECTIONS, *more), world)[0]
+    many = ranks.run(world, measure, compose_config(overrides(data, tmp_path, *SECTIONS, *more)), world)[0]
     assert compare(one, many)[0].relative <= TOLERANCE, compare(one, many)[0]
 
 
 def test_sections_count(ranks: RankPool, data: Path, tmp_path: Path, one: Measurement) -> None:
     for number, keys in enumerate((SECTIONS[:2], (*SECTIONS[:2], "model.llm.rotary.sections=[8,0,0]"))):
-        other = ranks.run(1, measure, overrides(data, tmp_path / str(number), *keys), 1)[0]
+        other = ranks.run(1, measure, compose_config(overrides(data, tmp_path / str(number), *keys)), 1)[0]
         assert compare(one, other)[0].relative > 10 * TOLERANCE, keys
 
 
-def transcribed(rank: int, line: list[str], world: int) -> list[list[Transcription]]:
+def transcribed(rank: int, config: Config, world: int) -> list[list[Transcription]]:
     """What a run generates behind the last picture of each sample, with and without what passes keep."""
-    spec = prepare_run(compose_config(line), world)
+    spec = prepare_run(config, world)
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, CPU)
     assert trainer.rank.stage is not None
     with torch.no_grad():
@@ -271,7 +273,7 @@ def test_generation_goes_on_at_the_position_behind_pictures(
 ) -> None:
     world, more = LAYOUTS[layout]
     line = overrides(data, tmp_path, *SECTIONS, *IN_TURN, f"+data.heldout.seen.path={data}", *more)
-    fast, slow = ranks.run(world, transcribed, line, world)[0]
+    fast, slow = ranks.run(world, transcribed, compose_config(line), world)[0]
     assert fast == slow
     assert sum(of.sample.startswith(("strip", "two")) for of in fast) == 6
     assert sum(len(set(of.generated)) for of in fast) > 40, "texts that repeat a token tell little"

@@ -17,6 +17,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
+from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 
@@ -42,12 +43,12 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(rank: int, line: list[str], world: int) -> str:
+def train(rank: int, config: Config, world: int) -> str:
     """Train, and return what it says if it fails, else what is on the screen."""
     screen = io.StringIO()
     try:
         with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
-            spec = prepare_run(compose_config(line), world)
+            spec = prepare_run(config, world)
             Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -67,7 +68,7 @@ def test_a_run_on_an_index_is_the_run_on_a_dataset_of_the_same_samples(ranks: Ra
         folder = data / f"run_{name}_{world}"
         held = (f"+data.heldout.held.path={data / name}", "train.eval_every=1")
         line = overrides(data / name, folder, *more, *held, samples=3)
-        ranks.run(world, train, line, world)
+        ranks.run(world, train, compose_config(line), world)
     one, same, piped = (figures(data / f"run_{name}") for name in ("own_1", "index_1", "index_2"))
     assert len(one) == 3
     assert len(one[-1]) == 4
@@ -78,10 +79,10 @@ def test_a_run_on_an_index_is_the_run_on_a_dataset_of_the_same_samples(ranks: Ra
 def test_a_file_that_is_gone_is_counted_and_named(ranks: RankPool, data: Path) -> None:
     (data / "tars" / "00001.tar").unlink()  # strip3, strip4 and two
     line = overrides(data / "index", data / "skip", "layout=pp2", *SKIP)  # a step takes every sample once
-    screens = ranks.run(2, train, line, 2)
+    screens = ranks.run(2, train, compose_config(line), 2)
     assert [m["data/skipped/bad_item"] for m in read_metrics(data / "skip/metrics.jsonl")] == [3, 6, 9]
     assert "source mixed, sample 3 ('00001.tar/strip3'), its text: " in "".join(screens)
-    (failed,) = ranks.run(1, train, overrides(data / "index", data / "fail"), 1)
+    (failed,) = ranks.run(1, train, compose_config(overrides(data / "index", data / "fail")), 1)
     assert failed.startswith("BadDataError: source mixed, sample ")
     assert "00001.tar" in failed
     assert "set data.on_error=skip" in failed

@@ -14,6 +14,9 @@ from test_trainer import make_trainer
 from work_costs import work_cost
 
 from infra.run_folder import read_metrics
+from omni.compose import compose_config
+from omni.config import Config
+from omni.planning.prepare import prepare_run
 from omni.training.learning import CostTables
 from omni.training.trainer import Trainer
 from parallel.cluster import Link, Links
@@ -72,9 +75,9 @@ def plant(trainer: Trainer) -> None:
     engine.run = planted  # type: ignore[method-assign]
 
 
-def _learn(rank: int, line: list[str]) -> tuple[dict[int, tuple], dict[int, tuple]]:
+def _learn(rank: int, config: Config) -> tuple[dict[int, tuple], dict[int, tuple]]:
     """Train; return by step the digests of its plan, and the table that it was planned with."""
-    trainer = make_trainer(rank, line, 2)
+    trainer = make_trainer(rank, config, 2)
     plant(trainer)
     digests, tables, agree_on = {}, {}, trainer.agree_on
 
@@ -97,7 +100,7 @@ def test_a_run_learns_what_ops_take_and_goes_on_with_it(ranks: RankPool, data: P
     """An encoder heavier than the LLM, on two ranks that measure different noise."""
     line = overrides(data, tmp_path, "costs.learn=true", f"train.steps={STEPS}", samples=32)
     line += ["train.checkpoint_every=9", "model.encoders.image.layers=6", "model.encoders.image.ffn=256"]
-    (digests, tables), (_, others) = ranks.run(2, _learn, line)
+    (digests, tables), (_, others) = ranks.run(2, _learn, compose_config(line))
     assert tables == others
     numbers = [tables[step][0] for step in range(1, STEPS + 1)]
     assert numbers[:6] == [0] * 6, "the first step is left out, the second one's table comes five steps later"
@@ -121,19 +124,16 @@ def test_a_run_learns_what_ops_take_and_goes_on_with_it(ranks: RankPool, data: P
     checkpoints = sorted((tmp_path / "checkpoints").glob("step_*"))
     assert len(checkpoints) == 2
     shutil.rmtree(checkpoints[1])
-    (again, _), _ = ranks.run(2, _learn, line)
+    (again, _), _ = ranks.run(2, _learn, compose_config(line))
     assert again == {step: digests[step] for step in range(10, STEPS + 1)}
 
 
 def make_table(line: list[str]) -> CostTable:
-    from omni.compose import compose_config
-    from omni.planning.prepare import prepare_run
-
     return prepare_run(compose_config(line), 2).table
 
 
-def _diverge(rank: int, line: list[str]) -> str:
-    trainer = make_trainer(rank, line, 2)
+def _diverge(rank: int, config: Config) -> str:
+    trainer = make_trainer(rank, config, 2)
     stated = trainer.tables.stated
     laws = stated.parts["image"].stated
     if rank == 1:
@@ -148,7 +148,7 @@ def _diverge(rank: int, line: list[str]) -> str:
 
 
 def test_a_table_that_differs_between_ranks_is_named(ranks: RankPool, data: Path, tmp_path: Path) -> None:
-    message = ranks.run(2, _diverge, overrides(data, tmp_path))[0]
+    message = ranks.run(2, _diverge, compose_config(overrides(data, tmp_path)))[0]
     assert "It is the plan of the world: 1 of 2 ranks" in message
     assert "rank 0 against rank 1: plan.world.learnt[0][1].weight.token_fs: " in message
 

@@ -13,7 +13,7 @@ from test_trainer import make_trainer
 from infra.run_folder import read_metrics
 from omni.compose import compose_config, load_config
 from omni.compose_saved import compose_saved
-from omni.config import ConfigError
+from omni.config import Config, ConfigError
 from omni.planning.memory import model_peak
 from omni.planning.optim_schedule import first_steps, frozen_at, learning_rate, rate_at, stages_of
 from omni.planning.prepare import prepare_run
@@ -86,8 +86,8 @@ def test_mistakes_in_stages_are_named(text: str, words: str):
 # On ranks.
 
 
-def _train(rank: int, line: list[str], world: int = 1) -> None:
-    make_trainer(rank, line, world).run()
+def _train(rank: int, config: Config, world: int = 1) -> None:
+    make_trainer(rank, config, world).run()
 
 
 def _line(folder: Path, run: Path, *more: str) -> list[str]:
@@ -107,7 +107,7 @@ def test_a_run_goes_on_inside_a_stage_to_the_bit_and_metrics_say_the_stage(
     ranks: RankPool, folder: Path, tmp_path: Path
 ):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    ranks.run(1, _train, _line(folder, whole))
+    ranks.run(1, _train, compose_config(_line(folder, whole)))
     records = _learnt(whole)
     assert [of["progress/stage"] for of in records] == [1, 1, 2, 2, 2]
     assert ["optim/lr/llm" in of for of in records] == [False, False, True, True, True]
@@ -115,7 +115,7 @@ def test_a_run_goes_on_inside_a_stage_to_the_bit_and_metrics_say_the_stage(
     for step in (5, 4):  # the run is as it was after step 3, the first of its second stage
         shutil.rmtree(broken / "checkpoints" / f"step_{step:08d}")
     (broken / "summary.json").unlink()
-    ranks.run(1, _train, _line(folder, broken))
+    ranks.run(1, _train, compose_config(_line(folder, broken)))
     assert _learnt(broken) == records
 
 
@@ -124,8 +124,8 @@ def test_what_thaws_in_a_later_stage_learns_the_same_under_any_layout(
     ranks: RankPool, folder: Path, tmp_path: Path, axis: str
 ):
     one, two = tmp_path / "one", tmp_path / "two"
-    ranks.run(1, _train, _line(folder, one, "optim.eps=1e-4"))
-    ranks.run(2, _train, _line(folder, two, "optim.eps=1e-4", f"layout.llm.{axis}=2"), 2)
+    ranks.run(1, _train, compose_config(_line(folder, one, "optim.eps=1e-4")))
+    ranks.run(2, _train, compose_config(_line(folder, two, "optim.eps=1e-4", f"layout.llm.{axis}=2")), 2)
     losses = [[of["loss/train"] for of in _learnt(run)] for run in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

@@ -9,6 +9,7 @@ from small import overrides, write_mixed, write_one_item
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
+from omni.config import Config
 from omni.models.encoders.transformer_module import TransformerModule
 from omni.models.encoders.vit import ViTEncoder
 from omni.planning.prepare import prepare_run
@@ -27,8 +28,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(rank: int, line: list[str], world: int) -> Measurement | None:
-    spec = prepare_run(compose_config(line), world)
+def measure(rank: int, config: Config, world: int) -> Measurement | None:
+    spec = prepare_run(config, world)
     folder = RunFolder.create(Path(spec.config.run.dir))
     return parity.measure(spec, folder, rank, torch.device("cpu"), steps=1)
 
@@ -49,9 +50,9 @@ def test_encoder_gradients_are_neither_dropped_nor_scaled(
     ranks: RankPool, data: Path, tmp_path: Path, world: int, layout: list[str]
 ) -> None:
     line = overrides(data / "one", tmp_path / "one", *HEADS, "balance=none", samples=3)
-    one = ranks.run(1, measure, line, 1)[0]
+    one = ranks.run(1, measure, compose_config(line), 1)[0]
     line = overrides(data / "one", tmp_path / "many", *HEADS, "balance=none", *layout, samples=3)
-    many = ranks.run(world, measure, line, world)[0]
+    many = ranks.run(world, measure, compose_config(line), world)[0]
     encoder = [d for d in compare(one, many) if d.name.startswith("image/")]
     assert len(encoder) > 10
     assert encoder[0].relative <= TOLERANCE
@@ -82,11 +83,11 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
                 assert domain.chunks[op.index].microbatches[0] - passed <= stage + 1
 
 
-def miscount(rank: int, line: list[str], world: int) -> None:
+def miscount(rank: int, config: Config, world: int) -> None:
     count = ViTEncoder.count
     ViTEncoder.count = lambda encoder, size: (count(encoder, size)[0] + 4, count(encoder, size)[1] + 1)
     try:
-        measure(rank, line, world)
+        measure(rank, config, world)
     finally:
         ViTEncoder.count = count
 
@@ -96,13 +97,13 @@ def test_an_item_that_is_not_as_large_as_counted_is_named(
 ) -> None:
     words = r"mixed, sample \d+, item 0: image made \d+ tokens with \d+ positions of it, and its count\(\)"
     with pytest.raises(RankError, match=words):
-        ranks.run(1, miscount, overrides(data / "mixed", tmp_path), 1)
+        ranks.run(1, miscount, compose_config(overrides(data / "mixed", tmp_path)), 1)
 
 
-def fail_in_encoder(rank: int, line: list[str], world: int) -> None:
+def fail_in_encoder(rank: int, config: Config, world: int) -> None:
     if rank == 1:
         TransformerModule.forward = lambda *inputs: (_ for _ in ()).throw(RuntimeError("the producer failed"))
-    measure(rank, line, world)
+    measure(rank, config, world)
 
 
 def test_an_encoder_that_fails_ends_the_run_with_its_error(
@@ -111,4 +112,4 @@ def test_an_encoder_that_fails_ends_the_run_with_its_error(
     more = ["layout=pp2", "train.timeout_s=5", "+optim.components={image: {frozen: [[1, 9]]}}"]
     line = overrides(data / "mixed", tmp_path, *more)
     with pytest.raises(RankError, match="the producer failed"):
-        ranks.run(2, fail_in_encoder, line, 2)
+        ranks.run(2, fail_in_encoder, compose_config(line), 2)

@@ -14,6 +14,7 @@ from dataloader.reader import Reader
 from dataloader.tokens import tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
+from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.planning.work import num_parameters
@@ -32,8 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _train(rank: int, line: list[str], world: int) -> None:
-    spec = prepare_run(compose_config(line), world)
+def _train(rank: int, config: Config, world: int) -> None:
+    spec = prepare_run(config, world)
     Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).run()
 
 
@@ -69,9 +70,9 @@ def loads_by_hand(spec: RunSpec, plans: list[StepPlan]) -> dict[str, list[int]]:
     return found
 
 
-def _owned(rank: int, line: list[str], world: int) -> dict[str, int]:
+def _owned(rank: int, config: Config, world: int) -> dict[str, int]:
     """Weights that a rank saves, by component: together ranks save each once."""
-    spec = prepare_run(compose_config(line), world)
+    spec = prepare_run(config, world)
     own = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu")).rank
     return {
         name: sum(shard.main.numel() for shard in owned(optimizer, own.names[name]) if shard.copy == (0, 0))
@@ -82,7 +83,7 @@ def _owned(rank: int, line: list[str], world: int) -> dict[str, int]:
 def test_parameters_are_counted_as_they_are_saved(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     moe = "model.llm.moe={experts: 4, topk: 2, ffn: 32, shared_ffn: 16, dense_layers: 1}"
     line = overrides(data, tmp_path, "layout.llm.tp=2", moe)
-    saved = ranks.run(2, _owned, line, 2)
+    saved = ranks.run(2, _owned, compose_config(line), 2)
     spec = prepare_run(compose_config(line), 2)
     counted = num_parameters(spec.config.model.llm, spec.encoders, spec.tokenizer.vocab_size)
     assert counted == {name: sum(of[name] for of in saved) for name in ("llm", "image")}
@@ -97,7 +98,7 @@ def test_figures_of_a_step_are_those_of_all_domains(
     ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
 ) -> None:
     line = overrides(data, tmp_path, *more, f"train.steps={STEPS}", samples=7)
-    ranks.run(world, _train, line, world)
+    ranks.run(world, _train, compose_config(line), world)
     spec = prepare_run(compose_config(line), world)
     assert spec.arrangement.num_domains == 2
     cursor, seen, costs = 0, 0, dict[tuple[int, int], int]()
@@ -141,7 +142,7 @@ def test_figures_of_a_step_are_those_of_all_domains(
 
 def test_what_loading_took_is_told_by_step(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     line = overrides(data, tmp_path, f"train.steps={STEPS}")
-    ranks.run(1, _train, line, 1)
+    ranks.run(1, _train, compose_config(line), 1)
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     spec = prepare_run(compose_config(line), 1)
     cursor, payload = 0, 0

@@ -18,6 +18,7 @@ from infra.checkpoint import DAMAGED, CheckpointError, complete, file_of, folder
 from infra.run_folder import RunFolder, read_metrics
 from omni.__main__ import main
 from omni.compose import compose_config
+from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
@@ -30,20 +31,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_trainer(rank: int, keys: list[str], world: int) -> Trainer:
-    spec = prepare_run(compose_config(keys), world)
+def make_trainer(rank: int, config: Config, world: int) -> Trainer:
+    spec = prepare_run(config, world)
     return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
 
 
-def _train(rank: int, keys: list[str]) -> int:
-    trainer = make_trainer(rank, keys, 2)
+def _train(rank: int, config: Config) -> int:
+    trainer = make_trainer(rank, config, 2)
     trainer.run()
     return trainer.step
 
 
-def _restore(rank: int, keys: list[str]) -> tuple[int | str | None, list[str]]:
+def _restore(rank: int, config: Config) -> tuple[int | str | None, list[str]]:
     """Restore, and say after which step, or why not; and which files the rank opened."""
-    trainer = make_trainer(rank, keys, 2)
+    trainer = make_trainer(rank, config, 2)
     opened: list[str] = []
     original = Storage.open
 
@@ -62,7 +63,7 @@ def _restore(rank: int, keys: list[str]) -> tuple[int | str | None, list[str]]:
 def trained(ranks: RankPool, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two tensor-parallel ranks with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("trained")
-    assert ranks.run(2, _train, keys_of(data, folder)) == [6, 6]
+    assert ranks.run(2, _train, compose_config(keys_of(data, folder))) == [6, 6]
     return folder
 
 
@@ -80,7 +81,7 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
     storage = Storage.at(folder)
     assert complete(storage) == [2, 4, 6]
     # Tensor-parallel ranks hold norms alike, which the first one saves.
-    (step, first), (other, second) = ranks.run(2, _restore, keys)
+    (step, first), (other, second) = ranks.run(2, _restore, compose_config(keys))
     assert (step, other) == (6, 6)
     assert Counter(first) == {file_of(0): 1}
     assert Counter(second) == {file_of(0): 1, file_of(1): 1}
@@ -90,9 +91,9 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
     content[len(content) // 2] ^= 4
     flipped.write_bytes(content)
     (folder / folder_of(4) / file_of(0)).unlink()
-    assert [step for step, _ in ranks.run(2, _restore, keys)] == [2, 2]
+    assert [step for step, _ in ranks.run(2, _restore, compose_config(keys))] == [2, 2]
     assert [(folder / folder_of(step) / DAMAGED).exists() for step in (2, 4, 6)] == [False, True, True]
-    assert ranks.run(2, _train, keys) == [6, 6]
+    assert ranks.run(2, _train, compose_config(keys)) == [6, 6]
     assert [record["progress/step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
         1,
         2,
@@ -106,15 +107,15 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
 
     run_id = folder / "run_id"
     run_id.write_text("another")
-    for refusal, _ in ranks.run(2, _restore, keys):
+    for refusal, _ in ranks.run(2, _restore, compose_config(keys)):
         assert isinstance(refusal, str)
         assert "holds checkpoints of another run (another, and this one is" in refusal
 
 
 def test_a_data_parallel_rank_opens_its_own_file_alone(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     keys = overrides(data, tmp_path, "train.steps=1", "train.checkpoint_every=1", "train.eval_every=0")
-    assert ranks.run(2, _train, keys) == [1, 1]
-    assert ranks.run(2, _restore, keys) == [(1, [file_of(0)]), (1, [file_of(1)])]
+    assert ranks.run(2, _train, compose_config(keys)) == [1, 1]
+    assert ranks.run(2, _restore, compose_config(keys)) == [(1, [file_of(0)]), (1, [file_of(1)])]
 
 
 def test_checkpoints_are_verified_shown_and_exported(
@@ -158,9 +159,9 @@ def test_checkpoints_are_verified_shown_and_exported(
     assert omni("show", str(tmp_path / "nothing"))[0] == 2
 
 
-def _train_spoiled(rank: int, keys: list[str], at: int) -> str:
+def _train_spoiled(rank: int, config: Config, at: int) -> str:
     """Train, with weights that are not finite from step `at` on."""
-    trainer = make_trainer(rank, keys, 2)
+    trainer = make_trainer(rank, config, 2)
     original = trainer.run_step
 
     def run_step(prepared, watch):  # type: ignore[no-untyped-def]
@@ -178,7 +179,7 @@ def test_a_run_that_ends_not_finite_fails_and_keeps_what_was_good(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     keys = overrides(data, tmp_path, "train.steps=4", "train.checkpoint_every=1", "train.keep_checkpoints=1")
-    one, two = ranks.run(2, _train_spoiled, keys, 3)
+    one, two = ranks.run(2, _train_spoiled, compose_config(keys), 3)
     assert one == two
     for word in ("after the last step, 4", "not finite", "new run folder"):
         assert word in one
@@ -188,9 +189,9 @@ def test_a_run_that_ends_not_finite_fails_and_keeps_what_was_good(
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["loss/train"] == "NaN"
 
 
-def _train_on_a_full_disk(rank: int, keys: list[str], at: int) -> str:
+def _train_on_a_full_disk(rank: int, config: Config, at: int) -> str:
     """Train; the disk of the second rank is full when the checkpoint of step `at` is written."""
-    trainer = make_trainer(rank, keys, 2)
+    trainer = make_trainer(rank, config, 2)
     original, run_step = Storage.write, trainer.run_step
 
     def patient(prepared, watch):  # type: ignore[no-untyped-def]
@@ -213,7 +214,7 @@ def test_a_run_whose_last_save_fails_beside_training_fails_at_its_end(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     keys = overrides(data, tmp_path, "train.steps=4", "train.checkpoint_every=2", "train.eval_every=0")
-    for refusal in ranks.run(2, _train_on_a_full_disk, keys, 4):
+    for refusal in ranks.run(2, _train_on_a_full_disk, compose_config(keys), 4):
         for words in ("the checkpoint of step 4 could", "rank 1: OSError: [Errno 28] No space", folder_of(2)):
             assert words in refusal
     storage = Storage.at(tmp_path / "checkpoints")

@@ -13,6 +13,8 @@ from test_trainer import make_trainer
 from dataloader.storage import Storage
 from infra.checkpoint import complete
 from infra.run_folder import read_metrics
+from omni.compose import compose_config
+from omni.config import Config
 from omni.rank.state import MOMENTS, owned
 from omni.training.trainer import Trainer
 from parallel.copies import CorruptionError
@@ -41,8 +43,8 @@ def flip_at(trainer: Trainer, step: int, component: str, bit: int) -> None:
     trainer.rank.engine.run = flipping  # type: ignore[method-assign]
 
 
-def _train(rank: int, line: list[str], world: int, flips: dict[int, tuple[int, str, int]]) -> str:
-    trainer = make_trainer(rank, line, world)
+def _train(rank: int, config: Config, world: int, flips: dict[int, tuple[int, str, int]]) -> str:
+    trainer = make_trainer(rank, config, world)
     if rank in flips:
         flip_at(trainer, *flips[rank])
     try:
@@ -73,7 +75,7 @@ def test_a_flipped_bit_is_named_with_its_rank_before_it_is_saved(
     who: str,
 ) -> None:
     line = overrides(data, tmp_path, "health.compare_every=3", "train.steps=8", "train.checkpoint_every=2")
-    messages = ranks.run(world, _train, line, world, {rank: flip})
+    messages = ranks.run(world, _train, compose_config(line), world, {rank: flip})
     assert messages == [messages[0]] * world
     step, component, _ = flip
     where = who.format(host=socket.gethostname())
@@ -82,8 +84,8 @@ def test_a_flipped_bit_is_named_with_its_rank_before_it_is_saved(
     assert complete(Storage.at(tmp_path / "checkpoints"))[-1] == saved
 
 
-def _train_with_flipped_moment(rank: int, line: list[str], moment: str) -> str:
-    trainer = make_trainer(rank, line, 2)
+def _train_with_flipped_moment(rank: int, config: Config, moment: str) -> str:
+    trainer = make_trainer(rank, config, 2)
     run = trainer.rank.engine.run
 
     def flipping(plan: Any, inputs: Any, watch: Any = None) -> Any:
@@ -106,7 +108,7 @@ def test_a_flipped_bit_of_a_moment_which_has_no_copy_is_named_before_it_is_saved
     ranks: RankPool, data: Path, tmp_path: Path, moment: str
 ) -> None:
     line = overrides(data, tmp_path, "health.compare_every=3", "train.steps=8", "train.checkpoint_every=4")
-    messages = ranks.run(2, _train_with_flipped_moment, line, moment)
+    messages = ranks.run(2, _train_with_flipped_moment, compose_config(line), moment)
     assert messages == [messages[0]] * 2
     where = f"the optimizer's state on rank 1 on {socket.gethostname()}: before the update of step 5"
     assert where in messages[0]
@@ -132,4 +134,4 @@ def test_sound_weights_raise_no_alarm(
     ranks: RankPool, data: Path, tmp_path: Path, more: tuple[str, ...], world: int
 ) -> None:
     line = overrides(data, tmp_path, "health.compare_every=1", "train.steps=4", *more)
-    assert ranks.run(world, _train, line, world, {}) == ["all well"] * world
+    assert ranks.run(world, _train, compose_config(line), world, {}) == ["all well"] * world

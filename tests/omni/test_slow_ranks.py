@@ -11,6 +11,8 @@ from test_trainer import make_trainer
 from work_costs import work_cost
 
 from infra.run_folder import read_metrics
+from omni.compose import compose_config
+from omni.config import Config
 from omni.training.slowness import Slowest, SlowRanks, Spent, ratio_to_peers
 from parallel.cluster import Link, Links
 from parallel.control_of_run import connected
@@ -76,9 +78,9 @@ def test_ranks_of_one_speed_are_not_called_slow(ranks: RankPool) -> None:
     assert max(slowest.ratio for slowest, _ in found.values()) < 1.3
 
 
-def _train(rank: int, line: list[str]) -> None:
+def _train(rank: int, config: Config) -> None:
     """Train; the clock shows ops of rank 1 to take three times as long."""
-    trainer = make_trainer(rank, line, 2)
+    trainer = make_trainer(rank, config, 2)
     run = trainer.rank.engine.run
 
     def slowed(plan: Any, inputs: Any, watch: Any = None) -> Any:
@@ -95,7 +97,7 @@ def _train(rank: int, line: list[str]) -> None:
 
 def test_a_run_shows_and_records_its_slowest_rank(ranks: RankPool, tmp_path: Path) -> None:
     write_mixed(tmp_path / "mixed")
-    ranks.run(2, _train, overrides(tmp_path / "mixed", tmp_path / "run", "train.steps=9"))
+    ranks.run(2, _train, compose_config(overrides(tmp_path / "mixed", tmp_path / "run", "train.steps=9")))
     records = [m for m in read_metrics(tmp_path / "run" / "metrics.jsonl") if "health/slowest" in m]
     assert [m["progress/step"] for m in records] == [7]
     assert {m["health/slowest_rank"] for m in records} == {1}

@@ -109,8 +109,8 @@ def test_a_stage_does_not_keep_its_checkpoints_among_those_of_its_run(saved, tmp
 LR = "optim.schedule=wsd", "optim.decay_steps=1", "optim.warmup_steps=0"
 
 
-def _train(rank: int, line: list[str], world: int = 1) -> None:
-    make_trainer(rank, line, world).run()
+def _train(rank: int, config: Config, world: int = 1) -> None:
+    make_trainer(rank, config, world).run()
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def parent(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[l
     write_mixed(folder / "mixed")
     keys = [*LR, "train.steps=8", "train.checkpoint_every=3", "train.keep_checkpoints=9"]
     line = overrides(folder / "mixed", folder / "run", *keys)
-    ranks.run(1, _train, line)
+    ranks.run(1, _train, compose_config(line))
     return line, folder / "run" / "checkpoints" / "step_00000003"
 
 
@@ -132,7 +132,7 @@ def _of_stage(
     cursor = read_manifest(*locate(str(checkpoint)))["cursor"]
     own = [key for key in line if not key.startswith(("run.dir", "train.steps", "train.checkpoint_every"))]
     start = [f"start.checkpoint={checkpoint}", f"start.cursor={cursor}", "train.steps=4", f"run.dir={folder}"]
-    ranks.run(world, _train, [*own, *start, *keys], world)
+    ranks.run(world, _train, compose_config([*own, *start, *keys]), world)
     return [_learnt(metrics) for metrics in read_metrics(folder / "metrics.jsonl")[:3]]
 
 
@@ -219,9 +219,9 @@ def _damaged(checkpoint: Path, folder: Path) -> Path:
     return folder / checkpoint.name
 
 
-def _refused(rank: int, line: list[str]) -> str:
+def _refused(rank: int, config: Config) -> str:
     with pytest.raises(ConfigError) as error:
-        make_trainer(rank, line, 1).restore()
+        make_trainer(rank, config, 1).restore()
     return str(error.value)
 
 
@@ -237,7 +237,7 @@ def test_weights_of_another_model_and_damaged_ones_are_refused_and_new_component
     with pytest.raises(ConfigError, match=r"holds another model: model\.llm\.norm_eps=1e-06"):
         check_start(wide)
     other = [*line, f"start.checkpoint={_damaged(checkpoint, tmp_path)}", f"run.dir={tmp_path / 'run'}"]
-    assert "start.checkpoint=" in (refusal := ranks.run(1, _refused, other)[0])
+    assert "start.checkpoint=" in (refusal := ranks.run(1, _refused, compose_config(other))[0])
     assert "is damaged: rank 0: step_00000003/rank_00000.safetensors" in refusal
     assert complete(Storage.at(tmp_path)) == [3], "another run's checkpoint is left as it is"
     gone = replace(spec.config, start=replace(spec.config.start, checkpoint=str(checkpoint.parent / "x")))

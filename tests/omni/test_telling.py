@@ -12,6 +12,8 @@ from test_bad_items import SKIP, fail_on_sample_1
 from test_trainer import make_trainer
 
 from infra.run_folder import read_metrics
+from omni.compose import compose_config
+from omni.config import Config
 from omni.training.idle import OfAllRanks, hear_idle, tell_idle
 from parallel.control_of_run import connected
 from pipeline.laps import CAUSES
@@ -32,11 +34,11 @@ def test_what_ranks_held_and_idled_is_known_without_a_number_for_each(ranks: Ran
     assert found.sum_bytes == 20 * 2**30
 
 
-def _train(rank: int, line: list[str], slow_s: float) -> list[tuple[int, bool]]:
+def _train(rank: int, config: Config, slow_s: float) -> list[tuple[int, bool]]:
     """Train on items of which one is bad in every step, and which take `slow_s` to load on rank 0. Returns
     for each step in which this rank computed a loss whether it knew what was lost before it asked.
     """
-    trainer = make_trainer(rank, line, 2)
+    trainer = make_trainer(rank, config, 2)
     encoder = trainer.spec.encoders["image"]
     fail_on_sample_1(encoder, "bad")
     preprocess, lost_here, knew = encoder.preprocess, trainer.lost_here, []
@@ -82,7 +84,7 @@ def test_lost_items_are_known_a_step_ahead_if_they_are_loaded_by_then_and_count_
     line = overrides(
         tmp_path / "data", tmp_path / "run", "layout=pp2", "system=megatron", "train.steps=4", *SKIP
     )
-    encodes, loses = ranks.run(2, _train, line, slow_s)
+    encodes, loses = ranks.run(2, _train, compose_config(line), slow_s)
     assert encodes == []
     assert [step for step, _ in loses] == [1, 2, 3, 4]
     assert [knew for _, knew in loses[1:]] == [not slow_s] * 3

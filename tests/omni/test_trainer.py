@@ -21,6 +21,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder, read_metrics, read_summary
 from omni.compose import compose_config
+from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.training.evaluate import Transcription
 from omni.training.progression import NoUpdateError
@@ -37,14 +38,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_trainer(rank: int, line: list[str], world: int) -> Trainer:
-    spec = prepare_run(compose_config(line), world)
+def make_trainer(rank: int, config: Config, world: int) -> Trainer:
+    spec = prepare_run(config, world)
     return Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
 
 
-def _fetched(rank: int, line: list[str]) -> tuple[list[tuple[str, int, int]], set[tuple[str, int, int]]]:
+def _fetched(rank: int, config: Config) -> tuple[list[tuple[str, int, int]], set[tuple[str, int, int]]]:
     """What a rank loads for a step, and of which items it has any tokens."""
-    trainer = make_trainer(rank, line, 4)
+    trainer = make_trainer(rank, config, 4)
     domain = trainer.spec.planner.next_step(1, 0, trainer.rank.domain).domain
     metas = trainer.spec.planner.metas_of(domain)
     held = {
@@ -61,7 +62,7 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
 ) -> None:
     free = "cluster.node_link_latency_ns=0"  # some items are then worth sharing
     line = overrides(data, tmp_path, "layout.domain=4", "encoder_sp=dynamic", free)
-    found = ranks.run(4, _fetched, line)
+    found = ranks.run(4, _fetched, compose_config(line))
     for items, held in found:
         assert len(items) == len(set(items))
         assert set(items) == held
@@ -74,9 +75,9 @@ ALL_TO_ONE = BalancePolicy("all_to_one", lambda samples, bins: (bins.count - 1,)
 ONE_EACH = PackingPolicy("one_each", lambda samples, budget: [[i] for i in range(len(samples))])
 
 
-def _diverge(rank: int, line: list[str], other: int, what: str) -> str:
+def _diverge(rank: int, config: Config, other: int, what: str) -> str:
     """Plan on 4 ranks, `other` differently, and return what is said of it."""
-    trainer = make_trainer(rank, line, 4)
+    trainer = make_trainer(rank, config, 4)
     planner = trainer.spec.planner
     if rank == other:
         if what == "cursor":
@@ -117,7 +118,7 @@ TP2, PP2 = ("layout.llm.tp=2", "balance=none"), ("layout.llm.pp=2", "balance=non
 def test_ranks_that_plan_differently_stop_with_the_level_and_the_first_difference(
     ranks: RankPool, data: Path, tmp_path: Path, more: tuple, other: int, what: str, where: str, first: str
 ) -> None:
-    messages = ranks.run(4, _diverge, overrides(data, tmp_path, *more), other, what)
+    messages = ranks.run(4, _diverge, compose_config(overrides(data, tmp_path, *more)), other, what)
     assert messages == [messages[0]] * 4
     lines = messages[0].splitlines()
     assert lines[0] == "ranks planned step 1 differently; nothing of it has run."
@@ -133,11 +134,14 @@ def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     """What a domain plans concerns its own ranks alone."""
-    assert ranks.run(4, _diverge, overrides(data, tmp_path, *IN_PAIRS), 2, "packing") == ["agreed"] * 4
+    assert (
+        ranks.run(4, _diverge, compose_config(overrides(data, tmp_path, *IN_PAIRS)), 2, "packing")
+        == ["agreed"] * 4
+    )
 
 
-def _stall(rank: int, line: list[str], at: str) -> str:
-    trainer = make_trainer(rank, line, 2)
+def _stall(rank: int, config: Config, at: str) -> str:
+    trainer = make_trainer(rank, config, 2)
     with trainer.ahead() as ahead:
         if rank == 1:
             if at == "update":
@@ -174,13 +178,13 @@ def test_a_rank_that_waits_too_long_says_for_whom(
     ranks: RankPool, data: Path, tmp_path: Path, more: list[str], at: str, where: str
 ) -> None:
     line = overrides(data, tmp_path, *more, "train.timeout_s=3")
-    message = ranks.run(2, _stall, line, at)[0]
+    message = ranks.run(2, _stall, compose_config(line), at)[0]
     assert re.match(f"{where} for rank 1: ", message), message
 
 
-def _misfit(rank: int, line: list[str]) -> str:
+def _misfit(rank: int, config: Config) -> str:
     """Update with an optimizer in which shapes do not fit."""
-    trainer = make_trainer(rank, line, 2)
+    trainer = make_trainer(rank, config, 2)
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
     optimizer = next(iter(trainer.rank.components.values())).optimizers[0]
@@ -195,7 +199,7 @@ def _misfit(rank: int, line: list[str]) -> str:
 def test_an_error_inside_an_update_is_not_blamed_on_peers(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
-    for message in ranks.run(2, _misfit, overrides(data, tmp_path)):
+    for message in ranks.run(2, _misfit, compose_config(overrides(data, tmp_path))):
         assert message.startswith("RuntimeError: ")
         assert "waited" not in message
 
@@ -227,25 +231,25 @@ LAYOUTS = (
 )
 
 
-def _transcribe(rank: int, line: list[str], world: int) -> tuple[list[Transcription], float]:
-    trainer = make_trainer(rank, line, world)
+def _transcribe(rank: int, config: Config, world: int) -> tuple[list[Transcription], float]:
+    trainer = make_trainer(rank, config, world)
     return trainer.evaluator.transcribe(0, "mixed", 3, 8), trainer.evaluator.loss(0, "mixed", 8)
 
 
 def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     line = overrides(data, tmp_path, f"+data.heldout.mixed.path={data}")
-    expected, loss = ranks.run(1, _transcribe, line, 1)[0]
+    expected, loss = ranks.run(1, _transcribe, compose_config(line), 1)[0]
     assert len(expected) == 3
     assert all(len(t.generated) > 0 for t in expected)
     for world, more in LAYOUTS:
-        transcriptions, other = ranks.run(world, _transcribe, [*line, *more], world)[0]
+        transcriptions, other = ranks.run(world, _transcribe, compose_config([*line, *more]), world)[0]
         assert sorted(map(str, transcriptions)) == sorted(map(str, expected))
         assert other == pytest.approx(loss, rel=1e-6)
 
 
-def _leave_off(rank: int, line: list[str], world: int) -> list[list[Transcription]]:
+def _leave_off(rank: int, config: Config, world: int) -> list[list[Transcription]]:
     """Generate for 8 samples until the last rank, and it alone, has had enough."""
-    trainer = make_trainer(rank, line, world)
+    trainer = make_trainer(rank, config, world)
     asked = 0
 
     def stop(done: int, of: int) -> bool:
@@ -265,16 +269,16 @@ def test_ranks_leave_off_generating_together(
 ) -> None:
     # A few samples at once, so that some are done by then.
     small = [f"+data.heldout.mixed.path={data}", "data.microbatch_tokens=160", *more]
-    found = ranks.run(world, _leave_off, overrides(data, tmp_path, *small), world)
+    found = ranks.run(world, _leave_off, compose_config(overrides(data, tmp_path, *small)), world)
     assert all(of_rank == found[0] for of_rank in found), "all ranks know the same"
     cut, whole = found[0]
     assert len(cut) < len(whole) == 8
     assert all(transcription in whole for transcription in cut)
 
 
-def _signalled(rank: int, line: list[str]) -> bool:
+def _signalled(rank: int, config: Config) -> bool:
     """Train; once generation goes on, a signal comes to this rank, if it is the last."""
-    trainer = make_trainer(rank, line, 2)
+    trainer = make_trainer(rank, config, 2)
 
     def wait_and_signal() -> None:
         while not trainer.where.startswith("generating"):
@@ -293,20 +297,23 @@ def test_generation_heeds_a_signal_and_its_time(
     line = overrides(data, tmp_path, f"+data.heldout.mixed.path={data}", "train.steps=1")
     line += ["+data.heldout.mixed.generate=8", "train.checkpoint_every=1"]
     if limit == "time":
-        assert ranks.run(2, _train_to_its_end, [*line, "train.generate_s=1e-9"]) == [True, True]
+        assert ranks.run(2, _train_to_its_end, compose_config([*line, "train.generate_s=1e-9"])) == [
+            True,
+            True,
+        ]
     else:
-        assert ranks.run(2, _signalled, line) == [True, True], "all steps are done"
+        assert ranks.run(2, _signalled, compose_config(line)) == [True, True], "all steps are done"
     summary = read_summary(tmp_path / "summary.json")
     assert summary["eval/generated/mixed"] < 8
     assert (tmp_path / "checkpoints").exists()
 
 
-def _train_to_its_end(rank: int, line: list[str]) -> bool:
-    return make_trainer(rank, line, 2).run()
+def _train_to_its_end(rank: int, config: Config) -> bool:
+    return make_trainer(rank, config, 2).run()
 
 
-def _overfit(rank: int, line: list[str]) -> list[Transcription]:
-    trainer = make_trainer(rank, line, 2)
+def _overfit(rank: int, config: Config) -> list[Transcription]:
+    trainer = make_trainer(rank, config, 2)
     trainer.run()
     return trainer.evaluator.transcribe(trainer.step, "mixed", 8, 128)
 
@@ -322,7 +329,7 @@ def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Pa
         f"+data.heldout.mixed.path={data}",
     )
     line = [*line, "optim.weight_decay=0", "layout=pp2", "train.eval_every=75"]
-    transcriptions = ranks.run(2, _overfit, line)[0]
+    transcriptions = ranks.run(2, _overfit, compose_config(line))[0]
     assert sum(t.exact for t in transcriptions) >= 5, transcriptions
     metrics = read_metrics(tmp_path / "metrics.jsonl")
     assert metrics[-1]["loss/train"] < 0.2 < 4 < metrics[0]["loss/train"]
@@ -330,8 +337,8 @@ def test_a_model_that_has_learnt_its_data_generates_it(ranks: RankPool, data: Pa
     assert metrics[-1]["loss/eval/mixed"] == pytest.approx(metrics[-1]["loss/train"], rel=0.3)
 
 
-def _train(rank: int, line: list[str], world: int) -> None:
-    make_trainer(rank, line, world).run()
+def _train(rank: int, config: Config, world: int) -> None:
+    make_trainer(rank, config, world).run()
 
 
 def test_a_step_without_targets_is_skipped_and_counted(ranks: RankPool, tmp_path: Path) -> None:
@@ -339,15 +346,15 @@ def test_a_step_without_targets_is_skipped_and_counted(ranks: RankPool, tmp_path
         for i in range(4):
             writer.add(Sample(str(i), "nothing to learn", targets=()))
     line = overrides(tmp_path / "data", tmp_path / "run", "layout=pp2", samples=2)
-    ranks.run(2, _train, line, 2)
+    ranks.run(2, _train, compose_config(line), 2)
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [m["optim/skipped_steps"] for m in metrics] == [1, 2, 3]
     assert all(math.isnan(m["loss/train"]) for m in metrics)
 
 
-def _train_until_no_update(rank: int, line: list[str], world: int, spoiled: str) -> tuple[int, str]:
+def _train_until_no_update(rank: int, config: Config, world: int, spoiled: str) -> tuple[int, str]:
     """Train with weights of one component that are not finite on any rank."""
-    trainer = make_trainer(rank, line, world)
+    trainer = make_trainer(rank, config, world)
     if spoiled in trainer.rank.components:
         for parameter in trainer.rank.components[spoiled].parameters:
             parameter.data.fill_(math.nan)
@@ -362,7 +369,7 @@ def test_steps_in_a_row_without_an_update_end_the_run_on_all_ranks(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     line = overrides(data, tmp_path, "layout=pp2", "system=megatron", "train.steps=9", "optim.max_skipped=4")
-    found = ranks.run(2, _train_until_no_update, line, 2, "image")
+    found = ranks.run(2, _train_until_no_update, compose_config(line), 2, "image")
     assert [step for step, _ in found] == [4, 4]
     assert found[0] == found[1]
     for word in ("step 4", "optim.max_skipped=4", "image nan", "optim.lr", "metrics.jsonl"):
@@ -371,8 +378,8 @@ def test_steps_in_a_row_without_an_update_end_the_run_on_all_ranks(
     assert [m["optim/skipped_steps"] for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def _skips(rank: int, line: list[str], updated: list[bool]) -> list[int]:
-    trainer = make_trainer(rank, line, 1)
+def _skips(rank: int, config: Config, updated: list[bool]) -> list[int]:
+    trainer = make_trainer(rank, config, 1)
     out = []
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
@@ -386,7 +393,7 @@ def _skips(rank: int, line: list[str], updated: list[bool]) -> list[int]:
 def test_an_update_between_them_begins_the_count_anew(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     line = overrides(data, tmp_path, "optim.max_skipped=3")
     updated = [False, False, True, False, False, True, False]
-    assert ranks.run(1, _skips, line, updated)[0] == [1, 2, 0, 1, 2, 0, 1]
+    assert ranks.run(1, _skips, compose_config(line), updated)[0] == [1, 2, 0, 1, 2, 0, 1]
 
 
 def test_steps_without_targets_end_the_run_too(ranks: RankPool, tmp_path: Path) -> None:
@@ -394,6 +401,6 @@ def test_steps_without_targets_end_the_run_too(ranks: RankPool, tmp_path: Path) 
         for i in range(4):
             writer.add(Sample(str(i), "nothing to learn", targets=()))
     line = overrides(tmp_path / "data", tmp_path / "run", "optim.max_skipped=2", samples=2)
-    ((step, message),) = ranks.run(1, _train_until_no_update, line, 1, "none")
+    ((step, message),) = ranks.run(1, _train_until_no_update, compose_config(line), 1, "none")
     assert step == 2
     assert "no target token" in message
