@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
+
+from parallel.installed import installed
 
 
 def registered(group: str) -> list[str]:
     """Return the names of all that installed packages register under an entry point."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted({point.name for point in installed(group)})
 
 
 def make(group: str, what: str, chosen: str | Mapping[str, Any]) -> Any:
@@ -22,7 +23,7 @@ def make(group: str, what: str, chosen: str | Mapping[str, Any]) -> Any:
         raise ValueError(f"{chosen!r} is neither a name nor a mapping of name and keys")
     keys = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
     name = keys.pop("name", None)
-    points = [point for point in entry_points(group=group) if point.name == name]
+    points = [point for point in installed(group) if point.name == name]
     if not points:
         raise ValueError(
             f"unknown {what} {name!r}: known are {', '.join(registered(group))}; a package adds its own "

@@ -12,13 +12,12 @@ from their metadata alone; only the one whose policy is chosen is imported.
 """
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, TypeVar
+
+from parallel.installed import installed
 
 
 class PolicyError(ValueError):
@@ -77,7 +76,7 @@ PolicyKind = TypeVar("PolicyKind", bound=Policy)
 
 def registered(group: str) -> list[str]:
     """Return the names of all policies that installed packages register in a group of entry points."""
-    return sorted({point.name for point in _points(group, tuple(sys.path))})
+    return sorted({point.name for point in installed(group)})
 
 
 def find(kind: type[PolicyKind], name: str, key: str) -> PolicyKind:
@@ -87,7 +86,7 @@ def find(kind: type[PolicyKind], name: str, key: str) -> PolicyKind:
         PolicyError: if there is none, if several packages register the name, if it cannot be imported or is
             no policy of this kind; the message names the key, the value and the remedy.
     """
-    points = [point for point in _points(kind.group, tuple(sys.path)) if point.name == name]
+    points = [point for point in installed(kind.group) if point.name == name]
     if not points:
         raise PolicyError(
             f"{key}={name}: choose one of {', '.join(registered(kind.group)) or 'none that is installed'}; "
@@ -118,9 +117,3 @@ def find(kind: type[PolicyKind], name: str, key: str) -> PolicyKind:
 def how_to_add(group: str) -> str:
     """Say in half a sentence how a package adds a policy to a group of entry points."""
     return f"a package adds its own under the entry point {group} (docs/policies.md)"
-
-
-@lru_cache(maxsize=64)
-def _points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Entry points of the packages installed on `path`: reading them all takes milliseconds each time."""
-    return tuple(entry_points(group=group))

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import OmegaConf
@@ -20,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dataloader.format import SampleError
 from omni.keys import ConfigError, check_keys
+from parallel.installed import installed
 from parallel.work import Part
 
 if TYPE_CHECKING:
@@ -215,11 +215,11 @@ def naming(component: str) -> Iterator[None]:
 
 def registered() -> list[str]:
     """Return the names of all encoders that installed packages register."""
-    return sorted(point.name for point in entry_points(group=GROUP))
+    return sorted(point.name for point in installed(GROUP))
 
 
 def _registered(name: str, key: str) -> Any:
-    for point in entry_points(group=GROUP):
+    for point in installed(GROUP):
         if point.name == name:
             return point.load()
     known = ", ".join(registered()) or "none"

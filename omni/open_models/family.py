@@ -12,11 +12,11 @@ mean another model.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import Any
 
 from omni.config import ConfigError
 from omni.open_models.rules import Rule
+from parallel.installed import installed
 
 GROUP = "omni.families"
 _NEVER = object()
@@ -118,7 +118,7 @@ def family_of(said: Mapping[str, Any], path: str) -> Family:
     Raises:
         ConfigError: if there is none; `path` says whose it is.
     """
-    points = {point.name: point for point in entry_points(group=GROUP)}
+    points = {point.name: point for point in installed(GROUP)}
     model_type = str(said.get("model_type"))
     if model_type not in points:
         every = {**dict(said.get("text_config") or {}), **said}

@@ -26,9 +26,9 @@ def test_the_recipe_of_the_page_indexes_and_reads(tmp_path: Path, monkeypatch) -
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(code, str(PAGE), "exec"), module.__dict__)
     point = EntryPoint("captions", f"{module.__name__}:Captions", "omni.recipes")
-    found = registered.entry_points
+    found = registered.installed
     monkeypatch.setattr(
-        registered, "entry_points", lambda group: [*found(group=group), *[point] * (group == point.group)]
+        registered, "installed", lambda group: [*found(group), *[point] * (group == point.group)]
     )
     source = tmp_path / "source"
     (source / "pictures").mkdir(parents=True)
