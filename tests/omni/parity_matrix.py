@@ -8,10 +8,12 @@ Invariant: two values that occur together in any combination occur together in a
 pairwise covering array found greedily (Cohen et al., The AETG System, IEEE TSE 23(7), 1997, section 4).
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from own_policies import own
 from parallel.layout import Arrangement, Layout, LayoutError, arrange
 from parallel.placements import PlacementPolicy
 
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
 MOST_RANKS = 8
 LAYERS = 4
 EXPERTS = {"experts": 4, "topk": 2, "ffn": 48, "shared_ffn": 32, "dense_layers": 1}
@@ -162,6 +165,33 @@ class Case:
 AXES: Mapping[str, tuple[Any, ...]] = {f.name: f.metadata["values"] for f in fields(Case)}
 LAYOUT_AXES = tuple(AXES)[:8]
 FURTHER_AXES = tuple(AXES)[8:]
+
+
+@cache
+def _words() -> dict[str, dict[str, Any]]:
+    """What each word of a name says of the axes."""
+    words: dict[str, dict[str, Any]] = {Case().name: {}}
+    for axis, values in AXES.items():
+        for value in values[1:]:
+            says = {"placement": "disaggregated", "beside": value} if axis == "beside" else {axis: value}
+            if says != {"placement": "disaggregated"}:  # said by the ranks beside
+                words[Case(**says).name] = says
+    return words
+
+
+def named(name: str) -> Case:
+    """Return the case of a name."""
+    says: dict[str, Any] = {}
+    for word in name.split():
+        says |= _words()[word]
+    return Case(**says)
+
+
+def listed() -> tuple[Case, ...]:
+    """Return the cases that docs/parity.md lists, which are those of `covering_array`: to find them takes
+    seconds, and every process that runs tests begins with them.
+    """
+    return tuple(map(named, re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)))
 
 
 # A dynamic pool of four with dynamic encoders: the ranks of one replica, and those of two with two stages.

@@ -17,6 +17,8 @@ from parity_matrix import (
     covering_array,
     full_list,
     layouts,
+    listed,
+    named,
     space,
 )
 from parity_runs import command_line, configure, distance, narrowest_choices, run, write_data
@@ -30,8 +32,7 @@ from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement
 from pipeline.domain_plan import DomainPlan
 from pipeline.plan import StepPlan
 
-DOCS = Path(__file__).parents[2] / "docs" / "parity.md"
-CASES = {case.name: case for case in covering_array()}
+CASES = {case.name: case for case in listed()}
 # As a GPU runs them: all communication of a rank in one queue. Of the full list's cases with several stages,
 # the first for each reason why ops of several ranks belong together.
 REASONS: tuple[Callable[[Case], bool], ...] = (
@@ -43,11 +44,16 @@ REASONS: tuple[Callable[[Case], bool], ...] = (
     lambda case: case.llm_sp == "uniform" and case.cp > 1 and case.replicas > 1,
     lambda case: case.placement == "colocated" and case.encoder_tp > case.arrangement().stage_size,
 )
-SINGLE_QUEUE = {
-    case.name: case
-    for reason in REASONS
-    for case in [next(case for case in full_list() if case.pp > 1 and case.data == "mixed" and reason(case))]
-}
+SINGLE_QUEUE = (
+    "tp2 pp2 dp2 ep2 enc_tp2 stage0 one_domain experts enc_hybrid_pow2 llm_dynamic one_f_one_b "
+    "reduce_scatter frozen_in_turn",
+    "pp2 dp2 ep2 beside1 one_domain experts one_f_one_b recompute two_level frozen_in_turn",
+    "cp2 pp2 ep2 stage0 experts enc_long_short llm_dynamic zero_bubble_h1 frozen_image",
+    "pp2 enc_tp2 beside2 auto two_level",
+    "pp4 dp2 enc_tp2 one_domain enc_dynamic llm_dynamic joint_zero_bubble_h2 recompute reduce_scatter",
+    "cp2 pp2 dp2 stage0 one_domain enc_hybrid_pow2 interleaved recompute reduce_scatter",
+    "pp2 enc_tp2 experts joint frozen_in_turn",
+)
 # What only three values together show: the shards of one expert on ranks that differ in tp, and slots that
 # span stages because none holds one alone.
 SPANNING = (
@@ -96,7 +102,7 @@ def test_slots_of_these_cases_span_stages(folder: Path, case: Case) -> None:
 
 @pytest.mark.parametrize("name", SINGLE_QUEUE)
 def test_case_on_a_single_queue_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
-    assert_equals_one_rank(ranks, folder, SINGLE_QUEUE[name], single_queue=True)
+    assert_equals_one_rank(ranks, folder, named(name), single_queue=True)
 
 
 @pytest.mark.parametrize("data", AXES["data"])
@@ -246,7 +252,7 @@ def test_what_is_left_out_changes_nothing(folder: Path, layout: Case) -> None:
     assert len(had) == starts[number + 1] - starts[number]
 
 
-@pytest.mark.parametrize("case", [Case(), *covering_array()[6:8]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [Case(), *listed()[6:8]], ids=lambda case: case.name)
 def test_settings_are_what_the_command_line_sets(folder: Path, case: Case) -> None:
     line = command_line(folder, case.data)
     for key, value in case.settings().items():
@@ -256,5 +262,10 @@ def test_settings_are_what_the_command_line_sets(folder: Path, case: Case) -> No
 
 
 def test_the_documentation_lists_the_cases() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(), re.MULTILINE)
-    assert rows == list(CASES), "docs/parity.md is of other cases: run make parity"
+    assert listed() == covering_array(), "docs/parity.md is of other cases: run make parity"
+    assert [named(case.name) for case in full_list()] == list(full_list())
+
+
+def test_on_a_single_queue_are_the_first_cases_of_their_reasons() -> None:
+    own = [case for case in full_list() if case.pp > 1 and case.data == "mixed"]
+    assert tuple(next(filter(reason, own)).name for reason in REASONS) == SINGLE_QUEUE
