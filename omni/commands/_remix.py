@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     from omni.compose import load_config
     from omni.config import ConfigError
     from omni.planning.layouts import planned_ranks
-    from omni.planning.mixture import repeats, told
+    from omni.planning.mixture import positions, repeats, told, with_positions
     from omni.planning.prepare import prepare_run
 
     folder = RunFolder(arguments.run.absolute())
@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
                 f"omni resume {arguments.run} --fork FOLDER"
             )
         spec = prepare_run(config, config.choice.ranks or planned_ranks(config.launch), begin=begin)
+        # Found here, so that ranks that start without a launcher need not find them.
+        config.data = with_positions(config.data, positions(spec.config.data))
         _keep_lists(config.data.mixture[phase], folder, arguments.first)
         write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
     for line in told(config.data):

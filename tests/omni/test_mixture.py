@@ -15,6 +15,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.checkpoint import CheckpointError, claim, commit
 from infra.run_folder import RunFolder
+from infra.run_lock import holding
 from omni.__main__ import main
 from omni.commands._jobs import mixture_of_folder
 from omni.compose import compose_config, load_config
@@ -256,16 +257,22 @@ def test_remix_writes_what_the_next_start_takes(base, run, capsys):
     assert "step_15, from step 15: without those of a in" in capsys.readouterr().out
     listed.write_text("a4\n")  # the run keeps its own
 
-    config, begin = mixture_of_folder(load_config(run.config), run)
+    written = load_config(run.config)
+    config, begin = mixture_of_folder(written, run)
     spec = prepare_run(config, 2, begin=begin)
     assert begin == (11, 50)
     assert next(told(config.data)) == "step_11, from step 11: c weight 2; b weight 0"
     assert positions(spec.config.data) == {11: 50, 15: spec.planner.cursor_of(15)}
+    assert positions(written.data) == positions(spec.config.data)
     steps = taken(spec)
     assert {source for samples, _ in steps[:10] for source, _ in samples} == {"a", "b"}
     assert {source for samples, _ in steps[10:] for source, _ in samples} == {"a", "c"}
     assert {pair for _, step in steps for pair in step.skipped} == {("a", 3)}
     assert [len(samples) for samples, _ in steps[13:15]] == [5, 7]
+
+    with holding(run, "another launch"):
+        assert remix(run, "--from", "11", "--weight", "c=4") == 2
+    assert "launch another" in capsys.readouterr().err
 
     # A phase that has not begun may be changed again.
     assert remix(run, "--from", "11", "--weight", "c=3") == 0
