@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
-    from dataloader.tokens import SampleMeta
     from omni.config import Config
-    from omni.rehearsal.compare import Cell, Figures
+    from omni.rehearsal.compare import Cell, Figures, MixedTrace
+    from omni.rehearsal.mixtures import Weights
 
 _DESCRIPTION = """\
 Simulates a training step of each system (docs/systems.md) on the same samples, model, layout and cluster:
@@ -26,13 +26,15 @@ among them is every system's. Ranks beside the LLM are allocated where placement
       experiment=llama3_70b launch.ranks=64 --html systems.html
 
 All train on samples cut at the same length: data.sample_tokens, or data.microbatch_tokens where that is null.
---mixtures takes a trace's samples with items and without at such ratios, each mixture a run of its own.
+--mixtures takes a trace's samples with items and without at such ratios, each mixture a run of its own;
+1:9-9:1 is a run that chose for 1:9 and then has 9:1. --even has each preset a second time with what the
+system `multiplexed` deals, balances, packs and pairs by.
 All times are simulated; seconds of planning are of this machine's CPU.
 """
 AS_IT_IS = "as it is"
 _SHARES = ("work", "bubble", "exchange", "messages", "queue", "reducing")
 _TITLES = (
-    f"{'system':20} {'step ms':>10} {'x first':>7} {'tokens/s':>11} {'MFU':>6} {'encoder':>7} {'llm':>5} "
+    f"{'system':24} {'step ms':>10} {'x first':>7} {'tokens/s':>11} {'MFU':>6} {'encoder':>7} {'llm':>5} "
     f"{'idle':>6} {'comm.':>6} | {'uneven':>6} {'bubble':>6} {'exch.':>6} {'messg.':>6} {'queue':>6} "
     f"{'reduce':>6} | {'GiB':>6} {'plan s':>6}  schedule, keys"
 )
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--systems", metavar="A,B", help="which systems (default: all)")
     parser.add_argument("--mixtures", metavar="1:9,5:5", help="samples with items to samples without")
+    parser.add_argument("--even", action="store_true", help="each preset with our balancing and packing, too")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
     add_trace(parser)
@@ -67,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
         now[0] = what
 
     try:
-        mixtures = _mixtures(arguments)
+        weights = _weights(arguments)
         configs = _configs(arguments)
-        traces = _traces(arguments, mixtures, next(iter(configs.values())))
+        mixtures = _mixtures(arguments, weights, next(iter(configs.values())))
         with signs_of_life(lambda: f"simulating {now[0]}"):
-            for cell in compare(configs, traces, say):
+            for cell in compare(configs, mixtures, say):
                 cells.append(cell)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,44 +127,62 @@ def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
     for name in dict.fromkeys(names):
         configs[name] = compose_config([*arguments.overrides, f"system={name}"], arguments.config_dir)
         on_cluster(configs[name])
-    return configs
+    return configs | (evened(configs, arguments.config_dir) if arguments.even else {})
 
 
-def _mixtures(arguments: argparse.Namespace) -> dict[str, tuple[int, int]]:
+def evened(configs: "Mapping[str, Config]", config_dir: str | None = None) -> "dict[str, Config]":
+    """The systems whose dealing, balance, packing or pairing is neither chosen nor that of `multiplexed`, a
+    second time with that.
+    """
+    from omni.compose import compose_config
+    from omni.planning.choice import open_keys, with_keys
+
+    policies = compose_config(["system=multiplexed"], config_dir).policies
+    ours = {f"{section}.policy": policies[section] for section in ("deal", "balance", "packing", "pairing")}
+    second = {
+        name: with_keys(of, ours) for name, of in configs.items() if "balance.policy" not in open_keys(of)
+    }
+    return {f"{name}, even": of for name, of in second.items() if of != configs[name]}
+
+
+def _weights(arguments: argparse.Namespace) -> "dict[str, tuple[Weights, ...]]":
     """The mixtures that were asked for, by name.
 
     Raises:
         ConfigError: for what is none, and where there is no trace to mix.
     """
     from omni.config import ConfigError
-    from omni.rehearsal.mixtures import read_mixture
+    from omni.rehearsal.mixtures import read_mixtures
 
     if arguments.mixtures is None:
         return {}
     if arguments.trace is None:
         raise ConfigError("--mixtures mixes the samples of a trace: give one, such as --trace longtail")
-    return {text: read_mixture(text) for text in arguments.mixtures.split(",")}
+    return read_mixtures(arguments.mixtures)
 
 
-def _traces(
-    arguments: argparse.Namespace, mixtures: dict[str, tuple[int, int]], config: "Config"
-) -> "dict[str, Sequence[SampleMeta]]":
-    """The trace of each mixture, by its name; none where the run's own sources count.
+def _mixtures(
+    arguments: argparse.Namespace, weights: "dict[str, tuple[Weights, ...]]", config: "Config"
+) -> "dict[str, MixedTrace]":
+    """The samples of each mixture, by its name; none where the run's own sources count.
 
     Raises:
         DataError, ConfigError: for a trace that is not there, or has no samples to mix.
     """
     from omni.planning.prepare import make_encoders
+    from omni.rehearsal.compare import MixedTrace
     from omni.rehearsal.mixtures import counted_trace, mixed
     from omni.rehearsal.stand_in_data import NUM_SAMPLES
 
     if arguments.trace is None:
-        return {AS_IT_IS: ()}
+        return {AS_IT_IS: MixedTrace(())}
     encoders = make_encoders(config.model.encoders)
     trace, notes = counted_trace(arguments.trace, NUM_SAMPLES, config.train.seed, encoders)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    return {name: mixed(trace, weights) for name, weights in mixtures.items()} or {AS_IT_IS: trace}
+    if not weights:
+        return {AS_IT_IS: MixedTrace(trace)}
+    return {name: MixedTrace(*(mixed(trace, of) for of in reversed(pair))) for name, pair in weights.items()}
 
 
 def lines(cells: "Sequence[Cell]") -> Iterator[str]:
@@ -175,7 +196,7 @@ def lines(cells: "Sequence[Cell]") -> Iterator[str]:
         first = own[0].figures
         for cell in own:
             if cell.figures is None or first is None:
-                yield f"{cell.system:20} refused: {cell.refused}"
+                yield f"{cell.system:24} refused: {cell.refused}"
             else:
                 yield _row(cell.system, cell.figures, first)
         yield ""
@@ -190,7 +211,7 @@ def _row(system: str, found: "Figures", first: "Figures") -> str:
     idle, exposed, *causes = (f"{share:6.1%}" for share in shares)
     over, ms = found.step_s / first.step_s, found.step_s * 1e3
     return (
-        f"{system:20} {ms:10,.1f} {over:7.2f} {found.tokens_per_s:11,.0f} {found.mfu:6.1%} "
+        f"{system:24} {ms:10,.1f} {over:7.2f} {found.tokens_per_s:11,.0f} {found.mfu:6.1%} "
         f"{max(encoders, default=1):7.2f} {llm:5.2f} {idle} {exposed} | {' '.join(causes)} | "
         f"{found.held_bytes / GIB:6.1f} {found.planning_s:6.2f}  {'does not fit; ' * (not found.fits)}"
         f"{found.schedule} {found.sets}"

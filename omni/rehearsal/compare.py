@@ -4,6 +4,9 @@ A system is a preset of policies (`hydra_conf/system`), composed with one model,
 train on the same samples, cut at the same length, which `compare` asserts: `data.sample_tokens`, or
 `data.microbatch_tokens` where that is null. Whoever cannot share a longer one gets microbatches that hold it.
 Ranks beside the LLM that nobody gave are allocated for the samples of the step. `Figures.sets` says both.
+
+What a system chooses or allocates once for a run may be for other samples than those of the step: what a run
+has after its mixture jumped. What is chosen for each step, such as a schedule, is for the step all the same.
 """
 
 import time
@@ -14,7 +17,7 @@ from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.planning.allocation import ranks_beside
 from omni.planning.choice import AUTO, text_of, with_keys
-from omni.planning.cut import told
+from omni.planning.cut import cut_of
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import make_encoders, prepare_run
 from omni.rehearsal.estimate import estimate
@@ -27,6 +30,16 @@ from pipeline.verifier import PlanRefusedError
 
 MICROBATCH, LONGEST = "data.microbatch_tokens", "data.sample_tokens"
 PLACEMENT, BESIDE = "placement.policy", "placement.ranks"
+
+
+@dataclass(frozen=True)
+class MixedTrace:
+    """The samples that a run's first step takes, in turn; none where the run's own sources count. Choices of
+    the run are made for those `before`, unless there are none.
+    """
+
+    trace: Sequence[SampleMeta]
+    before: Sequence[SampleMeta] = ()
 
 
 @dataclass(frozen=True)
@@ -74,18 +87,17 @@ class Cell:
 
 
 def compare(
-    configs: Mapping[str, Config], traces: Mapping[str, Sequence[SampleMeta]], say: Callable[[str], None]
+    configs: Mapping[str, Config], mixtures: Mapping[str, MixedTrace], say: Callable[[str], None]
 ) -> Iterator[Cell]:
-    """Simulate the first step of each system on each trace, by name: of the runs of `configs`, which differ
-    in nothing but their system. A trace without samples has the run's own sources count. `say` hears what is
-    under way.
+    """Simulate a step of each system on each mixture, by name: of the runs of `configs`, which differ in
+    nothing but their system. `say` hears what is under way.
     """
-    for mixture, trace in traces.items():
+    for mixture, samples_of in mixtures.items():
         same: tuple[object, ...] | None = None
         for system, config in configs.items():
             say(f"{system} on {mixture}")
             try:
-                figures, samples, taken = _figures(config, trace)
+                figures, samples, taken = _figures(config, samples_of)
             except (ValueError, PlanRefusedError) as error:
                 yield Cell(mixture, system, refused=str(error))
                 continue
@@ -107,11 +119,14 @@ def quickest(cells: Sequence[Cell]) -> list[Cell]:
     return sorted(cells, key=place)
 
 
-def _figures(config: Config, trace: Sequence[SampleMeta]) -> tuple[Figures, str, Taken]:
+def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     """The figures of a run's first step, its samples in words, and the samples."""
-    sets = _comparable(config, trace)
+    ranks = planned_ranks(config.launch)
+    sets = _comparable(config, mixture.before or mixture.trace)
     begin = time.process_time()
-    spec = prepare_run(with_keys(config, sets), planned_ranks(config.launch), trace)
+    spec = first = prepare_run(with_keys(config, sets), ranks, mixture.before or mixture.trace)
+    if mixture.before:
+        spec = prepare_run(first.config, ranks, mixture.trace)
     preparing_s, work = time.process_time() - begin, list[int]()
 
     def plans() -> Iterator[StepPlan]:
@@ -128,7 +143,7 @@ def _figures(config: Config, trace: Sequence[SampleMeta]) -> tuple[Figures, str,
     causes = causes_of(found.plan.domain, spec.table, sum(work) / len(work), single_queue)
     spent = vars(found.spent)
     exposed = sum(ns for name, ns in spent.items() if name not in ("compute_ns", "idle_ns"))
-    chosen = spec.choice.keys if spec.choice else {}
+    chosen = first.choice.keys if first.choice else {}
     figures = Figures(
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s(),
@@ -146,7 +161,8 @@ def _figures(config: Config, trace: Sequence[SampleMeta]) -> tuple[Figures, str,
         schedule=found.plan.domain.schedule,
         sets=text_of({k: v for k, v in {**sets, **chosen}.items() if v is not None and k != LONGEST}),
     )
-    return figures, told(spec.planner, found.plan.taken), found.plan.taken
+    taken = found.plan.taken
+    return figures, f"{len(taken):,} samples, {taken.tokens:,} tokens; {cut_of(spec.planner, taken)}", taken
 
 
 def _comparable(config: Config, trace: Sequence[SampleMeta]) -> dict[str, object]:

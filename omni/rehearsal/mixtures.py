@@ -7,6 +7,9 @@ from omni.config import ConfigError
 from omni.models.registry import Encoder
 from omni.planning.traces import for_encoders, open_trace, with_sizes
 
+Weights = tuple[int, int]
+"""Of so many samples with items, and without."""
+
 
 def counted_trace(
     name: str, num_samples: int, seed: int, encoders: Mapping[str, Encoder]
@@ -23,21 +26,31 @@ def counted_trace(
     return counted, [f"trace {name}: {note}" for note in (*left_out, *recounted)]
 
 
-def read_mixture(text: str) -> tuple[int, int]:
-    """Read "1:9": of so many samples with items, and without.
+def read_mixtures(text: str) -> dict[str, tuple[Weights, ...]]:
+    """Read "1:9,9:1,1:9-9:1": mixtures by name, of which the last is 9:1 under what was chosen for 1:9. The
+    one that counts comes last.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: for what is none.
     """
+    found = {name: tuple(map(_weights, name.split("-"))) for name in text.split(",")}
+    long = next((name for name, of in found.items() if len(of) > 2), None)
+    if long:
+        raise ConfigError(f"--mixtures {long!r}: a mixture jumps once: write 1:9-9:1")
+    return found
+
+
+def _weights(text: str) -> Weights:
     with_items, mark, without = text.partition(":")
     if not (mark and with_items.isdecimal() and without.isdecimal() and int(with_items) + int(without)):
         raise ConfigError(
-            f"--mixtures {text!r}: say how many samples with items to how many without, such as 1:9,5:5,9:1"
+            f"--mixtures {text!r}: say how many samples with items to how many without, such as 1:9,9:1, "
+            "and 1:9-9:1 for a jump"
         )
     return int(with_items), int(without)
 
 
-def mixed(trace: Sequence[SampleMeta], weights: tuple[int, int]) -> list[SampleMeta]:
+def mixed(trace: Sequence[SampleMeta], weights: Weights) -> list[SampleMeta]:
     """As many samples as a trace has, so many with items to so many without, evenly spread; of each kind in
     the order of the trace, over and over.
 

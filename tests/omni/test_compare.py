@@ -17,14 +17,14 @@ import hydra_conf
 from dataloader.tokens import ItemMeta, SampleMeta
 from omni.__main__ import main
 from omni.commands._compare_page import COLOURS, page
-from omni.commands.compare import known_systems
+from omni.commands.compare import evened, known_systems
 from omni.compose import compose_config
 from omni.config import Config, ConfigError, LLMLayoutConfig
 from omni.planning.allocation import ranks_beside
 from omni.planning.choice import with_keys
 from omni.planning.prepare import prepare_run
-from omni.rehearsal.compare import Cell, Figures, compare, quickest
-from omni.rehearsal.mixtures import mixed, read_mixture
+from omni.rehearsal.compare import Cell, Figures, MixedTrace, compare, quickest
+from omni.rehearsal.mixtures import mixed, read_mixtures
 from parallel.layout import LayoutError
 from parallel.placements import DISAGGREGATED
 from pipeline.causes import work_of
@@ -50,7 +50,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Config]:
 
 
 def compared(configs: dict[str, Config]) -> dict[str, Cell]:
-    return {cell.system: cell for cell in compare(configs, {"mine": TRACE}, lambda what: None)}
+    return {cell.system: cell for cell in compare(configs, {"mine": MixedTrace(TRACE)}, lambda what: None)}
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +87,15 @@ def test_ranks_beside_are_allocated_and_what_cannot_be_is_refused(cells: dict[st
     assert [cell.system for cell in quickest(list(cells.values()))][-1] == "encode_first"
 
 
-def test_what_does_not_fit_a_device_says_so_and_comes_later(configs: dict[str, Config]) -> None:
-    own = {name: configs[name] for name in ("megatron", "dhp")}
-    first, second = (cell.system for cell in quickest(list(compared(own).values())))
-    own[first] = with_keys(own[first], {"cluster.memory_bytes": 1})
-    found = compared(own)
-    assert not figures_of(found[first]).fits
-    assert [cell.system for cell in quickest(list(found.values()))] == [second, first]
+def test_what_does_not_fit_a_device_says_so_and_comes_later(
+    cells: dict[str, Cell], configs: dict[str, Config]
+) -> None:
+    small = compared({"megatron": with_keys(configs["megatron"], {"cluster.memory_bytes": 1})})["megatron"]
+    assert not figures_of(small).fits
+    slow = replace(cells["dhp"], figures=replace(figures_of(cells["dhp"]), step_s=1e9))
+    assert [cell.system for cell in quickest([small, cells["encode_first"], slow])] == [
+        *("dhp", "megatron", "encode_first")
+    ]
 
 
 def test_whoever_cannot_share_a_long_sample_has_passes_that_hold_it(configs: dict[str, Config]) -> None:
@@ -137,10 +139,30 @@ def test_a_mixture_has_its_share_everywhere(weights: tuple[int, int]) -> None:
     assert np.abs(has - even).max() < 1
 
 
-@pytest.mark.parametrize("text", ["", "1", "1:", "0:0", "a:b", "-1:2", "1:2:3"])
+@pytest.mark.parametrize("text", ["", "1", "1:", "0:0", "a:b", "-1:2", "1:2:3", "1:9,", "1:2-3:4-5:6"])
 def test_what_is_no_mixture_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--mixtures .*such as 1:9"):
-        read_mixture(text)
+    with pytest.raises(ConfigError, match=r"--mixtures .* 1:9"):
+        read_mixtures(text)
+
+
+def test_after_a_jump_a_run_has_what_it_chose_before(configs: dict[str, Config]) -> None:
+    texts, pictures = mixed(TRACE * 2, (1, 9)), mixed(TRACE * 2, (1, 0))
+    every = {"1:9": MixedTrace(texts), "1:0": MixedTrace(pictures), "1:9-1:0": MixedTrace(pictures, texts)}
+    assert list(read_mixtures(",".join(every)).values()) == [((1, 9),), ((1, 0),), ((1, 9), (1, 0))]
+    own = {"disttrain": with_keys(configs["disttrain"], {"data.step_samples": 48})}
+    own["disttrain"].launch.ranks = 33
+    first, then, jumped = compare(own, every, lambda what: None)
+    assert figures_of(jumped).sets == figures_of(first).sets != figures_of(then).sets
+    assert jumped.samples == then.samples != first.samples
+    assert figures_of(jumped).step_s > figures_of(then).step_s
+
+
+def test_presets_are_evened_as_ours_unless_they_are(configs: dict[str, Config]) -> None:
+    every = configs | {name: compose_config([f"system={name}"]) for name in ("omni", "multiplexed")}
+    found = evened(every)
+    assert set(found) == {f"{name}, even" for name in configs}
+    of = found["megatron, even"].policies
+    assert (of["balance"], of["deal"], of["placement"]) == ("two_constraint", "by_cost", "stage0")
 
 
 def test_a_trace_without_items_cannot_be_mixed_with_some() -> None:
@@ -164,7 +186,7 @@ def test_the_command_prints_a_row_for_each_system_and_mixture(
     out = capsys.readouterr().out
     assert [row.split()[0] for row in out.splitlines() if row.startswith(("1:1", "0:1"))] == ["1:1:", "0:1:"]
     assert len(re.findall(r"^(?:megatron|multiplexed) +[\d,.]+ ", out, re.MULTILINE)) == 4
-    assert out.count("mimo_disaggregated   refused: launch.ranks=2") == 2
+    assert len(re.findall(r"^mimo_disaggregated +refused: launch.ranks=2", out, re.MULTILINE)) == 2
     assert out.count(" 1.00 ") >= 2
     assert file.read_text().count("<svg") == 2
 
