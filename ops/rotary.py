@@ -127,23 +127,23 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin)
+        return _rotate(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, -sin), None, None
+        return _rotate(grads[0], cos, sin, -1), None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = cos.shape[-1]
     low, high, rest = x.tensor_split((half, 2 * half), dim=-1)
     out_low, out_high, out_rest = out.tensor_split((half, 2 * half), dim=-1)
     if out_rest.shape[-1]:
         out_rest.copy_(rest)
-    torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-1)
-    torch.mul(high, cos, out=out_high).addcmul_(low, sin)
+    torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-sign)
+    torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
     return out
 
 

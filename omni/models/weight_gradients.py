@@ -3,13 +3,14 @@
 What other ranks wait for is the gradient of a pass's input. That of its weights only has to be there at the
 end of the step, so it can fill time in which a rank would wait (Qi et al., Zero Bubble Pipeline Parallelism,
 2023). While a pass puts them off, each linear computes the gradient of its input, with the communication that
-this takes, and notes its input and the gradient of its output; `PendingProducts.run` makes the rest of them,
-and adds it to `main_grad` as the hooks of megatron's DistributedDataParallel would.
+this takes, and notes its input and the gradient of its output; `PendingProducts.run` makes the rest of them.
+Then or at once, the product itself adds to `main_grad`, where megatron's DistributedDataParallel has given
+the weight one.
 
 Only megatron's parallel linears put off: attention, feed-forward, shared expert, experts one after the other.
 Everything else is computed in the input pass: norms, biases, the router (narrow), embedding and output, plain
-torch linears of an encoder, Transformer Engine's grouped experts, and fused accumulation. Where nothing is
-put off, megatron's own code runs. Frozen weights have nothing to put off.
+torch linears of an encoder, Transformer Engine's grouped experts. Where nothing is put off, megatron's own
+code runs. Frozen weights have nothing to put off.
 
 Memory: input and output gradient of each linear live until `PendingProducts.run` has used them; with
 recomputation, that is when the recomputed inputs go. Under sequence parallelism the input is kept
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ops.linear import add_weight_gradient
 from parallel.megatron import (
     ColumnParallelLinear,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -50,7 +52,7 @@ class _Product:
     def add(self) -> None:
         inputs = self.inputs if self.group is None else gathered(self.inputs, self.group)
         rows, columns = (x.contiguous().flatten(0, -2) for x in (self.grads, inputs))
-        vars(self.weight)["main_grad"].add_(rows.t().matmul(columns))
+        add_weight_gradient(columns, rows, vars(self.weight)["main_grad"])
 
 
 def gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -107,7 +109,9 @@ class Deferral:
 
 
 def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
-    """Let the parallel linears of `module` put their weight gradients off when `deferral` says so."""
+    """Let the parallel linears of `module` put their weight gradients off when `deferral` says so, and have
+    the product add them to `main_grad`.
+    """
     for part in module.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
             part._forward_impl = partial(_linear, part._forward_impl, deferral)
@@ -120,14 +124,14 @@ def _linear(
     weight: torch.nn.Parameter,
     **settings: Any,
 ) -> torch.Tensor:
-    if not weight.requires_grad or settings["gradient_accumulation_fusion"]:
+    if not weight.requires_grad:
         return megatron(input=input, weight=weight, **settings)
     output: torch.Tensor = _Linear.apply(
         deferral,
         input,
         weight,
         settings["bias"],
-        False,
+        hasattr(weight, "main_grad"),
         settings["allreduce_dgrad"],
         settings["sequence_parallel"],
         None,

@@ -145,7 +145,8 @@ class Recorder(TorchDispatchMode):
             written = () if func._schema.returns else _written(func, args)
             self._bytes[self.phase] += sum(x.numel() * x.element_size() for x in (*tensors, *written))
         if kind == "product":
-            flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            factors = [x for x in args if not isinstance(x, torch.dtype)]
+            flops = flop_registry[func._overloadpacket](*factors, **kwargs, out_val=out)
             self._flops[self.phase] += flops
         if any(x.dtype is torch.float64 for x in tensors):
             self.note(DOUBLE, name)
@@ -191,8 +192,11 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _check_dtypes(name: str, args: tuple[Any, ...]) -> None:
-    """Refuse a product of several dtypes, as kernels do and fake ones do not."""
-    dtypes = {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    """Refuse a product of several dtypes, as kernels do and fake ones do not; one that says in which dtype it
+    adds up has its factors alone in one.
+    """
+    adds = any(isinstance(x, torch.dtype) for x in args)
+    dtypes = {x.dtype for x in args[adds:] if isinstance(x, torch.Tensor)}
     if len(dtypes) > 1:
         raise RuntimeError(f"{name}: a product of {' and '.join(sorted(map(str, dtypes)))}")
 
