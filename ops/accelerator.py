@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ops.linear import add_weight_gradient
+from ops.routing import permute
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -126,6 +127,7 @@ def patch() -> None:
     _define_missing_gemm()
     _take_torch_adam()
     _add_weight_gradients_with_torch()
+    _permute_without_waiting()
     if torch.cuda.is_available():
         return
     import megatron.core.tensor_parallel.random as megatron_random
@@ -160,6 +162,14 @@ def _add_weight_gradients_with_torch() -> None:
     import megatron.core.tensor_parallel.layers as layers
 
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
+
+
+def _permute_without_waiting() -> None:
+    """megatron's permutation has the host wait for the device, to learn how many rows there are."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    of_experts: Any = dispatcher
+    of_experts.permute = permute
 
 
 def _define_missing_gemm() -> None:

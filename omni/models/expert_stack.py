@@ -268,10 +268,10 @@ class ExpertStack:
         return tape
 
     def _kept_by_router(self, tokens: int) -> int:
-        """Scores, choices and their weights; in front of the experts, all probabilities and the map."""
+        """Scores, choices and their weights; in front of the experts, the tokens of rows and their places."""
         scores = self.experts * FP32 if self.sigmoid or self.topk == 1 else 0
         chosen = self.topk * (FP32 + INDEX) + (FP32 if self.sigmoid and self.topk > 1 else 0)
-        permuted = self.experts * (FP32 + 1) + self.topk * INDEX
+        permuted = 2 * self.topk * INDEX
         return tokens * (scores + chosen + permuted)
 
     def _kept_by_experts(self, rows: int) -> int:

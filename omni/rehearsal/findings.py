@@ -64,12 +64,6 @@ ALLOWED = (
         "megatron.core.transformer.moe.token_dispatcher.",
         "megatron's dispatcher splits its all-to-all by counts that the router made: once a layer and pass",
     ),
-    Allowed(
-        WAITS,
-        "",
-        "megatron.core.transformer.moe.moe_utils.permute",
-        "megatron's permutation makes a tensor as long as a mask has ones: twice a layer and pass",
-    ),
     Allowed(DOUBLE, "", "omni.models.llm_stage.LLMStage.loss", "one number a target token: sums stay exact"),
     Allowed(DOUBLE, "forward", "pipeline.engine._RunningStep.forward", "adds such sums over microbatches"),
     Allowed(

@@ -100,11 +100,6 @@ def _foreach(depth: int) -> Callable[[tuple[Any, ...]], int]:
     return lambda args: _lists(args[0], depth)
 
 
-def _selected(args: tuple[Any, ...]) -> int:
-    """Nonzero.cu: a sum in two launches, a selection in two and the places; then one picks by them."""
-    return 6
-
-
 def _sorted(args: tuple[Any, ...]) -> int:
     """Sort.cu and SortStable.cu: rows of up to 4,096 are numbered, copied and sorted; a longer one is
     numbered, and sorted by a histogram, its sums and a pass for 8 bits of a key.
@@ -134,11 +129,10 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
         ("nll_loss_backward", "slice_backward", "constant_pad_nd"), _two
     ),  # a fill, then the rest
     "convolution_backward": lambda args: sum(args[-1]),  # of each gradient that is asked for
-    "masked_scatter_": lambda args: 4,  # IndexKernel.cpp: a scan with its start, a check of sizes, the rest
+    "nonzero_static": lambda args: 4 + (args[0].dim() > 1),  # Nonzero.cu: sums, their sums, places, the rest
     "topk": _two,  # TensorTopK.cpp: found, then sorted
     "cumsum": _two,  # a scan of cub's, with its start
     "sort": _sorted,
-    "masked_select": _selected,
     "index_put_": lambda args: None if any(args[3:4]) else 1,  # Indexing.cu sorts what it adds up
     "_foreach_add_": _foreach(1),
     "_foreach_mul_": _foreach(1),

@@ -159,15 +159,6 @@ def note_wait(what: str) -> None:
             mode.note(WAITS, what)
 
 
-def note_hidden(func: Any, *args: torch.Tensor, waits: str = "") -> None:
-    """Tell this thread's recorder what a stand-in hides: a call of `func`, and why the host waits, if so."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Recorder):
-            mode._launch(func, func._opname, args, {}, ())
-            if waits:
-                mode.note(WAITS, waits)
-
-
 def _phase(op: Op) -> str:
     return f"wait for {op.on}" if op.kind is Kind.WAIT else str(op.kind)
 

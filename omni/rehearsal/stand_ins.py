@@ -6,7 +6,6 @@ What stands for torch.cuda itself is in `fake_cuda.py`.
 
 Invariant: nothing is replaced that decides a shape, but the choice of experts, which depends on values. It is
 even: each expert gets the same number of a rank's tokens, the first ones one more where they do not divide.
-What a stand-in would launch and wait for on a GPU counts all the same.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ from omni.models.towers.probe import Prepared
 from omni.rank import build, inputs, state, step
 from omni.rank.totals import StepTotals
 from omni.rehearsal.meter import Meter
-from omni.rehearsal.recorder import note_hidden
 from ops import attention
 from parallel.lane import Lane
 from parallel.layout import split_evenly
@@ -113,15 +111,7 @@ def even_routing(
         dispatcher.num_global_tokens_per_local_expert = here
         return here.sum(0)
 
-    def selected(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        assert len(mask) == moe.experts, "the mask is no routing map"
-        out: torch.Tensor = _Selected.apply(x, mask, moe.topk)
-        return out
-
-    with (
-        _replaced(MoEAlltoAllTokenDispatcher, "preprocess", count_evenly),
-        _replaced(torch.Tensor, "masked_select", selected),
-    ):
+    with _replaced(MoEAlltoAllTokenDispatcher, "preprocess", count_evenly):
         yield
 
 
@@ -205,24 +195,3 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, weight, _, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
-
-
-class _Selected(torch.autograd.Function):
-    """Entries of x under a routing map [experts, tokens]: `topk` for each token, as none is dropped."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, topk: int) -> torch.Tensor:
-        ctx.save_for_backward(x, mask)
-        note_hidden(
-            torch.ops.aten.masked_select.default,
-            x,
-            mask,
-            waits="masked_select, whose shape depends on values",
-        )
-        return x.new_empty(mask.shape[1] * topk)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        x, mask = ctx.saved_tensors
-        note_hidden(torch.ops.aten.masked_scatter_.default, x, mask, grads[0])
-        return torch.zeros_like(x), None, None
