@@ -62,7 +62,7 @@ ALLOWED = (
         WAITS,
         "",
         "megatron.core.transformer.moe.token_dispatcher.",
-        "megatron's dispatcher splits its all-to-all by counts that the router made: once a layer and pass",
+        "megatron's dispatcher reads how many rows the router gave each expert: once a layer and pass",
     ),
     Allowed(DOUBLE, "", "omni.models.llm_stage.LLMStage.loss", "one number a target token: sums stay exact"),
     Allowed(DOUBLE, "forward", "pipeline.engine._RunningStep.forward", "adds such sums over microbatches"),
