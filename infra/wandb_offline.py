@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 FILE_HEAD = struct.Struct("<4sHB")
 FILE_IDENTITY = (b":W&B", 0xBEE1, 0)
 CHUNK_HEAD = struct.Struct("<IHB")
@@ -46,6 +44,8 @@ def read_offline_run(path: Path) -> OfflineRun:
 
     A last record that a crash cut short is left out. Raises ValueError for no run or a wrong checksum.
     """
+    from wandb.proto import wandb_internal_pb2  # takes a second, of whoever imports this file
+
     run = OfflineRun()
     for data in _records(_find(Path(path))):
         message = wandb_internal_pb2.Record.FromString(data)  # type: ignore[attr-defined]

@@ -20,9 +20,11 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ref
 
 DATA, QUESTIONS = "data/quickstart_chat", 20
 LIMIT_S = 1500  # of minutes on a machine of its own
+# It is evaluated once, after the last step, on a part of what is held out.
+ASKED_ONCE = ("train.eval_every=800", "data.heldout.chats.samples=100", "data.heldout.chats.generate=100")
 STEPS = (
     ("data", "build", "--recipe", "quickstart_chat", "--out", DATA),
-    ("train", "experiment=quickstart_chat", "run.dir=runs/chat", "tracking=jsonl"),
+    ("train", "experiment=quickstart_chat", "run.dir=runs/chat", "tracking=jsonl", *ASKED_ONCE),
     ("checkpoint", "export", "runs/chat", "--as", "hf", "--out", "models/chat"),
     ("generate", "runs/chat", "--messages", f"{DATA}/questions.jsonl", "--out", "answers.jsonl"),
 )

@@ -141,7 +141,8 @@ def test_a_packing_of_its_own_is_no_divergence_where_a_domain_has_one_rank(
 
 
 def _stall(rank: int, config: Config, at: str) -> str:
-    trainer = make_trainer(rank, config, 2)
+    """Leave rank 0 waiting for rank 1 at some place, and return what it says."""
+    trainer, told = make_trainer(rank, config, 2), Path(config.run.dir) / "told"
     with trainer.ahead() as ahead:
         if rank == 1:
             if at == "update":
@@ -150,8 +151,10 @@ def _stall(rank: int, config: Config, at: str) -> str:
                 trainer.begin(ahead, 1)
             else:  # tells nothing of what it has lost
                 ahead.take(1)
-            time.sleep(6)
-            return "slept"
+            until = time.monotonic() + 30
+            while not told.exists() and time.monotonic() < until:
+                time.sleep(0.05)
+            return "waited"
         try:
             prepared = trainer.begin(ahead, 1)
             if at == "sharing":
@@ -161,6 +164,8 @@ def _stall(rank: int, config: Config, at: str) -> str:
                 trainer.update(done)
         except StallError as error:
             return str(error)
+        finally:
+            told.touch()
     return "ran"
 
 
