@@ -3,8 +3,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 OVERRIDES ?=
-# Two processes share the files of tests, in the order of their names: the last ones are short.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Processes that share the files of tests, in the order of their names: the last ones are short. Where there is
+# memory, a third computes while others wait for disks, signals and peers; one takes up to 3 GB with its ranks.
+PROCESSES ?= $(shell cat /proc/meminfo 2>/dev/null | awk '/MemAvailable/ && $$2 > 12e6 {n = 3} END {print n ? n : 2}')
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-slow parity check data clean
 
