@@ -16,42 +16,35 @@ _QWEN = {"depth": 4, "hidden_size": 48, "num_heads": 4, "patch_size": 4, "spatia
 _VIT = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 64}
 
 
-def _qwen2_5_vl(width: int) -> tuple[Any, Any, Any]:
-    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
+def _packed_pixels() -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    config = transformers.Qwen2_5_VLConfig(
-        vision_config={
-            **_QWEN,
-            **{"intermediate_size": 64, "out_hidden_size": width, "window_size": 16},
-            "fullatt_block_indexes": [1, 3],
-        }
-    ).vision_config
     limits = {"shortest_edge": 64, "longest_edge": 4096}
-    return (
-        theirs.Qwen2_5_VisionTransformerPretrainedModel,
-        config,
-        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits),
-    )
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits)
+
+
+def _qwen2_vl(width: int) -> tuple[Any, Any, Any]:
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as theirs
+
+    own = {"depth": 3, "embed_dim": 48, "num_heads": 4, "patch_size": 4, "hidden_size": width}
+    config = transformers.Qwen2VLConfig(vision_config={**own, "spatial_merge_size": 2}).vision_config
+    return theirs.Qwen2VisionTransformerPretrainedModel, config, _packed_pixels()
+
+
+def _qwen2_5_vl(width: int) -> tuple[Any, Any, Any]:
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as theirs
+
+    own = {"intermediate_size": 64, "out_hidden_size": width, "window_size": 16}
+    config = transformers.Qwen2_5_VLConfig(vision_config={**_QWEN, **own, "fullatt_block_indexes": [1, 3]})
+    return theirs.Qwen2_5_VisionTransformerPretrainedModel, config.vision_config, _packed_pixels()
 
 
 def _qwen3_vl(width: int) -> tuple[Any, Any, Any]:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen3_vl import modeling_qwen3_vl as theirs
 
-    config = transformers.Qwen3VLConfig(
-        vision_config={
-            **_QWEN,
-            **{"intermediate_size": 64, "out_hidden_size": width, "num_position_embeddings": 36},
-            "deepstack_visual_indexes": [1, 2],
-        }
-    ).vision_config
-    limits = {"shortest_edge": 64, "longest_edge": 4096}
-    return (
-        theirs.Qwen3VLVisionModel,
-        config,
-        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=limits),
-    )
+    own = {"intermediate_size": 64, "out_hidden_size": width, "num_position_embeddings": 36}
+    config = transformers.Qwen3VLConfig(vision_config={**_QWEN, **own, "deepstack_visual_indexes": [1, 2]})
+    return theirs.Qwen3VLVisionModel, config.vision_config, _packed_pixels()
 
 
 def _siglip2(width: int) -> tuple[Any, Any, Any]:
@@ -59,6 +52,21 @@ def _siglip2(width: int) -> tuple[Any, Any, Any]:
 
     config = transformers.Siglip2VisionConfig(**_VIT, patch_size=4, num_patches=36)
     return transformers.Siglip2VisionModel, config, Siglip2ImageProcessorPil(patch_size=4, max_num_patches=40)
+
+
+def _siglip(width: int) -> tuple[Any, Any, Any]:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    config = transformers.SiglipVisionConfig(**_VIT, image_size=16, patch_size=4)
+    return transformers.SiglipVisionModel, config, SiglipImageProcessorPil(size={"height": 16, "width": 16})
+
+
+def _clip(width: int) -> tuple[Any, Any, Any]:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    config = transformers.CLIPVisionConfig(**_VIT, image_size=16, patch_size=4)
+    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    return transformers.CLIPVisionModel, config, CLIPImageProcessorPil(**sizes)
 
 
 def _internvit(width: int) -> tuple[Any, Any, Any]:
@@ -91,6 +99,9 @@ TOWERS = {
     "Qwen2.5-VL": (_qwen2_5_vl, "grid_tower"),
     "Qwen3-VL": (_qwen3_vl, "grid_tower"),
     "SigLIP2": (_siglip2, "grid_tower"),
+    "Qwen2-VL": (_qwen2_vl, "grid_tower"),
+    "SigLIP": (_siglip, "batch_tower"),
+    "CLIP": (_clip, "batch_tower"),
     "InternViT": (_internvit, "batch_tower"),
     "Whisper": (_whisper, "batch_tower"),
 }
@@ -136,7 +147,7 @@ def theirs(model: Any, processor: Any, item: np.ndarray) -> torch.Tensor:
         return torch.cat([out.pooler_output, *(getattr(out, "deepstack_features", None) or ())])
     if "spatial_shapes" in made:
         return model(**made).last_hidden_state[0, : int(made["spatial_shapes"][0].prod())]
-    return model(made["pixel_values"]).last_hidden_state[:, 1:].flatten(0, 1)
+    return model(made["pixel_values"]).last_hidden_state[:, -16:].flatten(0, 1)
 
 
 def built(encoder: Any, model: torch.nn.Module, width: int = 64) -> Any:

@@ -86,7 +86,8 @@ def resized_by(
             processed(processor, np.zeros((64, 64, 3), np.uint8))
     finally:
         setattr(module, name, original)
-    sides = [*inspect.signature(original).parameters][:2]
+    named = inspect.signature(original).parameters
+    sides = [next(name for name in named if name.endswith(side)) for side in ("height", "width")]
     limits = {key: value for key, value in seen[0].items() if key not in sides}
 
     def resized(height: int, width: int) -> tuple[int, int]:
