@@ -168,15 +168,15 @@ class DataConfig:
     """What to train on: `sources` by weight and, from later steps on, as phases of the `mixture` say. A step
     takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A sample has at most
     `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is `microbatch_tokens`, and
-    where a system leaves choices open (`omni`) what its ranks hold together. Null `loader_threads` are the
-    machine's cores by its ranks, from 1 to 16.
+    where a system leaves choices open (`omni`) what its ranks hold together. `microbatch_tokens: null` leaves
+    it to be chosen for the run. Null `loader_threads` are the machine's cores by its ranks, from 1 to 16.
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
     mixture: dict[str, Any] = field(default_factory=dict)
     heldout: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = "bytes"
-    microbatch_tokens: int = at_least(1)
+    microbatch_tokens: int | None = at_least(1)
     sample_tokens: int | None = at_least(1, None)
     step_tokens: int | None = at_least(1, None)
     step_samples: int | None = at_least(1, None)
@@ -186,6 +186,12 @@ class DataConfig:
     window_groups: int = at_least(1, 64)
     loader_threads: int | None = at_least(1, None)
     record_samples: bool = False
+
+    @property
+    def pass_tokens(self) -> int:
+        """`microbatch_tokens` of a run, which has chosen it if nobody gave it."""
+        assert self.microbatch_tokens is not None, "data.microbatch_tokens is chosen as a run is prepared"
+        return self.microbatch_tokens
 
 
 @dataclass

@@ -318,7 +318,7 @@ class LLMConfig:
     vocab: int | None = at_least(1, None)
     vocab_multiple: int = at_least(1, 8)
     loss_chunk: int = at_least(1, 4096)
-    recompute: str = one_of(RECOMPUTE, "none")
+    recompute: str = one_of((*RECOMPUTE, "auto"), "none")
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 

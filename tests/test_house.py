@@ -30,6 +30,7 @@ GIVEN_ALL = {
             "_packed",
             "_samples_of_step",
             "_search",
+            "_search_all",
             "_shortened",
             "_simulated",
             "_sizes",

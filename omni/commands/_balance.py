@@ -99,10 +99,11 @@ def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
     """
     from dataloader.trace import TRACES
     from omni.config import SourceConfig
+    from omni.planning.choice import unchosen
     from omni.planning.prepare import make_encoders
     from omni.planning.traces import for_encoders, open_trace
 
-    longest = config.data.sample_tokens or config.data.microbatch_tokens
+    longest = config.data.sample_tokens or unchosen(config).data.pass_tokens
     if data not in TRACES and Path(data).is_dir():
         config.data.sources, config.data.heldout = {Path(data).name: SourceConfig(path=data)}, {}
         config.data.mixture = {}

@@ -54,7 +54,7 @@ def planner_of(config: Config, world: int, trace: Sequence[SampleMeta], choice: 
     config = unchosen(with_pairing(config))
     data = config.data
     # Who shares may take longer samples than others: all are scored on the same ones.
-    data.microbatch_tokens, data.sample_tokens = data.sample_tokens or data.microbatch_tokens, None
+    data.microbatch_tokens, data.sample_tokens = data.sample_tokens or data.pass_tokens, None
     config.layout.domain = choice.domain
     config.balance.policy = choice.policy
     config.balance.group = choice.group

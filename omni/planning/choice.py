@@ -1,20 +1,25 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
-A key is open where `layout.domain` or `packing.divisor` is null, or where a section of `POLICIES` has the
-policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves
-all of them open. Its schedule is `auto` as well, which is a policy by itself: it chooses for each step.
+A key is open where `layout.domain`, `packing.divisor` or `data.microbatch_tokens` is null, where
+`model.llm.recompute` is `auto`, or where a section of `POLICIES` has the policy `auto`; then
+`data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves open all that are
+neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses for each step.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from omni.config import ChoiceConfig, Config
+from omni.llm_config import LLMConfig
 
 AUTO = "auto"
 SCHEDULE = "pipeline.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
+MICROBATCH, RECOMPUTE = "data.microbatch_tokens", "model.llm.recompute"
+PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
     "llm_sp.policy",
     "encoder_sp.policy",
@@ -85,15 +90,30 @@ def text_of(keys: Keys) -> str:
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
-    keys = [key for key in (DOMAIN, PACKS) if value_of(config, key) is None]
-    keys += [key for key in POLICIES if value_of(config, key) == AUTO]
+    keys = [key for key in (DOMAIN, MICROBATCH, PACKS) if value_of(config, key) is None]
+    keys += [key for key in (RECOMPUTE, *POLICIES) if value_of(config, key) == AUTO]
     return [*keys, LONGEST] if keys and config.data.sample_tokens is None else keys
 
 
 def unchosen(config: Config) -> Config:
     """Return a configuration whose open keys are as if nothing were to be shared."""
-    plain = {DOMAIN: 1, PACKS: 1, LONGEST: None, **{key: names[0] for key, names in POLICIES.items()}}
+    plain = {
+        DOMAIN: 1,
+        PACKS: 1,
+        LONGEST: None,
+        MICROBATCH: PASS_TOKENS,
+        RECOMPUTE: recomputed(config.model.llm)[0],
+    }
+    plain |= {key: names[0] for key, names in POLICIES.items()}
     return with_keys(config, {key: plain[key] for key in open_keys(config)})
+
+
+def recomputed(llm: LLMConfig) -> tuple[str, str, str]:
+    """What the LLM may recompute where that is open: what is tried first, what holds least, what takes least.
+
+    Layers with windows recompute all or nothing (`omni.llm_config.WINDOWS_STAY`).
+    """
+    return "selective" if llm.window is None else "none", "full", "none"
 
 
 def as_saved(config: Config, saved: Config, given: Collection[str] = ()) -> Config:
@@ -113,7 +133,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     """Return a configuration, composed of a saved one and overrides, with what had been chosen and is neither
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
-    empty = {DOMAIN: 1, PACKS: 1, LONGEST: None}
+    empty = {DOMAIN: 1, PACKS: 1, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]
@@ -137,7 +157,7 @@ def opened(config: Config) -> Config:
     what is trained on.
     """
     keys = (key for key in config.choice.keys if key != LONGEST)
-    return with_keys(config, {key: AUTO if key in POLICIES else None for key in keys})
+    return with_keys(config, {key: AUTO if key in (RECOMPUTE, *POLICIES) else None for key in keys})
 
 
 def chosen(config: Config, keys: Keys, ranks: int) -> Config:
@@ -149,15 +169,14 @@ def chosen(config: Config, keys: Keys, ranks: int) -> Config:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key of two parts."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """Return the value of a key."""
+    return attrgetter(key)(config)
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """Return a configuration with other values of keys of two parts."""
+    """Return a configuration with other values of keys."""
     config = deepcopy(config)
     for key, value in keys.items():
-        section, _, name = key.partition(".")
-        setattr(getattr(config, section), name, value)
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(config), name, value)
     return config

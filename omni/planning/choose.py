@@ -30,14 +30,18 @@ from omni.planning.choice import (
     ENCODER_SP,
     LLM_SP,
     LONGEST,
+    MICROBATCH,
     PACKS,
     PAIRING,
+    PASS_TOKENS,
     POLICIES,
+    RECOMPUTE,
     Keys,
     RunChoice,
     Tried,
     chosen,
     open_keys,
+    recomputed,
     text_of,
     unchosen,
     value_of,
@@ -65,6 +69,7 @@ A_REPLICA = 64  # samples of a simulated step for each replica, at most
 GAIN, LARGE_GAIN = 0.005, 0.1  # of the step, that a candidate must bring to be taken over a simpler one
 WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
 DIVISORS = (2, 4, 8, 16)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
+ROUND = 256  # tokens, of which microbatches that nobody gave have a multiple
 LOOKED = 1 << 16
 _ANY = 1 << 40  # tokens
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
@@ -92,12 +97,12 @@ def choose(
     sizes, held = _sizes(config, start, lengths)
     if longest is None:
         longest, cut = held, _cut(config, lengths, held)
-    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt)
-    budget = config.data.microbatch_tokens
+    best, tried = _search_all(config, keys, start, sizes, longest, lengths, attempt)
+    budget = config.data.microbatch_tokens or PASS_TOKENS
     if best.refused and LONGEST in keys and longest > budget:  # samples that a rank holds alone may fit
         sizes, _ = _sizes(config, start, np.minimum(lengths, budget))
         longest, cut = budget, _cut(config, lengths, budget)
-        best, tried = _search(config, keys, start, sizes, longest, lengths, attempt)
+        best, tried = _search_all(config, keys, start, sizes, longest, lengths, attempt)
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     choice = RunChoice(own, best, tried, cut, again=config.choice.ranks)
     return replace(make(chosen(config, own, ranks)), choice=choice)
@@ -117,9 +122,9 @@ def _sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], in
     """The replicas that a domain may have, ascending, all enough for the longest of samples of `lengths`, or
     for what is given, if any are; and the most tokens that a sample may then have.
     """
-    world, budget, policy = start.arrangement, config.data.microbatch_tokens, value_of(config, LLM_SP)
+    world, budget = start.arrangement, config.data.microbatch_tokens
     most = config.data.step_tokens or _ANY  # a longer sample would be a step of its own
-    longest = config.data.sample_tokens or min(int(lengths.max()), max(most, budget))
+    longest = config.data.sample_tokens or min(int(lengths.max()), max(most, budget or PASS_TOKENS))
     count = _samples_of_step(config, lengths, longest)
     dp, least = world.llm.dp, world.replicas
     linked = max(least, (config.cluster.ranks_per_rail or LINKED) * dp // world.world)
@@ -133,12 +138,26 @@ def _sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], in
     usual = [n for n in every if n <= planned]
     if config.layout.domain is not None:
         usual = every = [config.layout.domain]
-    shared = policy == AUTO or find(SharingPolicy, policy, LLM_SP).finds_room
-    if longest <= budget or not shared:
+    if budget is None:
+        return usual, max(longest, PASS_TOKENS)
+    if longest <= budget or not _cuts(value_of(config, LLM_SP)):
         return usual, budget
     enough = next((n for n in every if n * world.llm.cp * budget >= longest), every[-1])
     held = enough * world.llm.cp * budget
     return [enough, *(n for n in usual if n > enough)], min(held, most)
+
+
+def _cuts(policy: str) -> bool:
+    """Whether samples may be longer than what a rank holds of a pass."""
+    return policy == AUTO or find(SharingPolicy, policy, LLM_SP).finds_room
+
+
+def _budget(given: int | None, cuts: bool, size: int, longest: int) -> int:
+    """The tokens of a microbatch, as they are given, or enough for the replicas of a domain to hold the
+    longest sample, together if it may be cut.
+    """
+    share = -(-longest // (size if cuts else 1))
+    return given or max(PASS_TOKENS, -(-share // ROUND) * ROUND)
 
 
 def _samples_of_step(config: Config, lengths: Ints, longest: int) -> int:
@@ -166,14 +185,15 @@ def _cut(config: Config, lengths: Ints, held: int) -> str:
     data, over = config.data, lengths[lengths > held]
     if not len(over):
         return ""
-    lost, members = int((over - held).sum()), max(1, held // data.microbatch_tokens)
+    budget = config.data.microbatch_tokens or min(held, PASS_TOKENS)
+    lost, members = int((over - held).sum()), max(1, held // budget)
     if held == data.step_tokens:
         remedy = f"data.step_tokens={int(over.max())}"
     else:
         remedy = f"data.microbatch_tokens={-(-int(over.max()) // members)} or more replicas"
     said = (
         f"{len(over):,} of the first {len(lengths):,} samples have more than {held:,} tokens, which "
-        f"{members} ranks share at data.microbatch_tokens={data.microbatch_tokens}; the longest has "
+        f"{members} ranks share at data.microbatch_tokens={budget}; the longest has "
         f"{int(over.max()):,}. Beyond are {lost:,} tokens, {lost / int(lengths.sum()):.1%} of all: {remedy} "
         "would hold them"
     )
@@ -182,7 +202,7 @@ def _cut(config: Config, lengths: Ints, held: int) -> str:
     return f"data.on_long={data.on_long}: {said}"
 
 
-def _search(
+def _search_all(
     config: Config,
     keys: Sequence[str],
     start: RunSpec,
@@ -191,13 +211,60 @@ def _search(
     lengths: Ints,
     attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
+    """Search by what the LLM recomputes, if that is open: the usual; where its best candidate does not fit as
+    it is, or not with other packs, what holds least, from the next smaller domain on; and at the best of
+    these, if it has the usual, what takes least.
+    """
+    usual, least, quickest = recomputed(config.model.llm)
+    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual)
+    if RECOMPUTE not in keys:
+        return best, tried
+    if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
+        size = best.keys.get(DOMAIN, sizes[0])
+        near = sizes[max(0, sizes.index(size) - 1) :]
+        lean, others = _search(config, keys, start, near, longest, lengths, attempt, least)
+        tried += others
+        best = lean if _gains(lean, best) else best
+    if best.keys[RECOMPUTE] == usual != quickest:
+        # On one whole step, as packs are compared.
+        own = {**best.keys, RECOMPUTE: quickest}
+        now, other = (
+            attempt(with_keys(config, {**of, LONGEST: longest}), of, steps=1) for of in (best.keys, own)
+        )
+        tried.append(_as_beside(best, now, other))
+        best = tried[-1] if _gains(other, now) else best
+    return best, tried
+
+
+# long: keys are searched one after the other, each at the best of those before
+def _search(
+    config: Config,
+    keys: Sequence[str],
+    start: RunSpec,
+    sizes: Sequence[int],
+    longest: int,
+    lengths: Ints,
+    attempt: Try,
+    recompute: str,
+) -> tuple[Tried, list[Tried]]:
     """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
 
     Returns the best candidate and all. A single one is not simulated.
     """
-    needed = longest > config.data.microbatch_tokens
-    short = _shortened(config, start, lengths, longest)
+    short, given = _shortened(config, start, lengths, longest), config.data.microbatch_tokens
+    cuts = _cuts(value_of(config, LLM_SP))
     tried: dict[str, Tried] = {}
+
+    def of_size(size: int) -> Iterator[Keys]:
+        budget = _budget(given, cuts, size, longest)
+        fixed = {
+            DOMAIN: size,
+            MICROBATCH: budget,
+            PACKS: 1 if given else budget // PASS_TOKENS,
+            RECOMPUTE: recompute,
+        }
+        own = {key: fixed[key] for key in keys if key in fixed}
+        return _of_size(size, own, keys, start, longest > budget)
 
     def simulated(own: Keys) -> Tried:
         name = text_of(own)
@@ -205,14 +272,14 @@ def _search(
             tried[name] = attempt(with_keys(short, {**own, LONGEST: longest}), own)
         return tried[name]
 
-    first = list(_of_size(sizes[0], keys, start, needed))
+    first = list(of_size(sizes[0]))
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
-    if len(first) == len(sizes) == 1 and not others and PACKS not in keys:
+    if len(first) == len(sizes) == 1 and not others and not {PACKS, RECOMPUTE} & set(keys):
         return Tried(first[0]), []
     best, worse = None, 0
     for size in sizes:
         before = best
-        for own in _of_size(size, keys, start, needed):
+        for own in of_size(size):
             found = simulated(own)
             gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
             best = found if best is None or _gains(found, best, gain) else best
@@ -220,6 +287,8 @@ def _search(
         if worse == WORSE:
             break
     assert best is not None
+    size = best.keys.get(DOMAIN, config.layout.domain)
+    needed = longest > _budget(given, cuts, size, longest)
     for key in (LLM_SP, ENCODER_SP):
         if best.keys.get(key) == _SECOND[key] and not (needed and key == LLM_SP):
             simpler = simulated({**best.keys, key: _FIRST[key]})
@@ -241,17 +310,21 @@ def _packed(config: Config, best: Tried, attempt: Try) -> tuple[Tried, list[Trie
     first = least = attempt(with_keys(config, best.keys), best.keys, steps=1)
     start, found = best, [best]
     for divisor in DIVISORS:
-        own = {**start.keys, PACKS: divisor}
+        own = {**start.keys, PACKS: divisor * start.keys[PACKS]}
         other = attempt(with_keys(config, own), own, steps=1)
-        step_ns = None
-        if start.step_ns and first.step_ns and other.step_ns:
-            step_ns = start.step_ns * other.step_ns // first.step_ns
-        found.append(replace(other, step_ns=step_ns))
+        found.append(_as_beside(start, first, other))
         if _gains(other, least):
             best, least = found[-1], other
         elif not least.refused:  # while none fits, a smaller one may
             break
     return best, found
+
+
+def _as_beside(start: Tried, first: Tried, other: Tried) -> Tried:
+    """A candidate that was simulated beside `first`, as it stands among others that `start` stands among."""
+    if not (start.step_ns and first.step_ns and other.step_ns):
+        return replace(other, step_ns=None)
+    return replace(other, step_ns=start.step_ns * other.step_ns // first.step_ns)
 
 
 def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
@@ -265,12 +338,12 @@ def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
     return found.step_ns < (1 - gain) * best.step_ns
 
 
-def _of_size(size: int, keys: Sequence[str], start: RunSpec, needed: bool) -> Iterator[Keys]:
-    """Candidates with domains of so many replicas: without sharing, unless long samples `need` it, and with
-    it. Whole items go to any ranks of a domain in either case.
+def _of_size(size: int, fixed: Keys, keys: Sequence[str], start: RunSpec, needed: bool) -> Iterator[Keys]:
+    """Candidates with domains of so many replicas and keys that are `fixed` for these: without sharing,
+    unless long samples `need` it, and with it. Whole items go to any ranks of a domain in either case.
     """
     world = start.arrangement
-    plain = {key: {DOMAIN: size, PACKS: 1, **_FIRST}[key] for key in keys if key != LONGEST}
+    plain = {**fixed, **{key: name for key, name in _FIRST.items() if key in keys}}
     slots = max((len(world.slots(name)) for name in start.encoders), default=0)
     helped = {
         LLM_SP: needed or world.llm.cp * size > 1,

@@ -254,7 +254,7 @@ class DomainPlanner:
         for each slot, if any, or those of a schedule that encodes all items `at_once`.
         """
         chunking = partial(make_quanta, count=quanta) if quanta else self.chunking
-        if at_once and self.chunking is make_chunks:
+        if at_once and chunking is make_chunks:
             chunking = partial(make_chunks, at_once=True)
         chunks = chunking(domain.items, self._slots, self.sharing, self._tokens_cost, waves)
         return replace(domain, chunks=chunks)

@@ -73,7 +73,7 @@ def check_long_samples(
         ConfigError: naming both keys and the remedy.
     """
     longest = data.sample_tokens
-    if longest is None or longest <= data.microbatch_tokens:
+    if longest is None or longest <= data.pass_tokens:
         return
     if not policy.finds_room:
         why = f"llm_sp={policy.name} bounds no rank's tokens: choose one that does, such as dynamic"

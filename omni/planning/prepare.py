@@ -112,22 +112,20 @@ def _resolve(
     cluster, under = cluster_of(config.cluster, config.train.precision), None
     if framework is not None:
         cluster = framework.on(cluster, arrangement.llm.cp)
-        under = framework, data.microbatch_tokens // arrangement.llm.cp
+        under = framework, data.pass_tokens // arrangement.llm.cp
     work = part_work(llm, encoders, tokenizer.vocab_size, arrangement, element)
     stages = stages_of(config.optim, config.stages, config.train.steps)
     learns_from = first_steps(stages, (LLM, *encoders))
     workload = Workload(arrangement, encoders, work, cluster, llm.hidden * element, element, learns_from)
     table = cost_table(work, encoders, arrangement, cluster, workload.row_bytes, under)
-    share = partial(
-        sharing_of, llm, data.microbatch_tokens, policies, encoders, arrangement, cluster, element
-    )
+    share = partial(sharing_of, llm, data.pass_tokens, policies, encoders, arrangement, cluster, element)
     domain = _domain_planner(
         workload,
         policies,
         table,
         sharing=share(table),
         feeds=_feeds(llm, encoders, arrangement, tokenizer.vocab_size),
-        microbatch_tokens=data.microbatch_tokens,
+        microbatch_tokens=data.pass_tokens,
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
@@ -259,6 +257,4 @@ def _budget(data: DataConfig, policies: Chosen, arrangement: Arrangement, was_ch
             f"data.step_tokens={data.step_tokens}, data.step_samples={data.step_samples}: set exactly one"
         )
     check_long_samples(data, policies["llm_sp"], arrangement, was_chosen)
-    return Budget(
-        data.microbatch_tokens, data.step_tokens, data.step_samples, data.on_long, data.sample_tokens
-    )
+    return Budget(data.pass_tokens, data.step_tokens, data.step_samples, data.on_long, data.sample_tokens)

@@ -16,7 +16,7 @@ from dataclasses import asdict, astuple, dataclass
 from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.planning.allocation import ranks_beside
-from omni.planning.choice import AUTO, text_of, with_keys
+from omni.planning.choice import AUTO, LONGEST, MICROBATCH, text_of, unchosen, with_keys
 from omni.planning.cut import cut_of
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import make_encoders, prepare_run
@@ -28,7 +28,6 @@ from pipeline.causes import causes_of, work_of
 from pipeline.plan import StepPlan, Taken
 from pipeline.verifier import PlanRefusedError
 
-MICROBATCH, LONGEST = "data.microbatch_tokens", "data.sample_tokens"
 PLACEMENT, BESIDE = "placement.policy", "placement.ranks"
 
 
@@ -172,14 +171,14 @@ def _comparable(config: Config, trace: Sequence[SampleMeta]) -> dict[str, object
     Raises:
         LayoutError: where no ranks are left beside the LLM.
     """
-    world, own, data = planned_ranks(config.launch), config.layout.llm, config.data
+    world, own, data = planned_ranks(config.launch), config.layout.llm, unchosen(config).data
     replica = own.tp * own.cp * own.pp
-    longest = data.sample_tokens or data.microbatch_tokens
+    longest = data.sample_tokens or data.pass_tokens
     keys: dict[str, object] = {LONGEST: longest}
     sharing = config.llm_sp.policy
     shared = sharing == AUTO or find(SharingPolicy, sharing, "llm_sp.policy").finds_room
     members = own.cp * (config.layout.domain or own.dp or max(1, world // replica)) if shared else 1
-    if longest > members * data.microbatch_tokens:
+    if longest > members * data.pass_tokens:
         keys[MICROBATCH] = -(-longest // members)
     placement = find(PlacementPolicy, config.placement.policy, PLACEMENT)
     if not placement.beside:

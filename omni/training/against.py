@@ -93,7 +93,7 @@ def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | Non
         np.concatenate([own[None], drawn(number, len(own), vocab)])
         for number, (_, own, _) in enumerate(texts)
     ]
-    passes, at_once = ForwardPasses(spec, rank, trainer.readers), 4 * spec.config.data.microbatch_tokens
+    passes, at_once = ForwardPasses(spec, rank, trainer.readers), 4 * spec.config.data.pass_tokens
     pieces: list[tuple[int, int, int, npt.NDArray[np.float32]]] = []  # sample, row of labels, first, losses
     for numbers in grouped(metas, at_once * spec.layout.dp):
         group = [metas[n] for n in numbers]

@@ -123,7 +123,7 @@ class Evaluator:
 
     def _tokens_at_once(self) -> int:
         """Tokens of one evaluation plan: a few microbatches for each replica."""
-        return 4 * self.spec.layout.dp * self.spec.config.data.microbatch_tokens
+        return 4 * self.spec.layout.dp * self.spec.config.data.pass_tokens
 
     def _text(self, source: str, meta: SampleMeta) -> TextArrays:
         sample = self.readers[source].read(meta.id, text=True, items=False)

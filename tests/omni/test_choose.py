@@ -12,7 +12,18 @@ from omni.commands import _jobs
 from omni.compose import compose_config
 from omni.compose_saved import compose_saved
 from omni.config import ConfigError
-from omni.planning.choice import DOMAIN, LONGEST, PACKS, POLICIES, as_saved, open_keys, value_of, with_keys
+from omni.planning.choice import (
+    DOMAIN,
+    LONGEST,
+    PACKS,
+    POLICIES,
+    as_saved,
+    open_keys,
+    recomputed,
+    reopened,
+    value_of,
+    with_keys,
+)
 from omni.planning.choose import DOMAINS
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
@@ -85,12 +96,63 @@ def test_no_combination_of_candidates_is_much_better(ranks, more, long):
         {"balance.policy": "lpt", "pairing.policy": "in_order"},
         {"layout.domain": 1, "llm_sp.policy": "uniform"},
         {"data.sample_tokens": 100},
+        {"data.microbatch_tokens": 96, "model.llm.recompute": "full"},
     ],
 )
 def test_a_key_that_was_given_stays(given):
     spec = prepared(*(f"{key}={value}" for key, value in given.items()))
     assert {key: value_of(spec.config, key) for key in given} == given
     assert not set(given) & set(spec.config.choice.keys)
+
+
+@pytest.fixture
+def small_passes(monkeypatch):
+    """Where nobody says what a pass holds, 64 tokens."""
+    for module in ("choice", "choose"):
+        monkeypatch.setattr(f"omni.planning.{module}.PASS_TOKENS", MICROBATCH)
+    monkeypatch.setattr("omni.planning.choose.ROUND", 2)
+
+
+@pytest.mark.usefixtures("small_passes")
+def test_what_a_pass_holds_is_enough_for_the_longest_sample_where_nobody_says():
+    open_ = "data.microbatch_tokens=null"
+    four = prepared(open_)
+    domain, budget = four.config.layout.domain, four.config.data.microbatch_tokens
+    assert budget == max(MICROBATCH, -(-four.config.data.sample_tokens // domain // 2) * 2)
+    assert four.config.data.sample_tokens >= 150
+    assert cut_of(four.planner, four.planner.world.take(0)).samples == 0
+    first = next(iter(four.choice.lines()))
+    assert f"data.microbatch_tokens={budget}" in first
+    again = prepared(*first.removeprefix("chosen: ").split())
+    assert again.choice is None
+    assert next(again.planner.all_domains(1, 0)).digests == next(four.planner.all_domains(1, 0)).digests
+    one = prepare_run(four.config, 1, trace_of(150))
+    assert one.config.data.microbatch_tokens >= 150, "whose pass holds the longest by itself"
+    assert as_saved(compose_config([*KEYS, open_]), four.config).data.microbatch_tokens == budget
+    alone = prepared(open_, "llm_sp=uniform", "layout.domain=1")
+    assert alone.config.data.microbatch_tokens >= 150, "nobody shares"
+    unshared = compose_config([*KEYS[1:], "system=multiplexed", open_])
+    assert prepare_run(unshared, 4, trace_of(150)).config.data.microbatch_tokens >= 150
+
+
+def test_the_llm_recomputes_what_fits_and_takes_least():
+    def held(recompute, *more):
+        made = prepared(f"model.llm.recompute={recompute}", "layout.domain=1", *more, trace=trace_of())
+        return max(map(made.planner.holds, made.planner.all_domains(1, 0)))
+
+    usual, least = held("selective"), held("full")
+    assert least < usual
+
+    auto = ("model.llm.recompute=auto", "layout.domain=1", "packing.divisor=1")
+    lean = prepared(*auto, f"cluster.memory_bytes={(least + usual) // 2}", trace=trace_of())
+    assert lean.config.model.llm.recompute == "full"
+    assert not lean.choice.best.refused
+    assert "model.llm.recompute=full" in next(iter(lean.choice.lines()))
+    long = [SampleMeta(n, "trace", 4000, (), 9) for n in range(24)]
+    ample = prepared(*auto, "data.microbatch_tokens=4096", trace=long).config
+    assert ample.model.llm.recompute == "none"
+    assert reopened(ample, 2).model.llm.recompute == "auto"
+    assert "selective" not in recomputed(replace(ample.model.llm, window=16))
 
 
 def test_a_packing_that_keeps_the_order_of_packs_has_a_pairing_that_does():
