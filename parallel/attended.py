@@ -1,6 +1,7 @@
 """What attention does and exchanges on one rank, counted from shards and tiles."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from ops.delta_shape import DeltaHeads
 from parallel.delta_tiles import delta_exchanges
@@ -48,13 +49,16 @@ def attended(
     )
     rows, context = (sum(of) for of in zip((0, 0), *calls, strict=True))
     nothing = (0,) * layout.num_members
+    kinds = [shared for shared, _ in pieces]
+    apart = sum(of and not before for before, of in pairwise((False, *kinds))) > 1
     if plan is None:
-        return Attended(tokens, local, rows, context, nothing, nothing, nothing, nothing, groups=calls)
+        sent = (nothing,) * 4
+        return Attended(tokens, local, rows, context, *sent, groups=calls, apart=apart)
     into, out, into_back, out_back = _sent(plan.incoming, plan.outgoing)
     exchanges = delta_exchanges(layout, tiles, rank, delta) if delta is not None else None
     of_delta = _sent(*exchanges) if exchanges is not None else ()
     own = plan.incoming.source.counts[rank]
-    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta, own, calls)
+    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta, own, calls, apart)
 
 
 def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:

@@ -50,7 +50,7 @@ class Attended:
     `out_back` and `into_back` in their transposes; they are empty if nothing is shared. `delta` are the
     same four, in the order of the fields, of layers with a delta net. `own` are the numbers that it keeps in
     the first exchange, None if that was not counted, and `groups` the rows and context of the tiles of each
-    kernel call, none if they are one.
+    kernel call, none if they are one. Shared tokens that lie `apart`, with others between, are first copied.
     """
 
     tokens: int
@@ -64,6 +64,7 @@ class Attended:
     delta: tuple[tuple[int, ...], ...] = ()
     own: int | None = None
     groups: tuple[tuple[int, int], ...] = ()
+    apart: bool = False
 
 
 @dataclass(frozen=True)

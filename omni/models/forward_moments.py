@@ -186,7 +186,7 @@ def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bo
     tape.make("attended", output)
     if seen.into:
         tape.drop("local", "local out", "local sums", "tile out", saved=keeps)
-        tape.drop("shared out", "rotated")
+        tape.drop("shared", "shared out", "rotated")
     else:
         tape.make("sums", seen.tokens * heads * FP32)
         tape.drop("sums", "rotated", saved=keeps)
@@ -215,6 +215,7 @@ def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
     sent, landed = (sum(of) * stack.element for of in (seen.into, seen.into_back))
     own = taken - landed if seen.own is None else seen.own * stack.element
     tape.make("local", seen.local * (heads + 2 * kv_heads) * unit)
+    tape.make("shared", (seen.tokens - seen.local) * (heads + 2 * kv_heads) * unit * seen.apart)
     tape.make("wire", sent + own)
     tape.make("landing", landed)
     tape.make("local out", seen.local * heads * unit)
