@@ -268,9 +268,11 @@ class ExpertStack:
         return tape
 
     def _kept_by_router(self, tokens: int) -> int:
-        """Scores, choices and their weights; in front of the experts, the tokens of rows and their places."""
+        """Scores and choices and, of several, their weights and what sigmoids are divided by; in front of the
+        experts, the tokens of rows and their places.
+        """
         scores = self.experts * FP32 if self.sigmoid or self.topk == 1 else 0
-        chosen = self.topk * (FP32 + INDEX) + (FP32 if self.sigmoid and self.topk > 1 else 0)
+        chosen = self.topk * INDEX + (self.topk + self.sigmoid) * FP32 * (self.topk > 1)
         permuted = 2 * self.topk * INDEX
         return tokens * (scores + chosen + permuted)
 

@@ -15,6 +15,7 @@ import parallel.exchange as exchange_module
 import parallel.sharded_attention as sharded_module
 from ops.attention import make_packing, make_tile_packing, packed_attention
 from ops.span import Span
+from parallel.attended import attended
 from parallel.exchange import finish, start
 from parallel.exchange_plan import Block, Exchange, are_disjoint, make_side
 from parallel.sequence import SequenceLayout, Shard
@@ -277,6 +278,16 @@ def test_tiles_receive_what_they_read(seed, world):
     for rank, plan in enumerate(plans):
         wanted = what_tiles_read(case, rank, sequences)
         assert as_sorted_lists(what_groups_hold(plan, arrived[rank], case.shape)) == as_sorted_lists(wanted)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, WORLDS)
+def test_counts_say_where_shared_tokens_are_copied(seed, world):
+    case = random_case(seed, world)
+    for rank in range(world):
+        seen = attended(case.layout, case.tiles, rank, case.tails[rank], case.shape, SIZE, messages=False)
+        runs = [kind for kind, _ in case.plan(rank).runs]
+        assert seen.apart == (runs.count(SHARED) > 1)
 
 
 @settings(deadline=None, max_examples=120)
