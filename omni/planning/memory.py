@@ -88,7 +88,7 @@ def by_kind(parts: Mapping[tuple[str, str], int]) -> dict[str, int]:
 
 def _constant(spec: Workload, work: RankWork) -> Parts:
     """Bytes that are held throughout: state, inputs of the step, and megatron's scratch memory."""
-    held: Parts = Counter({("buffers", BETWEEN): INDEX * (sum(work.rows_in) + sum(work.rows_out))})
+    held: Parts = Counter({("buffers", BETWEEN): place_lists(work)})
     for name, parts in work.components.items():
         for part in parts.values():
             held += _state(spec, work, name, part)
@@ -97,6 +97,23 @@ def _constant(spec: Workload, work: RankWork) -> Parts:
         name = work.domain.chunks[c].component
         held["buffers", name] += work.encoders[name].input_bytes(load)
     return held
+
+
+def place_lists(work: RankWork) -> int:
+    """Bytes of the lists of the places of all rows that leave and that arrive: here, in the buffer of a
+    collective, and where they stop, as they come there and as they go on.
+    """
+    listed = sum(work.rows_in) + sum(work.rows_out)
+    for m, route in enumerate(work.domain.routes):
+        if route is None:
+            continue
+        if route.transport == "reduce_scatter":
+            listed += work.rows_out[m]
+        elif route.transport == "all_gather":
+            listed += work.rows_in[m]
+        else:
+            listed += 2 * route.stopping[work.position]
+    return INDEX * listed
 
 
 def _inputs(work: RankWork) -> int:

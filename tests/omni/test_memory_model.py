@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
 from small import overrides, write_mixed
 
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
+from omni.planning.memory import place_lists
 from omni.planning.prepare import prepare_run
+from omni.planning.rank_work import rank_work
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
+from parallel.shipping import make_ends
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +169,21 @@ def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
         assert modelled.encoding == pytest.approx(found.encoding, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["two_level", "reduce_scatter", "all_gather"])
+def test_it_knows_the_lists_of_places_of_rows(data: Path, policy: str) -> None:
+    line = ["layout.llm.tp=2", "layout.llm.cp=2", "layout.llm.pp=2", "cluster.ranks_per_node=2"]
+    spec = prepare_run(
+        compose_config([*overrides(data, data / "run"), *line, f"boundary.policy={policy}"]), 8
+    )
+    plan = plan_of_step(spec, 1)
+    listed = 0
+    for position in range(8):
+        ends = [make_ends(route, position, torch.device("cpu")) for route in plan.domain.routes if route]
+        lists = [tensor for of in ends for tensor in (of.send, of.receive)]
+        lists += [tensor for of in ends if of.stop for tensor in (of.stop.order, of.stop.inverse)]
+        lists += [of.slots.index for of in ends if of.slots]
+        assert place_lists(rank_work(spec, plan, position)) == sum(tensor.nbytes for tensor in lists)
+        listed += len(lists)
+    assert listed
