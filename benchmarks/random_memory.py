@@ -1,6 +1,6 @@
 """The model of memory against rehearsals of configurations that nobody listed.
 
-    python benchmarks/random_memory.py --seed 0 --count 50  # 13 minutes beside other jobs
+    python benchmarks/random_memory.py --seed 0 --count 50  # 8 minutes, 17 beside other jobs
     python benchmarks/random_memory.py --quick  # a few of them, within 3 minutes
 
 Each case draws sizes of an LLM and of an image encoder, a layout of 1 to 64 ranks, and a policy of every

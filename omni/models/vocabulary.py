@@ -183,8 +183,11 @@ class Losses:
         # Gradients of logits and then of what they were made of, when probabilities have gone.
         made = self._logits(targets) + weight + chunk
         if targets <= self.chunk:
-            # Gradients in fp32 come before the logits' own: two where one rank has all of the vocabulary.
-            first = self._probabilities(targets) * (2 if self.tp == 1 else 1)
+            # Gradients in fp32 come before the logits' own: two where one rank has all of the vocabulary, and
+            # where ranks share it the losses' three times, as they are and on the way to those of labels.
+            first = 2 * self._probabilities(targets)
+            if self.tp > 1:
+                first = self._probabilities(targets) + 3 * targets * FP32
             return max(first, made - self._probabilities(targets))
         # The last chunk is computed anew while the gradients of the others and of the weight wait. Its own
         # gradient of the weight is then added to theirs, into a third tensor.

@@ -147,7 +147,7 @@ CAUSES = {
         3,
         [2],
         [
-            *("layout.llm.pp=3", "pipeline=encode_first", "encoder_sp=dynamic_pow2", *AT_ONCE),
+            *("layout.llm.pp=3", "pipeline=encode_first", "encoder_sp=hybrid_pow2", *AT_ONCE),
             *("data.step_samples=1", "train.seed=2", "model.encoders.image.layers=4"),
         ],
     ),
@@ -173,10 +173,9 @@ def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
 
 @pytest.mark.parametrize("policy", ["two_level", "reduce_scatter", "all_gather"])
 def test_it_knows_the_lists_of_places_of_rows(data: Path, policy: str) -> None:
-    line = ["layout.llm.tp=2", "layout.llm.cp=2", "layout.llm.pp=2", "cluster.ranks_per_node=2"]
-    spec = prepare_run(
-        compose_config([*overrides(data, data / "run"), *line, f"boundary.policy={policy}"]), 8
-    )
+    line = overrides(data, data / "run", "layout.llm.tp=2", "layout.llm.cp=2", "layout.llm.pp=2")
+    line += ["cluster.ranks_per_node=2", f"boundary.policy={policy}"]
+    spec = prepare_run(compose_config(line), 8)
     plan = plan_of_step(spec, 1)
     listed = 0
     for position in range(8):
