@@ -49,8 +49,8 @@ class GlobalBatch:
     """The samples of a step, in the stream's order: columns [n] of int64.
 
     `sources` are numbers of sources in the stream's order of names, `ids` count within a source, `lengths`
-    are LLM tokens as trained on. `skipped` names the dropped samples among them, (source, id) in order. The
-    next step begins at position `next_cursor` of the stream.
+    are LLM tokens as trained on. `skipped` names the dropped samples among them, (source, id) in order, and
+    none that is removed. The next step begins at position `next_cursor` of the stream.
     """
 
     sources: Ints
@@ -84,12 +84,12 @@ def take_global_batch(
         tokens_of = np.maximum(found, 0)
         end = _end(tokens_of, taken, tokens, budget)
         full = end < count
-        sources, ids, tokens_of = sources[:end], ids[:end], tokens_of[:end]
-        if budget.on_long == "error" and not found[:end].all():
+        sources, ids, found, tokens_of = sources[:end], ids[:end], found[:end], tokens_of[:end]
+        if budget.on_long == "error" and not found.all():
             refused = int(np.argmax(found == 0))
             meta = metas(stream.names[sources[refused]], int(ids[refused]))
             fit(meta, budget.longest, budget.on_long)  # says why
-        read.append((sources, ids, tokens_of))
+        read.append((sources, ids, found))
         cursor += end
         taken += int(np.count_nonzero(tokens_of))
         tokens += int(tokens_of.sum())
@@ -103,11 +103,11 @@ def take_global_batch(
                 f"{cursor - begin} in a row were dropped, as too long or for an item that its encoder cannot "
                 f"take; raise it{more} (data.on_long=error names the first and why)"
             )
-    sources, ids, tokens_of = (np.concatenate(column) for column in zip(*read, strict=True))
-    kept = tokens_of > 0
-    names = (stream.names[source] for source in sources[~kept].tolist())
-    skipped = tuple(zip(names, ids[~kept].tolist(), strict=True))
-    return GlobalBatch(sources[kept], ids[kept], tokens_of[kept], skipped, cursor)
+    sources, ids, found = (np.concatenate(column) for column in zip(*read, strict=True))
+    kept, dropped = found > 0, found == 0
+    names = (stream.names[source] for source in sources[dropped].tolist())
+    skipped = tuple(zip(names, ids[dropped].tolist(), strict=True))
+    return GlobalBatch(sources[kept], ids[kept], found[kept], skipped, cursor)
 
 
 def _samples_to_read(budget: Budget, passed: int, taken: int, tokens: int) -> int:
