@@ -24,6 +24,14 @@ def dense_figures() -> dict[str, float]:
     return figures
 
 
-def other_figures() -> dict[str, float]:
-    module = benchmark()
-    return {**module.shared(module.dense()), **module.experts(16), **module.eight()}
+# One after the other: each call into the process has a limit of its own.
+PARTS = {
+    "shared": lambda module: module.shared(module.dense()),
+    "experts": lambda module: module.experts(16),
+    "eight": lambda module: module.eight(),
+}
+
+
+def other_figures(part: str) -> dict[str, float]:
+    figures: dict[str, float] = PARTS[part](benchmark())
+    return figures
