@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import RankPool
+from runs import Running
 from small import write_mixed
 from sound import recording, tone
 from tower_folders import TOWERS, compared, make_tower, transformers
@@ -15,7 +16,6 @@ from dataloader.format import PLACEHOLDER, Sample, SampleError
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
-from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.registry import make_encoder, naming, published
@@ -194,9 +194,7 @@ def test_layers_are_not_divided_and_long_recordings_are_told(tmp_path: Path) -> 
 
 @pytest.mark.slow  # it starts runs
 @pytest.mark.parametrize("name", ["Qwen2.5-VL", "InternViT"])
-def test_a_run_trains_a_tower_and_goes_on(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_trains_a_tower_and_goes_on(name: str, tmp_path: Path) -> None:
     """As one that was not interrupted, from its own checkpoint: the folder's weights are read once."""
     write_data(name, tmp_path / "data")
     make_tower(name, tmp_path / "tower")
@@ -205,7 +203,8 @@ def test_a_run_trains_a_tower_and_goes_on(
     for run, steps in (("whole", (4,)), ("parts", (2, 4))):
         for last in steps:
             keys = line(*given, tmp_path / run, "merge: 1", *more, f"train.steps={last}", "optim.min_lr=1e-3")
-            assert main(["train", *keys]) == 0, capsys.readouterr().err
+            done = Running(["-m", "omni", "train", *keys], tmp_path).finish()
+            assert done.code == 0, done.err
         lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
         losses[run] = [own["loss/train"] for own in lines if "loss/train" in own]
     assert len(losses["whole"]) == 4

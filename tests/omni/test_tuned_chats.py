@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from runs import Running
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 import torch
@@ -85,6 +86,10 @@ def test_the_last_answer_of_a_chat_is_asked_for_and_ends_where_it_is_closed(
     assert tokenizer.decode(ids).endswith(f"user\n{asked}\nassistant\n")
 
 
+def run_omni(arguments: list[str], folder: Path) -> int:
+    return Running(["-m", "omni", *arguments], folder).finish().code
+
+
 @pytest.mark.slow  # it starts a run
 def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -> None:
     folder, run = tmp_path / "published", tmp_path / "run"
@@ -99,9 +104,8 @@ def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -
     keys = [f"start.weights={folder}", f"data.tokenizer={tokenizer}", f"run.dir={run}"]
     keys += [f"+data.sources.chats.path={tmp_path / 'data'}", f"data.step_samples={len(CHATS)}"]
     keys += ["data.microbatch_tokens=64", "train.steps=3", "optim.lr=1e-3", "tracking=jsonl"]
-    assert (
-        main(["train", "~experiment", "system=multiplexed", *keys, "layout.llm.tp=2", "launch.ranks=2"]) == 0
-    )
+    train = ["train", "~experiment", "system=multiplexed", *keys, "layout.llm.tp=2", "launch.ranks=2"]
+    assert run_omni(train, tmp_path) == 0
     losses = [line["loss/train"] for line in read_metrics(run / "metrics.jsonl")]
     assert losses[0] == pytest.approx(plain_loss(model, folder), rel=1e-5)
     assert losses[-1] < losses[0]
@@ -113,13 +117,13 @@ def test_a_published_model_learns_chats_with_its_own_tokenizer(tmp_path: Path) -
     questions, found = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     questions.write_text("".join(json.dumps({"messages": of[:1]}) + "\n" for of in turns))
     generate = ["generate", str(run), "--messages", str(questions), "--tokens", str(TOKENS)]
-    assert main([*generate, "--out", str(found), "layout.llm.tp=1", "layout.llm.pp=2"]) == 0
+    assert run_omni([*generate, "--out", str(found), "layout.llm.tp=1", "layout.llm.pp=2"], tmp_path) == 0
     answers = [json.loads(line) for line in found.read_text().splitlines()]
     expected = plain_answers(out)
     assert [(of["answer"], of["tokens"]) for of in answers] == expected
     assert len({text for text, _ in expected}) == len(CHATS)
     # Too little time is told by the exit code, and a signal is heeded.
-    assert main([*generate, "train.generate_s=1e-9"]) == 1
+    assert run_omni([*generate, "train.generate_s=1e-9"], tmp_path) == 1
     questions.write_text(questions.read_text() * 200)
     command = [sys.executable, "-m", "omni", *generate, "launch.ranks=1", "layout.llm.tp=1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
