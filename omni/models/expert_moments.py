@@ -54,13 +54,15 @@ def most_in_forward(stack: Layer, rows: Routed, *, graph: bool, inputs: bool) ->
     held = sent + (own if rows.several or not inputs else 0)
     ordered = own if rows.several and not inputs else 0
     unit = last * rows.ffn * stack.element
-    expert = last * rows.ffn * FP32  # a product is weighed in single precision
+    input_ = 0 if inputs else unit  # of the second linear, in the precision of the run
+    expert = last * rows.ffn * FP32 + input_  # a product is weighed in single precision
     if not graph:
-        expert = max(expert + unit, unit * (5 if stack.gated else 2))
+        expert = max(expert, unit * (5 if stack.gated else 2))
     back = sent or own
     shared = out if stack.ffn else 0
     moments = (
         ordered + own - last * row + expert,  # what other experts put out, and the last one at work
+        ordered + own + input_,  # what each puts out, and what the last one took
         ordered + own * (2 if rows.several else 1),  # what each puts out, and all of it together
         own + sent,  # on the way back
         back + out + shared,  # put together, and the sum with what the shared expert puts out

@@ -60,6 +60,16 @@ CAUSES = {
     ),
     "experts weigh their products in single precision": (1, [0], [MOE.replace("512", "2048")]),
     "no dispatcher holds a pass that is done": (1, [0], [MOE, "model.llm.recompute=full"]),
+    "a frozen expert takes a copy of its weighed product that nobody keeps": (
+        4,
+        [0],
+        [
+            MOE.replace("512", "4096").replace("dense_layers: 2", "dense_layers: 0"),
+            "model.llm.ffn=64",
+            FROZEN,
+            "layout.llm.pp=4",
+        ],
+    ),
     "a frozen LLM keeps no inputs of its linears": (
         1,
         [0],
