@@ -380,13 +380,13 @@ def test_what_does_not_go_together_is_refused(models):
     config = Config()
     config.start.weights = str(folder)
     config.model.llm = llm_of(dict(open_folder(str(folder)).keys))
-    assert check_start(SimpleNamespace(config=config)) == ("llm",)
+    assert check_start(SimpleNamespace(config=config, encoders={})) == ("llm",)
     config.model.llm = replace(config.model.llm, vocab_multiple=16, rotary_base=1.0)
     with pytest.raises(ConfigError, match=r"model.llm.rotary_base=1.0 contradicts"):
-        check_start(SimpleNamespace(config=config))
+        check_start(SimpleNamespace(config=config, encoders={}))
     config.start.optimizer = True
     with pytest.raises(ConfigError, match=r"leave one out"):
-        check_start(SimpleNamespace(config=config))
+        check_start(SimpleNamespace(config=config, encoders={}))
 
 
 @pytest.mark.parametrize(
