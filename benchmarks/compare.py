@@ -7,14 +7,14 @@ Encoder, LLM and GPUs are those that the paper names (arXiv 2605.08962): A is a 
 on 64 GPUs, B 2.4 B with 70 B on 128, C 10 B with 70 B on 256, D 10 B with 175 B on 512. Shapes and layouts
 are ours, `hydra_conf/model` and `WORKLOADS`, and so is the data: samples are those of the trace `longtail` of
 at most 16,384 tokens (A, B) or 8,192 (C, D), whole, all items as images, so many samples with items to so
-many without. There are as many a replica as --samples says. `cluster=h100`; what ranks hold is printed, and
-with --memory bounded.
+many without. There are as many a replica as --samples says. `cluster=h100`; what ranks hold is printed. With
+--memory it is bounded by the 74.5 GiB of an H100, and for every system it is chosen what the LLM recomputes.
 
 A system's step is that of `omni compare`: all pack without padding and are counted alike, so ratios are of
 policies, and not those that whole systems reach.
 
-Leaves with 1 where `omni` is slower than some preset on more than a twentieth of the cells, a workload and a
-mixture each, or anywhere by more than 2 %. The last line is JSON.
+Leaves with 1 where `omni` is slower than some preset that fits on more than a twentieth of the cells, a
+workload and a mixture each, or anywhere by more than 2 %, or does not fit. The last line is JSON.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def cells_of(asked: argparse.Namespace, where: tuple[str, str]) -> tuple[list[Ce
     more = [
         f"launch.ranks={ranks}", f"data.microbatch_tokens={longest}",
         f"data.step_samples={len(samples.trace)}",
-        *["cluster.memory_bytes=null"] * (not asked.memory),
+        "model.llm.recompute=auto" if asked.memory else "cluster.memory_bytes=null",
     ]  # fmt: skip
     configs = {name: compose_config([*_COMMON, *keys, *more, f"system={name}"]) for name in asked.systems}
     found = list(compare(configs, {f"{workload}, {mixture}": samples}, lambda what: None))
@@ -80,14 +80,14 @@ def cells_of(asked: argparse.Namespace, where: tuple[str, str]) -> tuple[list[Ce
 
 
 def missed(table: dict[tuple[str, str], Sequence[Cell]]) -> Iterator[str]:
-    """Say where omni is slower than a preset, if that is in too many cells or by too much."""
+    """Say where omni is slower than a preset that fits, if that is in too many cells or by too much."""
     below = list[tuple[float, str]]()
     for (workload, mixture), cells in table.items():
-        steps = {cell.system: cell.figures.step_s for cell in cells if cell.figures}
+        steps = {cell.system: cell.figures.step_s for cell in cells if cell.figures and cell.figures.fits}
         if OMNI not in {cell.system for cell in cells}:
             continue
         if OMNI not in steps:
-            yield f"{workload}, {mixture}: omni is refused"
+            yield f"{workload}, {mixture}: omni is refused or does not fit"
             continue
         best = min(steps, key=lambda name: steps[name])
         if steps[OMNI] > steps[best]:
@@ -108,7 +108,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--systems", type=lambda text: text.split(","), default=names)
     parser.add_argument("--samples", type=int, default=64, help="of a replica")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--memory", action="store_true", help="bound what ranks hold to that of an H100")
+    parser.add_argument(
+        "--memory", action="store_true", help="bound what ranks hold by an H100, and choose recomputation"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes, each a workload and a mixture")
     parser.add_argument("--html", type=Path, help="write a page with charts")
     parser.add_argument("--quick", action="store_true", help="workload A, 16 samples a replica")

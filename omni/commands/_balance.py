@@ -63,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--draw {args.draw}: histograms are drawn as .svg")
     config = compose_config(args.overrides, args.config_dir)
     ranks = planned_ranks(config.launch)
-    replicas = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks).llm.dp
+    arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks)
+    replicas, config.placement.ranks = arrangement.llm.dp, arrangement.encoder_ranks or None
     if config.cluster.device == "cuda" and config.train.precision == "auto":
         config.train.precision = "bf16"
     config.data.step_tokens, config.data.step_samples = None, args.samples * replicas

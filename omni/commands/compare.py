@@ -28,7 +28,7 @@ among them is every system's. Ranks beside the LLM are allocated where placement
 All train on samples cut at the same length: data.sample_tokens, or data.microbatch_tokens where that is null.
 --mixtures takes a trace's samples with items and without at such ratios, each mixture a run of its own;
 1:9-9:1 is a run that chose for 1:9 and then has 9:1. --even has each preset a second time with what the
-system `multiplexed` deals, balances, packs and pairs by.
+system `multiplexed` deals, balances, packs and pairs by. --ablate has `omni` without each thing that it does.
 All times are simulated; seconds of planning are of this machine's CPU.
 """
 AS_IT_IS = "as it is"
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--systems", metavar="A,B", help="which systems (default: all)")
     parser.add_argument("--mixtures", metavar="1:9,5:5", help="samples with items to samples without")
     parser.add_argument("--even", action="store_true", help="each preset with our balancing and packing, too")
+    parser.add_argument("--ablate", action="store_true", help="omni without each thing that it does, too")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
     add_trace(parser)
@@ -106,11 +107,13 @@ def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
     """The configuration of each system that was asked for.
 
     Raises:
-        ConfigError: for a system that is not known, and for overrides that choose one.
+        ConfigError: for a system that is not known, for overrides that choose one, and for an ablation of one
+            that is not there.
     """
     from omni.commands._plan_estimate import on_cluster
     from omni.compose import compose_config
     from omni.config import ConfigError
+    from omni.rehearsal.ablation import ABLATED, without_each
 
     chosen = [word for word in arguments.overrides if word.lstrip("+~").partition("=")[0] == "system"]
     if chosen:
@@ -127,7 +130,10 @@ def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
     for name in dict.fromkeys(names):
         configs[name] = compose_config([*arguments.overrides, f"system={name}"], arguments.config_dir)
         on_cluster(configs[name])
-    return configs | (evened(configs, arguments.config_dir) if arguments.even else {})
+    if arguments.ablate and ABLATED not in configs:
+        raise ConfigError(f"--ablate takes things away from {ABLATED}: name it among --systems, too")
+    more = evened(configs, arguments.config_dir) if arguments.even else {}
+    return configs | more | (dict(without_each(configs[ABLATED])) if arguments.ablate else {})
 
 
 def evened(configs: "Mapping[str, Config]", config_dir: str | None = None) -> "dict[str, Config]":

@@ -1,4 +1,4 @@
-"""How many ranks encode beside the LLM: as many as keep it busy. Pure.
+"""How many ranks encode beside the LLM where nobody says: as many as keep it busy. Pure.
 
 After DistTrain's allocation of ranks to modules (Zhang et al., arXiv 2408.04275), of which this is the steady
 phase: a step takes what the slower of both takes, and both take least where neither waits. There layouts of
@@ -7,12 +7,51 @@ are given, and whole replicas of the LLM give ranks away. Entrain asks the same 
 instead of a few (Jang and Chowdhury, arXiv 2605.27918): so is it done here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import lcm
 
-from omni.config import LLMLayoutConfig
+from omni.config import LayoutConfig, LLMLayoutConfig, PlacementConfig
+from omni.planning.choice import BESIDE, PLACEMENT, Keys
+from omni.planning.run_spec import RunSpec
 from parallel.layout import Layout, LayoutError, arrange
 from parallel.placements import PlacementPolicy
+from parallel.policy import find
+
+
+def allocated(
+    placement: PlacementConfig,
+    layout: LayoutConfig,
+    world: int,
+    slots: Mapping[str, int],
+    make: Callable[[int], RunSpec],
+    cursor: int,
+) -> Keys:
+    """Return `placement.ranks` for the samples of the step that begins at `cursor` of the stream, where the
+    placement takes ranks beside the LLM and nobody gave their number; else nothing. `make` prepares a run of
+    so many ranks that all encode; `slots` are the ranks of a copy of each encoder, by name.
+
+    Raises:
+        LayoutError: as `ranks_beside`.
+    """
+    policy, own = find(PlacementPolicy, placement.policy, PLACEMENT), layout.llm
+    if not policy.beside or placement.ranks is not None:
+        return {}
+    domain = layout.domain or 1
+    fewest = ranks_beside(world, own, slots, policy, domain)
+    if own.dp is not None:
+        return {BESIDE: fewest}
+    replica = own.tp * own.cp * own.pp
+    work = _work(make(world // replica * replica), cursor)
+    return {BESIDE: ranks_beside(world, own, slots, policy, domain, work)}
+
+
+def _work(spec: RunSpec, cursor: int) -> tuple[int, int]:
+    """Nanoseconds that a step takes a replica of the LLM, of it and of all encoders."""
+    planner, costing = spec.planner.world, spec.planner.domain.costing
+    taken = planner.take(cursor)
+    costs = costing.costs([planner.meta_of(taken, number) for number in range(len(taken))])
+    llm, *encoders = costs.ns.sum(0).tolist()
+    return llm, sum(encoders)
 
 
 def ranks_beside(
@@ -20,40 +59,67 @@ def ranks_beside(
     own: LLMLayoutConfig,
     slots: Mapping[str, int],
     placement: PlacementPolicy,
-    work: tuple[int, int],
+    domain: int = 1,
+    work: tuple[int, int] = (1, 0),
 ) -> int:
     """Return how many of `world` ranks encode, the others being replicas of the LLM split as its `own`
-    layout says.
+    layout says, in domains of so many of them.
 
     `work` is that of a step, of the LLM and of all encoders, in the time of a replica: with r replicas and b
     ranks beside them the LLM takes work[0] / r, and encoders work[1] · replica / b. `slots` are the ranks of
-    a copy of each encoder, by name. Of equals the one with the most replicas is taken.
+    a copy of each encoder, by name. Of equals, and where there is no such work, it is the fewest ranks.
 
     Raises:
-        LayoutError: where no replica can stand beside a rank that encodes, with the ranks that would do.
+        LayoutError: where no replica can stand beside a rank that encodes, with the nearest number of ranks
+            of which some can.
     """
     replica = own.tp * own.cp * own.pp
-    possible = list(_possible(world, own, slots, placement))
-    if not possible:
-        least = replica + lcm(*slots.values())
-        raise LayoutError(
-            f"launch.ranks={world}: placement.policy={placement.name} encodes beside the LLM, whose replicas "
-            f"take {replica} ranks each, and no number of them leaves ranks for whole copies of encoders: "
-            f"launch.ranks={least} would do, or a smaller layout.llm"
-        )
     llm, encoders = work
-    return min(possible, key=lambda rest: max(llm / ((world - rest) // replica), encoders * replica / rest))
+
+    def takes(rest: int) -> float:
+        return max(llm * replica / (world - rest), encoders * replica / rest)
+
+    for rest in sorted(_counts(world, own), key=takes):
+        if _can_be(world, own, slots, placement, domain, rest):
+            return rest
+    slot, do = lcm(*slots.values()), (own.dp or domain) * replica
+    others = (n for n in range(1, world + do + slot + 1) if _fits(n, own, slot, domain))
+    nearest = min(others, key=lambda other: abs(other - world))
+    raise LayoutError(
+        f"launch.ranks={world}: placement.policy={placement.name} encodes beside the LLM, whose replicas "
+        f"take {replica} ranks each, and no number of them leaves ranks for whole copies of encoders: "
+        f"launch.ranks={nearest} would do, or a smaller layout.llm"
+    )
 
 
-def _possible(
-    world: int, own: LLMLayoutConfig, slots: Mapping[str, int], placement: PlacementPolicy
-) -> Iterator[int]:
-    """Numbers of ranks beside the LLM that can be arranged, ascending."""
+def _counts(world: int, own: LLMLayoutConfig) -> list[int]:
+    """Numbers of ranks that replicas leave, ascending."""
     replica = own.tp * own.cp * own.pp
-    for rest in range((world - 1) % replica + 1, world, replica):
-        try:
-            layout = Layout(own.tp, own.cp, (world - rest) // replica, own.pp, own.ep, own.parts)
-            arrange(layout, slots, placement, rest)
-        except LayoutError:
-            continue
-        yield rest
+    if own.dp is not None:
+        return [world - own.dp * replica] * (world > own.dp * replica)
+    return list(range((world - 1) % replica + 1, world, replica))
+
+
+def _fits(world: int, own: LLMLayoutConfig, slot: int, domain: int) -> bool:
+    """Whether some replicas leave whole copies of encoders, for each domain."""
+    replica = own.tp * own.cp * own.pp
+    return any(rest % slot == 0 and (world - rest) // replica % domain == 0 for rest in _counts(world, own))
+
+
+def _can_be(
+    world: int,
+    own: LLMLayoutConfig,
+    slots: Mapping[str, int],
+    placement: PlacementPolicy,
+    domain: int,
+    rest: int,
+) -> bool:
+    """Whether so many ranks beside the LLM can be arranged."""
+    dp = (world - rest) // (own.tp * own.cp * own.pp)
+    if dp % domain:
+        return False
+    try:
+        arrange(Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts), slots, placement, rest, domain)
+    except LayoutError:
+        return False
+    return True

@@ -4,6 +4,8 @@ A key is open where `layout.domain`, `packing.divisor` or `data.microbatch_token
 `model.llm.recompute` is `auto`, or where a section of `POLICIES` has the policy `auto`; then
 `data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves open all that are
 neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses for each step.
+Where a placement takes ranks, `placement.ranks` is open if it is null: `omni.planning.allocation` settles it
+before anything is chosen.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -14,11 +16,13 @@ from typing import Any
 
 from omni.config import ChoiceConfig, Config
 from omni.llm_config import LLMConfig
+from parallel.placements import PlacementPolicy
+from parallel.policy import find
 
 AUTO = "auto"
-SCHEDULE = "pipeline.policy"
+SCHEDULE, PLACEMENT = "pipeline.policy", "placement.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
-MICROBATCH, RECOMPUTE = "data.microbatch_tokens", "model.llm.recompute"
+MICROBATCH, RECOMPUTE, BESIDE = "data.microbatch_tokens", "model.llm.recompute", "placement.ranks"
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
     "llm_sp.policy",
@@ -92,7 +96,10 @@ def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
     keys = [key for key in (DOMAIN, MICROBATCH, PACKS) if value_of(config, key) is None]
     keys += [key for key in (RECOMPUTE, *POLICIES) if value_of(config, key) == AUTO]
-    return [*keys, LONGEST] if keys and config.data.sample_tokens is None else keys
+    if keys and config.data.sample_tokens is None:
+        keys.append(LONGEST)
+    beside = find(PlacementPolicy, config.placement.policy, PLACEMENT).beside
+    return [*keys, BESIDE] if beside and config.placement.ranks is None else keys
 
 
 def unchosen(config: Config) -> Config:
@@ -103,6 +110,7 @@ def unchosen(config: Config) -> Config:
         LONGEST: None,
         MICROBATCH: PASS_TOKENS,
         RECOMPUTE: recomputed(config.model.llm)[0],
+        BESIDE: None,
     }
     plain |= {key: names[0] for key, names in POLICIES.items()}
     return with_keys(config, {key: plain[key] for key in open_keys(config)})

@@ -7,6 +7,7 @@ from omni.config import ConfigError, LaunchConfig, LayoutConfig, LLMLayoutConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
+from omni.planning.allocation import ranks_beside
 from ops.device import visible_devices
 from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.placements import PlacementPolicy
@@ -42,14 +43,14 @@ def planned_ranks(launch: LaunchConfig) -> int:
 def resolve_layout(
     config: LayoutConfig, placement: PlacementConfig, encoders: Collection[str], world: int
 ) -> Arrangement:
-    """Fill in the data-parallel size and arrange the LLM and the `encoders`, by name, over the world.
+    """Fill in the data-parallel size and arrange the LLM and the `encoders`, by name, over the world. Where
+    a placement takes ranks and nobody says how many, these are the fewest that can be.
 
     Raises:
         LayoutError: for sizes that do not fit the world or each other, with the remedy.
         PolicyError: for a placement that is not registered.
     """
     policy = find(PlacementPolicy, placement.policy, "placement.policy")
-    beside = int(policy.beside) if placement.ranks is None else placement.ranks
     sizes = config.llm
     unknown = sorted(set(config.encoders) - set(encoders))
     if unknown:
@@ -60,6 +61,11 @@ def resolve_layout(
     check_sizes(vars(sizes))
     split = ((axis, getattr(sizes, axis)) for axis in ("tp", "cp", "pp"))
     own = ", ".join(f"layout.llm.{axis}={size}" for axis, size in split if size > 1) or "layout.llm"
+    tp = {name: config.encoders[name].tp if name in config.encoders else 1 for name in encoders}
+    domain = 1 if config.domain is None else config.domain  # null: the least, until one is chosen
+    beside = placement.ranks
+    if beside is None:
+        beside = ranks_beside(world, sizes, tp, policy, max(1, domain)) if policy.beside else 0
     if beside < 0:
         raise LayoutError(f"placement.ranks={beside}: must be at least 0")
     copy = sizes.tp * sizes.cp * sizes.pp
@@ -69,7 +75,9 @@ def resolve_layout(
             rest = f"the {world} ranks of this launch" + (f", less {beside} for encoders" if beside else "")
             raise LayoutError(
                 f"{own}: a replica of {copy} ranks does not divide {rest}: "
-                f"choose launch.ranks as a multiple of {copy}" + (f", plus {beside}" if beside else "")
+                f"choose launch.ranks as a multiple of {copy}"
+                + (f", plus {beside}" if beside else "")
+                + f": {max(copy, round((world - beside) / copy) * copy) + beside} is the nearest"
             )
         dp = (world - beside) // copy
     layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep, parts=sizes.parts)
@@ -78,8 +86,6 @@ def resolve_layout(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
             f"but there are {world}: set launch.ranks={layout.world + beside}, or dp=null to take all ranks"
         )
-    tp = {name: config.encoders[name].tp if name in config.encoders else 1 for name in encoders}
-    domain = 1 if config.domain is None else config.domain  # null: the least, until one is chosen
     if domain < 1 or layout.dp % domain:
         raise LayoutError(
             f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"

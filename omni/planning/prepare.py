@@ -19,7 +19,20 @@ from omni.models.grid_positions import no_grid
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
-from omni.planning.choice import LONGEST, reopened, unchosen
+from omni.planning.allocation import allocated
+from omni.planning.choice import (
+    BESIDE,
+    DOMAIN,
+    LONGEST,
+    PLACEMENT,
+    Keys,
+    RunChoice,
+    Tried,
+    chosen,
+    reopened,
+    unchosen,
+    with_keys,
+)
 from omni.planning.choices import Chosen, chosen_policies, with_pairing
 from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
@@ -41,6 +54,7 @@ from omni.planning.world_planner import WorldPlanner
 from ops.device import dtype_of
 from parallel.costs import CostTable
 from parallel.layout import Arrangement
+from parallel.placements import COLOCATED
 from pipeline.domain_plan import EMBEDDING, Point
 
 GROUP_REPLICAS, GROUP_RANKS = 16, 256  # 256 GPUs are often behind one switch
@@ -65,7 +79,7 @@ def prepare_run(
     begin = begin or (1, config.start.cursor or 0)
     config = with_pairing(reopened(config, world))
     encoders, plain = make_encoders(config.model.encoders), unchosen(config)
-    resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
+    arrangement = resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
     policies = chosen_policies(plain.policies)
     check_parts(plain.layout.llm, config.launch.layouts, policies["pipeline"])
     stages = stages_of(config.optim, config.stages, config.train.steps)
@@ -75,11 +89,23 @@ def prepare_run(
     tokenizer = tokenizer_of(config.data)
     opened = open_data(config.data, config.train.seed, encoders, tokenizer, trace)
 
-    def resolve(config: Config) -> RunSpec:
-        return _resolve(config, world, encoders, tokenizer, opened, framework)
+    def resolve(config: Config, ranks: int = world) -> RunSpec:
+        return _resolve(config, ranks, encoders, tokenizer, opened, framework)
 
-    spec = choose(config, world, opened.mixture.samples_at(begin[1]), resolve, begin)
-    return _located(spec, opened.mixture, begin)
+    alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: 1})
+    slots, cursor = arrangement.encoder_tp, begin[1]
+    beside = allocated(plain.placement, plain.layout, world, slots, partial(resolve, alone), cursor)
+    spec = choose(with_keys(config, beside), world, opened.mixture.samples_at(cursor), resolve, begin)
+    return _located(_settled(spec, beside, world), opened.mixture, begin)
+
+
+def _settled(spec: RunSpec, keys: Keys, world: int) -> RunSpec:
+    """Return a run that remembers and tells keys that were settled for so many ranks before all others."""
+    if not keys:
+        return spec
+    choice = spec.choice or RunChoice({}, Tried({}), (), again=spec.config.choice.ranks)
+    every = {**keys, **choice.keys}
+    return replace(spec, config=chosen(spec.config, every, world), choice=replace(choice, keys=every))
 
 
 def _located(spec: RunSpec, mixture: Mixture, begin: tuple[int, int]) -> RunSpec:

@@ -3,7 +3,7 @@
 A system is a preset of policies (`hydra_conf/system`), composed with one model, layout, cluster and step. All
 train on the same samples, cut at the same length, which `compare` asserts: `data.sample_tokens`, or
 `data.microbatch_tokens` where that is null. Whoever cannot share a longer one gets microbatches that hold it.
-Ranks beside the LLM that nobody gave are allocated for the samples of the step. `Figures.sets` says both.
+Ranks beside the LLM that nobody gave are allocated, as for any run. `Figures.sets` says both.
 
 What a system chooses or allocates once for a run may be for other samples than those of the step: what a run
 has after its mixture jumped. What is chosen for each step, such as a schedule, is for the step all the same.
@@ -15,20 +15,26 @@ from dataclasses import asdict, astuple, dataclass
 
 from dataloader.tokens import SampleMeta
 from omni.config import Config
-from omni.planning.allocation import ranks_beside
-from omni.planning.choice import AUTO, LONGEST, MICROBATCH, text_of, unchosen, with_keys
+from omni.planning.choice import (
+    AUTO,
+    BESIDE,
+    LONGEST,
+    MICROBATCH,
+    PLACEMENT,
+    text_of,
+    unchosen,
+    with_keys,
+)
 from omni.planning.cut import cut_of
 from omni.planning.layouts import planned_ranks
-from omni.planning.prepare import make_encoders, prepare_run
+from omni.planning.prepare import prepare_run
 from omni.rehearsal.estimate import estimate
-from parallel.placements import COLOCATED, PlacementPolicy
+from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy
 from parallel.policy import find
 from pipeline.causes import causes_of, work_of
 from pipeline.plan import StepPlan, Taken
 from pipeline.verifier import PlanRefusedError
-
-PLACEMENT, BESIDE = "placement.policy", "placement.ranks"
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def quickest(cells: Sequence[Cell]) -> list[Cell]:
 def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     """The figures of a run's first step, its samples in words, and the samples."""
     ranks = planned_ranks(config.launch)
-    sets = _comparable(config, mixture.before or mixture.trace)
+    sets = _comparable(config)
     begin = time.process_time()
     spec = first = prepare_run(with_keys(config, sets), ranks, mixture.before or mixture.trace)
     if mixture.before:
@@ -164,12 +170,9 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     return figures, f"{len(taken):,} samples, {taken.tokens:,} tokens; {cut_of(spec.planner, taken)}", taken
 
 
-def _comparable(config: Config, trace: Sequence[SampleMeta]) -> dict[str, object]:
-    """Keys under which a system can be compared: how long samples may be, microbatches that hold these, ranks
-    that encode beside the LLM.
-
-    Raises:
-        LayoutError: where no ranks are left beside the LLM.
+def _comparable(config: Config) -> dict[str, object]:
+    """Keys under which a system can be compared: how long samples may be, microbatches that hold these, and
+    no ranks beside the LLM where a placement takes none.
     """
     world, own, data = planned_ranks(config.launch), config.layout.llm, unchosen(config).data
     replica = own.tp * own.cp * own.pp
@@ -180,26 +183,6 @@ def _comparable(config: Config, trace: Sequence[SampleMeta]) -> dict[str, object
     members = own.cp * (config.layout.domain or own.dp or max(1, world // replica)) if shared else 1
     if longest > members * data.pass_tokens:
         keys[MICROBATCH] = -(-longest // members)
-    placement = find(PlacementPolicy, config.placement.policy, PLACEMENT)
-    if not placement.beside:
+    if not find(PlacementPolicy, config.placement.policy, PLACEMENT).beside:
         keys[BESIDE] = None
-    elif config.placement.ranks is None:
-        slots = dict.fromkeys(make_encoders(config.model.encoders), 1)
-        slots |= {name: of.tp for name, of in config.layout.encoders.items()}
-        work = (
-            _work(with_keys(config, keys), world // replica * replica, trace) if world > replica else (1, 1)
-        )
-        keys[BESIDE] = ranks_beside(world, own, slots, placement, work)
     return keys
-
-
-def _work(config: Config, world: int, trace: Sequence[SampleMeta]) -> tuple[int, int]:
-    """What a step takes replicas of the LLM, and these if they encode it: nanoseconds, of the LLM and all
-    encoders.
-    """
-    spec = prepare_run(with_keys(config, {PLACEMENT: COLOCATED.name, BESIDE: None}), world, trace)
-    world_planner, costing = spec.planner.world, spec.planner.domain.costing
-    taken = world_planner.take(0)
-    costs = costing.costs([world_planner.meta_of(taken, number) for number in range(len(taken))])
-    llm, *encoders = costs.ns.sum(0).tolist()
-    return llm, sum(encoders)

@@ -62,8 +62,9 @@ def _misfit(config: Config, world: int) -> LayoutError | None:
     """Why the layout of a configuration does not fit so many ranks, None if it does. What was chosen for
     others is chosen again.
     """
+    config = reopened(config, world)
     try:
-        resolve_layout(reopened(config, world).layout, config.placement, tuple(config.model.encoders), world)
+        resolve_layout(config.layout, config.placement, tuple(config.model.encoders), world)
     except LayoutError as error:
         return error
     return None

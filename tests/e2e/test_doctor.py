@@ -81,7 +81,7 @@ def test_the_groups_of_a_large_job_are_counted(tmp_path):
         r"control plane: a rank has 10 connections .* 16 messages deep; a commit brings 9,433 ", out
     )
     out = omni([*SOUND[:-1], *job, "layout.llm.pp=3"], tmp_path).out
-    assert re.search(r"WRONG  process groups: .*as a multiple of 48\n       → choose", out)
+    assert re.search(r"WRONG  process groups: .*as a multiple of 48: 1008 is the .*\n       → choose", out)
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ from omni.commands.compare import evened, known_systems
 from omni.compose import compose_config
 from omni.config import Config, ConfigError, LLMLayoutConfig
 from omni.planning.allocation import ranks_beside
-from omni.planning.choice import with_keys
+from omni.planning.choice import POLICIES, open_keys, value_of, with_keys
 from omni.planning.prepare import prepare_run
+from omni.rehearsal.ablation import KEYS, without_each
 from omni.rehearsal.compare import Cell, Figures, MixedTrace, compare, quickest
 from omni.rehearsal.mixtures import mixed, read_mixtures
 from parallel.layout import LayoutError
@@ -115,7 +116,7 @@ def test_systems_that_train_on_other_samples_are_not_compared(configs: dict[str,
 def test_as_many_ranks_encode_as_keep_the_llm_busy(world: int, work: tuple[int, int]) -> None:
     """No other division into replicas of four ranks and copies of two takes less."""
     sizes = LLMLayoutConfig(tp=2, pp=2)
-    chosen = ranks_beside(world, sizes, {"image": 1}, DISAGGREGATED, work)
+    chosen = ranks_beside(world, sizes, {"image": 1}, DISAGGREGATED, work=work)
     replicas = (world - chosen) // 4
 
     def step(replicas: int) -> float:
@@ -124,10 +125,24 @@ def test_as_many_ranks_encode_as_keep_the_llm_busy(world: int, work: tuple[int, 
     assert step(replicas) == min(step(r) for r in range(1, (world - 1) // 4 + 1))
 
 
-def test_ranks_that_leave_none_to_encode_are_refused_with_what_would_do() -> None:
-    with pytest.raises(LayoutError, match=r"launch.ranks=4: .*take 4 ranks each.*launch.ranks=6 would do"):
-        ranks_beside(4, LLMLayoutConfig(tp=2, pp=2), {"image": 2}, DISAGGREGATED, (1, 1))
-    assert ranks_beside(6, LLMLayoutConfig(tp=2, pp=2), {"image": 2}, DISAGGREGATED, (1, 1)) == 2
+@pytest.mark.parametrize(
+    "world, slot, sizes, nearest",
+    [
+        (4, 2, {}, 6),
+        (1, 1, {}, 5),
+        (9, 2, {}, 8),
+        (9, 4, {"dp": 1}, 8),
+        (9, 6, {}, 10),
+        (100, 1, {"dp": 30}, 121),
+    ],
+)
+def test_ranks_that_leave_none_to_encode_are_refused_with_the_nearest_that_would_do(
+    world: int, slot: int, sizes: dict[str, int], nearest: int
+) -> None:
+    own = LLMLayoutConfig(tp=2, pp=2, **sizes)
+    with pytest.raises(LayoutError, match=f"launch.ranks={world}: .*launch.ranks={nearest} would do"):
+        ranks_beside(world, own, {"image": slot}, DISAGGREGATED)
+    assert ranks_beside(nearest, own, {"image": slot}, DISAGGREGATED) % slot == 0
 
 
 @pytest.mark.parametrize("weights", [(1, 9), (5, 5), (9, 1), (1, 0), (0, 1), (2, 1)])
@@ -163,6 +178,22 @@ def test_presets_are_evened_as_ours_unless_they_are(configs: dict[str, Config]) 
     assert set(found) == {f"{name}, even" for name in configs}
     of = found["megatron, even"].policies
     assert (of["balance"], of["deal"], of["placement"]) == ("two_constraint", "by_cost", "stage0")
+
+
+def test_an_ablation_lacks_one_thing_and_chooses_all_else() -> None:
+    own = compose_config(["system=omni", "layout=pp2"])
+    apart = dict(without_each(own))
+    assert list(apart) == list(KEYS)
+    for name, keys in KEYS.items():
+        assert with_keys(apart[name], {key: value_of(own, key) for key in keys}) == own
+        assert all(value_of(apart[name], key) == value != value_of(own, key) for key, value in keys.items())
+        assert set(open_keys(own)) - set(open_keys(apart[name])) == set(keys) & set(POLICIES)
+
+
+@pytest.mark.parametrize("layout, left_out", [("pp=1", 2), ("pp=2", 0), ("parts=2", 1)])
+def test_nothing_is_ablated_that_a_layout_does_not_have(layout: str, left_out: int) -> None:
+    own = compose_config(["system=omni", "layout.llm.pp=2", f"layout.llm.{layout}"])
+    assert len(KEYS) - len(dict(without_each(own))) == left_out
 
 
 def test_a_trace_without_items_cannot_be_mixed_with_some() -> None:
@@ -206,6 +237,7 @@ def test_json_has_figures_or_a_reason(capsys: pytest.CaptureFixture[str]) -> Non
         (["--mixtures", "1"], "such as 1:9"),
         (["--systems", "disttrain", "launch.ranks=2"], "every system is refused"),
         (["--systems", "megatron", "nope=1"], "nope"),
+        (["--systems", "megatron", "--ablate"], "from omni: name it"),
     ],
 )
 def test_mistakes_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
