@@ -25,7 +25,8 @@ class Sharding:
     """Where the sequences of a pack live, and who attends to which part of those that several ranks share.
 
     The pack is that of member `rank` of the pool: its shards in order, then `tail` padding tokens. `tp` ranks
-    share its layers.
+    share its layers. `grids` are those of each item whose tokens are a sequence (frames, rows and columns of
+    its LLM rows), () of one without: what an encoder computes of them, it computes on the host.
     """
 
     layout: SequenceLayout
@@ -33,11 +34,13 @@ class Sharding:
     rank: int = 0
     tail: int = 0
     tp: int = 1
+    grids: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def whole(cls, lengths: Sequence[int], tp: int = 1) -> "Sharding":
+    def whole(cls, lengths: Sequence[int], tp: int = 1, grids: Sequence[tuple[int, ...]] = ()) -> "Sharding":
         """Sequences that nobody else has a part of."""
-        return cls(SequenceLayout.whole(lengths, [0] * len(lengths), 1), ((),) * len(lengths), tp=tp)
+        layout = SequenceLayout.whole(lengths, [0] * len(lengths), 1)
+        return cls(layout, ((),) * len(lengths), tp=tp, grids=tuple(grids))
 
 
 @dataclass

@@ -13,7 +13,20 @@ from omni.models.towers.work import MeasuredLayers
 from ops.linear import linear_flops
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
-from parallel.work import FP32, INDEX, Block, Chain, Collective, Grad, Load, Weight, Work, all_gather, merged
+from parallel.work import (
+    FP32,
+    INDEX,
+    Attended,
+    Block,
+    Chain,
+    Collective,
+    Grad,
+    Load,
+    Weight,
+    Work,
+    all_gather,
+    merged,
+)
 
 
 @dataclass(frozen=True)
@@ -23,10 +36,11 @@ class Embed:
     values: int
     hidden: int
     element: int
+    bias: bool = True
 
     def weights(self) -> tuple[Weight, ...]:
-        """Weight and bias."""
-        return linear_weights(self.values, self.hidden, self.hidden)
+        """Weight and, unless it has none, bias."""
+        return linear_weights(self.values, self.hidden, self.hidden * self.bias)
 
     def forward(self, load: Load) -> Work:
         """It keeps its input, a copy where that is of lower precision, and its output; frozen, this alone."""
@@ -146,6 +160,30 @@ def _of_linears(forward: Work, grad: Grad) -> Work:
     nothing off.
     """
     return Work() if grad is Grad.WEIGHT else Work(flops=2 * forward.flops)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A block behind what makes one of so many tokens."""
+
+    block: Block
+    tokens: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Those of the block."""
+        return self.block.weights()
+
+    def forward(self, load: Load) -> Work:
+        """Of the block, on what is left."""
+        return self.block.forward(self._load(load))
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Of the block, on what is left."""
+        return self.block.backward(self._load(load), grad)
+
+    def _load(self, load: Load) -> Load:
+        left = load.tokens // self.tokens
+        return replace(load, seen=Attended(left, left))
 
 
 @dataclass(frozen=True)

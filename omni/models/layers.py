@@ -151,18 +151,11 @@ def transformer_config(
         add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=tp,
         sequence_parallel=sequence_parallel and tp > 1,
         pipeline_model_parallel_size=stages,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses are sums, and gradients are divided once, at finalisation.
-        calculate_per_token_loss=True,
-        use_cpu_initialization=True,
-        perform_initialization=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
@@ -170,5 +163,28 @@ def transformer_config(
         recompute_granularity=None if sizes.recompute == "none" else sizes.recompute,
         recompute_method="uniform" if full else None,
         recompute_num_layers=1 if full else None,
+        **_settings(dtype),
         **(more or {}),
     )
+
+
+def bare_config(layers: int, hidden: int, heads: int, dtype: torch.dtype) -> TransformerConfig:
+    """Return the `config` of a module whose layers are not megatron's: it says how gradients are reduced, and
+    how deep the module is.
+    """
+    return TransformerConfig(
+        num_layers=layers, hidden_size=hidden, num_attention_heads=heads, **_settings(dtype)
+    )
+
+
+def _settings(dtype: torch.dtype) -> dict[str, Any]:
+    """Settings of every module."""
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Losses are sums, and gradients are divided once, at finalisation.
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+    }

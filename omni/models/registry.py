@@ -75,9 +75,8 @@ class Encoder(Protocol):
 
     An encoder whose rows are a grid may have `row_grid(size)`: (frames, rows, columns) of an item of this
     size, as many in all as `count` says, row after row and frame after frame. An LLM with `rotary.sections`
-    takes the places of its rows from it; rows of others count on as text does. One that also has
-    `pack_grids(sharding, grids, dtype, device)` is asked that in place of `pack`: it is given the grid of
-    each item of a pass, as planned, also of those that could not be decoded. Its items stay whole.
+    takes the places of its rows from it; rows of others count on as text does. `pack` finds the grids of the
+    items of a pass in `sharding.grids`, as planned, also of those that could not be decoded.
 
     An encoder may begin with published weights: `published()` returns their folder, whose rules give its
     parameters by their names, or None.

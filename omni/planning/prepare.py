@@ -15,7 +15,6 @@ from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
 from omni.config import Config, ConfigError, DataConfig, ModelConfig
 from omni.llm_config import LLMConfig
-from omni.models.grid_positions import no_grid
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts
 from omni.models.registry import Encoder, make_encoder
@@ -155,7 +154,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
-        grid_of=partial(item_grid, encoders) if llm.rotary.sections or _packs_grids(encoders) else no_grid,
+        grid_of=partial(item_grid, encoders),
     )
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)
@@ -178,11 +177,6 @@ def _resolve(
         planner=planner,
         table=table,
     )
-
-
-def _packs_grids(encoders: Mapping[str, Encoder]) -> bool:
-    """Whether an encoder is to be told the grids of its items."""
-    return any(hasattr(encoder, "pack_grids") for encoder in encoders.values())
 
 
 def _check_adapters_learn(model: ModelConfig, learns: Collection[str]) -> None:

@@ -233,12 +233,9 @@ class Assembler:
             pieces.append(_silence(encoder, tail))
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
         positions = self._tensor(np.concatenate([piece.positions for piece in pieces]))
-        sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp)
-        to = self.place.dtype, self.place.device
-        if own := getattr(encoder, "pack_grids", None):
-            packed = own(sharding, [domain.items[i].grid for i, _ in self.shards(chunk)], *to)
-        else:
-            packed = encoder.pack(sharding, positions, *to)
+        grids = tuple(domain.items[i].grid for i in chunk.items)
+        sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp, grids)
+        packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
         counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
         return ChunkInputs(values, positions, packed, counts, tuple(names))
 

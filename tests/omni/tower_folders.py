@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from omni.models.registry import make_encoder
+from parallel.packed import Sharding
 
 transformers = pytest.importorskip("transformers", reason="transformers, the referee, is not installed")
 
@@ -162,8 +163,10 @@ def ours(encoder: Any, module: Any, pack: list[np.ndarray]) -> torch.Tensor:
     """What the tower of a module makes of packed items, attach point after attach point."""
     made = [encoder.preprocess(item) for item in pack]
     grids = [encoder.row_grid(size_of(encoder, item)) for item in pack]
-    given = encoder.given(grids, torch.float32, torch.device("cpu"))
-    return module.tokens(torch.from_numpy(np.concatenate([own.values for own in made])), given)
+    sharding = Sharding.whole([len(own.values) for own in made], grids=grids)
+    where = torch.from_numpy(np.concatenate([own.positions for own in made]))
+    packed = encoder.pack(sharding, where, torch.float32, torch.device("cpu"))
+    return module.tokens(torch.from_numpy(np.concatenate([own.values for own in made])), packed.given)
 
 
 def expected(encoder: Any, model: Any, pack: list[np.ndarray]) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -11,21 +11,19 @@ import torch
 
 from dataloader.format import Item
 from omni.keys import ConfigError, at_least
-from omni.models.blocks import EncoderPart, FinalNorm, Projector, value_bytes
+from omni.models.blocks import EncoderPart, FinalNorm, Merged, Projector, value_bytes
 from omni.models.grid_positions import Grid
-from omni.models.layer_sizes import LayerSizes
 from omni.models.registry import Attention, ItemArrays
 from omni.models.towers.calls import Calls, Given
-from omni.models.towers.folder import freeze, open_tower, weights_of
+from omni.models.towers.folder import NO_FOLDER, copied, freeze, open_tower, weights_of
 from omni.models.towers.probe import Trial, on_meta, try_out
 from omni.models.towers.work import Line, MeasuredLayers
 from omni.open_models.folder import Folder
-from parallel.work import Attended, Block, Grad, Load, Weight, Work
 
 if TYPE_CHECKING:
     from omni.models.towers.module import TowerModule, TowerPacked
     from parallel.megatron import ProcessGroupCollection
-    from parallel.packed import PackedTokens, Sharding
+    from parallel.packed import Sharding
 
 
 @dataclass
@@ -67,7 +65,7 @@ class WrappedTower(ABC):
 
     def __init__(self, config: TowerConfig) -> None:
         if not config.folder:
-            raise ConfigError("encoder.folder is not set: give the folder of a tower, or of a model with one")
+            raise ConfigError(NO_FOLDER)
         self.config = config
         self.tower = open_tower(config.folder, config.tower)
         self.made = on_meta(self.tower, torch.float32)
@@ -195,22 +193,16 @@ class WrappedTower(ABC):
         if not self.config.weights:
             return None
         shapes = {name: tuple(own.shape) for name, own in self.made.named_parameters()}
-        return weights_of(self.tower, shapes, "tower.")
-
-    def pack_grids(
-        self, sharding: "Sharding", grids: Sequence[Grid], dtype: torch.dtype, device: torch.device
-    ) -> "TowerPacked":
-        """Prepare a pass over whole items, whose rows have these grids."""
-        from omni.models.towers.module import TowerPacked
-
-        given = None if sharding.tail else self.given(grids, dtype, device)
-        return TowerPacked(qkv_format="thd", given=given)
+        return weights_of(self.tower, copied(shapes, "tower."))
 
     def pack(
         self, sharding: "Sharding", positions: torch.Tensor, dtype: torch.dtype, device: torch.device
-    ) -> "PackedTokens":
-        """It is `pack_grids` that the platform asks."""
-        raise NotImplementedError
+    ) -> "TowerPacked":
+        """Prepare a pass over whole items by their grids, or over none where other ranks have some."""
+        from omni.models.towers.module import TowerPacked
+
+        given = None if sharding.tail else self.given(sharding.grids, dtype, device)
+        return TowerPacked(qkv_format="thd", given=given)
 
     def build(
         self, width: int, dtype: torch.dtype, device: torch.device, groups: "ProcessGroupCollection"
@@ -218,45 +210,7 @@ class WrappedTower(ABC):
         """Build the module on `device`."""
         from omni.models.towers.module import TowerModule
 
-        own = self.tower
-        sizes = LayerSizes(
-            layers=own.layers,
-            hidden=own.hidden,
-            heads=own.heads,
-            kv_heads=own.heads,
-            ffn=own.hidden,
-            gated=False,
-            causal=False,
-            bias=True,
-            qkv_bias=True,
-            norm="LayerNorm",
-            recompute="none",
-        )
         projector = {"merge": self.projected, "out": self.out, "width": width}
-        module = TowerModule(own, self.calls, sizes, **projector, dtype=dtype)
+        module = TowerModule(self.tower, self.calls, **projector, dtype=dtype)
         freeze(module.tower, self.still)
         return module.to(device)
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A block behind a tower that makes one of so many tokens."""
-
-    block: Block
-    tokens: int
-
-    def weights(self) -> tuple[Weight, ...]:
-        """Those of the block."""
-        return self.block.weights()
-
-    def forward(self, load: Load) -> Work:
-        """Of the block, on what is left."""
-        return self.block.forward(self._load(load))
-
-    def backward(self, load: Load, grad: Grad) -> Work:
-        """Of the block, on what is left."""
-        return self.block.backward(self._load(load), grad)
-
-    def _load(self, load: Load) -> Load:
-        left = load.tokens // self.tokens
-        return replace(load, seen=Attended(left, left))

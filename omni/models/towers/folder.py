@@ -6,8 +6,8 @@
 import copy
 import inspect
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ GRIDS = ("grid_thw", "spatial_shapes")
 """What the forward of a tower calls the grids of its items: (frames, rows, columns), or (rows, columns)."""
 BATCHES = ("pixel_values", "input_features")
 """What the forward of a tower calls a batch of items of one shape."""
+NO_FOLDER = "encoder.folder is not set: give the folder of a tower, or of a model with one"
 _PARTS = ("vision_config", "audio_config")
 _LAYERS = ("num_hidden_layers", "depth", "encoder_layers")
 _HEADS = ("num_attention_heads", "num_heads", "encoder_attention_heads")
@@ -180,31 +181,34 @@ def _towers(module: Any, config: Any) -> dict[str, Any]:
     return {str(usual): found[usual]} if usual in found else found
 
 
-def weights_of(tower: Tower, shapes: Mapping[str, tuple[int, ...]], under: str) -> Folder:
-    """Return the folder's weights of a tower whose parameters have `shapes` by name, each copied from under
-    its own name. Ours are called `under` and that.
+def copied(shapes: Mapping[str, tuple[int, ...]], under: str) -> tuple[Rule, ...]:
+    """Rules of parameters of these shapes, each copied from the tensor of its name; ours are called `under`
+    and that.
+    """
+    return tuple(Rule(under + name, (name,), shape[:1], shape[1:] or None) for name, shape in shapes.items())
+
+
+def weights_of(tower: Tower, rules: Sequence[Rule]) -> Folder:
+    """Return the folder's weights of a tower by `rules`, which name tensors as the tower alone does: in the
+    folder of a whole model they have a prefix.
 
     Raises:
         ConfigError: for a folder without weights, or without all those of the tower.
     """
     storage = Storage.at(tower.folder)
     bare = Folder(tower.folder, storage, Family(_no_keys, lambda keys: ()), {}, key="encoder.folder")
-    first = next(iter(shapes))
-    ends = [name.removesuffix(first) for name in bare.tensors if name.endswith(first)]
-    lacks = {prefix: [name for name in shapes if prefix + name not in bare.tensors] for prefix in ends}
+    names = [name for rule in rules for name in rule.theirs]
+    ends = [name.removesuffix(names[0]) for name in bare.tensors if name.endswith(names[0])]
+    lacks = {prefix: [name for name in names if prefix + name not in bare.tensors] for prefix in ends}
     prefix = min(lacks, key=lambda prefix: len(lacks[prefix]), default="")
-    if lacks.get(prefix, [first]):
-        told = lacks.get(prefix, list(shapes))
+    if lacks.get(prefix, [names[0]]):
+        told = lacks.get(prefix, names)
         raise ConfigError(
             f"{tower.key}: its files lack {', '.join(told[:5])} of {tower.kind.__name__}"
             f"{f' under {prefix}' if prefix else ''}: fetch them, or set encoder.weights=false to draw them"
         )
-    rules = tuple(
-        Rule(under + name, (prefix + name,), shape[:1], shape[1:] or None) for name, shape in shapes.items()
-    )
-    return Folder(
-        tower.folder, storage, Family(_no_keys, lambda keys: rules, ("*",)), {}, key="encoder.folder"
-    )
+    own = tuple(replace(rule, theirs=tuple(prefix + name for name in rule.theirs)) for rule in rules)
+    return Folder(tower.folder, storage, Family(_no_keys, lambda keys: own, ("*",)), {}, key="encoder.folder")
 
 
 def _no_keys(said: object) -> dict[str, Any]:

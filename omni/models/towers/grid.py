@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataloader.decode import decode_image
-from dataloader.format import Item
 from omni.keys import ConfigError
 from omni.models.grid_positions import Grid
 from omni.models.registry import ItemArrays
@@ -16,12 +14,12 @@ from omni.models.towers.attention import WHOLE
 from omni.models.towers.calls import Given, GridCalls, PaddedCalls
 from omni.models.towers.encoder import TowerConfig, WrappedTower
 from omni.models.towers.folder import GRIDS
-from omni.models.towers.processors import open_processor, processed, resized_by
+from omni.models.towers.images import GridImages
 from ops.attention import make_packing
 from ops.device import to_device
 
 
-class GridTower(WrappedTower):
+class GridTower(GridImages, WrappedTower):
     """A tower of images that takes patches in one row and their grids. Where the tower merges neighbours
     itself, its rows are the LLM's, and those that it has for later layers enter there.
     """
@@ -35,13 +33,7 @@ class GridTower(WrappedTower):
         self.calls = GridCalls() if self.packs else PaddedCalls()
         merge = int(getattr(own.config, "spatial_merge_size", 1)) if self.packs else 1
         self.merges = merge**2
-        self.processor: Any = open_processor(config.folder, audio=False)
-        self.resized = resized_by(
-            self.processor, getattr(self.processor, "get_number_of_image_patches", None)
-        )
-        self.patch = _side(self.processor.patch_size)
-        self.side = merge
-        self.values = self._values(merge)
+        self.values = self.open_images(own, merge)
         projects = not self.packs if config.projector is None else config.projector
         if not (projects or self.packs):
             raise ConfigError(
@@ -54,25 +46,6 @@ class GridTower(WrappedTower):
             )
         self.projected = int(projects)
         self._try()
-
-    def _values(self, merge: int) -> int:
-        """Numbers of a patch as the processor makes it, which must be those that the tower takes."""
-        made = processed(self.processor, self.blank())
-        grid = self._grid(self.blank().shape[:2])
-        found, planned = made["pixel_values"].reshape(-1, made["pixel_values"].shape[-1]), prod(grid)
-        told = next((value for name, value in made.items() if name.endswith(GRIDS)), np.array([grid]))
-        if (
-            prod(told.ravel().tolist()) != planned
-            or len(found) < planned
-            or grid[1] % merge
-            or grid[2] % merge
-        ):
-            raise ConfigError(
-                f"{self.tower.key}: its processor {type(self.processor).__name__} makes {told.tolist()} "
-                f"patches of a picture of 32x32 pixels, where {grid} are counted and the tower merges "
-                f"{merge}x{merge} of them: take the preprocessor_config.json that the tower came with"
-            )
-        return int(found.shape[1])
 
     def _try(self) -> None:
         """Run the tower once without storage: what comes out says how wide rows are and where they enter."""
@@ -97,34 +70,10 @@ class GridTower(WrappedTower):
         places = {} if self.packs else {"padded": torch.empty(side**2, dtype=torch.int64, device="meta")}
         return side**2, values, Given(grids=((1, side, side),), places=places)
 
-    def _grid(self, size: tuple[int, ...]) -> Grid:
-        """Frames, rows and columns of the patches of an image of (height, width) pixels."""
-        height, width = self.resized(size[0], size[1])
-        return 1, height // self.patch, width // self.patch
-
-    def count(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """Return (patches, rows) of an image of (height, width) pixels."""
-        return prod(self._grid(size)), prod(self.row_grid(size))
-
-    def row_grid(self, size: tuple[int, ...]) -> Grid:
-        """Return (frames, rows, columns) of the LLM rows of an image."""
-        frames, rows, columns = self._grid(size)
-        return frames, rows // self.side, columns // self.side
-
-    def decode(self, item: Item) -> np.ndarray:
-        """Decode to uint8 [H, W, channels of the file]."""
-        return decode_image(item)
-
-    def blank(self) -> np.ndarray:
-        """A dark picture."""
-        return np.zeros((32, 32, 3), np.uint8)
-
     def preprocess(self, array: np.ndarray) -> ItemArrays:
         """uint8 [H, W, C] → patches [T, V] as the processor makes them, without its padding."""
-        tokens = prod(self._grid(array.shape[:2]))
-        values = processed(self.processor, array)["pixel_values"]
-        patches = values.reshape(-1, values.shape[-1])[:tokens].astype(np.float32)
-        return ItemArrays(np.ascontiguousarray(patches), np.zeros((len(patches), 0), np.int64))
+        patches = self.patches(array)
+        return ItemArrays(patches, np.zeros((len(patches), 0), np.int64))
 
     def given(self, grids: Sequence[Grid], dtype: torch.dtype, device: torch.device) -> Given:
         """Arguments that the tower would compute of grids, or where patches lie in a padded batch."""
@@ -142,8 +91,3 @@ class GridTower(WrappedTower):
         whole = [part for n in counts for part in (n, longest - n)]
         packing = make_packing(tuple(whole), False, heads, device, dtype)
         return Given({WHOLE: packing}, {}, patches, {"padded": to_device(torch.from_numpy(place), device)})
-
-
-def _side(size: Any) -> int:
-    """Pixels of a patch's side."""
-    return int(size if isinstance(size, int) else size["height"])

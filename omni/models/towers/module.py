@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from omni.models.layer_sizes import LayerSizes
-from omni.models.layers import transformer_config
+from omni.models.layers import bare_config
 from omni.models.towers.attention import PackedTowerAttention, attend_by, prepare
 from omni.models.towers.calls import Calls, Given
 from omni.models.towers.folder import Tower
@@ -33,7 +32,6 @@ class TowerModule(torch.nn.Module):
         self,
         tower: Tower,
         calls: Calls,
-        sizes: LayerSizes,
         *,
         merge: int,
         out: int,
@@ -42,7 +40,7 @@ class TowerModule(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.of, self.calls, self.merge, self.width = tower, calls, merge, width
-        self.config = transformer_config(sizes, dtype)
+        self.config = bare_config(tower.layers, tower.hidden, tower.heads, dtype)
         self.tower: Any = tower.build(dtype, draw=False)
         prepare(self.tower)
         if merge:
