@@ -38,8 +38,8 @@ class SequenceCost:
     `head_bytes`. Layers whose attention never leaves a rank, such as those of windows that no cut divides,
     belong to `token_fs`.
 
-    Members that share a sequence exchange over `link`; those that are all on one of the `nodes`, of which
-    each member's is given by number, over `inside`. Without nodes there is one link.
+    Members exchange with those of other nodes over `link`, and with those of their own, of which each
+    member's is given by number in `nodes`, over `inside`. Without nodes there is one link.
     """
 
     shape: AttentionShape
@@ -53,19 +53,27 @@ class SequenceCost:
 
     @cached_property
     def far(self) -> "SequenceCost":
-        """The cost of sequences whose members are on several nodes."""
-        return replace(self, inside=None, nodes=())
+        """The cost of sequences whose members are on several nodes, whichever these are."""
+        return replace(self, nodes=())
 
     @cached_property
     def near(self) -> "SequenceCost":
         """The cost of sequences whose members are on one node."""
-        return replace(self.far, link=self.inside or self.link)
+        return replace(self, link=self.inside or self.link, inside=None, nodes=())
 
     def over(self, members: Collection[int]) -> "SequenceCost":
-        """The cost of a sequence that so many members share."""
+        """The cost of a sequence that these members share."""
         if not self.nodes:
             return self
-        return self.near if len({self.nodes[member] for member in members}) == 1 else self.far
+        return self.far if self.places(members) else self.near
+
+    def places(self, members: Collection[int]) -> tuple[int, ...]:
+        """The node of each of some members, numbered from 0 on; () where they are on one, or there is one
+        link.
+        """
+        numbers: dict[int, int] = {}
+        found = [numbers.setdefault(self.nodes[m], len(numbers)) for m in members] if self.nodes else []
+        return tuple(found) if len(numbers) > 1 else ()
 
     def linear_ns(self, tokens: int) -> int:
         """Work on tokens outside attention."""
@@ -75,9 +83,12 @@ class SequenceCost:
         """Attention over `work` pairs × heads in each layer."""
         return work * self.pair_fs // (self.shape.heads * _FS_PER_NS)
 
-    def transfer_ns(self, head_rows: int) -> int:
-        """What a link takes to carry `head_rows` in each layer, latency apart."""
-        return self.link.bytes_ns(self.layers * head_rows * self.head_bytes)
+    def transfer_ns(self, head_rows: int, inside: int = 0) -> int:
+        """What links take to carry `head_rows` in each layer, and so many more `inside` a node meanwhile,
+        latency apart.
+        """
+        far, near = (self.layers * rows * self.head_bytes for rows in (head_rows, inside))
+        return max(self.link.bytes_ns(far), (self.inside or self.link).bytes_ns(near))
 
     @property
     def sharing_ns(self) -> int:
@@ -122,11 +133,14 @@ def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of a sequence over the ranks 0 … R - 1, with each one's attention work [R] and volume [R, 4]."""
+    """Tiles of a sequence over the ranks 0 … R - 1, with each one's attention work [R] and volume [R, 4], and
+    what of that leaves its node, which is all where there is one link.
+    """
 
     tiles: tuple[Tile, ...]
     work: Table
     volumes: Table
+    leaving: Table
 
 
 def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, ...]:
@@ -142,10 +156,10 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
 
 
 class Exchanges:
-    """What `num_members` ranks exchange of the sequences that they share, by the link that these go over.
+    """What `num_members` ranks exchange of the sequences that they share, by the link that it goes over: that
+    inside a node, or that between nodes.
 
-    The links inside a node and between nodes work at the same time, so a rank waits for the slower one. All
-    that a sequence on several nodes exchanges is charged to the link between them.
+    Both work at the same time, so a rank waits for the slower one.
     """
 
     def __init__(self, cost: SequenceCost, num_members: int) -> None:
@@ -154,9 +168,14 @@ class Exchanges:
 
     def add(self, ranks: list[int], tiling: "Tiling") -> None:
         """Add a sequence that is tiled over `ranks`."""
-        link = self.cost.over(ranks).link
+        cost = self.cost.over(ranks)
+        self._add(cost.link, ranks, tiling.leaving)
+        if cost.inside is not None:
+            self._add(cost.inside, ranks, tiling.volumes - tiling.leaving)
+
+    def _add(self, link: Link, ranks: list[int], volumes: Table) -> None:
         own = self.volumes.setdefault(link, np.zeros((self.num_members, 4), np.int64))
-        own[ranks] += tiling.volumes
+        own[ranks] += volumes
 
     def ns(self, layers: int) -> list[int]:
         """Time of each rank's exchanges in the forward pass of so many layers: in each of them one goes in
@@ -200,26 +219,36 @@ def choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int
     held = [s for s in shards if s.length]
     numbers: dict[int, int] = {}
     pieces = tuple((numbers.setdefault(s.member, len(numbers)), s.length) for s in held)
-    return (list(numbers), _tiling_of(pieces, cost.over(numbers))) if len(numbers) > 1 else None
+    if len(numbers) == 1:
+        return None
+    return list(numbers), _tiling_of(pieces, cost.over(numbers), cost.places(numbers))
 
 
 # Policies, tiles and times ask for the same sequences, and other ranks may share one that is cut alike.
 @lru_cache(maxsize=4096)
-def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost) -> Tiling:
-    """The best tiling of a sequence that is cut into `pieces`: (rank, tokens), ranks numbered from 0 on."""
+def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost, nodes: tuple[int, ...]) -> Tiling:
+    """The best tiling of a sequence that is cut into `pieces`: (rank, tokens), ranks numbered from 0 on, each
+    on one of `nodes`, if there are several.
+    """
     ends = [0, *accumulate(tokens for _, tokens in pieces)]
     shards = [Shard(rank, start, tokens) for (rank, tokens), start in zip(pieces, ends, strict=False)]
     candidates = [tiles for _, tiles in scheme_tiles(shards, cost.shape)]
-    works, volumes = compare(candidates, shards, cost.shape)
+    works, volumes, leaving = compare(candidates, shards, cost.shape, nodes)
     total = cost.attention_ns(int(works[0].sum()))
     slowest = []
-    for work, rows in zip(works.tolist(), busier(volumes).tolist(), strict=True):
-        beyond = [cost.attention_ns(w) + cost.transfer_ns(r) for w, r in zip(work, rows, strict=True)]
+    for work, spent in zip(works.tolist(), transfers_ns(volumes, leaving, cost), strict=True):
+        beyond = [cost.attention_ns(w) + ns for w, ns in zip(work, spent, strict=True)]
         for shard in shards:
             beyond[shard.member] -= total * shard.length // ends[-1]
         slowest.append(max(beyond))
     chosen = slowest.index(min(slowest))
-    return Tiling(candidates[chosen], works[chosen], volumes[chosen])
+    return Tiling(candidates[chosen], works[chosen], volumes[chosen], leaving[chosen])
+
+
+def transfers_ns(volumes: Table, leaving: Table, cost: SequenceCost) -> list[list[int]]:
+    """What links take to carry each rank's volumes [C, R, 4], of which so much is `leaving` its node."""
+    far, near = busier(leaving).tolist(), busier(volumes - leaving).tolist()
+    return [list(map(cost.transfer_ns, *of)) for of in zip(far, near, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from parallel.least_loaded import place
 from parallel.policy import PolicyError
-from parallel.schemes import SequenceCost, scheme_tiles
+from parallel.schemes import SequenceCost, scheme_tiles, transfers_ns
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import pairs_before
-from parallel.tilings import busier, compare
+from parallel.tilings import compare
 
 Times = npt.NDArray[np.int64]
 Degrees = npt.NDArray[np.int64]
@@ -77,22 +77,21 @@ class Pool:
 
     @cached_property
     def shares(self) -> Shares:
-        """For even cuts over k ranks, of one node if one has so many, `shares[k - 1]` lists each scheme that
-        no other beats in both: the slowest rank's part of the attention in 1 / 2**14, and its exchange in
-        femtoseconds for a token of the sequence.
+        """For even cuts over k ranks, of one node if one has so many, else of as few nodes as have and as
+        many of each, `shares[k - 1]` lists each scheme that no other beats in both: the slowest rank's part
+        of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the sequence.
         """
         size = self.node_size
         return tuple(
-            _scheme_shares(self.cost.near if degree <= size else self.cost.far, degree)
-            for degree in range(1, self.num_members + 1)
+            _scheme_shares(self.cost, degree, -(-degree // size)) for degree in range(1, self.num_members + 1)
         )
 
     @cached_property
     def shares_apart(self) -> Shares:
-        """The same where the ranks are on several nodes, if there are."""
+        """The same where the ranks are on several nodes, if there are: on two at least."""
         if len(self.nodes) == 1:
             return self.shares
-        few = tuple(_scheme_shares(self.cost.far, degree) for degree in range(1, self.node_size + 1))
+        few = tuple(_scheme_shares(self.cost, degree, 2) for degree in range(1, self.node_size + 1))
         return few + self.shares[self.node_size :]
 
 
@@ -110,17 +109,18 @@ def make_pool(
     return Pool(cost, num_members, unit, tokens_per_rank)
 
 
-def _scheme_shares(cost: SequenceCost, degree: int) -> tuple[tuple[int, int], ...]:
+def _scheme_shares(cost: SequenceCost, degree: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
     if degree == 1:
         return ((_SCALE, 0),)
+    cost, nodes = (
+        (cost.near, ()) if num_nodes == 1 else (cost.far, [r * num_nodes // degree for r in range(degree)])
+    )
     shards = cut(_REFERENCE, [(rank, 1) for rank in range(degree)], 1)
     total = pairs_before(_REFERENCE, _REFERENCE, cost.shape) * cost.shape.heads
-    works, volumes = compare([tiles for _, tiles in scheme_tiles(shards, cost.shape)], shards, cost.shape)
-    slowest = zip(works.max(1).tolist(), busier(volumes).max(1).tolist(), strict=True)
-    found = {
-        (-(-work * _SCALE // total), cost.transfer_ns(rows) * 1_000_000 // _REFERENCE)
-        for work, rows in slowest
-    }
+    tilings = [tiles for _, tiles in scheme_tiles(shards, cost.shape)]
+    works, volumes, leaving = compare(tilings, shards, cost.shape, nodes)
+    slowest = zip(works.max(1).tolist(), transfers_ns(volumes, leaving, cost), strict=True)
+    found = {(-(-work * _SCALE // total), max(spent) * 1_000_000 // _REFERENCE) for work, spent in slowest}
     ordered = sorted(found)
     return tuple(s for i, s in enumerate(ordered) if all(s[1] < other[1] for other in ordered[:i]))
 

@@ -1,4 +1,5 @@
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -85,7 +86,8 @@ def pairs_one_by_one(rows: range, length: int, shape: AttentionShape) -> int:
     return sum(sees(query, key, shape) for query in rows for key in range(length))
 
 
-def volume_one_by_one(tiles, shards, shape) -> dict[int, Volume]:
+def volume_one_by_one(tiles, shards, shape, nodes=range(99)) -> dict[int, Volume]:
+    """What travels to ranks of other `nodes`: of ranks on a node each, to any other rank."""
     holder = {token: s.member for s in shards for token in range(s.start, s.start + s.length)}
     group = shape.heads // shape.kv_heads
     sent_in, received_in = defaultdict(int), defaultdict(int)
@@ -94,7 +96,7 @@ def volume_one_by_one(tiles, shards, shape) -> dict[int, Volume]:
     for t in tiles:
         for head in range(t.head_start, t.head_start + t.head_count):
             for row in range(t.row_start, t.row_start + t.row_count):
-                if holder[row] != t.member:
+                if nodes[holder[row]] != nodes[t.member]:
                     sent_in[holder[row]] += 1
                     received_in[t.member] += 1
                     sent_out[t.member] += 1
@@ -103,7 +105,7 @@ def volume_one_by_one(tiles, shards, shape) -> dict[int, Volume]:
             keys[t.member] |= {(head // group, token) for token in range(start, stop)}
     for rank, wanted in keys.items():
         for _, token in wanted:
-            if holder[token] != rank:
+            if nodes[holder[token]] != nodes[rank]:
                 sent_in[holder[token]] += 2
                 received_in[rank] += 2
     ranks = {s.member for s in shards} | {t.member for t in tiles}
@@ -175,7 +177,8 @@ def test_comparing_tilings_says_what_asking_one_by_one_says(shards, shape):
     numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.member for s in shards))}
     held = [Shard(numbers[s.member], s.start, s.length) for s in shards]
     tilings = [tiles for _, tiles in scheme_tiles(held, shape)]
-    works, volumes = compare(tilings, held, shape)
+    works, volumes, leaving = compare(tilings, held, shape)
+    assert leaving is volumes
     for tiles, work, volume, rows in zip(
         tilings, works.tolist(), volumes.tolist(), busier(volumes).tolist(), strict=True
     ):
@@ -184,6 +187,20 @@ def test_comparing_tilings_says_what_asking_one_by_one_says(shards, shape):
         moved = exchange_volume(tiles, held, shape)
         assert [Volume(*of_rank) for of_rank in volume] == [moved[rank] for rank in range(len(numbers))]
         assert rows == [moved[rank].busier for rank in range(len(numbers))]
+
+
+@settings(deadline=None)
+@given(cuts(), shapes(), st.lists(st.integers(0, 2), min_size=10, max_size=10))
+def test_what_leaves_a_node_is_what_ranks_of_others_want(shards, shape, nodes):
+    shape = replace(shape, window=None)
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.member for s in shards))}
+    held = [Shard(numbers[s.member], s.start, s.length) for s in shards]
+    tilings = [tiles for _, tiles in scheme_tiles(held, shape)]
+    _, volumes, leaving = compare(tilings, held, shape, nodes[: len(numbers)])
+    for tiles, volume, far in zip(tilings, volumes.tolist(), leaving.tolist(), strict=True):
+        moved, crossed = (volume_one_by_one(tiles, held, shape, of) for of in (range(10), nodes))
+        assert [Volume(*of_rank) for of_rank in volume] == [moved[rank] for rank in range(len(numbers))]
+        assert [Volume(*of_rank) for of_rank in far] == [crossed[rank] for rank in range(len(numbers))]
 
 
 @pytest.mark.parametrize(
