@@ -13,7 +13,9 @@ from dataloader.tokenizer import Encoding, digest_of
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+MODEL_FILE = "config.json"
 _ITEMS = ("image", "audio")  # modalities whose token in chat templates files name
+_EDGES = ("start", "end")
 
 
 class HFTokenizer:
@@ -21,9 +23,13 @@ class HFTokenizer:
 
     `bos` is the token that the tokenizer itself puts before a text, none if it puts none there; `eos` the one
     that it puts after it or, if it puts none there, the one that `tokenizer_config.json` names, which then is
-    only where generation stops. `bos`, `eos`, `item` and `end_of_item` name others by their text; an item's
-    rows carry the eos if `item` is left out, and are followed by nothing without `end_of_item`. The chat
+    only where generation stops. `bos`, `eos`, `item` and `end_of_item` name others by their text. If `item`
+    is left out, an item's rows carry the token that the `config.json` of a whole model beside names
+    (`image_token_id`), the eos without one; they are followed by nothing without `end_of_item`. The chat
     template is the file `template`, else `chat_template.jinja`, else that of `tokenizer_config.json`.
+
+    `marks` are the tokens that templates write for items, by modality; `around` what their processor puts
+    before and behind the rows, as InternVL's does: <img> and </img>.
 
     Raises ValueError naming key, value and remedy.
     """
@@ -65,7 +71,11 @@ class HFTokenizer:
         ends = _only("eos", after, self._reading) if eos is None else _id(ids, "eos", eos)
         self.ends_texts = ends is not None
         self.eos = _id(ids, "eos", _named(config, "eos_token")) if ends is None else ends
-        self.item = self.eos if item is None else _id(ids, "item", item)
+        beside = {
+            kind: _of_model(file.parent / MODEL_FILE, f"{kind}_token_id", self._reading) for kind in _ITEMS
+        }
+        rows = item or next(filter(None, beside.values()), None)
+        self.item = self.eos if rows is None else _id(ids, "item", rows)
         self.end_of_item = None if end_of_item is None else _id(ids, "end_of_item", end_of_item)
         more = config.get("extra_special_tokens")
         more = more if isinstance(more, dict) else {}
@@ -73,10 +83,12 @@ class HFTokenizer:
         named |= {"bos_token": bos or named["bos_token"], "eos_token": eos or named["eos_token"]}
         self.names = {key: text for key, text in named.items() if text is not None}
         self.template = _template(file.parent, config, template)
-        own = {kind: item or _named(more | config, f"{kind}_token") for kind in _ITEMS}
+        own = {kind: item or beside[kind] or _named(more | config, f"{kind}_token") for kind in _ITEMS}
         self.marks = {kind: text for kind, text in own.items() if text is not None}
+        edges = {kind: [_named(more | config, f"{edge}_{kind}_token") for edge in _EDGES] for kind in _ITEMS}
+        self.around = {kind: (of[0], of[1]) for kind, of in edges.items() if of[0] and of[1]}
         chosen = json.dumps([self.bos, self.eos, self.item, self.end_of_item])
-        self.digest = digest_of(content + chosen)
+        self.digest = digest_of(content + chosen + (json.dumps(self.around) if self.around else ""))
         # Cuts the text where an item stands, as the tokens that models have for items do.
         self._reading.add_special_tokens([AddedToken(PLACEHOLDER, special=True, normalized=False)])
         self._placeholder = self._reading.token_to_id(PLACEHOLDER)
@@ -113,6 +125,20 @@ def _config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} is no JSON object: save the tokenizer anew")
     return config
+
+
+def _of_model(file: Path, key: str, reading: Any) -> str | None:
+    """The token that the configuration of a model names by its id, None if it names none."""
+    found = _config(file).get(key)
+    if not isinstance(found, int):
+        return None
+    token: str | None = reading.id_to_token(found)
+    if token is None:
+        raise ValueError(
+            f"{file} says {key}={found}, and the tokenizer beside it has no such token: take the files of "
+            f"one model, or name the token, such as item: '<|image_pad|>'"
+        )
+    return token
 
 
 def _named(config: dict[str, Any], key: str) -> str | None:

@@ -27,11 +27,13 @@ MOST_SEEDS = 2**63
 @dataclass
 class ModelConfig:
     """The LLM and its encoders by name. An encoder is `name: <registered>` or `_target_: <class>`, with
-    the keys of that encoder's own configuration beside it.
+    the keys of that encoder's own configuration beside it. With `from_folder` they are those of the folder
+    `start.weights`, with what is set here in place of theirs.
     """
 
     llm: LLMConfig = field(default_factory=LLMConfig)
     encoders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    from_folder: bool = False
 
 
 @dataclass

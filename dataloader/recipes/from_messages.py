@@ -70,8 +70,8 @@ def text_of(
     messages: list[Message], tools: Any, template: ChatTemplate, tokenizer: Tokenizer
 ) -> tuple[str, Spans, tuple[int, ...]]:
     """What a template writes of messages, the spans that carry loss, and where turns end."""
-    marks = getattr(tokenizer, "marks", {})
-    text, targets = targets_with_items(template, messages, tokenizer.special, marks, tools)
+    marks, around = getattr(tokenizer, "marks", {}), getattr(tokenizer, "around", {})
+    text, targets = targets_with_items(template, messages, tokenizer.special, marks, tools, around)
     return text, targets, ends_of_turns(messages, text, targets)
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataloader.storage import Storage
+    from infra.run_folder import RunFolder
+    from omni.open_models.folder import Folder
 
 _DESCRIPTION = """\
 Looks into the checkpoints of a run, without ranks. RUN is a run folder, or where checkpoints lie: a path or a
@@ -19,7 +21,7 @@ URL that fsspec knows.
   omni checkpoint show runs/try                     what there is, and what it holds
   omni checkpoint verify runs/try                   read all of it, and compare every hash
   omni checkpoint export runs/try --out all.safetensors    all weights in one file
-  omni checkpoint export runs/try --as hf --out FOLDER     the LLM as the folder that it began with
+  omni checkpoint export runs/try --as hf --out FOLDER     the folder that it began with, as trained
 """
 
 
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 dest="form",
                 choices=("file", "hf"),
                 default="file",
-                help="one file of all weights, or the LLM as a folder of a published model",
+                help="one file of all weights, or a folder of a published model: the LLM, and encoders of it",
             )
             action.add_argument(
                 "--like",
@@ -169,6 +171,33 @@ def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace)
                 f"start.weights={like}: {name} is not the file that the run began with. Bring it back, or "
                 f"name with --like the folder that the export is to be as"
             )
-    count = export_folder(storage, read_manifest(storage, step), source, arguments.out)
+    encoders, left = _encoders(folder, like)
+    count = export_folder(storage, read_manifest(storage, step), source, arguments.out, encoders)
     print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
+    for name in left:
+        print(
+            f"note: {name} is not of this folder, and not written; omni checkpoint export without --as has it"
+        )
     return 0
+
+
+def _encoders(folder: "RunFolder", like: str) -> "tuple[dict[str, Folder], list[str]]":
+    """Of the encoders of a run those that lie in the folder with the LLM, with what of `like` they are, and
+    the others.
+    """
+    from omni.compose import load_config
+    from omni.models.registry import make_encoder, published
+
+    if not folder.config.exists():
+        return {}, []
+    config, found = load_config(folder.config), {}
+    for name, own in config.model.encoders.items():
+        if own.get("folder") and _same(own["folder"], config.start.weights or like):
+            encoder = make_encoder(name, {**own, "folder": like, "weights": True})
+            found[name] = published(name, encoder)
+    kept = {name: of for name, of in found.items() if of is not None}
+    return kept, [name for name in config.model.encoders if name not in kept]
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).absolute() == Path(other).absolute()

@@ -11,7 +11,7 @@ mean another model.
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omni.config import ConfigError
@@ -94,12 +94,16 @@ class Family:
     do `otherwise` for folders of the same models in another form, such as all experts of a layer in one
     tensor: those are taken that name most of what the folder holds. Tensors whose names match a pattern of
     `copied` (with * for anything) are no weights: they are not read, and exported as they were.
+
+    `encoders` are keys of `model.encoders` by name, for `model=from_folder`: those of the towers that lie in
+    the same folder, without the folder.
     """
 
     keys: Callable[[Said], dict[str, Any]]
     rules: Rules
     copied: tuple[str, ...] = ()
     otherwise: tuple[Rules, ...] = ()
+    encoders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 # Keys by which models say, of themselves or of their text, what no layer here computes.

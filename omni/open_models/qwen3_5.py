@@ -12,28 +12,17 @@ from typing import Any
 from omni.open_models.families import SKIPPED, rotation
 from omni.open_models.family import Family, Said
 from omni.open_models.rules import Rule, Runs, Slab
+from omni.open_models.whole import beside_tower
 
 _OURS = "decoder.layers.{}"
 _KINDS = {"linear_attention": "delta", "full_attention": "full"}
-# Where images stand in a text, and how a text model is put beside a tower.
-_OF_VISION = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+# How a text model is put beside a tower.
 _OF_TEXT = (
     "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
     "mamba_ssm_dtype",
     "full_attention_interval",
 )
-
-
-def _whole(keys: Any, said: Said) -> dict[str, Any]:
-    """Keys of a model of text with a vision tower: those of the text."""
-    said.skip(*SKIPPED, "vision_config", *_OF_VISION)
-    text = Said(said.take("text_config"), f"{said.path}: text_config")
-    tied = said.take("tie_word_embeddings", False)
-    text.skip("tie_word_embeddings")
-    found: dict[str, Any] = keys(text) | {"tied": tied}
-    text.end()
-    return found
 
 
 def _text(said: Said) -> dict[str, Any]:
@@ -227,9 +216,9 @@ def _of(root: str, mixed: bool = False, fused: bool = False) -> Any:
 
 _COPIED = ("mtp.*", "model.visual.*")
 _WHOLE, _TEXT = "model.language_model", "model"
-QWEN3_5 = Family(partial(_whole, _dense), _of(_WHOLE), _COPIED)
+QWEN3_5 = Family(partial(beside_tower, _dense), _of(_WHOLE), _COPIED)
 QWEN3_5_TEXT = Family(_dense, _of(_TEXT), _COPIED)
 # Published folders hold all experts of a layer as one, text models that were saved apart each by itself.
-QWEN3_5_MOE = Family(partial(_whole, _moe), _of(_WHOLE, fused=True), _COPIED, (_of(_WHOLE),))
+QWEN3_5_MOE = Family(partial(beside_tower, _moe), _of(_WHOLE, fused=True), _COPIED, (_of(_WHOLE),))
 QWEN3_5_MOE_TEXT = Family(_moe, _of(_TEXT), _COPIED, (_of(_TEXT, fused=True),))
 QWEN3_NEXT = Family(_moe, _of(_TEXT, mixed=True), _COPIED)

@@ -1,13 +1,14 @@
 """The weights of a checkpoint as a folder of published ones: what another folder is, with other numbers.
 
 Files, headers and hence names, types and shapes are those of the source. Everything beside its weights, such
-as its tokenizer, is copied. Of a source that is quantised, what was so is bf16, and neither headers, index
+as its tokenizer, is copied. Encoders that lie in it, too, are written from the checkpoint as the LLM is. Of a
+source that is quantised, what was so is bf16, and neither headers, index
 nor configuration know it any more.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -31,10 +32,16 @@ from omni.training.export import merged, readers, shapes_of
 _LEFT = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".py")
 
 
-def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder, out: Path) -> int:
+def export_folder(
+    storage: Storage,
+    manifest: Mapping[str, Any],
+    source: Folder,
+    out: Path,
+    encoders: Mapping[str, Folder] | None = None,
+) -> int:
     """Write the LLM of a checkpoint as `source` holds it, to a folder that is new or empty; the index comes
-    last. Adapters are merged. One parameter of ours at a time is in memory. Returns how many tensors there
-    are.
+    last. So are `encoders`, by component, whose rules name tensors of the same folder. Adapters are merged.
+    One parameter of ours at a time is in memory. Returns how many tensors there are.
 
     Raises:
         ConfigError: if the checkpoint holds another model, or the folder is not empty.
@@ -43,12 +50,12 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
     """
     source.check()
     pieces = pieces_of(manifest["index"])
-    shapes = {
-        key.removeprefix(f"{LLM}/"): shape
-        for key, shape in shapes_of(pieces).items()
-        if key.startswith(f"{LLM}/")
-    }
-    _check_model(source, shapes, manifest["fingerprint"].get("model.llm.vocab"))
+    shapes = shapes_of(pieces)
+    parts = {LLM: source, **(encoders or {})}
+    for component, folder in parts.items():
+        own = _of_component(shapes, component)
+        _check_model(component, folder, own, manifest["fingerprint"].get("model.llm.vocab"))
+    taken = {name: (component, of) for component, part in parts.items() for name, of in part.names.items()}
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty: name a folder that is new")
     out.mkdir(parents=True, exist_ok=True)
@@ -56,8 +63,7 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
 
         @lru_cache(maxsize=1)  # queries, keys and values are cut out of one
         def ours(name: str) -> torch.Tensor:
-            flat = merged(f"{LLM}/{name}", manifest, pieces, reader)
-            return torch.from_numpy(flat).view(shapes[name])
+            return torch.from_numpy(merged(name, manifest, pieces, reader)).view(shapes[name])
 
         held = plain_tensors(source)
         for name, header in source.headers.items():
@@ -65,14 +71,21 @@ def export_folder(storage: Storage, manifest: Mapping[str, Any], source: Folder,
                 described = [(key, of.dtype, of.shape) for key, of in held[name]]
                 file.write(header if source.quantised is None else header_of(described))
                 for key, of in held[name]:
-                    if source.is_copied(key):
+                    if key not in taken:
                         before.seek(of.start)
                         file.write(before.read(of.stop - of.start))
-                    else:
-                        for rule, number in source.names[key]:
-                            file.write(_theirs(rule, number, of, ours))
+                        continue
+                    component, rules = taken[key]
+                    for rule, number in rules:
+                        file.write(_theirs(rule, number, of, ours(f"{component}/{rule.ours}")))
     _copy_rest(source, out)
     return sum(map(len, held.values()))
+
+
+def _of_component(shapes: Mapping[str, tuple[int, ...]], component: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a component's parameters, by their names in it."""
+    start = f"{component}/"
+    return {key.removeprefix(start): shape for key, shape in shapes.items() if key.startswith(start)}
 
 
 def plain_tensors(source: Folder) -> dict[str, list[tuple[str, Tensor]]]:
@@ -93,23 +106,26 @@ def plain_tensors(source: Folder) -> dict[str, list[tuple[str, Tensor]]]:
     return held
 
 
-def _check_model(source: Folder, held: Mapping[str, tuple[int, ...]], vocab: int | None) -> None:
-    """Refuse a checkpoint whose LLM of `vocab` ids is not what the folder's rules make."""
+def _check_model(
+    component: str, source: Folder, held: Mapping[str, tuple[int, ...]], vocab: int | None
+) -> None:
+    """Refuse a checkpoint whose LLM of `vocab` ids, or whose encoder, is not what the folder's rules make."""
     for name in sorted(held.keys() | source.rules.keys()):
         rule = source.rules.get(name)
-        if rule is not None and name in held and vocab == source.keys["vocab"]:
+        if component == LLM and rule is not None and name in held and vocab == source.keys["vocab"]:
             rule = source.rule(name, held[name]) or rule  # padded as the run had it
         means = None if rule is None else rule.shape
         if held.get(name) != means:
+            whose = name if component == LLM else f"{name} of {component}"
             raise ConfigError(
-                f"{source.url} has another model than the checkpoint: {name} has shape {held.get(name)} in "
+                f"{source.url} has another model than the checkpoint: {whose} has shape {held.get(name)} in "
                 f"the checkpoint, and {means} there. Name with --like the folder that the weights came from"
             )
 
 
-def _theirs(rule: Rule, number: int, tensor: Tensor, ours: Callable[[str], torch.Tensor]) -> Any:
+def _theirs(rule: Rule, number: int, tensor: Tensor, ours: torch.Tensor) -> Any:
     """The bytes of one of their tensors, or of its slab for one expert, cut out of ours."""
-    part = Region(rule.shape, 0, rule.runs[number]).cut(ours(rule.ours))
+    part = Region(rule.shape, 0, rule.runs[number]).cut(ours)
     if rule.slab is not None:
         part = into_slab(part, rule.slab)
     return part.to(DTYPES[tensor.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data

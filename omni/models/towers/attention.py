@@ -55,13 +55,21 @@ def prepare(tower: torch.nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attend)
-    config: Any = tower.config
-    config._attn_implementation_internal = NAME
+    for config in _configs(tower):
+        config._attn_implementation_internal = NAME
 
 
 def attend_by(tower: torch.nn.Module, attends: TowerAttention) -> None:
     """Say by what a tower attends from here on."""
-    vars(tower.config)[_ATTENDS] = attends
+    for config in _configs(tower):
+        vars(config)[_ATTENDS] = attends
+
+
+def _configs(tower: torch.nn.Module) -> list[Any]:
+    """The configurations that a tower's attention may ask: its own and, where it stands in a whole model,
+    those of the model's parts.
+    """
+    return [part.config for part in (tower, *tower.children()) if hasattr(part, "config")]
 
 
 def _attend(

@@ -1,7 +1,8 @@
 """Towers that take items of one shape in a batch: squares of pixels, or spectrograms of so many seconds."""
 
 from collections.abc import Sequence
-from math import prod
+from dataclasses import replace
+from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from omni.keys import ConfigError
 from omni.models.grid_positions import Grid
 from omni.models.registry import ItemArrays
 from omni.models.towers.attention import WHOLE
-from omni.models.towers.calls import BatchCalls, Given
+from omni.models.towers.calls import BatchCalls, ConnectedCalls, Given
 from omni.models.towers.encoder import TowerConfig, WrappedTower
 from omni.models.towers.folder import BATCHES, GRIDS
 from omni.models.towers.processors import open_processor, processed
@@ -37,18 +38,25 @@ class BatchTower(WrappedTower):
         name = next((name for name in BATCHES if name in own.takes), None)
         if name is None or {*GRIDS} & {*own.takes}:
             raise own.refused(f"its forward takes no batch ({', '.join(BATCHES)}) alone: try name=grid_tower")
-        if config.projector is False:
+        if config.projector is False and not config.connector:
             raise ConfigError(
                 f"encoder.projector=false: {own.kind.__name__} makes no rows for an LLM; leave the key out"
             )
         self.name, self.audio = name, name == BATCHES[1]
         self.modality = "audio" if self.audio else "image"
-        self.processor: Any = open_processor(config.folder, self.audio)
-        self.calls = BatchCalls(name, self._squares(self.blank())[0].shape)
+        self.processor: Any = open_processor(
+            config.folder, self.audio, own.model if config.connector else None
+        )
+        shape = self._squares(self.blank())[0].shape
+        self.calls = ConnectedCalls(name, shape) if config.connector else BatchCalls(name, shape)
         self.tokens, self.sides = 1, (1, 1)
         self._try()
         self.values = prod(self.calls.shape) // self.tokens
+        if config.connector:
+            self._check_connected()
+            return
         self.projected = config.merge if self.audio else config.merge**2
+        self.rows = self.tokens // self.projected
         if any(side % config.merge for side in self.sides if side > 1) or self.tokens % self.projected:
             raise ConfigError(
                 f"encoder.merge={config.merge}: {own.kind.__name__} makes {self.sides[0]} rows of "
@@ -69,9 +77,27 @@ class BatchTower(WrappedTower):
             height, width = (patch, patch) if isinstance(patch, int) else patch
             self.sides = shape[-2] // height, shape[-1] // width
             self.tokens = prod(self.sides)
-        if found < self.tokens or prod(shape) % self.tokens:
+        ahead = tried.attended[0][0] - self.tokens if self.config.connector else found - self.tokens
+        if ahead < 0 or prod(shape) % self.tokens:
             raise own.refused(f"of {shape} it makes {found} tokens, where {self.tokens} patches are planned")
-        self.calls = BatchCalls(self.calls.name, shape, found - self.tokens)
+        self.calls = replace(self.calls, ahead=ahead)
+        self.rows = found
+
+    def _check_connected(self) -> None:
+        """The connector makes the LLM's rows: as many as the model's configuration says."""
+        own, config = self.tower, self.config
+        self.projected = 0
+        if config.projector or config.merge > 1:
+            raise ConfigError(
+                f"encoder.connector=true with projector={config.projector} and merge={config.merge}: the "
+                f"connector of {own.folder} makes the rows; leave these out"
+            )
+        said = getattr(own.model, "image_seq_length", self.rows)
+        if said != self.rows:
+            raise ConfigError(
+                f"{own.key}: config.json says image_seq_length={said}, and of a square of its processor come "
+                f"{self.rows} rows: take config.json and preprocessor_config.json that the weights came with"
+            )
 
     def _squares(self, array: np.ndarray) -> np.ndarray:
         """A decoded item → what the processor makes of it: float32 [squares, …]."""
@@ -95,7 +121,7 @@ class BatchTower(WrappedTower):
     def count(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return (tokens, rows) of an image of (height, width), or a recording of (samples, rate)."""
         squares = self._count(size)
-        return squares * self.tokens, squares * self.tokens // self.projected
+        return squares * self.tokens, squares * self.rows
 
     def _count(self, size: tuple[int, ...]) -> int:
         """Squares of an item."""
@@ -113,8 +139,8 @@ class BatchTower(WrappedTower):
 
     def row_grid(self, size: tuple[int, ...]) -> Grid:
         """Return (squares, rows, columns) of the LLM rows of an item."""
-        merge = self.config.merge
         rows, columns = self.sides
+        merge = self.config.merge if self.audio else isqrt(self.tokens // self.rows)
         return self._count(size), max(1, rows // merge), columns // merge
 
     def decode(self, item: Item) -> np.ndarray:

@@ -81,3 +81,14 @@ class BatchCalls:
         batch = values.reshape(-1, *self.shape).to(tower.dtype)
         found: torch.Tensor = tower(**{self.name: batch}).last_hidden_state[:, self.ahead :].flatten(0, 1)
         return found
+
+
+@dataclass(frozen=True)
+class ConnectedCalls(BatchCalls):
+    """As before, of a tower with its model's connector: of each item come rows for the LLM."""
+
+    def tokens(self, tower: Any, values: torch.Tensor, given: Given) -> torch.Tensor:
+        """Rows."""
+        batch = values.reshape(-1, *self.shape).to(tower.dtype)
+        rows: torch.Tensor = tower.get_image_features(**{self.name: batch}, return_dict=True).pooler_output
+        return rows.flatten(0, 1)

@@ -33,7 +33,8 @@ class TowerConfig:
     `config.json` means.
 
     A `projector`, which null means where the tower makes no rows for an LLM itself, is a norm and two linears
-    of our own, drawn; `merge` neighbours, of a picture in height and in width, become one row of it.
+    of our own, drawn; `merge` neighbours, of a picture in height and in width, become one row of it. With
+    `connector` the tower of a whole model makes rows as the model does, by the connector in the folder.
     """
 
     folder: str = ""
@@ -41,6 +42,7 @@ class TowerConfig:
     tower: str | None = None
     projector: bool | None = None
     merge: int = at_least(1, 1)
+    connector: bool = False
 
 
 class WrappedTower(ABC):
@@ -67,7 +69,7 @@ class WrappedTower(ABC):
         if not config.folder:
             raise ConfigError(NO_FOLDER)
         self.config = config
-        self.tower = open_tower(config.folder, config.tower)
+        self.tower = open_tower(config.folder, config.tower, config.connector)
         self.made = on_meta(self.tower, torch.float32)
         self.still: frozenset[str] = frozenset()
 

@@ -33,12 +33,18 @@ _WIDTHS = ("hidden_size", "embed_dim", "d_model")
 
 @dataclass(frozen=True)
 class Tower:
-    """A class of transformers with the configuration that a folder gives it. `key` names it in messages."""
+    """A class of transformers with the configuration that a folder gives it. `key` names it in messages.
+
+    `model` is the configuration of the whole model that it is of, None for a tower alone; with `connected` it
+    is built with all that the model has between it and its LLM.
+    """
 
     folder: str
     key: str
     kind: Any
     config: Any
+    model: Any = None
+    connected: bool = False
 
     @property
     def layers(self) -> int:
@@ -77,13 +83,32 @@ class Tower:
         """Build it in `dtype` on the current device, with weights that transformers draws or with none."""
         from transformers.initialization import no_init_weights
 
-        if draw:
-            # A copy, as it writes into what it is given.
-            own = copy.deepcopy(self.config)
-            made: torch.nn.Module = self.kind._from_config(own, dtype=dtype, attn_implementation="eager")
-            return made
-        with no_init_weights():
-            return self.build(dtype, draw=True)
+        if not draw:
+            with no_init_weights():
+                return self.build(dtype, draw=True)
+        kind, config = (self.of_model, self.model) if self.connected else (self.kind, self.config)
+        own = copy.deepcopy(config)  # as it writes into what it is given
+        if self.connected:
+            _shorten(own.text_config)
+        made: torch.nn.Module = kind._from_config(own, dtype=dtype, attn_implementation="eager")
+        if self.connected:
+            del made.language_model
+        return made
+
+    @property
+    def of_model(self) -> Any:
+        """The class of the whole model."""
+        from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+        return MODEL_MAPPING.get(type(self.model), None)
+
+
+def _shorten(text: Any) -> None:
+    """Leave one layer and few ids of an LLM that is built and not used."""
+    text.num_hidden_layers, text.vocab_size = 1, 8
+    for key in ("layer_types", "pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(text, key, None)
+        setattr(text, key, value[:1] if key == "layer_types" and value else None)
 
 
 def freeze(module: torch.nn.Module, names: Collection[str]) -> None:
@@ -98,12 +123,13 @@ def takes(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-def open_tower(folder: str, wanted: str | None) -> Tower:
-    """Find the tower of a folder: the class `wanted`, or the one that its `config.json` means.
+def open_tower(folder: str, wanted: str | None, connected: bool = False) -> Tower:
+    """Find the tower of a folder: the class `wanted`, or the one that its `config.json` means; `connected`
+    for one with its model's connector.
 
     Raises:
         ConfigError: without `config.json` or transformers, for a model that it does not know, for none or
-            several towers, and for one with dropout.
+            several towers, for one with dropout, and for a folder that is to have a connector and has none.
     """
     key = f"encoder.folder={folder}"
     whole = _config(folder, key)
@@ -130,7 +156,13 @@ def open_tower(folder: str, wanted: str | None) -> Tower:
                 f"there"
             )
     own.vision_use_head = False  # it pools rows into one, and learns nothing of them
-    return Tower(folder, key, kind, own)
+    tower = Tower(folder, key, kind, own, None if own is whole else whole, connected)
+    if connected and not hasattr(tower.of_model, "get_image_features"):
+        raise ConfigError(
+            f"encoder.connector=true: {CONFIG} of {folder} (model_type={whole.model_type!r}) is of no model "
+            f"of transformers that makes rows of images: leave the key out, for a projector of our own"
+        )
+    return tower
 
 
 def _no_tower(module: Any) -> str:

@@ -39,6 +39,10 @@ class GridTower(GridImages, WrappedTower):
             raise ConfigError(
                 f"encoder.projector=false: {own.kind.__name__} makes no rows for an LLM; leave the key out"
             )
+        if config.connector:
+            raise ConfigError(
+                "encoder.connector=true: towers that take grids have their own; leave the key out"
+            )
         if config.merge > 1:
             raise ConfigError(
                 f"encoder.merge={config.merge}: sides of grids need not divide by it, and "

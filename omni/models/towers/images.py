@@ -36,6 +36,12 @@ class GridImages:
         )
         size = self.processor.patch_size
         self.patch, self.side = int(size if isinstance(size, int) else size["height"]), side
+        if (theirs := getattr(self.processor, "merge_size", side)) != side:
+            raise ConfigError(
+                f"{tower.key}: its processor {type(self.processor).__name__} merges {theirs}x{theirs} "
+                f"patches to a token, and {tower.kind.__name__} merges {side}x{side}: take the "
+                f"preprocessor_config.json that the tower came with"
+            )
         made, grid = processed(self.processor, self.blank()), self.grid(self.blank().shape[:2])
         found, planned = made["pixel_values"].reshape(-1, made["pixel_values"].shape[-1]), prod(grid)
         told = next((value for name, value in made.items() if name.endswith(GRIDS)), np.array([grid]))

@@ -18,8 +18,9 @@ from omni.keys import ConfigError
 _RESIZES = ("smart_resize", "get_image_size_for_max_num_patches")
 
 
-def open_processor(folder: str, audio: bool) -> Any:
-    """Open the processor of a folder, of recordings or of images.
+def open_processor(folder: str, audio: bool, model: Any = None) -> Any:
+    """Open the processor of a folder, of recordings or of images; with the configuration of a whole `model`
+    as that has it work, such as in tiles.
 
     Raises:
         ConfigError: if there is none, or it needs what is not installed.
@@ -27,7 +28,7 @@ def open_processor(folder: str, audio: bool) -> Any:
     import transformers
 
     kind = transformers.AutoFeatureExtractor if audio else transformers.AutoImageProcessor
-    more = {} if audio else {"backend": "pil"}
+    more = {} if audio else {"backend": "pil", **_of_model(model)}
     try:
         found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more)
     except Exception as error:  # what a file of others holds may raise anything
@@ -38,6 +39,14 @@ def open_processor(folder: str, audio: bool) -> Any:
             f"preprocessor_config.json, too"
         ) from error
     return found
+
+
+def _of_model(model: Any) -> dict[str, Any]:
+    """What the processor of a whole model hands that of its images."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    kind = None if model is None else PROCESSOR_MAPPING.get(type(model), None)
+    return dict(getattr(kind, "images_kwargs", None) or {})
 
 
 def processed(processor: Any, array: np.ndarray) -> dict[str, np.ndarray]:
