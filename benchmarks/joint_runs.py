@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 import multiprocessing
 import os
 import random
@@ -18,6 +17,7 @@ from PIL import Image
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
+from omni.training.side_by_side import interval, over
 from parallel.handshake import SECRET, new_secret
 
 SCHEDULES = ("encode_first", "joint", "joint_zero_bubble_h1")
@@ -71,18 +71,9 @@ def _spin(parent: int) -> None:
             pass
 
 
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the order statistics that hold it with 95 % (the binomial's normal approximation)."""
-    ordered, n = sorted(values), len(values)
-    half = 0.98 * math.sqrt(n)
-    low, high = max(0, math.floor(n / 2 - half)), min(n - 1, math.ceil(n / 2 + half) - 1)
-    return statistics.median(ordered), ordered[low], ordered[high]
-
-
 def over_first(by_schedule: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:
     """For each schedule, from its seconds in every turn: the ratio to those of the first, as `interval`."""
-    first = by_schedule[0]
-    return [interval([a / b for a, b in zip(of, first, strict=True)]) for of in by_schedule]
+    return [over(of, by_schedule[0]) for of in by_schedule]
 
 
 def gains_ms(by_schedule: Sequence[Sequence[float]]) -> list[tuple[float, float, float]]:

@@ -1,9 +1,10 @@
-"""`omni compare`: published systems and ours on the same samples, without ranks: who wins, and why?"""
+"""`omni compare`: published systems and ours on the same samples, simulated or measured: who wins, why?"""
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ All train on samples cut at the same length: data.sample_tokens, or data.microba
 --mixtures takes a trace's samples with items and without at such ratios, each mixture a run of its own;
 1:9-9:1 is a run that chose for 1:9 and then has 9:1. --even has each preset a second time with what the
 system `multiplexed` deals, balances, packs and pairs by. --ablate has `omni` without each thing that it does.
-All times are simulated; seconds of planning are of this machine's CPU.
+All times are simulated; seconds of planning are of this machine's CPU. With --measure 120 nothing is: the
+systems train on the ranks of this machine and on their own data, a step of each in turn, 120 times.
 """
 AS_IT_IS = "as it is"
 _SHARES = ("work", "bubble", "exchange", "messages", "queue", "reducing")
@@ -53,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixtures", metavar="1:9,5:5", help="samples with items to samples without")
     parser.add_argument("--even", action="store_true", help="each preset with our balancing and packing, too")
     parser.add_argument("--ablate", action="store_true", help="omni without each thing that it does, too")
+    parser.add_argument("--measure", type=int, metavar="TURNS", help="train for real, in turn, not simulated")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, too")
     add_trace(parser)
@@ -71,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
         now[0] = what
 
     try:
+        if arguments.measure is not None:
+            return _measure(arguments)
         weights = _weights(arguments)
         configs = _configs(arguments)
         mixtures = _mixtures(arguments, weights, next(iter(configs.values())))
@@ -92,6 +97,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _measure(arguments: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ConfigError: if it cannot be.
+    """
+    from omni.commands._side_by_side import lines as measured_lines
+    from omni.commands._side_by_side import measure, overrides
+    from omni.config import ConfigError
+
+    for option in ("trace", "mixtures", "html"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(
+                f"--{option} is of simulated steps, and --measure trains on data.sources: leave one"
+            )
+    configs = _configs(arguments, overrides(arguments.measure))
+    found = measure(configs)
+    if arguments.json:
+        print(json.dumps([asdict(of) for of in found], indent=2))
+    else:
+        print("\n".join(measured_lines(found)))
+    return 0
+
+
 def known_systems(config_dir: str | None = None) -> list[str]:
     """The names of all systems, the default first: those of the platform, and those of a user's folder."""
     from importlib.resources import files
@@ -103,8 +132,8 @@ def known_systems(config_dir: str | None = None) -> list[str]:
     return ["omni", *(name for name in found if name != "omni")]
 
 
-def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
-    """The configuration of each system that was asked for.
+def _configs(arguments: argparse.Namespace, more: Sequence[str] = ()) -> "dict[str, Config]":
+    """The configuration of each system that was asked for, with `more` overrides.
 
     Raises:
         ConfigError: for a system that is not known, for overrides that choose one, and for an ablation of one
@@ -128,12 +157,12 @@ def _configs(arguments: argparse.Namespace) -> "dict[str, Config]":
             )
     configs = {}
     for name in dict.fromkeys(names):
-        configs[name] = compose_config([*arguments.overrides, f"system={name}"], arguments.config_dir)
+        configs[name] = compose_config([*arguments.overrides, *more, f"system={name}"], arguments.config_dir)
         on_cluster(configs[name])
     if arguments.ablate and ABLATED not in configs:
         raise ConfigError(f"--ablate takes things away from {ABLATED}: name it among --systems, too")
-    more = evened(configs, arguments.config_dir) if arguments.even else {}
-    return configs | more | (dict(without_each(configs[ABLATED])) if arguments.ablate else {})
+    second = evened(configs, arguments.config_dir) if arguments.even else {}
+    return configs | second | (dict(without_each(configs[ABLATED])) if arguments.ablate else {})
 
 
 def evened(configs: "Mapping[str, Config]", config_dir: str | None = None) -> "dict[str, Config]":

@@ -9,12 +9,11 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.commands._ranks import run_to_end, written
 from omni.commands._shared import add_config_dir
 from omni.config import ConfigError
 
 if TYPE_CHECKING:
-    from omni.config import Config
-    from omni.planning.run_spec import RunSpec
     from omni.training.parity import Difference, Measurement
 
 NUM_SHOWN = 8
@@ -121,7 +120,7 @@ def _against(published: Path, overrides: list[str], config_dir: str | None) -> i
             _check_package(published)
             if config.data.step_tokens is config.data.step_samples is None:
                 config.data.step_samples = NUM_SAMPLES
-            _launch(config, "omni.training.against")
+            run_to_end(written(config), "omni.training.against")
             loss, scored = load(Path(config.run.dir) / FILE)
             differences = compare(loss, scored, theirs(published))
     except ValueError as error:
@@ -144,35 +143,6 @@ def _check_package(published: Path) -> None:
         )
 
 
-def _launch(config: "Config", module: str) -> "RunSpec":
-    """Run a measurement's ranks to their end. Return what they ran.
-
-    Raises:
-        ConfigError: if it is refused, or a rank failed.
-    """
-    from omegaconf import OmegaConf
-
-    from infra.launch import launch_local
-    from infra.run_folder import RunFolder, write_text
-    from omni.planning.layouts import count_ranks
-    from omni.planning.prepare import prepare_run
-    from omni.planning.trainable import check_trainable
-    from omni.training.start import check_start
-
-    check_trainable(config)
-    ranks = count_ranks(config.launch)
-    spec = prepare_run(config, ranks)
-    for line in spec.choice.lines() if spec.choice else ():
-        print(line, file=sys.stderr)
-    check_start(spec)
-    folder = RunFolder.create(Path(config.run.dir))
-    write_text(folder.config, OmegaConf.to_yaml(OmegaConf.structured(spec.config), resolve=True))
-    code = launch_local(folder.config, ranks, module)
-    if code:
-        raise ConfigError(f"the ranks of the measurement failed with exit code {code}: see above")
-    return spec
-
-
 def _measure(
     overrides: list[str], steps: int, path: Path, config_dir: str | None, longest: int | None = None
 ) -> "tuple[Measurement, int]":
@@ -186,5 +156,6 @@ def _measure(
     config = compose_config([*overrides, *own], config_dir)
     if config.data.sample_tokens is None:
         config.data.sample_tokens = longest
-    spec = _launch(config, "omni.training.parity")
+    spec = written(config)
+    run_to_end(spec, "omni.training.parity")
     return load(path / FILE), spec.planner.world.budget.longest

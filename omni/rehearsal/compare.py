@@ -127,7 +127,7 @@ def quickest(cells: Sequence[Cell]) -> list[Cell]:
 def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     """The figures of a run's first step, its samples in words, and the samples."""
     ranks = planned_ranks(config.launch)
-    sets = _comparable(config)
+    sets = comparable(config)
     begin = time.process_time()
     spec = first = prepare_run(with_keys(config, sets), ranks, mixture.before or mixture.trace)
     if mixture.before:
@@ -170,7 +170,7 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     return figures, f"{len(taken):,} samples, {taken.tokens:,} tokens; {cut_of(spec.planner, taken)}", taken
 
 
-def _comparable(config: Config) -> dict[str, object]:
+def comparable(config: Config) -> dict[str, object]:
     """Keys under which a system can be compared: how long samples may be, microbatches that hold these, and
     no ranks beside the LLM where a placement takes none.
     """

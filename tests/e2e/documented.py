@@ -107,6 +107,9 @@ RANKS = {
     "omni train +data.sources.mine.path=data/tars_index model.encoders.image.patch=4": f"{_TWO} {_ONE}",
     "omni train train.steps=100 launch.ranks=2 layout.domain=2 llm_sp=dynamic encoder_sp=dynamic": _TWO,
     "omni train train.steps=100 launch.ranks=3 placement=disaggregated placement.ranks=1": _TWO,
+    "omni compare --measure 120 --systems omni,multiplexed,megatron layout=pp2 launch.ranks=2": (
+        "data.step_tokens=256 train.timeout_s=60 --measure 1"
+    ),
     "omni train '+optim.components.image={lr_scale: 0.1, frozen: [[1, 201]]}'": f"{_TWO} {_ONE}",
     "omni train run.dir=runs/align '+optim.components={llm: {frozen: [[1, 100000]]}}' train.steps=200 "
     "train.checkpoint_every=100": f"{_TWO} train.checkpoint_every=2",

@@ -238,6 +238,7 @@ def test_json_has_figures_or_a_reason(capsys: pytest.CaptureFixture[str]) -> Non
         (["--systems", "disttrain", "launch.ranks=2"], "every system is refused"),
         (["--systems", "megatron", "nope=1"], "nope"),
         (["--systems", "megatron", "--ablate"], "from omni: name it"),
+        (["--measure", "2"], "--trace is of simulated steps"),
     ],
 )
 def test_mistakes_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
