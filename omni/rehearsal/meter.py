@@ -26,6 +26,12 @@ from pipeline.rules.lists import ENCODES
 
 _CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
+# What torch adds in place in the backward of a selection, but not on a subclass of tensors, as fake ones are.
+_ZEROS, _ADD, _ADD_IN_PLACE = (
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_add_.default,
+)
 # Without a fake kernel in torch: what they would put out is there already.
 _UNFAKED = ("reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
 
@@ -51,6 +57,7 @@ class Meter(TorchDispatchMode):
         self.total = self.most = 0
         self.encoding: dict[Op, int] = {}  # the most bytes during each pass of an encoder
         self.sent: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
+        self._zeros: int | None = None  # the storage that the last operation put out, if it is of zeros
         self._held: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
 
     @contextlib.contextmanager
@@ -100,7 +107,10 @@ class Meter(TorchDispatchMode):
             self._count(func._opname, args)
             if func._opname in _UNFAKED and any(isinstance(x, FakeTensor) for x in tree_iter(args)):
                 return _with_nothing(func, args, kwargs or {})
+        if func is _ADD and args[0].untyped_storage()._cdata == self._zeros:
+            func = _ADD_IN_PLACE
         out = func(*args, **(kwargs or {}))
+        self._zeros = out.untyped_storage()._cdata if func is _ZEROS else None
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
                 storage = tensor.untyped_storage()

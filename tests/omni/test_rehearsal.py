@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import RankPool
 from small import overrides, write_mixed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infra.run_folder import RunFolder
 from omni.__main__ import main
@@ -118,6 +119,18 @@ def test_the_meter_counts_what_real_ranks_send_and_hold(ranks: RankPool) -> None
         assert held == 800
         # Beside 800 bytes of doubles two floats of 400 lived at once.
         assert peak["buffers"] >= 1600
+
+
+def test_the_backward_of_a_selection_holds_as_much_on_fake_tensors() -> None:
+    """torch adds its gradient in place, unless tensors are of a subclass."""
+    most = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            x, index = torch.zeros(1000, 8, requires_grad=True), torch.arange(900)
+            with Meter([0]) as meter:
+                x.index_select(0, index).sum().backward()
+        most.append(meter.most)
+    assert most[0] == most[1] > 4 * 8 * 1000
 
 
 # A rehearsal against a real run.
