@@ -202,7 +202,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
     are small reach less of the peak by as much as they move for each FLOP, which a sum says and a maximum
     does not.
     """
-    many, long, none = (_load(part, *of) for of in ((_REFERENCE,), (0, _REFERENCE), (0,)))
+    many, long, none = (full_load(part, *of) for of in ((_REFERENCE,), (0, _REFERENCE), (0,)))
     forward = [part.forward(load) for load in (many, long, none)]
     input_, weight = ([part.backward(load, half) for load in (many, long, none)] for half in _HALVES)
     # Of the attention in a backward two forwards' FLOPs are its own, and more of them recomputation.
@@ -253,7 +253,7 @@ def _fs(amount: int, per_s: int) -> int:
 
 def talks_by_axis(part: Part, axes: Axes) -> tuple[dict[str, Talk], dict[str, Talk], dict[str, Talk]]:
     """Return what a forward and the two halves of a backward communicate in a part's layers, by axis."""
-    many, none = _load(part, _REFERENCE), _load(part, 0)
+    many, none = full_load(part, _REFERENCE), full_load(part, 0)
     of_passes = (
         [part.forward(load), *(part.backward(load, half) for half in _HALVES)] for load in (many, none)
     )
@@ -279,6 +279,6 @@ def sum_talks(talks: Iterable[Talk]) -> Talk:
     return Talk(sum(of.token_fs for of in all_of_them), sum(of.fixed_ns for of in all_of_them))
 
 
-def _load(part: Part, tokens: int, squares: int = 0) -> Load:
+def full_load(part: Part, tokens: int, squares: int = 0) -> Load:
     """A load that nobody shares: all tokens are targets, and every rank sends as many to experts."""
     return even_load(tokens, squares, targets=tokens, routed=(tokens // part.tp,) * part.ep)

@@ -87,8 +87,10 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.commands._plan_advice import advice
     from omni.commands._plan_estimate import estimated
     from omni.commands._plan_text import lines
+    from omni.config import ConfigError
     from omni.planning.few_samples import few
     from omni.planning.fullest import check_memory
+    from omni.planning.nearest import nearest_text
     from omni.planning.pools import without_effect
     from omni.rehearsal.estimate import sent_by_ranks
     from pipeline.costs import simulate
@@ -110,7 +112,11 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
-    check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
+    try:
+        check_memory(spec, found.fullest)  # a picture of what does not fit is wanted all the more
+    except ValueError as error:
+        with signs_of_life(lambda: "looking for the nearest that fits"):
+            raise ConfigError(f"{error} {nearest_text(spec, arguments.step, cursor)}") from error
     for text in (*without_effect(spec.planner.domain.sharing), *few(spec.planner, plan.taken)):
         tell(text)
     sent = sent_by_ranks(spec, plan)
