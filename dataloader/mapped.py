@@ -26,7 +26,7 @@ class MappedRows:
         """
         self._name = str(file)
         self._lock = threading.Lock()
-        self._batches: dict[int, dict[str, Getter]] = {}
+        self._batches: dict[int, tuple[tuple[str, Getter], ...]] = {}
         try:
             self._size = os.stat(self._name).st_size
             self._file = pa.ipc.open_file(pa.memory_map(self._name))
@@ -49,14 +49,14 @@ class MappedRows:
         if size != self._size:  # to read a file that was cut under its map would kill the process
             raise DataError(f"{self._name} was changed while it is in use: restore it, or write it anew")
         number, row = divmod(i, self._rows)
+        columns = self._batches.get(number) or self._opened(number)
+        return {name: get(row) for name, get in columns}
+
+    def _opened(self, number: int) -> tuple[tuple[str, Getter], ...]:
         with self._lock:
-            columns = self._batches.get(number)
-            if columns is None:
-                batch = self._file.get_batch(number)
-                columns = self._batches[number] = dict(
-                    zip(batch.schema.names, map(getter, batch), strict=True)
-                )
-        return {name: get(row) for name, get in columns.items()}
+            batch = self._file.get_batch(number)
+        columns = self._batches[number] = tuple(zip(batch.schema.names, map(getter, batch), strict=True))
+        return columns
 
 
 def getter(array: pa.Array) -> Getter:
@@ -77,11 +77,11 @@ def _value_of(array: pa.Array) -> Getter:
         fields = [(kind.field(at).name, getter(array.field(at))) for at in range(kind.num_fields)]
         return lambda row: {name: get(row) for name, get in fields}
     if pa.types.is_list(kind):
-        edges, get = array.offsets.to_numpy(), getter(array.values)
+        edges, get = array.offsets.to_numpy().data, getter(array.values)
         return lambda row: [get(at) for at in range(edges[row], edges[row + 1])]
     if pa.types.is_string(kind):
         _, places, content = array.buffers()
-        ends, text = np.frombuffer(places, np.int32), memoryview(content or b"")
+        ends, text = np.frombuffer(places, np.int32).data, memoryview(content or b"")
         return lambda row: str(text[ends[row] : ends[row + 1]], "utf-8")
     values: Any = np.frombuffer(array.buffers()[1] or b"", kind.to_pandas_dtype()).data
     return lambda row: values[row]

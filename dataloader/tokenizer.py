@@ -97,6 +97,11 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Encoding:
         """UTF-8 bytes of the text."""
+        if text.replace(PLACEHOLDER, "").isascii():  # a character is a byte or an item
+            ids = np.frombuffer(text.encode("utf-32-le"), dtype=np.int32).astype(np.int64)
+            ids[ids == ord(PLACEHOLDER)] = self.item
+            starts = np.arange(len(ids))
+            return Encoding(ids, starts, starts + 1)
         ids = np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
         begins = (ids & 0xC0) != 0x80
         starts = np.cumsum(begins) - 1

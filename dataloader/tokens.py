@@ -11,7 +11,6 @@ the one place where text becomes tokens; `length` and `item_row_offsets` say the
 """
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -215,15 +214,17 @@ class TextTokens:
 def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
     """What a tokenizer makes of a sample's text. A token is a target if it holds a character of one."""
     ids, starts, stops = tokenizer.encode(sample.text)
-    of_item = placeholders_of(sample.text)[starts]
-    places = np.flatnonzero(of_item)
-    count = sample.text.count(PLACEHOLDER)
-    if len(places) != count:
-        raise DataError(
-            f"sample {sample.id!r}: tokenizer {tokenizer.name} makes {len(places)} tokens of its "
-            f"{count} placeholders (U+FFFC): it must give each one token of its own"
-        )
-    items = tuple((places - np.arange(len(places))).tolist())
+    items: tuple[int, ...] = ()
+    if count := sample.text.count(PLACEHOLDER):
+        of_item = placeholders_of(sample.text)[starts]
+        places = np.flatnonzero(of_item).tolist()
+        if len(places) != count:
+            raise DataError(
+                f"sample {sample.id!r}: tokenizer {tokenizer.name} makes {len(places)} tokens of its "
+                f"{count} placeholders (U+FFFC): it must give each one token of its own"
+            )
+        items = tuple(place - number for number, place in enumerate(places))
+        ids, starts, stops = (array[~of_item] for array in (ids, starts, stops))
     if sample.targets is None:
         targets = np.ones(len(ids), dtype=np.bool_)
     else:
@@ -231,8 +232,8 @@ def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
         first = np.searchsorted(spans[:, 1], starts, side="right")  # the first span that ends after its start
         begins = np.append(spans[:, 0], np.iinfo(np.int64).max)[first]
         targets = begins < np.maximum(stops, starts + 1)
-    turns = np.searchsorted(starts[~of_item], sample.turns).tolist() if sample.turns else ()
-    return TextTokens(ids[~of_item], items, targets[~of_item], tuple(turns))
+    turns = np.searchsorted(starts, sample.turns).tolist() if sample.turns else ()
+    return TextTokens(ids, items, targets, tuple(turns))
 
 
 def tokenize(
@@ -254,24 +255,30 @@ def tokenize(
         if item.at != at:
             raise _mismatch(sample, meta, f"item {number} stands after {at} text tokens, not {item.at}")
     frame = meta.frame
-    ids = [np.array([tokenizer.bos] * frame.bos, dtype=np.int64)]
-    target = [np.zeros(int(frame.bos), dtype=np.bool_)]
-    edges = [0, *(item.at for item in kept), meta.text_tokens]
-    for number, (start, stop) in enumerate(pairwise(edges)):
-        ids.append(text.ids[start:stop])
-        target.append(text.targets[start:stop])
-        if number < len(kept):
-            of_item = [tokenizer.item] * kept[number].rows + [tokenizer.end_of_item] * frame.end_of_item
-            ids.append(np.array(of_item, dtype=np.int64))
-            target.append(np.zeros(len(of_item), dtype=np.bool_))
+    sequence = np.empty(length(meta) + 1, np.int64)
+    target = np.zeros(len(sequence), np.bool_)
+    if frame.bos:
+        assert tokenizer.bos is not None
+        sequence[0] = tokenizer.bos
+    at, seen = int(frame.bos), 0  # tokens written, and those of the text among them
+    for item in kept:
+        stop = at + item.at - seen
+        sequence[at:stop] = text.ids[seen : item.at]
+        target[at:stop] = text.targets[seen : item.at]
+        at, seen = stop + item.rows, item.at
+        sequence[stop:at] = tokenizer.item
+        if frame.end_of_item:
+            assert tokenizer.end_of_item is not None
+            sequence[at] = tokenizer.end_of_item
+            at += 1
+    sequence[at:-1] = text.ids[seen : meta.text_tokens]
+    target[at:-1] = text.targets[seen : meta.text_tokens]
+    sequence[-1] = tokenizer.eos
     to_the_end = sample.targets is None or (
         len(sample.targets) > 0 and sample.targets[-1][1] == len(sample.text)
     )
-    ids.append(np.array([tokenizer.eos]))
-    target.append(np.array([frame.eos and to_the_end and not meta.truncated]))
-    sequence = np.concatenate(ids)
-    assert len(sequence) == length(meta) + 1
-    return sequence[:-1], sequence[1:].copy(), np.concatenate(target)[1:]
+    target[-1] = frame.eos and to_the_end and not meta.truncated
+    return sequence[:-1], sequence[1:].copy(), target[1:]
 
 
 def blank(
