@@ -25,14 +25,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import simplejpeg
 import torch
 from PIL import Image
 
 from dataloader.decode import decode_image
+from dataloader.fetching import chunk_bytes
 from dataloader.format import PLACEHOLDER, Item, Sample, SampleError
 from dataloader.index import Index
 from dataloader.loader import Fetch, Loader
+from dataloader.node_cache import NodeCache
 from dataloader.reader import Reader
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.build import build_index
@@ -45,6 +48,7 @@ from omni.models.registry import ItemArrays, prepare_item
 
 # Targets. Ratios of CPU seconds, of wall seconds slept, of bytes; the last two are MB and ms.
 PATCHES, DECODERS, FILES, READ, SOURCES, BOMB_MB, BOMB_MS = 1.8, 3.5, 6.0, 1.1, 1.2, 50.0, 10.0
+ROW_GROUPS = 1.3  # of compressed Parquet, a node
 WAITED = 0.02  # share of the time of steps
 STEP_S, IMAGES_OF_STEP, AHEAD = 1.0, 16, 3  # planned so many steps ahead, as omni.training.ahead does
 HEIGHT, WIDTH = 480, 640
@@ -248,6 +252,36 @@ def measure_read(folder: Path, count: int) -> dict[int, float]:
     return found
 
 
+def measure_row_groups(folder: Path, count: int) -> dict[int, float]:
+    """Bytes that all replicas of a node read of compressed Parquet, by those of its columns. They take turns
+    at the samples of a stream's steps, each with a small cache of its own and one that the node shares.
+    """
+    rng = np.random.default_rng(0)
+    pictures = [photo(160, 200, seed) for seed in range(64)]
+    images = [{"bytes": pictures[number], "path": None} for number in rng.integers(0, 64, count)]
+    texts = [f"picture {number} " + "x" * int(rng.integers(20, 500)) for number in range(count)]
+    (folder / "parquet").mkdir()
+    table = pa.table({"text": texts, "image": images})
+    pq.write_table(table, folder / "parquet/0.parquet", "2.6", row_group_size=64, use_dictionary=False)
+    build_index(folder / "parquet", folder / "parquet_index", {"name": "parquet", "image": "image"})
+    index = Index.open(folder / "parquet_index")
+    stream = Stream({"s": SourceSpec(len(index), index.manifest.rows_per_group, 1)}, seed=0)
+    ids = stream.take(0, count)[1].tolist()
+    metadata = pq.read_metadata(folder / "parquet/0.parquet")
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    payload = sum(chunk_bytes(group, ("text", "image")) for group in groups)
+    found = {}
+    for replicas in (1, 8, 64):
+        with tempfile.TemporaryDirectory() as name:
+            node = [NodeCache(Path(name) / "cache", 1 << 30) for _ in range(replicas)]
+            files = [SharedFiles(cache_bytes=2 << 20, node=one) for one in node]
+            readers = [open_reader(folder / "parquet_index", one) for one in files]
+            for place, i in enumerate(ids):
+                readers[place % replicas].read(i, text=True, items=True)
+            found[replicas] = sum(one.bytes_read for one in files) / payload
+    return found
+
+
 def measure_apart(what: str, *given: str) -> dict[str, float]:
     """Run a measurement of this file in a process of its own."""
     line = [sys.executable, __file__, "--apart", what, *given]
@@ -320,6 +354,7 @@ def main() -> int:
         folder = Path(name)
         cpu = measure_cpu(folder, 5 if quick else 25)
         read = measure_read(folder, 1024 if quick else 4096)
+        row_groups = measure_row_groups(folder, 1024 if quick else 4096)
         memory = measure_sources(folder, 32 if quick else 96)
         results: dict[str, Any] = {
             "cpu_ms": cpu,
@@ -331,6 +366,7 @@ def main() -> int:
             "files": measure_files(folder, 32 if quick else 64),
             "waited": measure_waiting(folder, 3 if quick else 5, 5),
             "read": read,
+            "row_groups": row_groups,
             "sources_mb": memory,
             "bombs": [measure_apart("bomb", stated) for stated in ("64", "12000")],
         }
@@ -340,6 +376,7 @@ def main() -> int:
         *(["files"] if results["files"] < FILES else []),
         *(["waited"] if results["waited"] > WAITED else []),
         *(f"read at {replicas}" for replicas, ratio in read.items() if ratio > READ),
+        *(f"row groups at {replicas}" for replicas, ratio in row_groups.items() if ratio > ROW_GROUPS),
         *(["sources"] if memory["forty"] > SOURCES * memory["one"] else []),
         *("bomb" for one in results["bombs"] if one["mb"] > BOMB_MB or one["ms"] > BOMB_MS),
     ]

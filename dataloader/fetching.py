@@ -1,5 +1,6 @@
 """Ranges of files that lie anywhere: neighbours in one read, again where a store fails, and not for ever."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +37,7 @@ class Fetcher:
     ) -> None:
         self.storage = storage
         self._files = files
+        self._identities: dict[str, tuple[int, str]] = {}
         self._attempt_s = attempt_s
         self._deadline_s = deadline_s
 
@@ -60,21 +62,20 @@ class Fetcher:
         `ranges`.
         """
         path = self.storage.path(name)
-        key = (str(self.storage), name, group, *columns)
 
-        def read(file: Any) -> tuple[pa.Table, int]:
+        def read(file: Any) -> pa.Table:
             parquet = pq.ParquetFile(file, pre_buffer=not self.storage.is_local)
             if group >= parquet.num_row_groups:
                 raise ValueError(f"{name} has {parquet.num_row_groups} row groups")
             table = parquet.read_row_group(group, columns=list(columns), use_threads=False)
-            self._files.count(table.nbytes)
-            return table, table.nbytes
+            self._files.count(chunk_bytes(parquet.metadata.row_group(group), columns))
+            return table
 
-        def once() -> tuple[pa.Table, int]:
+        def once() -> pa.Table:
             with self.storage.open(name) as file:
                 return read(file)
 
-        def make() -> tuple[pa.Table, int]:
+        def make() -> pa.Table:
             try:
                 if self.storage.is_local:
                     with self._files.opened(path) as file:
@@ -83,8 +84,16 @@ class Fetcher:
             except pa.ArrowException as error:
                 raise OSError(f"{name}: {error}") from error
 
-        table: pa.Table = self._files.cached(key, make)
-        return table
+        key = (str(self.storage), name, group, *columns)
+        return self._files.table(key, lambda: self._identity(name), make)
+
+    def _identity(self, name: str) -> tuple[object, ...]:
+        """What tells a file from another that has its name."""
+        if self.storage.is_local:
+            return file_identity(self.storage.path(name))
+        if name not in self._identities:
+            self._identities[name] = self.known(name)
+        return self._identities[name]
 
     def known(self, name: str) -> tuple[int, str]:
         """The bytes of a file, and the name that its store has for its content, "" where it has none; raises
@@ -133,6 +142,18 @@ class Fetcher:
                     ) from error
             time.sleep(pause)
             pause *= 2
+
+
+def file_identity(path: str) -> tuple[int, int]:
+    """The bytes of a file of this machine, and when it was changed. Raises OSError."""
+    found = os.stat(path)
+    return found.st_size, found.st_mtime_ns
+
+
+def chunk_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
+    """Bytes that columns of a row group take in its file."""
+    chunks = (group.column(c) for c in range(group.num_columns))
+    return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)
 
 
 class _ShortError(Exception):

@@ -30,15 +30,18 @@ _MOST_THREADS = 16
 @dataclass(frozen=True)
 class Fetch:
     """What a rank needs for a step: texts to tokenise, items by (source, sample id, item index). `costs` says
-    what each item takes, in any unit, such as the bytes of its file; items without are alike.
+    what each item takes, in any unit, such as the bytes of its file; items without are alike. `changes` are
+    what is done to items that are decoded, None or no changes at all for nothing.
     """
 
     texts: tuple[tuple[str, SampleMeta], ...]
     items: tuple[tuple[str, int, int], ...]
     costs: tuple[int, ...] = ()
+    changes: tuple[Callable[[Any], Any] | None, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.costs) in (0, len(self.items))
+        assert len(self.changes) in (0, len(self.items))
 
 
 class SampleReader(Protocol):
@@ -89,7 +92,7 @@ class _Job(Generic[T]):
         self.todo = deque(_works(fetch, num_threads))
         self.total = len(self.todo)
         self.done = 0
-        self.running: dict[int, str] = {}  # by thread
+        self.running: dict[int, _Work] = {}  # by thread
         self.started = False
         self.wanted = False
         self.error: BaseException | None = None
@@ -108,8 +111,8 @@ def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
 class Loader(Generic[T]):
     """Threads that work off submitted fetches in order, at most `depth` of them ahead of `get`.
 
-    `prepare` has a function for each modality, which several threads call at once; `prepare_s` counts the
-    seconds of a core that they have taken.
+    `prepare` has a function for each modality, of an item and, if the fetch has one for it, its change;
+    several threads call them at once, and `prepare_s` counts the seconds of a core that they have taken.
 
     A fetch that `get` waits for is worked on whatever the depth. The threads are daemons: a reader that
     hangs keeps neither `get` (which times out) nor the process from ending.
@@ -119,7 +122,7 @@ class Loader(Generic[T]):
         self,
         readers: Mapping[str, SampleReader],
         tokenizer: Tokenizer,
-        prepare: Mapping[str, Callable[[Item], T]],
+        prepare: Mapping[str, Callable[..., T]],
         num_threads: int = 1,
         depth: int = 2,
     ) -> None:
@@ -175,9 +178,10 @@ class Loader(Generic[T]):
             )
             self._check_open()
             if not ready:
+                parts = "; ".join(_describe(job.fetch, work) for work in job.running.values())
                 raise TimeoutError(
                     f"fetch {key} is not ready after {timeout_s} s: {job.done} of {job.total} parts are "
-                    f"done, waiting for: {'; '.join(job.running.values()) or 'a free thread'}"
+                    f"done, waiting for: {parts or 'a free thread'}"
                 )
             del self._jobs[key]
             self._changed.notify_all()  # one fetch fewer ahead
@@ -219,7 +223,7 @@ class Loader(Generic[T]):
                 assert job is not None
                 work = job.todo.popleft()
                 job.started = True
-                job.running[number] = _describe(job.fetch, work)
+                job.running[number] = work
             error: BaseException | None = None
             try:
                 (self._load_texts if work.kind == "texts" else self._load_items)(job, work.places)
@@ -231,7 +235,8 @@ class Loader(Generic[T]):
                 if error is not None and job.error is None:
                     job.error = error
                     job.todo.clear()
-                self._changed.notify_all()
+                if job.error is not None or job.done == job.total:  # else nobody can go on for it
+                    self._changed.notify_all()
 
     def _next(self) -> _Job[T] | None:
         """The fetch to work on: one that is waited for, else the first within the depth."""
@@ -279,8 +284,12 @@ class Loader(Generic[T]):
         self._prepare_items(job, read)
 
     def _prepare_items(self, job: _Job[T], read: Sequence[tuple[int, str, Item]]) -> None:
+        start = time.thread_time()
         for place, name, item in read:
             self._load_item(job, place, name, item)
+        seconds = time.thread_time() - start
+        with self._changed:
+            self.prepare_s += seconds
 
     def _read_items(self, job: _Job[T], places: Sequence[int]) -> Iterator[tuple[int, str, Item]]:
         """Yield the items of places, with the names of their samples; those that cannot be read are lost."""
@@ -313,9 +322,10 @@ class Loader(Generic[T]):
                 f"sample {name!r} of source {source!r}: no encoder for modality {item.modality!r}, "
                 f"there are {sorted(self._prepare)}: add its encoder or leave out the source"
             )
-        start = time.thread_time()
         try:
-            job.items[place] = self._prepare[item.modality](item)
+            change = job.fetch.changes[place] if job.fetch.changes else None
+            prepare = self._prepare[item.modality]
+            job.items[place] = prepare(item) if change is None else prepare(item, change)
         except DataError as error:
             self._lose(job, place, Failure(source, sample_id, index, str(error), name))
         except Exception as error:
@@ -323,8 +333,6 @@ class Loader(Generic[T]):
                 f"The item is that of source {source!r}, sample {sample_id} ({name!r}), item {index}."
             )
             raise
-        with self._changed:
-            self.prepare_s += time.thread_time() - start
 
     def _lose(self, job: _Job[T], place: int, failure: Failure) -> None:
         with self._changed:

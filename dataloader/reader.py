@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import Fetcher
+from dataloader.fetching import Fetcher, chunk_bytes, file_identity
 from dataloader.format import ITEM_COLUMNS, TEXT_COLUMNS, TURNS, DataError, Item, Sample
 from dataloader.manifest import read_manifest
 from dataloader.ranges import RANGES, Marks, is_lost, item_crc, marks_of, open_ranges, text_crc
@@ -96,16 +96,25 @@ class Reader:
         return sample
 
     def _row(self, group: int, row: int, columns: tuple[str, ...]) -> dict[str, Any]:
-        name = str(self.path)
-        table: pa.Table = self.files.cached((name, group, columns), lambda: self._read(group, columns))
+        table = self.files.table(
+            (str(self.path), group, *columns),
+            lambda: self._identity(group),
+            lambda: self._read(group, columns),
+        )
         try:
             values: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
         except ValueError as error:  # text that is not UTF-8
             raise self._damaged(group, error) from error
         return values
 
-    def _read(self, group: int, columns: tuple[str, ...]) -> tuple[pa.Table, int]:
-        """Read columns of a row group, and tell how large they are."""
+    def _identity(self, group: int) -> tuple[int, int]:
+        try:
+            return file_identity(self._paths[self._shard_of(group)])
+        except OSError as error:
+            raise self._damaged(group, error) from error
+
+    def _read(self, group: int, columns: tuple[str, ...]) -> pa.Table:
+        """Read columns of a row group."""
         shard = self._shard_of(group)
         local = group - self._first_rows[shard] // self.manifest.rows_per_group
         path = self._paths[shard]
@@ -125,8 +134,8 @@ class Reader:
                 table = file.read_row_group(local, columns=list(columns), use_threads=False)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise self._damaged(group, error) from error
-        self.files.count(_chunk_bytes(footer.row_group(local), columns))
-        return table, table.nbytes
+        self.files.count(chunk_bytes(footer.row_group(local), columns))
+        return table
 
     def _shard_of(self, group: int) -> int:
         return bisect.bisect_right(self._first_rows, group * self.manifest.rows_per_group) - 1
@@ -155,8 +164,3 @@ def _check(found: int, expected: int) -> None:
 def _footer(source: pa.NativeFile) -> tuple[pq.FileMetaData, int]:
     footer = pq.read_metadata(source)
     return footer, footer.serialized_size
-
-
-def _chunk_bytes(group: pq.RowGroupMetaData, columns: tuple[str, ...]) -> int:
-    chunks = (group.column(c) for c in range(group.num_columns))
-    return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns)

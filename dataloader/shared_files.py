@@ -6,12 +6,14 @@ once is read once.
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
+
+from dataloader.node_cache import NodeCache
 
 CACHE_BYTES = 256 << 20
 _IDLE_FILES = 64  # open and not in use: sources may have more files than a process may have open
@@ -23,16 +25,21 @@ class SharedFiles:
     """Files that are read, and what is kept of them; safe to share between threads.
 
     The cache holds at most `cache_bytes`, or one value that is larger; the least recently used go first.
-    `bytes_read` counts what was read of files so far, `cached_bytes` what the cache holds now.
+    Tables are looked for in that of the `node`, too, if there is one. `bytes_read` counts what was read of
+    files so far, without those of the node's cache, `cached_bytes` what the own cache holds now.
     """
 
     def __init__(
-        self, cache_bytes: int = CACHE_BYTES, open_file: Callable[[str], pa.NativeFile] = pa.OSFile
+        self,
+        cache_bytes: int = CACHE_BYTES,
+        open_file: Callable[[str], pa.NativeFile] = pa.OSFile,
+        node: NodeCache | None = None,
     ) -> None:
         self.bytes_read = 0
         self.cached_bytes = 0
         self._cache_bytes = cache_bytes
         self._open_file = open_file
+        self._node = node
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._making: dict[Any, Future[Any]] = {}
         self._idle: deque[tuple[str, pa.NativeFile]] = deque()
@@ -66,6 +73,19 @@ class SharedFiles:
             self._keep(key, value, size)
         own.set_result(value)
         return value
+
+    def table(
+        self, key: Sequence[object], identity: Callable[[], Sequence[object]], make: Callable[[], pa.Table]
+    ) -> pa.Table:
+        """The table of a key that `make` reads of a file, which the `identity` tells from another of its
+        name; from a cache if it is there. Raises as these do.
+        """
+
+        def found() -> tuple[pa.Table, int]:
+            table = make() if self._node is None else self._node.table((*key, *identity()), make)
+            return table, table.nbytes
+
+        return self.cached(tuple(key), found)
 
     @contextmanager
     def opened(self, path: str) -> Iterator[pa.NativeFile]:

@@ -117,12 +117,12 @@ class Stream:
 
     def at(self, position: int) -> tuple[str, int, int]:
         """(source, sample id within the source, epoch of the source) at a position ≥ `start` of the run."""
-        sources, ids, epochs = self._draw(position, 1)
+        sources, ids, epochs = self.draw(position, 1)
         return self.names[sources[0]], int(ids[0]), int(epochs[0])
 
     def take(self, start: int, count: int) -> tuple[Ints, Ints]:
         """Source numbers and sample ids within them, int64 [count], at `count` positions from `start`."""
-        sources, ids, _ = self._draw(start, count)
+        sources, ids, _ = self.draw(start, count)
         return sources, ids
 
     def drawn(self, position: int) -> dict[str, int]:
@@ -134,8 +134,8 @@ class Stream:
             counts += np.bincount(sources[:rest], minlength=len(counts))
         return dict(zip(self.names, counts.tolist(), strict=True))
 
-    def _draw(self, start: int, count: int) -> tuple[Ints, Ints, Ints]:
-        """Source numbers, sample ids and epochs [count] from position `start` on."""
+    def draw(self, start: int, count: int) -> tuple[Ints, Ints, Ints]:
+        """Source numbers, sample ids and epochs of the sources, int64 [count], from position `start` on."""
         if start < self.start:
             raise ValueError(f"position {start} is before the start of the stream, {self.start}")
         if count < 1:

@@ -121,11 +121,33 @@ class PipelineConfig(PolicyConfig):
 
 
 @dataclass
+class AugmentConfig:
+    """How pictures of a source are changed, anew in each epoch: see `dataloader.augment.Augment`."""
+
+    crop: float = at_least(0, 1.0)
+    ratio: float = at_least(1, 1.0)
+    flip: float = at_least(0, 0.0)
+    brightness: float = at_least(0, 0.0)
+    contrast: float = at_least(0, 0.0)
+    saturation: float = at_least(0, 0.0)
+    hue: float = at_least(0, 0.0)
+
+    rules: ClassVar[Rules] = (
+        Rule("crop", lambda own: 0 < own.crop <= 1, "is a share of the area: above 0, at most 1"),
+        Rule("flip", lambda own: own.flip <= 1, "is a probability: at most 1"),
+        Rule("hue", lambda own: own.hue <= 0.5, "is a share of the circle: at most 0.5"),
+    )
+
+
+@dataclass
 class SourceConfig:
-    """A dataset folder and its integer weight in the mixture (samples in a period)."""
+    """A dataset folder, its integer weight in the mixture (samples in a period), and how its pictures are
+    changed, if at all.
+    """
 
     path: str = MISSING
     weight: int = at_least(0, 1)
+    augment: AugmentConfig | None = None
 
 
 @dataclass
@@ -172,6 +194,8 @@ class DataConfig:
     `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is `microbatch_tokens`, and
     where a system leaves choices open (`omni`) what its ranks hold together. `microbatch_tokens: null` leaves
     it to be chosen for the run. Null `loader_threads` are the machine's cores by its ranks, from 1 to 16.
+    Ranks of a node share row groups of compressed files in `cache_dir` (null: below the folder for temporary
+    files), at most `cache_gb`, 0 for none.
     """
 
     sources: dict[str, Any] = field(default_factory=dict)
@@ -187,6 +211,8 @@ class DataConfig:
     max_error_share: float = at_least(0, 0.01)
     window_groups: int = at_least(1, 64)
     loader_threads: int | None = at_least(1, None)
+    cache_dir: str | None = None
+    cache_gb: float = at_least(0, 16.0)
     record_samples: bool = False
 
     @property

@@ -9,7 +9,7 @@ An encoder lives wherever its author likes. It is found by name through the entr
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -142,9 +142,14 @@ class Encoder(Protocol):
         ...
 
 
-def prepare_item(encoder: Encoder, item: "Item") -> ItemArrays:
-    """Turn an item's encoded bytes into what its encoder takes in. Raises SampleError for a bad item."""
-    return encoder.preprocess(encoder.decode(item))
+def prepare_item(
+    encoder: Encoder, item: "Item", change: "Callable[[np.ndarray], np.ndarray] | None" = None
+) -> ItemArrays:
+    """Turn an item's encoded bytes, changed once they are decoded, into what its encoder takes in. Raises
+    SampleError for a bad item.
+    """
+    array = encoder.decode(item)
+    return encoder.preprocess(array if change is None else change(array))
 
 
 def transferred(encoder: Encoder, values: "np.ndarray", device: "torch.device") -> "torch.Tensor":

@@ -63,6 +63,10 @@ def open_data(
                 f"data.heldout.{name}.generate={generate}: its samples have no start token to generate from: "
                 "set it to 0"
             )
+    for name, index in indexes.items():
+        if data.sources[name].augment is not None and "image" not in index.manifest.modalities:
+            held = ", ".join(index.manifest.modalities) or "texts alone"
+            raise ConfigError(f"data.sources.{name}.augment: it has no images, but {held}: leave it out")
     specs = {
         name: SourceSpec(len(index), index.manifest.rows_per_group, data.sources[name].weight)
         for name, index in indexes.items()

@@ -16,6 +16,7 @@ from omni.models.registry import ItemArrays
 from omni.planning.plan_process import Planned, PlanStep, Predicted
 from omni.planning.planner import Planner
 from omni.rank.inputs import Assembler
+from omni.training.augmenting import Augmenting
 from parallel.costs import CostTable
 from pipeline.anchor import StepInputs
 from pipeline.plan import StepPlan
@@ -58,6 +59,7 @@ class Ahead:
         cursor: int,
         timeout_s: float,
         table_at: Callable[[int], CostTable | None],
+        augmenting: Augmenting | None = None,
     ) -> None:
         self.planner = planner
         self.plan_step = plan_step
@@ -68,6 +70,7 @@ class Ahead:
         self.cursor = cursor
         self.timeout_s = timeout_s
         self.table_at = table_at
+        self.augmenting = augmenting
         self.plans: dict[int, Future[Planned]] = {}
         self.ready: dict[int, Future[Prepared]] = {}
         self.loaded: dict[int, tuple[Failure, ...]] = {}  # by step that is not handed out
@@ -121,7 +124,11 @@ class Ahead:
         planned = self.plan_step(step, self.cursor, self.domain, table)
         plan = planned.plan
         self.cursor = plan.taken.next_cursor
-        self.loader.submit(step, self.assembler.fetch_of(plan.domain, self.planner.metas_of(plan.domain)))
+        metas = self.planner.metas_of(plan.domain)
+        fetch = self.assembler.fetch_of(plan.domain, metas)
+        if self.augmenting is not None:
+            fetch = self.augmenting.fetch(fetch, metas, plan.taken)
+        self.loader.submit(step, fetch)
         return planned
 
     def _prepare(self, step: int, future: Future[Planned]) -> Prepared:

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dataloader.decoders import decoder_versions
 from dataloader.loader import Loader, default_threads
+from dataloader.node_cache import NodeCache, default_folder
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.reader import open_reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
@@ -37,6 +39,7 @@ from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, learn_totals, update
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Ahead, Prepared
+from omni.training.augmenting import augmenting_of
 from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
@@ -97,7 +100,9 @@ class Trainer:
         self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.parts > 1)
         if self.first and world > 1:
             print(self.warmed, flush=True)
-        self.files = SharedFiles()
+        data = self.config.data
+        cache = default_folder() if data.cache_dir is None else Path(data.cache_dir)
+        self.files = SharedFiles(node=NodeCache(cache, int(data.cache_gb * 1e9), beside))
         self.readers = {
             name: open_reader(index.path, self.files, spec.tokenizer) for name, index in spec.indexes.items()
         }
@@ -189,6 +194,7 @@ class Trainer:
             cursor=self.progression.cursor,
             timeout_s=self.config.train.timeout_s,
             table_at=self.tables.at,
+            augmenting=augmenting_of(self.spec),
         )
         try:
             self.say(f"planning and loading step {first}")

@@ -1,5 +1,6 @@
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -111,6 +112,24 @@ def test_a_missing_shard_raises_in_get_and_other_fetches_survive(tmp_path, opene
     assert len(loader.get(1, 20).texts) == 4
     with pytest.raises(ValueError, match="fetch 0 was never submitted, or was collected"):
         loader.get(0, 1)
+
+
+def test_items_are_changed_as_the_fetch_says(tmp_path, opened):
+    path = write_dataset(tmp_path / "set")
+    plain = fetch_of(path, [2, 1, 5])
+    mirror = lambda pixels: pixels[:, ::-1]  # noqa: E731
+    changes = tuple(mirror if at % 2 else None for at in range(len(plain.items)))
+
+    def prepare(item, change=None):
+        return decode_image(item) if change is None else change(decode_image(item))
+
+    loader = opened(path, {"image": prepare})
+    loader.submit(0, plain)
+    loader.submit(1, replace(plain, changes=changes))
+    as_it_is, changed = loader.get(0, 20).items, loader.get(1, 20).items
+    assert len(changed) == 5
+    for one, other, change in zip(as_it_is, changed, changes, strict=True):
+        np.testing.assert_array_equal(one if change is None else mirror(one), other)
 
 
 def test_errors_of_a_decoder_surface(tmp_path, opened):
