@@ -11,6 +11,9 @@ Of each tower a tiny random one is drawn, norms and biases too, and saved with i
     gradients   the worst of any weight, relative to its norm; of biases that shift all keys, which never
                 learn here, that of transformers relative to the norm of all
     pp 2        a first step on two ranks, as stages, against one rank: the worst gradient
+    tp 2        the same where the two share layers, of LLM and tower, and
+    shared      where they share items; towers in our own layers ("ours") alone do, shared items those
+                without windows
     sizes       how many sizes were counted, and of how many the processor makes another number of patches
 
 The last line is JSON; the exit code is 1 if rows are off by more than 1e-6, gradients by more than 1e-5, any
@@ -29,13 +32,19 @@ from typing import Any
 
 import numpy as np
 from ranks import RankPool
-from test_towers import line, measure, write_data
-from tower_folders import TOWERS, Errors, compared
+from tower_folders import ALL, OURS, Errors, compared, compared_ours, make_tower
+from tower_runs import SHARED, TP, line, measure, write_data
 
 from omni.models.registry import make_encoder
-from omni.training.parity import TOLERANCE, compare
+from omni.training.parity import TOLERANCE, Measurement, compare
 
 ROWS = 1e-6
+WINDOWS = "Qwen2.5-VL ours"
+LAYOUTS = {
+    "pp 2": ("layout=pp2",),
+    "tp 2": TP,
+    "shared": SHARED,
+}
 QUICK = 13  # of so many sizes, one
 
 
@@ -44,7 +53,7 @@ class Found:
     """The errors of a tower."""
 
     errors: Errors
-    stages: float
+    layouts: dict[str, float]
     sizes: int
     miscounted: int
 
@@ -52,15 +61,18 @@ class Found:
     def holds(self) -> bool:
         """Whether all are within their bounds."""
         own = self.errors
-        gradients = max(own.gradients, self.stages)
+        gradients = max(own.gradients, *self.layouts.values())
         wrong = own.counts or own.weights or self.miscounted
         return max(own.rows, own.alone) <= ROWS and gradients <= TOLERANCE and not wrong
 
     def line(self, name: str) -> str:
         """A row of the table."""
         own = self.errors
+        layouts = "".join(
+            f" {self.layouts[layout]:8.1e}" if layout in self.layouts else f" {'':8}" for layout in LAYOUTS
+        )
         return (
-            f"{name:11} {own.rows:8.1e} {own.alone:8.1e} {own.gradients:10.1e} {self.stages:8.1e} "
+            f"{name:15} {own.rows:8.1e} {own.alone:8.1e} {own.gradients:10.1e}{layouts} "
             f"{self.sizes:6} {self.miscounted:4}{'' if self.holds else '  MISSED'}"
         )
 
@@ -84,13 +96,20 @@ def miscounted(encoder: Any, every: int) -> tuple[int, int]:
     return len(chosen), len(wrong)
 
 
-def stages(ranks: RankPool, name: str, folder: Path, work: Path) -> float:
-    """The worst gradient of a first step of two stages, against one rank."""
+def layouts(ranks: RankPool, name: str, folder: Path, work: Path) -> dict[str, float]:
+    """The worst gradient of a first step on two ranks against one, by how these share a step."""
+
+    def step(world: int, *more: str) -> Measurement:
+        run = work / f"run{len(list(work.iterdir()))}"
+        keys = line(work / "data", name, folder, run, "weights: true", "train.steps=1", *more)
+        return ranks.run(world, measure, keys, world)[0]
+
     write_data(name, work / "data")
-    given = work / "data", name, folder
-    one = ranks.run(1, measure, line(*given, work / "one", "merge: 1", "train.steps=1"), 1)[0]
-    two = ranks.run(2, measure, line(*given, work / "two", "merge: 1", "train.steps=1", "layout=pp2"), 2)[0]
-    return compare(one, two)[0].relative
+    own = [layout for layout in LAYOUTS if layout == "pp 2" or name in OURS]
+    if name == WINDOWS:
+        own.remove("shared")
+    one = step(1)
+    return {layout: compare(one, step(2, *LAYOUTS[layout]))[0].relative for layout in own}
 
 
 def main() -> int:
@@ -102,17 +121,23 @@ def main() -> int:
     parser.add_argument("--only", default="", help="towers whose name begins like this")
     given, start = parser.parse_args(), time.perf_counter()
     result, ranks = {}, RankPool()
-    print(f"{'tower':11} {'rows':>8} {'alone':>8} {'gradients':>10} {'pp 2':>8} {'sizes':>6} {'off':>4}")
+    heads = "".join(f" {layout:>8}" for layout in LAYOUTS)
+    print(f"{'tower':15} {'rows':>8} {'alone':>8} {'gradients':>10}{heads} {'sizes':>6} {'off':>4}")
     try:
-        for name in (name for name in TOWERS if name.startswith(given.only)):
+        for name in (name for name in ALL if name.startswith(given.only)):
             with tempfile.TemporaryDirectory() as work:
                 folder = Path(work) / "tower"
-                errors = compared(name, folder)
-                worst = stages(ranks, name, folder, Path(work))
-                encoder = make_encoder("own", {"name": TOWERS[name][1], "folder": str(folder)})
-                found = Found(errors, worst, *miscounted(encoder, QUICK if given.quick else 1))
+                make_tower(name, folder)
+                shared = layouts(ranks, name, folder, Path(work))
+                if name in OURS:
+                    keys = line(Path(work) / "data", name, folder, Path(work) / "one", "weights: true")
+                    errors = ranks.run(1, compared_ours, name, folder, keys)[0]
+                else:
+                    errors = compared(name, folder)
+                encoder = make_encoder("own", {"name": ALL[name][1], "folder": str(folder)})
+                found = Found(errors, shared, *miscounted(encoder, QUICK if given.quick else 1))
             print(found.line(name), flush=True)
-            rest = {"stages": worst, "sizes": found.sizes, "miscounted": found.miscounted}
+            rest = {"layouts": shared, "sizes": found.sizes, "miscounted": found.miscounted}
             result[name] = {**vars(errors), **rest, "holds": found.holds}
     finally:
         ranks.close()

@@ -1,5 +1,6 @@
 """Tiny random towers of transformers with their processors, in folders: the referee of wrapped towers."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from omni.models.encoders.qwen_vit import QwenViT
 from omni.models.registry import make_encoder
 from parallel.packed import Sharding
 
@@ -46,6 +48,14 @@ def _qwen3_vl(width: int) -> tuple[Any, Any, Any]:
     own = {"intermediate_size": 64, "out_hidden_size": width, "num_position_embeddings": 36}
     config = transformers.Qwen3VLConfig(vision_config={**_QWEN, **own, "deepstack_visual_indexes": [1, 2]})
     return theirs.Qwen3VLVisionModel, config.vision_config, _packed_pixels()
+
+
+def _qwen3_5(width: int) -> tuple[Any, Any, Any]:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    own = {"intermediate_size": 64, "out_hidden_size": width, "num_position_embeddings": 49}
+    config = transformers.Qwen3_5Config(vision_config={**_QWEN, **own})
+    return theirs.Qwen3_5VisionModel, config.vision_config, _packed_pixels()
 
 
 def _siglip2(width: int) -> tuple[Any, Any, Any]:
@@ -106,11 +116,18 @@ TOWERS = {
     "InternViT": (_internvit, "batch_tower"),
     "Whisper": (_whisper, "batch_tower"),
 }
+OURS = {
+    "Qwen3-VL ours": (_qwen3_vl, "qwen_vit"),
+    "Qwen2.5-VL ours": (_qwen2_5_vl, "qwen_vit"),
+    "Qwen3.5 ours": (_qwen3_5, "qwen_vit"),
+}
+"""Towers in our own layers."""
+ALL = TOWERS | OURS
 
 
 def make_tower(name: str, folder: Path, width: int = 64) -> torch.nn.Module:
     """Draw a tower, save it with its processor, and return it as transformers runs it."""
-    kind, config, processor = TOWERS[name][0](width)
+    kind, config, processor = ALL[name][0](width)
     torch.manual_seed(0)
     model: torch.nn.Module = kind._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     with torch.no_grad():
@@ -160,13 +177,18 @@ def built(encoder: Any, model: torch.nn.Module, width: int = 64) -> Any:
 
 
 def ours(encoder: Any, module: Any, pack: list[np.ndarray]) -> torch.Tensor:
-    """What the tower of a module makes of packed items, attach point after attach point."""
+    """What a module, of a wrapped tower what that makes, makes of packed items, attach point after attach
+    point.
+    """
     made = [encoder.preprocess(item) for item in pack]
     grids = [encoder.row_grid(size_of(encoder, item)) for item in pack]
     sharding = Sharding.whole([len(own.values) for own in made], grids=grids)
     where = torch.from_numpy(np.concatenate([own.positions for own in made]))
     packed = encoder.pack(sharding, where, torch.float32, torch.device("cpu"))
-    return module.tokens(torch.from_numpy(np.concatenate([own.values for own in made])), packed.given)
+    values = torch.from_numpy(np.concatenate([own.values for own in made]))
+    return (
+        module(values, where, packed) if isinstance(encoder, QwenViT) else module.tokens(values, packed.given)
+    )
 
 
 def expected(encoder: Any, model: Any, pack: list[np.ndarray]) -> torch.Tensor:
@@ -196,33 +218,77 @@ class Errors:
 
 
 def compared(name: str, folder: Path, width: int = 64) -> Errors:
-    """Compare a tower that is written to `folder` with transformers."""
+    """Compare a wrapped tower that is written to `folder` with transformers."""
     model = make_tower(name, folder, width)
-    encoder: Any = make_encoder("own", {"name": TOWERS[name][1], "folder": str(folder)})
-    module, pack = built(encoder, model, width), items(encoder)
+    encoder: Any = make_encoder("own", {"name": ALL[name][1], "folder": str(folder)})
+    module = built(encoder, model, width)
+    return errors(encoder, model, module, lambda: dict(_gradients(module.tower)))
+
+
+def compared_ours(rank: int, name: str, folder: Path, keys: list[str]) -> Errors:
+    """Compare a tower in our own layers with transformers, on a rank of a run with these keys."""
+    from omni.compose import compose_config
+    from omni.models.regions import Region
+    from omni.planning.prepare import prepare_run
+    from omni.rank.build import build_rank
+    from omni.rank.folder_weights import FolderReader, wanted_by
+
+    model = make_tower(name, folder)
+    spec = prepare_run(compose_config(keys), 1)
+    encoder: Any = spec.encoders["image"]
+    module = build_rank(spec, rank, torch.device("cpu"), lambda op: None).components["image"].modules[0]
+    weights, named = encoder.published(), dict(module.named_parameters())
+    weights.check()
+    wanted = []
+    for own, parameter in named.items():
+        region = Region(tuple(parameter.shape), 0, ((0, len(parameter)),))
+        wanted += wanted_by(weights, own, region, 0, parameter.data.view(-1))
+    FolderReader(weights).fill(wanted)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        """By their names."""
+        found = {}
+        for own, parameter in named.items():
+            rule = weights.rules[own]
+            for number, theirs in enumerate(rule.theirs):
+                found[theirs] = Region(rule.shape, 0, rule.runs[number]).cut(parameter.main_grad)
+        return found
+
+    return errors(encoder, model, module, gradients)
+
+
+def _gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, own.grad) for name, own in model.named_parameters() if own.grad is not None)
+
+
+def errors(
+    encoder: Any, model: torch.nn.Module, module: Any, gradients: Callable[[], dict[str, torch.Tensor]]
+) -> Errors:
+    """Compare the module of an encoder with transformers' `model`; `gradients` of ours go by its names."""
+    pack = items(encoder)
     found, wanted = ours(encoder, module, pack), expected(encoder, model, pack)
     alone = [ours(encoder, module, [item]).chunk(len(encoder.attach)) for item in pack]
     apart = torch.cat([one[point] for point in range(len(encoder.attach)) for one in alone])
     weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1))
     (found * weights).sum().backward()
     (wanted * weights).sum().backward()
-    mine = dict(module.tower.named_parameters())
-    by_name = {own: p.grad for own, p in model.named_parameters() if p.grad is not None}
+    mine, by_name = gradients(), dict(_gradients(model))
     norm = torch.stack([grad.norm() for grad in by_name.values()]).norm()
-    gradients = {
-        own: float((grad if mine[own].grad is None else mine[own].grad - grad).norm())
-        / float(norm if own in encoder.still else grad.norm().clamp(min=1e-6 * norm))
+    still = getattr(encoder, "still", ())
+    off_by = {
+        own: float((mine[own] - grad if own in mine else grad).norm())
+        / float(norm if own in still else grad.norm().clamp(min=1e-6 * norm))
         for own, grad in by_name.items()
     }
-    worst = max(gradients, key=lambda own: gradients[own])
+    worst = max(off_by, key=lambda own: off_by[own])
     counts = [
         encoder.count(size_of(encoder, item))[0] - len(encoder.preprocess(item).values) for item in pack
     ]
-    stated = sum(weight.elements for weight in encoder.work(width, 4).weights())
+    stated = sum(weight.elements for weight in encoder.work(64, 4).weights())
     return Errors(
         off(found.detach(), wanted.detach()),
         off(apart.detach(), found.detach()),
-        gradients[worst],
+        off_by[worst],
         worst,
         sum(map(bool, counts)),
         stated - sum(own.numel() for own in module.parameters()),

@@ -16,6 +16,7 @@ from dataloader.format import Item
 from omni.models.adapters import check_adapters
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, value_bytes
 from omni.models.layer_sizes import (
+    LayerSizes,
     TransformerEncoderConfig,
     check_divisible,
     check_heads,
@@ -48,8 +49,8 @@ class TransformerEncoder(ABC):
         self, config: TransformerEncoderConfig, *, values: int, row_tokens: int = 1, axes: int = 1
     ) -> None:
         check_heads("encoder", config, rotary_axes=axes)
-        check_adapters("encoder", config.lora, Stack.of(transformer_layers(config), 1).linears())
         self.config = config
+        check_adapters("encoder", config.lora, Stack.of(self.layers(), 1).linears())
         self.values = values
         self.row_tokens = row_tokens
         self.axes = axes
@@ -72,6 +73,10 @@ class TransformerEncoder(ABC):
     def preprocess(self, array: np.ndarray) -> ItemArrays:
         """Turn a decoded item into values [T, V] and positions [T, A]; tokens of a row are neighbours."""
 
+    def layers(self) -> LayerSizes:
+        """Sizes of the layers, for their module and the statement of their work."""
+        return transformer_layers(self.config)
+
     def stem(self, dtype: torch.dtype) -> torch.nn.Module:
         """Make the embedding: called with (values [T, V], positions [T, A], packed), it returns [T, E].
 
@@ -89,7 +94,7 @@ class TransformerEncoder(ABC):
         tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element, tp))
         return EncoderPart(
             stem=self.stem_work(element),
-            stack=Stack.of(transformer_layers(c), element, tp),
+            stack=Stack.of(self.layers(), element, tp),
             tail=tail * (1 + len(c.taps)),
             width=width,
             token_bytes=value_bytes(self.values, self.axes),
@@ -129,7 +134,10 @@ class TransformerEncoder(ABC):
         from omni.models.encoders.transformer_module import TransformerModule
 
         stem = self.stem(dtype)
-        return TransformerModule(self.config, stem, self.row_tokens, width, dtype, groups).to(device)
+        module = TransformerModule(
+            self.config, stem, self.row_tokens, width, dtype, groups, sizes=self.layers()
+        )
+        return module.to(device)
 
 
 class LinearStem(torch.nn.Module):

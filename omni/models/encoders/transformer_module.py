@@ -3,6 +3,9 @@
 Shapes: T tokens, V values of a token, A axes, E width of the encoder, R rows, D width of the LLM.
 """
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,16 +14,19 @@ import torch.nn.functional as F
 
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
-from omni.models.layer_sizes import TransformerEncoderConfig, transformer_layers
-from omni.models.layers import layer_submodules, transformer_config
+from omni.models.layer_sizes import LayerSizes, TransformerEncoderConfig, transformer_layers
+from omni.models.layers import PackedCoreAttention, layer_submodules, transformer_config
 from ops.norm import Norm
-from parallel.megatron import ProcessGroupCollection, TransformerBlock
+from parallel.megatron import ModuleSpec, ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens
 
 
 class TransformerModule(torch.nn.Module):
     """Tokens to rows: `stem`, layers, `row_tokens` neighbours to a row, two-layer projector. After each tap,
     neighbours are projected too.
+
+    The layers are of `sizes`, those of `config` unless given; the ones in `windowed`, counted from 0, attend
+    as `PackedTokens.windowed` says. With `norms_rows` a tap norms neighbours together.
     """
 
     def __init__(
@@ -31,10 +37,15 @@ class TransformerModule(torch.nn.Module):
         width: int,
         dtype: torch.dtype,
         groups: ProcessGroupCollection,
+        *,
+        sizes: LayerSizes | None = None,
+        windowed: Collection[int] = (),
+        norms_rows: bool = False,
     ) -> None:
         super().__init__()
         self.dtype = dtype
-        self.config = transformer_config(transformer_layers(config), dtype, tp=groups.tp.size())
+        sizes = sizes or transformer_layers(config)
+        self.config = transformer_config(sizes, dtype, tp=groups.tp.size())
         self.merged = config.hidden * row_tokens
         # Beside the other modules first, so that the stem's weights go by their own names.
         for name, module in stem.named_children():
@@ -43,20 +54,26 @@ class TransformerModule(torch.nn.Module):
         blocks = [
             TransformerBlock(
                 self.config,
-                layer_submodules(stop - start, config.norm, causal=False),
+                layer_submodules(
+                    stop - start,
+                    config.norm,
+                    causal=False,
+                    specs=partial(_layers, windows=[layer in windowed for layer in range(start, stop)]),
+                ),
                 post_layer_norm=False,
                 pg_collection=groups,
             )
             for start, stop in pairwise([0, *config.taps, config.layers])
         ]
         self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
-        self.final_norm = Norm(self.config, config.hidden)
+        normed = self.merged if norms_rows else config.hidden
+        self.final_norm = Norm(self.config, config.hidden, sizes.norm_eps)
         self.projector_in = torch.nn.Linear(self.merged, self.merged, dtype=dtype)
         self.projector_out = torch.nn.Linear(self.merged, width, dtype=dtype)
         self.tap_projectors = torch.nn.ModuleList(
             torch.nn.ModuleDict(
                 {
-                    "norm": Norm(self.config, config.hidden),
+                    "norm": Norm(self.config, normed, sizes.norm_eps),
                     "linear_in": torch.nn.Linear(self.merged, self.merged, dtype=dtype),
                     "linear_out": torch.nn.Linear(self.merged, width, dtype=dtype),
                 }
@@ -84,5 +101,15 @@ class TransformerModule(torch.nn.Module):
 
     def _rows(self, hidden: torch.Tensor, norm: Any, linear_in: Any, linear_out: Any) -> torch.Tensor:
         """Tokens [T, E] → rows [R, D]."""
-        rows: torch.Tensor = linear_out(F.gelu(linear_in(norm(hidden).reshape(-1, self.merged))))
+        neighbours = norm(hidden.view(-1, *norm.shape)).view(-1, self.merged)
+        rows: torch.Tensor = linear_out(F.gelu(linear_in(neighbours)))
         return rows
+
+
+def _layers(plain: ModuleSpec, windows: Sequence[bool]) -> list[ModuleSpec]:
+    """Specify layers that attend in windows, or as a `plain` one."""
+    attention = plain.submodules.self_attention
+    core = ModuleSpec(module=PackedCoreAttention, params={"windowed": True})
+    inner = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    windowed = replace(plain, submodules=replace(plain.submodules, self_attention=inner))
+    return [windowed if window else plain for window in windows]

@@ -118,7 +118,7 @@ class ViTEncoder(TransformerEncoder):
         windows = padded.reshape(
             rows // c.merge, c.merge, c.patch, columns // c.merge, c.merge, c.patch, c.channels
         )
-        positions = _window_positions(rows, columns, c.merge)
+        positions = window_positions(rows, columns, c.merge)
         patches = np.empty((rows * columns, self.values + len(SIDES)), image.dtype)
         # → window row, window column, row and column in the window, then the pixels of the patch
         ordered = windows.transpose(0, 3, 1, 4, 2, 5, 6)
@@ -187,7 +187,8 @@ def _shrunk(image: np.ndarray, height: int, width: int) -> np.ndarray:
     return small[0].permute(1, 2, 0).numpy()
 
 
-def _window_positions(rows: int, columns: int, merge: int) -> np.ndarray:
+def window_positions(rows: int, columns: int, merge: int) -> np.ndarray:
+    """(row, column), int64 [rows · columns, 2], of patches, one `merge` by `merge` window after the other."""
     row, column = np.mgrid[0:rows, 0:columns]
     grid = np.stack([row, column], -1).reshape(rows // merge, merge, columns // merge, merge, 2)
     return grid.transpose(0, 2, 1, 3, 4).reshape(-1, 2).copy()
