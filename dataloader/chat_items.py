@@ -50,6 +50,18 @@ def prompt_with_items(
     return _with_items(template, messages, marks, tools, around, write)[0]
 
 
+def without_items(messages: Sequence[Message]) -> list[Message]:
+    """Messages whose contents are their texts alone."""
+    return [_flat(message, _Nothing()) for message in messages]
+
+
+class _Nothing(dict[str, str]):
+    """No text in the place of items of any modality."""
+
+    def __missing__(self, modality: str) -> str:
+        return ""
+
+
 def _with_items(
     template: ChatTemplate,
     messages: Sequence[Message],

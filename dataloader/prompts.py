@@ -1,4 +1,8 @@
-"""What a user asks a model: texts, and chats that its template writes up to where the model goes on."""
+"""What a user asks a model: texts, and chats that its template writes up to where the model goes on.
+
+Items of chats are counted here and read by the ranks that encode them: `PromptItems` reads their files as a
+dataset's reader reads samples.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from dataloader.chat import ChatTemplate
-from dataloader.format import PLACEHOLDER, DataError
+from dataloader.chat_items import prompt_with_items, without_items
+from dataloader.format import PLACEHOLDER, DataError, Item, Sample
+from dataloader.item_counts import ItemCounts
 from dataloader.manifest import Frame
+from dataloader.recipes.from_jsonl import item_of
 from dataloader.recipes.messages import items_of, messages_of
 from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import SampleMeta
+from dataloader.tokens import ItemMeta, SampleMeta, text_tokens, tokenize
 
 SOURCE = "prompts"
 _FRAME = Frame(bos=False, end_of_item=False, eos=False)  # what begins a text is among its ids
@@ -21,19 +28,41 @@ _SHOWN = 20  # bad lines
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt: its name, what the user gave in the form of JSON, its input ids, and those of the tokens
-    that end an answer to it.
+    """One prompt: its name, what the user gave in the form of JSON, its input ids with those at rows of
+    items, the ids of the tokens that end an answer to it, its items, and their files.
     """
 
     name: str
     given: Mapping[str, Any]
     ids: tuple[int, ...]
     ends: frozenset[int]
+    items: tuple[ItemMeta, ...] = ()
+    files: tuple[str, ...] = ()
+
+    def meta(self, number: int) -> SampleMeta:
+        """The prompt as sample `number`, without payload."""
+        rows = sum(item.rows for item in self.items)
+        return SampleMeta(number, SOURCE, len(self.ids) - rows, self.items, 0, frame=_FRAME)
 
 
-def metas_of(prompts: Sequence[Sequence[int]]) -> list[SampleMeta]:
-    """Return prompts, given by their ids, as samples without payload."""
-    return [SampleMeta(number, SOURCE, len(ids), (), 0, frame=_FRAME) for number, ids in enumerate(prompts)]
+@dataclass(frozen=True)
+class PromptItems:
+    """Reads items of prompts, by the prompt's number: of each their modalities and files."""
+
+    files: Sequence[Sequence[tuple[str, str]]]
+
+    def read(self, i: int, text: bool, items: bool | Sequence[int]) -> Sample:
+        """Items of prompt `i`. Raises DataError for a file that is there no more."""
+        assert not text
+        assert not isinstance(items, bool)
+        own = [self.files[i][number] for number in items]
+        read = (_item(modality, file, Path(file).parent) for modality, file in own)
+        return Sample(str(i), PLACEHOLDER * len(own), tuple(read))
+
+
+def _item(modality: str, path: str, folder: Path) -> Item:
+    """Read an item that lies below a folder."""
+    return item_of({"modality": modality, "path": path}, folder, folder)
 
 
 def of_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Asked]:
@@ -49,8 +78,9 @@ def of_texts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Asked]:
     ]
 
 
-def of_messages(jsonl: Path, tokenizer: Tokenizer) -> list[Asked]:
+def of_messages(jsonl: Path, tokenizer: Tokenizer, counts: ItemCounts) -> list[Asked]:
     """Return the chats of a file, in the form of `omni data build --from-messages`, that are to be answered.
+    Their items lie below the file's folder; `counts` says what encoders make of them.
 
     Raises:
         DataError: naming the file and its bad lines, or a tokenizer without template.
@@ -70,7 +100,7 @@ def of_messages(jsonl: Path, tokenizer: Tokenizer) -> list[Asked]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                asked.append(_chat(line, number, template, tokenizer))
+                asked.append(_chat(line, number, template, tokenizer, counts, jsonl.resolve().parent))
             except ValueError as error:
                 bad.append(f"{jsonl}:{number}: {error}")
     if bad:
@@ -81,20 +111,35 @@ def of_messages(jsonl: Path, tokenizer: Tokenizer) -> list[Asked]:
     return asked
 
 
-def _chat(line: bytes, number: int, template: ChatTemplate, tokenizer: Tokenizer) -> Asked:
+def _chat(
+    line: bytes, number: int, template: ChatTemplate, tokenizer: Tokenizer, counts: ItemCounts, folder: Path
+) -> Asked:
     raw = json.loads(line)
     if not isinstance(raw, dict):
         raise DataError("the line is not a JSON object")
     messages, tools = messages_of(raw), raw.get("tools")
-    if items_of(messages):
-        raise DataError("a message holds an image or a recording: prompts are of text alone")
     if messages[-1]["role"] == "assistant":
         raise DataError("an assistant has the last word, so nothing is asked: leave its last message out")
-    text = template.prompt(messages, tools)
-    closing = template.closing(messages, tokenizer.special, tools)
+    closing = template.closing(without_items(messages), tokenizer.special, tools)
     ends = _end(tokenizer) | ({tokenizer.special[closing]} if closing else frozenset())
     given = {"messages": messages} | ({"tools": tools} if tools else {})
-    return Asked(str(raw.get("id", number)), given, _ids(text, tokenizer, False), ends)
+    name, listed = str(raw.get("id", number)), items_of(messages)
+    if not listed:
+        return Asked(name, given, _ids(template.prompt(messages, tools), tokenizer, False), ends)
+    marks, around = getattr(tokenizer, "marks", {}), getattr(tokenizer, "around", {})
+    items = tuple(_item(modality, path, folder) for modality, path in listed)
+    text = prompt_with_items(template, messages, marks, tools, around)
+    if text.count(PLACEHOLDER) != len(items):
+        raise DataError("a message holds U+FFFC, where an item would stand: take it out")
+    sample = Sample(name, text, items)
+    own = text_tokens(sample, tokenizer)
+    made = tuple(
+        ItemMeta(item.modality, *counts(item.modality, item.size), at, item.size)
+        for item, at in zip(items, own.items, strict=True)
+    )
+    meta = SampleMeta(number, SOURCE, len(own.ids), made, 0, frame=_FRAME)
+    files = tuple(str((folder / path).resolve()) for _, path in listed)
+    return Asked(name, given, tuple(tokenize(sample, meta, tokenizer)[0].tolist()), ends, made, files)
 
 
 def _ids(text: str, tokenizer: Tokenizer, begun: bool) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ def build_quickstart(
         tell(f"building {', '.join(missing)} in {out} ...")
     samples: dict[str, Sequence[Sample]] = {}
     if any(name.startswith("strips") for name in missing):
-        samples["strips_train"], samples["strips_heldout"] = _strips(seed)
+        samples["strips_train"], samples["strips_heldout"] = draw_strips(seed)
     if any(name.startswith("docs") for name in missing):
         samples["docs_train"], samples["docs_heldout"] = _documents()
     for name in missing:
@@ -64,7 +64,8 @@ def build_quickstart(
     return {name: name in missing for name in recipes}
 
 
-def _strips(seed: int) -> tuple[list[Sample], list[Sample]]:
+def draw_strips(seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Strips of digits with their names, to train on and held out, from the seed alone."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

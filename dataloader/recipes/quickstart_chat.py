@@ -13,7 +13,7 @@ sequences of the same sums.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +64,17 @@ def _chat(rng: np.random.Generator) -> Chat:
     return chat
 
 
-def lines(chats: Sequence[Chat], name: str) -> str:
+def lines(chats: Sequence[Sequence[Any]], name: str) -> str:
     """Chats as `omni data build --from-messages` and `omni generate --messages` read them."""
     each = ({"id": f"{name}-{number:05d}", "messages": chat} for number, chat in enumerate(chats))
     return "".join(json.dumps(line) + "\n" for line in each)
 
 
-def write_tokenizer(folder: Path, chats: Sequence[Chat]) -> int:
-    """Train a BPE on chats, write it with a chat template as the files that published models have, and return
-    how many ids it has.
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], special: Sequence[str] = SPECIAL, template: str = TEMPLATE
+) -> int:
+    """Train a BPE on texts, write it with a chat template as the files that published models have, and return
+    how many ids it has. Of the special tokens, which come first, the third closes a turn.
 
     Raises:
         ValueError: if the package tokenizers is not there.
@@ -86,16 +88,15 @@ def write_tokenizer(folder: Path, chats: Sequence[Chat]) -> int:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = [AddedToken(text, special=True, normalized=False) for text in SPECIAL]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB,
-        special_tokens=special,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((message["content"] for chat in chats for message in chat), trainer)
+    bpe.train_from_iterator(texts, trainer)
     bpe.save(str(folder / "tokenizer.json"))
-    end, _, closing = SPECIAL
+    end, _, closing, *_ = special
     said: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": closing,
@@ -103,5 +104,5 @@ def write_tokenizer(folder: Path, chats: Sequence[Chat]) -> int:
         "model_max_length": 1024,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return bpe.get_vocab_size(with_added_tokens=True)

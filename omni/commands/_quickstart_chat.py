@@ -1,6 +1,6 @@
 """`omni data build --recipe quickstart_chat`: a small published model that nobody has trained, and chats."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omni.config import ConfigError
@@ -36,7 +36,6 @@ def build(out: Path, seed: int, overwrite: bool, tell: Callable[[str], None]) ->
     Raises:
         DataError: for what is there already and is something else.
     """
-    from dataloader.format import DataError
     from dataloader.recipes.from_messages import build_from_messages
     from dataloader.recipes.quickstart_chat import draw_chats, lines, write_tokenizer
     from dataloader.tokenizer import get_tokenizer
@@ -45,17 +44,12 @@ def build(out: Path, seed: int, overwrite: bool, tell: Callable[[str], None]) ->
     chats = dict(zip(("train", "heldout"), draw_chats(seed), strict=True))
     texts = {f"{name}.jsonl": lines(of, name) for name, of in chats.items()}
     texts["questions.jsonl"] = lines([chat[:-1] for chat in chats["heldout"][:NUM_QUESTIONS]], "heldout")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        file = out / name
-        if not overwrite and file.exists() and file.read_text(encoding="utf-8") != text:
-            raise DataError(f"{file} holds other chats: choose another folder or overwrite it (--overwrite)")
-        file.write_text(text, encoding="utf-8")
+    write_texts(out, texts, overwrite)
     model = out / "model"
-    built = {model: overwrite or not _is_whole(model)}
+    built = {model: overwrite or not is_whole(model)}
     if built[model]:
         model.mkdir(exist_ok=True)
-        vocab = write_tokenizer(model, chats["train"])
+        vocab = write_tokenizer(model, (said["content"] for chat in chats["train"] for said in chat))
         draw_folder(model, {**CONFIG, "vocab_size": vocab}, seed)
     tokenizer = get_tokenizer({"name": "hf", "path": str(model)})
     for name in chats:
@@ -65,13 +59,30 @@ def build(out: Path, seed: int, overwrite: bool, tell: Callable[[str], None]) ->
     return built
 
 
-def _is_whole(model: Path) -> bool:
+def write_texts(out: Path, texts: Mapping[str, str], overwrite: bool) -> None:
+    """Write files of chats.
+
+    Raises:
+        DataError: for one that is there already with others.
+    """
+    from dataloader.format import DataError
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        file = out / name
+        if not overwrite and file.exists() and file.read_text(encoding="utf-8") != text:
+            raise DataError(f"{file} holds other chats: choose another folder or overwrite it (--overwrite)")
+        file.write_text(text, encoding="utf-8")
+
+
+def is_whole(model: Path) -> bool:
+    """Whether a folder holds a model, and none that a build left which was cut short."""
     from omni.open_models.folder import open_folder
 
     if not model.exists():
         return False
     try:
         open_folder(str(model)).check()
-    except ConfigError:  # a build that was cut short left it
+    except ConfigError:
         return False
     return True

@@ -3,12 +3,15 @@
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from dataloader.visible import visible
 from omni.commands import _balance, _index, _inspect, _remix
 from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
+
+_OWN_TOKENIZER = ("quickstart_chat", "quickstart_open")  # recipes that train one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     build = actions.add_parser("build", help="build a dataset; does nothing if it is there and intact")
     origin = build.add_mutually_exclusive_group(required=True)
-    origin.add_argument("--recipe", choices=["quickstart", "quickstart_chat"], help="a built-in recipe")
+    origin.add_argument("--recipe", choices=["quickstart", *_OWN_TOKENIZER], help="a built-in recipe")
     origin.add_argument("--from-jsonl", metavar="FILE", help="your own samples, one JSON object per line")
     origin.add_argument("--from-messages", metavar="FILE", help="chats, one JSON object per line")
     build.add_argument("--out", required=True, metavar="DIR", help="where the dataset goes")
@@ -103,12 +106,11 @@ def _build(args: argparse.Namespace) -> int:
         print(visible(text), file=sys.stderr, flush=True)
 
     out = Path(args.out)
-    if args.recipe == "quickstart_chat":
-        from omni.commands import _quickstart_chat
-
+    if args.recipe in _OWN_TOKENIZER:
         if args.tokenizer != "bytes":
             raise ValueError("--tokenizer: this recipe trains its own; leave it out")
-        return _told(_quickstart_chat.build(out, args.seed, args.overwrite, tell))
+        recipe = import_module(f"omni.commands._{args.recipe}")
+        return _told(recipe.build(out, args.seed, args.overwrite, tell))
     tokenizer = get_tokenizer(chosen(args.tokenizer))
     if args.recipe:
         names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)

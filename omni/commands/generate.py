@@ -5,12 +5,14 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.commands._of_checkpoint import add_checkpoint, configured, resolved, run_ranks
 
 if TYPE_CHECKING:
+    from dataloader.item_counts import ItemCounts
     from dataloader.prompts import Asked
     from dataloader.tokenizer import Tokenizer
     from omni.config import Config
@@ -24,8 +26,9 @@ checkpoint's run with any overrides, and with its tokenizer and chat template. N
   omni generate runs/mine --prompt "def add(" --prompt "import" --tokens 64
   omni generate runs/tuned --messages chats.jsonl --out answers.jsonl launch.ranks=2 layout.llm.tp=2
 
-A line of --messages is {"messages": [{"role": "user", "content": "Two and two?"}]}, with "id", "tools" and
-"conversations" as in `omni data build --from-messages`. A text is tokenized as it stands, without template.
+A line of --messages is {"messages": [{"role": "user", "content": "Two and two?"}]}, with "id", "tools",
+"conversations" and items, which lie below the file's folder, as in `omni data build --from-messages`; an item
+is encoded once. A text is tokenized as it stands, without template.
 An answer ends with the tokenizer's eos or the token that closes what an assistant says, after --tokens, or
 where it and its prompt are as long as a sample may be. Generation ends after train.generate_s seconds and
 when a signal asks to stop; answers that are whole are kept.
@@ -83,9 +86,27 @@ def _asked(arguments: argparse.Namespace, config: "Config") -> "tuple[list[Asked
     if arguments.prompt is not None:
         asked = of_texts(arguments.prompt, tokenizer)
     else:
-        asked = of_messages(arguments.messages, tokenizer)
-    ends = sorted(frozenset().union(*(each.ends for each in asked)))
-    return asked, Task(tuple(each.ids for each in asked), arguments.tokens, tuple(ends))
+        asked = of_messages(arguments.messages, tokenizer, _counts_of(config))
+    return asked, Task.of(asked, arguments.tokens)
+
+
+def _counts_of(config: "Config") -> "ItemCounts":
+    """Return what the encoders of a run make of items; they are made when the first is asked for."""
+    from dataloader.format import SampleError
+    from omni.planning.prepare import make_encoders
+    from omni.planning.run_spec import item_count
+
+    made = cache(partial(make_encoders, config.model.encoders))
+
+    def counts(modality: str, size: tuple[int, ...]) -> tuple[int, int]:
+        if modality not in (taken := [encoder.modality for encoder in made().values()]):
+            raise SampleError(
+                f"no encoder of the run takes an {modality} (there are encoders for: "
+                f"{', '.join(taken) or 'nothing'}): ask without"
+            )
+        return item_count(made(), modality, size)
+
+    return counts
 
 
 def _check_lengths(asked: "Sequence[Asked]", spec: "RunSpec") -> None:
@@ -118,9 +139,18 @@ def _answers(
 def _shown(answer: Mapping[str, Any]) -> str:
     from dataloader.visible import visible
 
-    asked = answer["prompt"] if "prompt" in answer else answer["messages"][-1]["content"]
+    asked = answer["prompt"] if "prompt" in answer else _said(answer["messages"][-1]["content"])
     cut = " …" if answer["finish"] == "length" else ""
     return f"{answer['id']}: {visible(asked)}\n  {visible(answer['answer'])}{cut}"
+
+
+def _said(content: Any) -> str:
+    """A content as text, with the names of its items."""
+    if isinstance(content, str):
+        return content
+    return "".join(
+        part["text"] if part["type"] == "text" else f"[{part[part['type']]}] " for part in content or ()
+    )
 
 
 def _line(answer: Mapping[str, Any]) -> str:

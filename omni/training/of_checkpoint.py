@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from dataloader.prompts import SOURCE
 from infra.checkpoint import locate
 from infra.progress import Progress
 from infra.run_folder import RunFolder
@@ -55,9 +56,11 @@ def evaluated(trainer: Trainer, step: int, screen: Progress | Silent) -> dict[st
 def generated(trainer: Trainer, step: int, task: Task, screen: Progress | Silent) -> dict[str, Any]:
     """The tokens after each prompt that came to its end, by number."""
     prompts = [
-        Prompt(meta, np.array(ids, np.int64)) for meta, ids in zip(task.trace, task.prompts, strict=True)
+        Prompt(meta, np.array(asked.ids, np.int64))
+        for meta, asked in zip(task.trace, task.prompts, strict=True)
     ]
-    generator = FreeGeneration(ForwardPasses(trainer.spec, trainer.rank, {}), trainer.control)
+    passes = ForwardPasses(trainer.spec, trainer.rank, {SOURCE: task.items})
+    generator = FreeGeneration(passes, trainer.control)
     limit = Limit(trainer.config.train.generate_s, trainer.stop, partial(_show, trainer, screen))
     with trainer.stop:
         stop = partial(limit.stop, "answers")

@@ -8,9 +8,9 @@ from tiny_bpe import write_tokenizer
 
 from dataloader.chat import ChatTemplate
 from dataloader.chat_items import targets_with_items
-from dataloader.format import PLACEHOLDER, DataError
+from dataloader.format import PLACEHOLDER, DataError, SampleError
 from dataloader.index import Index
-from dataloader.prompts import of_messages
+from dataloader.prompts import PromptItems, of_messages
 from dataloader.reader import Reader
 from dataloader.recipes.from_messages import build_from_messages
 from dataloader.recipes.messages import messages_of
@@ -180,8 +180,27 @@ def test_marks_of_modalities_are_told_apart_by_the_names_in_the_files(tmp_path):
     )
 
 
-def test_prompts_with_items_are_refused_by_name(folder):
+def test_an_item_of_a_prompt_stands_where_it_stands_in_training(folder):
+    """Rows, too; and items that no encoder takes, or that lie elsewhere, are refused by name."""
     tokenizer = written(folder, TEXTS, FORMS["tags"])
-    (folder / "asked.jsonl").write_text(json.dumps({"messages": IN_PARTS[:1]}) + "\n")
-    with pytest.raises(DataError, match=r"asked.jsonl:1: .*prompts are of text alone"):
-        of_messages(folder / "asked.jsonl", tokenizer)
+    turns = [{"messages": IN_PARTS[:1]}]
+    (folder / "asked.jsonl").write_text(json.dumps(turns[0]) + "\n")
+    (asked,) = of_messages(folder / "asked.jsonl", tokenizer, lambda modality, size: (4, 3))
+    (item,) = asked.items
+    assert [item.rows, len(asked.files)] == [3, 1]
+    rows = [place for place, token in enumerate(asked.ids) if token == tokenizer.item]
+    assert rows == [item.at, item.at + 1, item.at + 2]
+    assert asked.meta(5).text_tokens == len(asked.ids) - 3
+    read = PromptItems([[("image", asked.files[0])]]).read(0, text=False, items=[0])
+    assert read.items[0].size == item.size
+
+    def refuse(modality, size):
+        raise SampleError(f"no encoder takes an {modality}")
+
+    with pytest.raises(DataError, match=r"asked.jsonl:1: .*no encoder takes an image"):
+        of_messages(folder / "asked.jsonl", tokenizer, refuse)
+    (folder / "deeper").mkdir()
+    outside = json.dumps(turns[0]).replace("a.png", "../a.png")
+    (folder / "deeper/asked.jsonl").write_text(outside + "\n")
+    with pytest.raises(DataError, match=r"asked.jsonl:1: .*lies outside"):
+        of_messages(folder / "deeper/asked.jsonl", tokenizer, lambda modality, size: (4, 3))

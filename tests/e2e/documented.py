@@ -98,6 +98,14 @@ RANKS = {
     "omni generate runs/chat --messages data/quickstart_chat/questions.jsonl --out answers.jsonl": (
         "--tokens 2"
     ),
+    "omni data build --recipe quickstart_open --out data/quickstart_open": "",
+    "omni train experiment=quickstart_open run.dir=runs/open": "tracking=jsonl train.steps=2 "
+    "train.eval_every=0 data.heldout.strips.samples=2 data.heldout.strips.generate=2 "
+    "data.heldout.strips.generate_tokens=4 data.step_tokens=256 train.timeout_s=60 launch.ranks=1",
+    "omni checkpoint export runs/open --as hf --out models/open": "",
+    "omni generate runs/open --messages data/quickstart_open/questions.jsonl --out answers.jsonl": (
+        "--tokens 2"
+    ),
     "omni data remix runs/mine --from 4001 --add web=data/mine --weight web=2": "",
     "omni status runs/mine": "",
     "omni timeline runs/mine": "",

@@ -129,7 +129,7 @@ def test_a_step_names_its_checkpoint_and_nothing_is_written_to_the_run(
 def test_answers_are_what_the_run_transcribed(ranks: RankPool, run: Path, tmp_path: Path) -> None:
     (example,) = read_summary(run / "summary.json")["eval/examples/text"]
     asked = of_texts(["", "no pic"], ByteTokenizer())
-    task = Task(tuple(each.ids for each in asked), 6, (ByteTokenizer.eos,))
+    task = Task.of(asked, 6)
     for words in (["layout.llm.tp=1", "layout.llm.pp=2"], ["launch.ranks=1", "layout.llm.tp=1"]):
         config = configured(
             arguments(run, *words, "~data.sources.mixed", "~data.heldout.mixed", "~data.heldout.text")
@@ -184,13 +184,17 @@ CHATML = (
 )
 
 
+def no_items(modality: str, size: tuple[int, ...]) -> tuple[int, int]:
+    raise AssertionError(f"an {modality} of {size}")
+
+
 def test_chats_become_prompts_that_end_where_a_turn_is_closed(tmp_path: Path) -> None:
     tokenizer = get_tokenizer({"name": "hf", "path": str(write_tokenizer(tmp_path / "bpe", CHATML))})
     file = tmp_path / "chats.jsonl"
     turn = {"role": "user", "content": "hello there"}
     lines = [{"messages": [turn]}, {"id": "b", "conversations": [{"from": "human", "value": "hello there"}]}]
     file.write_text("".join(json.dumps(line) + "\n\n" for line in lines))
-    one, two = of_messages(file, tokenizer)
+    one, two = of_messages(file, tokenizer, no_items)
     text = "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n"
     assert one.ids == two.ids == tuple(tokenizer.encode(text).ids.tolist())
     assert one.ends == {tokenizer.eos, tokenizer.special["<|im_end|>"]}
@@ -198,12 +202,12 @@ def test_chats_become_prompts_that_end_where_a_turn_is_closed(tmp_path: Path) ->
     bad = [{"messages": [turn, {"role": "assistant", "content": "x"}]}, {"messages": "x"}, []]
     file.write_text("".join(json.dumps(line) + "\n" for line in bad))
     with pytest.raises(DataError) as error:
-        of_messages(file, tokenizer)
+        of_messages(file, tokenizer, no_items)
     for number, what in enumerate(("the last word", "a list of messages", "not a JSON object"), 1):
         assert re.search(rf"chats.jsonl:{number}: .*{what}", str(error.value))
     for content, what in (("\n", "no chat in it"), (None, "No such file")):
         file.unlink() if content is None else file.write_text(content)
         with pytest.raises(DataError, match=what):
-            of_messages(file, tokenizer)
+            of_messages(file, tokenizer, no_items)
     with pytest.raises(DataError, match="say something"):
         of_texts([""], get_tokenizer({"name": "hf", "path": str(tmp_path / "bpe")}))
