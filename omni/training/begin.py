@@ -6,6 +6,8 @@ import shutil
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from infra.checkpoint import CheckpointError, first_problem, locate, read_manifest
 from infra.run_folder import RunFolder, write_json
 from omni.config import ConfigError
@@ -31,16 +33,21 @@ def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> Non
         ConfigError: on every rank, if it cannot be read, is damaged, or holds another model. Another run's
             checkpoint is left as it is, and no other one taken for it.
     """
-    start = spec.config.start
+    start, folders = spec.config.start, dict[str, Folder]()
     if start.weights is not None:
-        weights = open_folder(start.weights)
-        first = _begin_with_published(weights, LLM, rank, control)
-        if rank.is_first:
-            shutil.rmtree(folder.hashes, ignore_errors=True)  # of files that a launch before began with
-            write_json(folder.weights, {"folder": str(weights.storage), "files": first})
+        folders[LLM] = open_folder(start.weights)
     for name, encoder in spec.encoders.items():
         if (of_encoder := published(name, encoder)) is not None:
-            _begin_with_published(of_encoder, name, rank, control)
+            folders[name] = of_encoder
+    if folders:
+        # One for all: another one of the same ranks would take the name and the addresses of the first.
+        with node_group(control.tree, timedelta(seconds=control.timeout_s)) as group:
+            files = {
+                name: _begin_with_published(of, name, rank, control, group) for name, of in folders.items()
+            }
+        if rank.is_first and LLM in folders:
+            shutil.rmtree(folder.hashes, ignore_errors=True)  # of files that a launch before began with
+            write_json(folder.weights, {"folder": str(folders[LLM].storage), "files": files[LLM]})
     if start.checkpoint is None:
         return
     storage, step = locate(start.checkpoint)
@@ -59,9 +66,11 @@ def begin(spec: RunSpec, folder: RunFolder, rank: Rank, control: Control) -> Non
 
 
 def _begin_with_published(
-    weights: Folder, component: str, rank: Rank, control: Control
+    weights: Folder, component: str, rank: Rank, control: Control, group: dist.ProcessGroup
 ) -> dict[str, dict[str, Any]]:
-    """Give a rank its part of a component in a folder of published weights, and say which files they were."""
+    """Give a rank its part of a component in a folder of published weights, which it reads with the `group`
+    of its node, and say which files they were.
+    """
     problem, key = None, f"{weights.key}={weights.url}".replace("encoder.", f"model.encoders.{component}.")
     own = weights.identity()
     first = control.broadcast("loading", own)
@@ -73,9 +82,8 @@ def _begin_with_published(
     # The rest of an encoder, such as a projector, is drawn.
     only = None if component == LLM else weights.rules
     wanted = wanted_of(weights, held, rank.names[component], only) if held is not None else []
-    with node_group(control.tree, timedelta(seconds=control.timeout_s)) as group:
-        reader = FolderReader(weights, group)
-        reader.fill(wanted)
+    reader = FolderReader(weights, group)
+    reader.fill(wanted)
     if (told := first_problem(reader.problem, control, "loading")) is not None:
         raise ConfigError(f"{key} cannot be read: {told}")
     spread_weights({name: own for name, own in rank.components.items() if name == component})

@@ -2,20 +2,24 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from packages import pip_install
 from runs import TIMEOUT_S, Finished, Running
+from tower_folders import built, expected, items, off, ours, transformers
 from walk import PAGE, read_walk, write_files
 
 from dataloader.tokens import ItemMeta
 from omni.encoders import Encoder, Item, SampleError
-from omni.models.registry import make_encoder
+from omni.models.registry import make_encoder, published
 from omni.planning.run_spec import item_grid
 
 WALK = read_walk(PAGE.read_text())
-INSTALL, MAKE_DATA, *COMMANDS = WALK.commands
+INSTALL, *REST = WALK.commands
+MADE = [command for command in REST if command[0] == "python"]
+COMMANDS = [command for command in REST if command[0] == "omni"]
 # One of each, and those with every policy.
 QUICK = [COMMANDS[0], *(command for command in COMMANDS if "pipeline=there_and_back" in command)]
 SAID = {"plan": "rules R1 to R7", "parity": "parity holds", "train": "held-out loss after step 3"}
@@ -27,8 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stranger")
     write_files(WALK, folder / "package")
     pip_install(folder / "package", folder)
-    done = walked(folder, MAKE_DATA[1:])
-    assert done.code == 0, done.err
+    for command in MADE:
+        done = walked(folder, command[1:])
+        assert done.code == 0, done.err
     return folder
 
 
@@ -41,8 +46,8 @@ def walked(folder: Path, arguments: list[str]) -> Finished:
 
 def test_the_page_installs_a_package_and_then_writes_its_data() -> None:
     assert INSTALL[:2] == ["pip", "install"]
-    assert MAKE_DATA[:2] == ["python", "-m"]
-    assert all(command[0] == "omni" for command in COMMANDS)
+    assert REST[0] == MADE[0]
+    assert len(MADE) + len(COMMANDS) == len(REST)
     assert {command[1] for command in QUICK} == set(SAID)
 
 
@@ -93,3 +98,14 @@ def test_a_damaged_video_is_a_sample_error(encoder: Encoder) -> None:
             encoder.decode(Item("video", "npy", (3, 4, 4), data))
     with pytest.raises(SampleError, match=r"state \(frames, height, width\)"):
         encoder.count((4, 4))
+
+
+def test_rows_of_the_tower_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weights of its folder, which has other names for them."""
+    monkeypatch.syspath_prepend(str(folder / "packages"))
+    model = transformers.AutoModel.from_pretrained(folder / "package/models/dinov2")
+    own: Any = make_encoder("image", {"name": "dinov2", "folder": str(folder / "package/models/dinov2")})
+    found, pack = published("image", own), items(own)
+    assert found is not None
+    assert sorted(len(rule.theirs) for rule in found.rules.values()) == [1] * len(found.tensors)
+    assert off(ours(own, built(own, model), pack), expected(own, model, pack)) <= 1e-6

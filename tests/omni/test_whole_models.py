@@ -158,10 +158,12 @@ def compared(referee: Referee, ranks: RankPool, config: Config, world: int) -> t
     return abs(loss / float(wanted.detach()) - 1), apart[worst], worst
 
 
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_first_loss_and_gradients_are_those_of_transformers(
-    referee: Referee, ranks: RankPool, tmp_path: Path
+    referee: Referee, ranks: RankPool, tmp_path: Path, world: int
 ) -> None:
-    loss, gradient, name = compared(referee, ranks, configured(referee, tmp_path / "run"), 1)
+    """Also on two ranks, which read text and tower together."""
+    loss, gradient, name = compared(referee, ranks, configured(referee, tmp_path / "run"), world)
     assert loss <= 1e-6
     assert gradient <= TOLERANCE, name
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -195,7 +195,15 @@ class WrappedTower(ABC):
         if not self.config.weights:
             return None
         shapes = {name: tuple(own.shape) for name, own in self.made.named_parameters()}
-        return weights_of(self.tower, copied(shapes, "tower."))
+        rules = copied(shapes, "tower.")
+        named = [replace(rule, theirs=tuple(map(self.on_disk, rule.theirs))) for rule in rules]
+        return weights_of(self.tower, named)
+
+    def on_disk(self, name: str) -> str:
+        """What files call a parameter that the tower's module calls `name`: the same. Towers of which
+        transformers renames parameters as it loads them say it here.
+        """
+        return name
 
     def pack(
         self, sharding: "Sharding", positions: torch.Tensor, dtype: torch.dtype, device: torch.device
