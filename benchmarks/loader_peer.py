@@ -134,7 +134,7 @@ def omni_tars(folder: Path) -> Callable[[], Iterator[Any]]:
     return _loaded(folder / "index")
 
 
-def _loaded(path: Path, step: int = 64) -> Callable[[], Iterator[Any]]:
+def _loaded(path: Path, step: int = 128) -> Callable[[], Iterator[Any]]:
     """What a rank does with each step of `step` samples: draws, lengths, texts and items, with one thread."""
     from dataloader.index import Index
     from dataloader.loader import Fetch, Loader

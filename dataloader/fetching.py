@@ -37,6 +37,7 @@ class Fetcher:
     ) -> None:
         self.storage = storage
         self._files = files
+        self._is_local = storage.is_local
         self._identities: dict[str, tuple[int, str]] = {}
         self._attempt_s = attempt_s
         self._deadline_s = deadline_s
@@ -48,13 +49,14 @@ class Fetcher:
         ValueError if it ends before one of them does.
         """
         found = [b""] * len(places)
-        near = NEAR_HERE if self.storage.is_local else NEAR
-        for at, stop, numbers in joined(places, near):
+        total = 0
+        for at, stop, numbers in joined(places, NEAR_HERE if self._is_local else NEAR):
             content = self._read(name, at, stop - at) if stop > at else b""
-            self._files.count(len(content))
+            total += stop - at
             for number in numbers:
                 first, size = places[number]
                 found[number] = content[first - at : first - at + size]
+        self._files.count(total)
         return found
 
     def group(self, name: str, group: int, columns: Sequence[str]) -> pa.Table:
@@ -64,7 +66,7 @@ class Fetcher:
         path = self.storage.path(name)
 
         def read(file: Any) -> pa.Table:
-            parquet = pq.ParquetFile(file, pre_buffer=not self.storage.is_local)
+            parquet = pq.ParquetFile(file, pre_buffer=not self._is_local)
             if group >= parquet.num_row_groups:
                 raise ValueError(f"{name} has {parquet.num_row_groups} row groups")
             table = parquet.read_row_group(group, columns=list(columns), use_threads=False)
@@ -77,7 +79,7 @@ class Fetcher:
 
         def make() -> pa.Table:
             try:
-                if self.storage.is_local:
+                if self._is_local:
                     with self._files.opened(path) as file:
                         return read(file)
                 return self._again(name, once)
@@ -89,7 +91,7 @@ class Fetcher:
 
     def _identity(self, name: str) -> tuple[object, ...]:
         """What tells a file from another that has its name."""
-        if self.storage.is_local:
+        if self._is_local:
             return file_identity(self.storage.path(name))
         if name not in self._identities:
             self._identities[name] = self.known(name)
@@ -99,25 +101,23 @@ class Fetcher:
         """The bytes of a file, and the name that its store has for its content, "" where it has none; raises
         as `ranges`.
         """
-        if self.storage.is_local:
+        if self._is_local:
             return self.storage.identity(name)
         return self._again(name, lambda: self.storage.identity(name))
 
     def _read(self, name: str, at: int, size: int) -> bytes:
-        path = self.storage.path(name)
-
-        def once() -> bytes:
-            if self.storage.is_local:
-                with self._files.opened(path) as file:
-                    content = file.read_at(size, at)
-            else:
-                content = self.storage.fs.cat_file(path, start=at, end=at + size)
+        def whole(content: Any) -> bytes:
             if len(content) != size:
                 raise _ShortError(f"{len(content)} of {size} bytes came")
             return bytes(content)
 
+        path = self.storage.path(name)
         try:
-            return once() if self.storage.is_local else self._again(name, once)
+            if self._is_local:
+                with self._files.opened(path) as file:
+                    return whole(file.read_at(size, at))
+            fs = self.storage.fs
+            return self._again(name, lambda: whole(fs.cat_file(path, start=at, end=at + size)))
         except _ShortError as error:
             raise ValueError(f"{name}: from byte {at} on {error}: it is cut, or another file") from error
         except pa.ArrowException as error:

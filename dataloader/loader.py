@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from dataloader.format import DataError, Item, Sample, UnreadableError
 from dataloader.tokenizer import Tokenizer
-from dataloader.tokens import SampleMeta, blank, tokenize
+from dataloader.tokens import SampleMeta, TextArrays, blank
+from dataloader.tokens_together import tokenize_all
 
-TextArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 T = TypeVar("T")  # what an item becomes
-_MOST_PLACES = 16  # texts or items that a thread takes at a time
-_READ_FIRST = 2 << 20  # bytes of items that are read before the first of them is prepared
-_PARTS = 4  # of a fetch for each thread, so that they end together
+_MOST_PLACES = 64  # texts or items that a thread takes at a time
+_READ_FIRST = 4 << 20  # bytes of items that are read before the first of them is prepared
+_PARTS = 4  # of a fetch for each of several threads, so that they end together
 _MOST_THREADS = 16
 
 
@@ -247,40 +245,39 @@ class Loader(Generic[T]):
         return next(iter(wanted + allowed), None)
 
     def _load_texts(self, job: _Job[T], places: Sequence[int]) -> None:
+        self._tokenize(job, self._read_texts(job, places))
+
+    def _read_texts(self, job: _Job[T], places: Sequence[int]) -> list[tuple[int, Sample]]:
+        """Read the texts of places; those that cannot be read are lost."""
+        found = []
         for place in places:
             source, meta = job.fetch.texts[place]
             try:
-                sample = self._readers[source].read(meta.id, text=True, items=False)
+                found.append((place, self._readers[source].read(meta.id, text=True, items=False)))
             except UnreadableError as error:
                 job.texts[place] = blank(meta)
                 self._lose(job, -1, Failure(source, meta.id, None, str(error), error.name))
-            else:
-                job.texts[place] = tokenize(sample, meta, self._tokenizer)
+        return found
 
-    def _read_whole(
-        self, job: _Job[T], places: Sequence[int], source: str, sample_id: int, items: Sequence[int]
-    ) -> Sample | None:
-        """Read items of a sample together with its text, which stands at `places` of the fetch; None if one
-        of them cannot be read.
-        """
-        try:
-            sample = self._readers[source].read(sample_id, text=True, items=items)
-        except UnreadableError:
-            return None
-        for place in places:
-            job.texts[place] = tokenize(sample, job.fetch.texts[place][1], self._tokenizer)
-        return sample
+    def _tokenize(self, job: _Job[T], texts: Sequence[tuple[int, Sample]]) -> None:
+        """Tokenise samples, each of which stands at a place."""
+        metas = [job.fetch.texts[place][1] for place, _ in texts]
+        arrays = tokenize_all([sample for _, sample in texts], metas, self._tokenizer)
+        for (place, _), found in zip(texts, arrays, strict=True):
+            job.texts[place] = found
 
     def _load_items(self, job: _Job[T], places: Sequence[int]) -> None:
         # Reading is Python and decoding is not: in turn, each finds the processor's caches full of the other.
+        texts: list[tuple[int, Sample]] = []
         read: list[tuple[int, str, Item]] = []
         size = 0
-        for place, name, item in self._read_items(job, places):
+        for place, name, item in self._read_items(job, places, texts):
             read.append((place, name, item))
             size += len(item.data)
             if size >= _READ_FIRST:
                 self._prepare_items(job, read)
                 read, size = [], 0
+        self._tokenize(job, texts)
         self._prepare_items(job, read)
 
     def _prepare_items(self, job: _Job[T], read: Sequence[tuple[int, str, Item]]) -> None:
@@ -291,17 +288,23 @@ class Loader(Generic[T]):
         with self._changed:
             self.prepare_s += seconds
 
-    def _read_items(self, job: _Job[T], places: Sequence[int]) -> Iterator[tuple[int, str, Item]]:
-        """Yield the items of places, with the names of their samples; those that cannot be read are lost."""
+    def _read_items(
+        self, job: _Job[T], places: Sequence[int], found: list[tuple[int, Sample]]
+    ) -> Iterator[tuple[int, str, Item]]:
+        """Yield the items of places, with the names of their samples, and add the texts that are read with
+        them to those `found`. What cannot be read is lost.
+        """
         for (source, sample_id), of in groupby(places, key=lambda place: job.fetch.items[place][:2]):
             group = list(of)
             indexes = [job.fetch.items[place][2] for place in group]
-            texts = job.beside.pop((source, sample_id), [])
-            sample = self._read_whole(job, texts, source, sample_id, indexes) if texts else None
-            if sample is None:  # or each by itself: one may be there without the other
-                self._load_texts(job, texts)
+            reader, texts = self._readers[source], job.beside.pop((source, sample_id), ())
+            try:
+                sample = reader.read(sample_id, text=bool(texts), items=indexes)
+                found += ((place, sample) for place in texts)
+            except UnreadableError:  # or each by itself: one may be there without the other
+                found += self._read_texts(job, texts)
                 try:
-                    sample = self._readers[source].read(sample_id, text=False, items=indexes)
+                    sample = reader.read(sample_id, text=False, items=indexes)
                 except UnreadableError as error:
                     for place, index in zip(group, indexes, strict=True):
                         self._lose(job, place, Failure(source, sample_id, index, str(error), error.name))
@@ -372,7 +375,8 @@ def _beside_items(fetch: Fetch) -> dict[tuple[str, int], list[int]]:
 
 
 def _parts(kind: str, order: Sequence[int], costs: Sequence[int], num_threads: int) -> list[_Work]:
-    limit = max(1, -(-sum(costs) // (_PARTS * num_threads)))
+    parts_of_all = _PARTS * num_threads if num_threads > 1 else 1
+    limit = max(1, -(-sum(costs) // parts_of_all))
     parts: list[list[int]] = []
     cost = 0
     for place in order:

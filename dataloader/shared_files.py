@@ -5,7 +5,7 @@ once is read once.
 """
 
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -42,7 +42,8 @@ class SharedFiles:
         self._node = node
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._making: dict[Any, Future[Any]] = {}
-        self._idle: deque[tuple[str, pa.NativeFile]] = deque()
+        self._idle: OrderedDict[str, list[pa.NativeFile]] = OrderedDict()  # the last read path last
+        self._num_idle = 0
         self._lock = threading.Lock()
 
     def cached(self, key: Any, make: Callable[[], tuple[V, int]]) -> V:
@@ -91,11 +92,9 @@ class SharedFiles:
     def opened(self, path: str) -> Iterator[pa.NativeFile]:
         """A file that nobody else uses meanwhile. Raises OSError."""
         with self._lock:
-            found = next((i for i, (name, _) in enumerate(self._idle) if name == path), None)
-            file = None
-            if found is not None:
-                file = self._idle[found][1]
-                del self._idle[found]
+            idle = self._idle.get(path)
+            file = idle.pop() if idle else None
+            self._num_idle -= file is not None
         if file is None:
             file = self._open_file(path)
         try:
@@ -103,11 +102,24 @@ class SharedFiles:
         except BaseException:
             file.close()
             raise
+        oldest = None
         with self._lock:
-            self._idle.append((path, file))
-            oldest = self._idle.popleft()[1] if len(self._idle) > _IDLE_FILES else None
+            self._idle.setdefault(path, []).append(file)
+            self._idle.move_to_end(path)
+            self._num_idle += 1
+            if self._num_idle > _IDLE_FILES:
+                oldest = self._forget_oldest()
         if oldest is not None:
             oldest.close()
+
+    def _forget_oldest(self) -> pa.NativeFile:
+        """Take a file out of those that nobody uses: of the path that was read longest ago."""
+        while True:
+            path, files = next(iter(self._idle.items()))
+            if files:
+                self._num_idle -= 1
+                return files.pop()
+            del self._idle[path]
 
     def count(self, size: int) -> None:
         """Count bytes that were read."""
@@ -117,10 +129,11 @@ class SharedFiles:
     def close(self) -> None:
         """Close the files that nobody uses, and forget the cache."""
         with self._lock:
-            idle, self._idle = self._idle, deque()
+            idle, self._idle = self._idle, OrderedDict()
+            self._num_idle = 0
             self._cache.clear()
             self.cached_bytes = 0
-        for _, file in idle:
+        for file in (file for files in idle.values() for file in files):
             file.close()
 
     def _keep(self, key: Any, value: Any, size: int) -> None:

@@ -19,6 +19,8 @@ from dataloader.format import PLACEHOLDER, DataError, Sample
 from dataloader.manifest import PLAIN, Frame
 from dataloader.tokenizer import Tokenizer, placeholders_of
 
+TextArrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+
 LONG_SAMPLE_POLICIES = ("error", "drop", "truncate")
 
 
@@ -236,9 +238,7 @@ def text_tokens(sample: Sample, tokenizer: Tokenizer) -> TextTokens:
     return TextTokens(ids, items, targets, tuple(turns))
 
 
-def tokenize(
-    sample: Sample, meta: SampleMeta, tokenizer: Tokenizer
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def tokenize(sample: Sample, meta: SampleMeta, tokenizer: Tokenizer) -> TextArrays:
     """Inputs int64 [T], labels int64 [T] and loss mask bool [T] of a sample, T = length(meta).
 
     `labels[t]` is the token after `input_ids[t]`; the mask is true where that token is target text, or the
@@ -281,9 +281,7 @@ def tokenize(
     return sequence[:-1], sequence[1:].copy(), target[1:]
 
 
-def blank(
-    meta: SampleMeta,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+def blank(meta: SampleMeta) -> TextArrays:
     """What stands in for `tokenize` where the text cannot be read: of the planned length, without targets."""
     size = length(meta)
     return np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.bool_)

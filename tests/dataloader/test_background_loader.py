@@ -207,7 +207,7 @@ def test_parts_cost_about_the_same_and_what_is_large_is_a_part_of_its_own(bytes_
     for part in parts:
         assert [items[place] for place in part] == sorted(items[place] for place in part)
         assert len(part) == 1 or sum(costs[place] for place in part) <= -(-sum(costs) // 16)
-        assert len(part) <= 16
+        assert len(part) <= 64
     if bytes_of_large > 1:
         assert [items[place][1] for place in parts[0]] == [42]
         assert len(parts) <= 10

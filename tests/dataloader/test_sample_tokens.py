@@ -21,6 +21,7 @@ from dataloader.tokens import (
     text_tokens,
     tokenize,
 )
+from dataloader.tokens_together import tokenize_all
 from dataloader.writer import DatasetWriter
 
 BYTES = ByteTokenizer()
@@ -294,3 +295,44 @@ def test_the_index_keeps_what_the_encoder_says_of_an_item_that_it_cannot_take(tm
         writer.add(sample)
     items = Index.open(tmp_path / "set").meta(0, "s", counts).items
     assert [(item.tokens, item.rows, item.refused) for item in items] == [(4, 1, ""), (0, 0, "too wide")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_tokens_of_several_samples_are_those_of_each(data):
+    tokenizer = data.draw(st.sampled_from([BYTES, PairTokenizer()]))
+    found, metas = [], []
+    for _ in range(data.draw(st.integers(0, 6))):
+        sample, rows = data.draw(samples())
+        meta = meta_of(sample, rows, tokenizer)
+        frame = data.draw(st.sampled_from([PLAIN, PLAIN, Frame(bos=False, end_of_item=False, eos=False)]))
+        meta = replace(meta, frame=frame)
+        if data.draw(st.booleans()):
+            meta = fit(meta, data.draw(st.integers(1, 30)), "truncate")
+        if meta is not None:
+            found.append(sample)
+            metas.append(meta)
+    together = tokenize_all(found, metas, tokenizer)
+    assert len(together) == len(found)
+    for arrays, sample, meta in zip(together, found, metas, strict=True):
+        for array, alone in zip(arrays, tokenize(sample, meta, tokenizer), strict=True):
+            assert array.dtype == alone.dtype
+            np.testing.assert_array_equal(array, alone)
+        arrays[1][:] = 0  # labels are no inputs
+        np.testing.assert_array_equal(arrays[0], tokenize(sample, meta, tokenizer)[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"text_tokens": 4}, "the text has 3 tokens, not 4"),
+        ({"items": ()}, "the text has 1 placeholders, not 0"),
+        ({"items": (ItemMeta("image", 4, 1, 2, (8, 8)),)}, "item 0 stands after 1 text tokens, not 2"),
+    ],
+)
+def test_among_several_samples_the_one_is_named_that_is_not_as_the_index_says(wrong, words):
+    several = [Sample(name, f"a{PLACEHOLDER}bc", (Item("image", "png", (8, 8), b"x"),)) for name in "xyz"]
+    metas = [meta_of(sample, [2]) for sample in several]
+    metas[1] = replace(metas[1], **wrong)
+    with pytest.raises(DataError, match=rf"sample 'y' .*{words}"):
+        tokenize_all(several, metas, BYTES)
