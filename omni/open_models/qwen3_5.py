@@ -12,7 +12,7 @@ from typing import Any
 from omni.open_models.families import SKIPPED, rotation
 from omni.open_models.family import Family, Said
 from omni.open_models.rules import Rule, Runs, Slab
-from omni.open_models.whole import beside_tower
+from omni.open_models.whole import TOWER, beside_tower
 
 _OURS = "decoder.layers.{}"
 _KINDS = {"linear_attention": "delta", "full_attention": "full"}
@@ -216,9 +216,9 @@ def _of(root: str, mixed: bool = False, fused: bool = False) -> Any:
 
 _COPIED = ("mtp.*", "model.visual.*")
 _WHOLE, _TEXT = "model.language_model", "model"
-QWEN3_5 = Family(partial(beside_tower, _dense), _of(_WHOLE), _COPIED)
+QWEN3_5 = Family(partial(beside_tower, _dense), _of(_WHOLE), _COPIED, encoders=TOWER)
 QWEN3_5_TEXT = Family(_dense, _of(_TEXT), _COPIED)
 # Published folders hold all experts of a layer as one, text models that were saved apart each by itself.
-QWEN3_5_MOE = Family(partial(beside_tower, _moe), _of(_WHOLE, fused=True), _COPIED, (_of(_WHOLE),))
+QWEN3_5_MOE = Family(partial(beside_tower, _moe), _of(_WHOLE, fused=True), _COPIED, (_of(_WHOLE),), TOWER)
 QWEN3_5_MOE_TEXT = Family(_moe, _of(_TEXT), _COPIED, (_of(_TEXT, fused=True),))
 QWEN3_NEXT = Family(_moe, _of(_TEXT, mixed=True), _COPIED)

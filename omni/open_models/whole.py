@@ -15,6 +15,8 @@ from omni.open_models.families import QWEN2, QWEN3, SKIPPED
 from omni.open_models.family import Family, Rules, Said, family_of
 from omni.open_models.rules import Rule
 
+TOWER = {"image": {"name": "qwen_vit"}}
+"""The encoder of Qwen's towers."""
 Keys = Callable[[Said], dict[str, Any]]
 
 _OF_TOWER = (
@@ -95,7 +97,7 @@ def _qwen(keys: Keys, text: Family) -> Family:
         under(text.rules, "model.language_model", "lm_head"),
         copied=("model.visual.*", "visual.*"),
         otherwise=(text.rules,),
-        encoders={"image": {"name": "grid_tower"}},
+        encoders=TOWER,
     )
 
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from open_model_folders import make, transformers
 from ranks import RankPool
 from runs import Running
-from test_open_models import as_theirs
 from whole_folders import CHATS, WHOLE, batch_of, chats, make_whole, processor_of
 
 from dataloader.index import Index
@@ -24,7 +23,9 @@ from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.grid_positions import GridRows, grid_positions
+from omni.models.regions import Region
 from omni.models.registry import make_encoder, published
+from omni.open_models.folder import open_folder
 from omni.planning.prepare import prepare_run
 from omni.training.parity import collect
 from omni.training.trainer import Trainer
@@ -128,14 +129,15 @@ def stem(name: str) -> str:
 
 def gradients(config: Config, found: dict[str, torch.Tensor], folder: Path, targets: int) -> dict[str, Any]:
     """Gradients by their names in transformers."""
-    theirs = as_theirs(folder, {key: of for key, of in found.items() if key.startswith("llm/")}, targets)
-    weights = published("image", make_encoder("image", config.model.encoders["image"]))
-    assert weights is not None
+    tower = published("image", make_encoder("image", config.model.encoders["image"]))
+    assert tower is not None
+    theirs = {}
     for key, flat in found.items():
-        if key.startswith("image/"):
-            rule = weights.rules[key.partition("@")[0].removeprefix("image/")]
-            theirs[rule.theirs[0]] = flat.view(rule.shape) / targets
-    return {stem(name): of for name, of in theirs.items()}
+        component, _, name = key.partition("@")[0].partition("/")
+        rule = (open_folder(str(folder)) if component == "llm" else tower).rules[name]
+        for own, runs in zip(rule.theirs, rule.runs, strict=True):
+            theirs[stem(own)] = Region(rule.shape, 0, runs).cut(flat.view(rule.shape)) / targets
+    return theirs
 
 
 def compared(referee: Referee, ranks: RankPool, config: Config, world: int) -> tuple[float, float, str]:
@@ -213,7 +215,7 @@ def test_keys_of_the_encoder_and_the_tokenizer_may_be_overruled(tmp_path: Path) 
     make_whole("Qwen3-VL", tmp_path)
     keys = line(tmp_path, tmp_path, tmp_path)
     config = compose_config(keys)
-    assert config.model.encoders == {"image": {"name": "grid_tower", "folder": str(tmp_path)}}
+    assert config.model.encoders == {"image": {"name": "qwen_vit", "folder": str(tmp_path)}}
     assert config.data.tokenizer == {"name": "hf", "path": str(tmp_path)}
     other = compose_config(
         [*keys, "+model.encoders.image.weights=false", "data.tokenizer={name: hf, path: x}"]
@@ -227,7 +229,13 @@ def test_keys_of_the_encoder_and_the_tokenizer_may_be_overruled(tmp_path: Path) 
 STEPS, TOKENS = 30, 20
 LAYOUTS = {
     "one": ("launch.ranks=1",),
-    "tp2 pp2 joint": ("launch.ranks=4", "layout.llm.tp=2", "layout.llm.pp=2", "pipeline=joint"),
+    "tp2 pp2 joint": (
+        "launch.ranks=4",
+        "layout.llm.tp=2",
+        "layout.llm.pp=2",
+        "pipeline=joint",
+        "+layout.encoders.image.tp=2",
+    ),
 }
 
 

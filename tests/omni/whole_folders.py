@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from open_model_folders import transformers
+from open_model_folders import DELTA, transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tower_folders import TOWERS
+from tower_folders import ALL
 
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
@@ -39,6 +39,14 @@ def _qwen3_vl(tower: Any, ids: dict[str, int]) -> Any:
     rope = {**_ROPE, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     return transformers.Qwen3VLConfig(
         text_config={**_TEXT, "head_dim": 16, "rope_parameters": rope}, vision_config=tower, **_of_qwen(ids)
+    )
+
+
+def _qwen3_5(tower: Any, ids: dict[str, int]) -> Any:
+    own = {key: value for key, value in DELTA.items() if key != "rope_parameters"}
+    rope = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+    return transformers.Qwen3_5Config(
+        text_config={**_TEXT, **own, "rope_parameters": rope}, vision_config=tower, **_of_qwen(ids)
     )
 
 
@@ -71,6 +79,7 @@ def _internvl(tower: Any, ids: dict[str, int]) -> Any:
 WHOLE = {
     "Qwen3-VL": ("Qwen3-VL", _qwen3_vl, "<|vision_start|><|image_pad|><|vision_end|>"),
     "Qwen2.5-VL": ("Qwen2.5-VL", _qwen2_5_vl, "<|vision_start|><|image_pad|><|vision_end|>"),
+    "Qwen3.5": ("Qwen3.5 ours", _qwen3_5, "<|vision_start|><|image_pad|><|vision_end|>"),
     "InternVL": ("InternViT", _internvl, "<IMG_CONTEXT>\n"),
 }
 
@@ -106,7 +115,7 @@ def make_whole(name: str, folder: Path) -> torch.nn.Module:
     """Draw a whole model, save it with tokenizer, template and processor, and return it."""
     tower, config, mark = WHOLE[name]
     ids = write_tokenizer(folder, mark)
-    _, of_tower, processor = TOWERS[tower][0](_TEXT["hidden_size"])
+    _, of_tower, processor = ALL[tower][0](_TEXT["hidden_size"])
     torch.manual_seed(0)
     model: torch.nn.Module = transformers.AutoModelForImageTextToText.from_config(
         config(of_tower, ids), attn_implementation="eager"
@@ -115,6 +124,9 @@ def make_whole(name: str, folder: Path) -> torch.nn.Module:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for own, parameter in model.named_parameters():
+            if own.endswith("dt_bias"):
+                parameter.sub_(4)  # decays as models have them
     model.save_pretrained(folder, max_shard_size="200KB")
     processor.save_pretrained(folder)
     return model.eval()
@@ -148,6 +160,7 @@ def chats(folder: Path) -> list[list[dict[str, Any]]]:
 
 _PROCESSORS = {
     "Qwen3-VL": "Qwen3VLProcessor",
+    "Qwen3.5": "Qwen3VLProcessor",
     "Qwen2.5-VL": "Qwen2_5_VLProcessor",
     "InternVL": "InternVLProcessor",
 }
