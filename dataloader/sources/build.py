@@ -18,7 +18,7 @@ from typing import Any
 
 from dataloader.format import DataError
 from dataloader.manifest import TextForm, check_files, move_place, read_manifest
-from dataloader.sources.jobs import each
+from dataloader.sources.jobs import Each, each
 from dataloader.sources.merge import put_together
 from dataloader.sources.recipe import Recipe, get_recipe
 from dataloader.sources.recount import Counting, add_counts
@@ -40,13 +40,15 @@ def build_index(
     overwrite: bool = False,
     tell: Callable[[str], None] = lambda text: None,
     batch_rows: int = BATCH_ROWS,
+    each_on: Callable[[Path], Each] = lambda parts: each,
 ) -> bool:
     """Build the index `out` of all samples in `source`, a file, folder or URL, as `recipe` finds them, and
     count their texts' tokens; False if it is there. If it is, and only the tokenizer's counts are not, these
     are added; if the same files lie in another place now, that is noted. No sample is copied, none decoded.
 
     `recipe` and `tokenizer` are names, or mappings of `name` and keys. `tell` hears of what happens, and of
-    what was left out, by reason. Raises DataError if there is nothing to index, if `out` is anything but
+    what was left out, by reason. `each_on` gives what does work that writes to a folder: by default
+    processes of this machine. Raises DataError if there is nothing to index, if `out` is anything but
     this index and not to be overwritten, or if another build of it is under way; ValueError for a recipe or
     tokenizer that cannot be had; OSError if files cannot be read or written.
     """
@@ -70,16 +72,15 @@ def build_index(
             return moved
         with _locked(folder):
             parts.mkdir(exist_ok=True)
-            add_counts(
-                Counting(path, tokenizer, vocabulary, parts, read_manifest(path).hash), jobs, tell, batch_rows
-            )
+            counting = Counting(path, tokenizer, vocabulary, parts, read_manifest(path).hash)
+            add_counts(counting, each_on(parts), jobs, tell, batch_rows)
             shutil.rmtree(folder)
         return True
     with _locked(folder):
         parts.mkdir(exist_ok=True)
         work = Work(str(storage), chosen, tokenizer, vocabulary, parts)
         tell(f"indexing {len(files)} files of {storage} ...")
-        for count in each(partial(scan, work), files, jobs):
+        for count in each_on(parts)(partial(scan, work), files, jobs):
             if count % 1000 == 0:
                 tell(f"{count} of {len(files)} files are scanned")
         try:

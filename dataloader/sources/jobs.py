@@ -7,9 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Each(Protocol):
+    """Does work for all pieces, by so many jobs at a time, and yields how many are done whenever one is."""
+
+    def __call__(self, work: Callable[[T], None], pieces: Sequence[T], jobs: int) -> Iterator[int]:
+        """As `each`."""
+
+
 _AHEAD = 4  # pieces of work that wait for each process
 
 

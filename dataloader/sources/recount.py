@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataloader.manifest import DatasetTotals, read_manifest, write_manifest
-from dataloader.sources.jobs import each
+from dataloader.sources.jobs import Each
 from dataloader.sources.reader import PlacedReader
 from dataloader.sources.recipe import get_recipe
 from dataloader.sources.scan import write_part
@@ -44,7 +44,7 @@ class Counting:
         return self.parts / f"{self.hash}.{first}.{self.vocabulary}"
 
 
-def add_counts(work: Counting, jobs: int, tell: Callable[[str], None], batch_rows: int) -> None:
+def add_counts(work: Counting, each: Each, jobs: int, tell: Callable[[str], None], batch_rows: int) -> None:
     """Count the texts of an index by one more tokenizer, and note it in its manifest.
 
     Raises UnreadableError for a text that cannot be read.

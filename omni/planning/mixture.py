@@ -9,6 +9,7 @@ going through them by metadata, once, and noted in the configuration. Given it, 
 closed form again: a source goes on in its own order after the draws that it had before.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from omni.config import ConfigError, DataConfig, PhaseConfig
 from omni.planning.world_planner import MixturePhase, WorldPlanner
 
 KEY = "data.mixture"
+_TOLD_EVERY = 10_000  # steps, which take about 10 s to go through
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,9 @@ class Mixture:
                 )
             while step < first:
                 step, cursor = step + 1, world.take(cursor).next_cursor
+                if step % _TOLD_EVERY == 0:
+                    what = f"looking for step {first:,}, where {KEY}.{drawn.name} begins"
+                    print(f"{what}: {step:,} are gone through ...", file=sys.stderr, flush=True)
             later.append(self._phase(len(later), later, cursor))
             world = replace(world, later=tuple(later))
         return world

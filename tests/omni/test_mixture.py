@@ -135,6 +135,16 @@ def test_ranks_that_are_told_the_positions_draw_the_same_without_going_through_s
         assert [samples for samples, _ in taken(again, first, cursor)] == expected[first - 1 :]
 
 
+def test_how_far_the_search_for_a_phase_is_is_told(base, monkeypatch, capsys):
+    monkeypatch.setattr("omni.planning.mixture._TOLD_EVERY", 10)
+    prepare_run(remixed(base), 1)
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("looking for step")]
+    assert told == [
+        "looking for step 17, where data.mixture.reweighted begins: 10 are gone through ...",
+        "looking for step 21, where data.mixture.cleaned begins: 20 are gone through ...",
+    ]
+
+
 def test_a_step_is_not_planned_with_the_samples_of_another_phase(base):
     spec = prepare_run(remixed(base), 2)
     cursor = positions(spec.config.data)[9]
