@@ -34,6 +34,8 @@ NOT_RUN = {
     "omni train experiment=mine 'data.tokenizer=": "needs a tokenizer of one: tests/omni/test_tuned_chats.py",
     "omni train '~experiment' +model/llm=tiny '+model.encoders.image={name: grid_tower": "needs a published "
     "tower: tests/omni/test_towers.py",
+    "omni train '~experiment' +model/llm=tiny model.llm.hidden=2048": "needs a published tower: "
+    "tests/omni/test_qwen_vit.py",
     "omni generate runs/tuned": "needs a published model: tests/omni/test_tuned_chats.py",
     "omni parity --against models/qwen": "needs a published model: tests/omni/test_against.py",
     "omni checkpoint export runs/tuned": "needs a published model: tests/omni/test_open_models.py",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from dataloader.recipes.from_messages import build_from_messages
 from dataloader.tokenizer import get_tokenizer
 from dataloader.tokens import item_row_offsets, tokenize
 from infra.run_folder import RunFolder, read_metrics
-from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.grid_positions import GridRows, grid_positions
@@ -226,7 +226,7 @@ def test_keys_of_the_encoder_and_the_tokenizer_may_be_overruled(tmp_path: Path) 
     assert drawn.model.encoders == {"image": {"name": "vit"}}
 
 
-STEPS, TOKENS = 30, 20
+STEPS, TOKENS, STEPS_TOLERANCE = 30, 20, 1e-4
 LAYOUTS = {
     "one": ("launch.ranks=1",),
     "tp2 pp2 joint": (
@@ -256,6 +256,76 @@ def plain_losses(referee: Referee, model: torch.nn.Module) -> list[float]:
     return losses
 
 
+_LOADING = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+@dataclass
+class Tuned:
+    """A run beside plain torch: the largest difference of a step's loss, and of that after the last; first
+    and last loss; tensors that the exported folder lacks or that did not learn; answers to chats, here and
+    in transformers.
+    """
+
+    steps: float
+    after: float
+    losses: tuple[float, float]
+    lacking: list[str]
+    still: list[str]
+    ours: list[tuple[str, int]]
+    theirs: list[tuple[str, int]]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is as it should be."""
+        learnt = self.losses[1] < self.losses[0] - 1
+        same = self.ours == self.theirs and not self.lacking and not self.still
+        return max(self.steps, self.after) < STEPS_TOLERANCE and learnt and same
+
+
+def tuned(referee: Referee, layout: str, work: Path) -> Tuned:
+    """Train a folder by the command, export it, ask both, and compare with plain torch."""
+    run, out = work / "run", work / "out"
+    keys = line(referee.folder, referee.data, run)
+    more = (f"train.steps={STEPS}", "optim.min_lr=1e-3", "optim.eps=1e-4", *LAYOUTS[layout])
+    _command(work, "train", *keys, *more)
+    found = [told["loss/train"] for told in read_metrics(run / "metrics.jsonl") if "loss/train" in told]
+    model = _loaded(referee.folder)[0]
+    plain = plain_losses(referee, model)
+    _command(work, "checkpoint", "export", str(run), "--as", "hf", "--out", str(out))
+    loaded, told = _loaded(out)
+    with torch.no_grad():
+        after = abs(float(referee.loss(loaded)) - float(referee.loss(model)))
+    questions, answers = referee.chats_in / "questions.jsonl", work / "answers.jsonl"
+    questions.write_text("".join(json.dumps({"messages": chat[:-1]}) + "\n" for chat in referee.chats))
+    asked = ["--messages", str(questions), "--tokens", str(TOKENS), "--out", str(answers)]
+    _command(work, "generate", str(run), *asked)
+    before = dict(referee.model.named_parameters())
+    return Tuned(
+        steps=max(abs(own - of) for own, of in zip(found, plain, strict=True)),
+        after=after,
+        losses=(plain[0], plain[-1]),
+        lacking=[
+            name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in told[kind]
+        ],
+        still=[name for name, own in loaded.named_parameters() if torch.equal(own, before[name])],
+        ours=[(told["answer"], told["tokens"]) for told in map(json.loads, answers.read_text().splitlines())],
+        theirs=[generated(referee, loaded, chat[:-1]) for chat in referee.chats],
+    )
+
+
+def _command(work: Path, *words: str) -> None:
+    done = Running(["-m", "omni", *words], work).finish()
+    assert done.code == 0, done.err
+
+
+def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """transformers' model of a folder, and what it says of loading it."""
+    model, told = transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager", output_loading_info=True
+    )
+    return model.eval(), told
+
+
 @pytest.mark.slow  # it starts runs
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_thirty_steps_lose_what_plain_torch_loses_and_the_folder_comes_back(
@@ -263,44 +333,8 @@ def test_thirty_steps_lose_what_plain_torch_loses_and_the_folder_comes_back(
 ) -> None:
     if layout != "one" and referee.name != "Qwen3-VL":
         pytest.skip("one layout of several ranks is run, of Qwen3-VL")
-    run, out = tmp_path / "run", tmp_path / "out"
-    keys = line(referee.folder, referee.data, run)
-    more = (f"train.steps={STEPS}", "optim.min_lr=1e-3", "optim.eps=1e-4", *LAYOUTS[layout])
-    done = Running(["-m", "omni", "train", *keys, *more], tmp_path).finish()
-    assert done.code == 0, done.err
-    found = [told["loss/train"] for told in read_metrics(run / "metrics.jsonl") if "loss/train" in told]
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        referee.folder, attn_implementation="eager"
-    )
-    plain = plain_losses(referee, model.eval())
-    assert plain[-1] < plain[0] - 1
-    assert max(abs(own - of) for own, of in zip(found, plain, strict=True)) < 1e-4
-    assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
-    loaded, told = transformers.AutoModelForImageTextToText.from_pretrained(
-        out, attn_implementation="eager", output_loading_info=True
-    )
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    with torch.no_grad():
-        assert float(referee.loss(loaded.eval())) == pytest.approx(float(referee.loss(model)), abs=1e-4)
-    before = dict(referee.model.named_parameters())
-    same = [name for name, own in loaded.named_parameters() if torch.equal(own, before[name])]
-    assert not [name for name in same if not name.endswith("k_proj.bias")], same
-    questions, answers = referee.chats_in / "questions.jsonl", tmp_path / "answers.jsonl"
-    questions.write_text("".join(json.dumps({"messages": chat[:-1]}) + "\n" for chat in referee.chats))
-    asked = [
-        "generate",
-        str(run),
-        "--messages",
-        str(questions),
-        "--tokens",
-        str(TOKENS),
-        "--out",
-        str(answers),
-    ]
-    done = Running(["-m", "omni", *asked], tmp_path).finish()
-    assert done.code == 0, done.err
-    said = [(told["answer"], told["tokens"]) for told in map(json.loads, answers.read_text().splitlines())]
-    assert said == [generated(referee, loaded, chat[:-1]) for chat in referee.chats]
+    found = tuned(referee, layout, tmp_path)
+    assert found.holds, found
 
 
 def generated(referee: Referee, model: Any, chat: list[dict[str, Any]]) -> tuple[str, int]:
