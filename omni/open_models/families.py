@@ -12,7 +12,7 @@ _OURS, _THEIRS = "decoder.layers.{}", "model.layers.{}"
 SKIPPED = (
     *("architectures", "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range"),
-    *("use_cache", "pretraining_tp", "router_aux_loss_coef"),
+    *("use_cache", "pretraining_tp", "router_aux_loss_coef", "_attn_implementation_autoset"),
 )
 
 

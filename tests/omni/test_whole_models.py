@@ -203,6 +203,31 @@ def test_folders_whose_files_disagree_are_refused_before_ranks_start(number: int
         prepare_run(compose_config(keys), 1)
 
 
+def as_published(name: str, said: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as the model's makers wrote it, before transformers 5: rotation in two keys and, of
+    Qwen2.5-VL, the text at the top.
+    """
+    text = said["text_config"]
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope.pop("rope_theta")
+    if "mrope_section" in rope:
+        kind = "type" if name == "Qwen2.5-VL" else "rope_type"
+        text["rope_scaling"] = {**rope, kind: "mrope" if name == "Qwen2.5-VL" else "default"}
+    if name != "Qwen2.5-VL":
+        return said
+    del said["text_config"], text["model_type"]
+    return {**text, **said, "vision_token_id": 7}
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen3-VL", "InternVL"])
+def test_configurations_in_their_first_form_mean_the_same(name: str, tmp_path: Path) -> None:
+    make_whole(name, tmp_path)
+    keys = open_folder(str(tmp_path)).keys
+    said = as_published(name, json.loads((tmp_path / "config.json").read_text()))
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert open_folder(str(tmp_path)).keys == keys
+
+
 def test_a_folder_of_text_alone_and_no_folder_are_refused(tmp_path: Path) -> None:
     make("qwen3", tmp_path / "text")
     with pytest.raises(ConfigError, match="holds a model of text alone: leave"):
