@@ -25,12 +25,12 @@ import torch.distributed as dist
 
 from infra.run_folder import RunFolder
 from omni.planning.prepare import prepare_run
-from omni.training.ahead import Ahead
+from omni.training.ahead import Ahead, Prepared
 from omni.training.trainer import Trainer
 
 WARMUP = 3  # turns that do not count
 FILE = "seconds.json"
-Hook = Callable[[Trainer, int], None]
+Hook = Callable[[Trainer, Prepared], None]
 
 
 def alternate(trainers: Sequence[Trainer], turns: int, before: Hook | None = None) -> list[list[float]]:
@@ -38,7 +38,7 @@ def alternate(trainers: Sequence[Trainer], turns: int, before: Hook | None = Non
 
     A step begins when all ranks have it planned and loaded and nothing else is under way, and ends when all
     ranks have updated their weights. Who is first in a turn changes from turn to turn. `before` hears of a
-    trainer and the step that it is about to take.
+    trainer and of what it is about to run.
 
     Raises:
         AssertionError: if trainers would train on different samples.
@@ -62,7 +62,7 @@ def _timed(trainer: Trainer, ahead: Ahead, step: int, before: Hook | None) -> tu
     concurrent.futures.wait(ahead.plans.values())
     concurrent.futures.wait(ahead.ready.values())
     if before is not None:
-        before(trainer, step)
+        before(trainer, prepared)
     dist.barrier()
     begin = time.perf_counter()
     trainer.update(trainer.run_step(prepared))

@@ -14,6 +14,7 @@ from omni.commands._side_by_side import MeasuredSystem, lines
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
+from omni.training.ahead import Prepared
 from omni.training.side_by_side import WARMUP, alternate, interval, over
 from omni.training.trainer import Trainer
 
@@ -40,8 +41,8 @@ def measured(rank: int, configs: list[Config]) -> tuple[list[list[float]], list[
     ]
     asked = []
 
-    def before(trainer: Trainer, step: int) -> None:
-        at = trainers.index(trainer)
+    def before(trainer: Trainer, prepared: Prepared) -> None:
+        at, step = trainers.index(trainer), prepared.plan.step
         asked.append((at, step))
         if (at, step, rank) == (2, 1, 0):  # what one rank takes, all wait for
             trainer.rank.engine.on_op = lambda op: time.sleep(SLOW_S)

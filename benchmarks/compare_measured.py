@@ -1,0 +1,178 @@
+"""Systems measured on real ranks, in turn: two that compute, and four and eight whose compute is SLEPT.
+
+    python benchmarks/compare_measured.py [--turns 120] [--slept-turns 8] [--only pp2] [--quick]
+
+`omni compare --measure` on two ranks of one thread, gloo: a decoder of hidden 256 and an encoder of about
+half its work, images of uneven sizes, in two layouts: `pp2` of two stages, and `dp2`, in which a rank beside
+the LLM is possible. With more ranks than cores a rank computes while another idles, so bubbles vanish: four
+and eight ranks train a tiny model, and before each pass they sleep for as long as it would take on a cluster
+that is so slow that this is nearly all. What is chosen is chosen for that cluster. Two replicas of two and of
+four stages; those with encoders beside the LLM have one replica, and as many ranks that encode.
+
+A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
+the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from joint_runs import LENGTH, cores_awake, spawn, write_data
+
+from infra.run_folder import RunFolder
+from omni.commands._side_by_side import MeasuredSystem, lines, measure, overrides
+from omni.commands.compare import known_systems
+from omni.compose import compose_config
+from omni.config import Config, SourceConfig
+from omni.planning.choice import with_keys
+from omni.planning.prepare import prepare_run
+from omni.rehearsal.compare import comparable
+from omni.training.ahead import Prepared
+from omni.training.side_by_side import alternate, interval, over
+from omni.training.trainer import Trainer
+from pipeline.costs import plan_costs
+from pipeline.ops import COMPUTE, Op
+
+OMNI, IMAGE = "omni", "model.encoders.image"
+COMPUTED = (
+    "model.llm.layers=4", "model.llm.hidden=256", "model.llm.heads=8", "model.llm.kv_heads=8",
+    "model.llm.ffn=704", f"{IMAGE}.layers=2", f"{IMAGE}.hidden=160", f"{IMAGE}.ffn=480",
+    "data.microbatch_tokens=256", "costs.learn=true",
+)  # fmt: skip
+SLEPT = (
+    "model.llm.hidden=32", "model.llm.heads=2", "model.llm.kv_heads=2", "model.llm.ffn=64",
+    f"{IMAGE}.layers=2", f"{IMAGE}.hidden=32", f"{IMAGE}.ffn=64", "data.microbatch_tokens=512",
+)  # fmt: skip
+MICROBATCHES = 6  # of a replica
+FLOPS_PER_RANK = 4e9
+"""Of a slept cluster, by the number of its ranks: with more ranks than cores they hold each other up, and the
+longer passes are, the smaller that is."""
+
+
+def settings() -> dict[str, tuple[int, Sequence[str], bool]]:
+    """By name: ranks, keys, and whether compute is slept."""
+    slept = {
+        f"slept, {ranks} ranks": (
+            ranks,
+            (*SLEPT, f"layout.llm.pp={ranks // 2}", f"model.llm.layers={ranks // 2}",
+             f"cluster.flops.fp32={FLOPS_PER_RANK / ranks:.0f}"),
+            True,
+        )
+        for ranks in (4, 8)
+    }  # fmt: skip
+    return {"pp2": (2, (*COMPUTED, "layout.llm.pp=2"), False), "dp2": (2, COMPUTED, False), **slept}
+
+
+def configs_of(folder: Path, ranks: int, keys: Sequence[str], turns: int) -> dict[str, Config]:
+    """The runs of all systems."""
+    tokens = next(int(key.partition("=")[2]) for key in keys if key.startswith("data.microbatch_tokens"))
+    replicas = 2 if "layout.llm.pp=2" not in keys or ranks > 2 else 1
+    more = (
+        "cluster=cpu", f"launch.ranks={ranks}", "launch.oversubscribe=true", f"{IMAGE}.max_side=128",
+        "data.step_tokens=null", f"data.step_samples={replicas * MICROBATCHES * tokens // LENGTH}",
+        "train.precision=fp32",
+    )  # fmt: skip
+    found = {}
+    for name in known_systems():
+        found[name] = compose_config([*more, *keys, *overrides(turns), f"system={name}"])
+        found[name].data.sources = {"images": SourceConfig(path=str(folder / "images"))}
+        found[name].data.heldout = {}
+        found[name].run.dir = str(folder / f"{name}-{ranks}")
+    return found
+
+
+def sleeping(trainer: Trainer, prepared: Prepared) -> None:
+    """Let a rank sleep before each pass for as long as its cost table says."""
+    cost, _ = plan_costs(prepared.plan.domain, trainer.tables.at(prepared.plan.step))
+
+    def sleep(op: Op) -> None:
+        trainer.note(op)
+        if op.kind in COMPUTE:
+            time.sleep(cost(trainer.rank.position, op) / 1e9)
+
+    trainer.rank.engine.on_op = sleep
+
+
+def work(rank: int, folder: Path, configs: Mapping[str, Config], turns: int) -> None:
+    """One rank that sleeps: all systems in turn; the first leaves what it measured."""
+    os.environ["WANDB_MODE"] = "offline"
+    torch.set_num_threads(1)
+    world = next(iter(configs.values())).launch.ranks or 0
+    dist.init_process_group("gloo", f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
+    trainers = [
+        Trainer(prepare_run(of, world), RunFolder.create(Path(of.run.dir)), rank, torch.device("cpu"))
+        for of in configs.values()
+    ]
+    found = alternate(trainers, turns, sleeping)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def slept(folder: Path, configs: Mapping[str, Config], turns: int) -> list[MeasuredSystem]:
+    """Measure systems on ranks that sleep."""
+    ready, refused = {}, []
+    for name, config in configs.items():
+        config = with_keys(config, comparable(config))
+        try:
+            ready[name] = prepare_run(config, config.launch.ranks or 0).config
+        except ValueError as error:
+            refused.append(MeasuredSystem(name, refused=str(error)))
+    spawn(work, (folder, ready, turns), next(iter(ready.values())).launch.ranks or 0)
+    return [*map(MeasuredSystem, ready, json.loads((folder / "found.json").read_text())), *refused]
+
+
+def missed(setting: str, found: Sequence[MeasuredSystem]) -> Iterator[str]:
+    """Say so where some system is quicker than omni, beyond the interval."""
+    seconds = {of.system: of.seconds for of in found if of.seconds}
+    if OMNI not in seconds:
+        yield f"{setting}: omni is refused"
+        return
+    first = min(seconds, key=lambda name: interval(seconds[name])[0])
+    ratio, low, _ = over(seconds[OMNI], seconds[first])
+    if first != OMNI and low > 1:
+        yield f"{setting}: omni takes {ratio:.3f} times what {first} does, at least {low:.3f}"
+
+
+def main() -> int:
+    """Measure every setting, print, judge."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = settings()
+    parser.add_argument("--turns", type=int, default=120, help="of ranks that compute")
+    parser.add_argument("--slept-turns", type=int, default=8, help="of ranks that sleep")
+    parser.add_argument("--only", choices=list(every), help="one setting")
+    parser.add_argument("--quick", action="store_true", help="10 turns of pp2, 2 of four ranks that sleep")
+    asked = parser.parse_args()
+    turns = {True: 2, False: 10} if asked.quick else {True: asked.slept_turns, False: asked.turns}
+    names = ("pp2", "slept, 4 ranks") if asked.quick else every
+    table, problems = dict[str, object](), list[str]()
+    with tempfile.TemporaryDirectory() as made, cores_awake():
+        folder = Path(made)
+        write_data(folder / "images", 512)
+        for name in names if asked.only is None else (asked.only,):
+            ranks, keys, sleeps = every[name]
+            configs = configs_of(folder, ranks, keys, turns[sleeps])
+            found = slept(folder, configs, turns[sleeps]) if sleeps else measure(configs)
+            print("\n".join(f"{name}: {line}" for line in lines(found)), flush=True)
+            problems += missed(name, found)
+            table[name] = {
+                of.system: [round(seconds, 4) for seconds in of.seconds] or of.refused for of in found
+            }
+    for problem in problems:
+        print(f"missed: {problem}")
+    print(json.dumps({"benchmark": "compare_measured", "seconds": table, "missed": problems}))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
