@@ -212,17 +212,15 @@ def _search_all(
     attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
     """Search by what the LLM recomputes, if that is open: the usual; where its best candidate does not fit as
-    it is, or not with other packs, what holds least, from the next smaller domain on; and at the best of
-    these, if it has the usual, what takes least.
+    it is, or not with other packs, what holds least, in domains of any size again, since where none fits
+    large ones look best; and at the best of these, if it has the usual, what takes least.
     """
     usual, least, quickest = recomputed(config.model.llm)
     best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual)
     if RECOMPUTE not in keys:
         return best, tried
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
-        size = best.keys.get(DOMAIN, sizes[0])
-        near = sizes[max(0, sizes.index(size) - 1) :]
-        lean, others = _search(config, keys, start, near, longest, lengths, attempt, least)
+        lean, others = _search(config, keys, start, sizes, longest, lengths, attempt, least)
         tried += others
         best = lean if _gains(lean, best) else best
     if best.keys[RECOMPUTE] == usual != quickest:

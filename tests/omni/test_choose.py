@@ -17,6 +17,7 @@ from omni.planning.choice import (
     LONGEST,
     PACKS,
     POLICIES,
+    RECOMPUTE,
     as_saved,
     open_keys,
     recomputed,
@@ -153,6 +154,23 @@ def test_the_llm_recomputes_what_fits_and_takes_least():
     assert ample.model.llm.recompute == "none"
     assert reopened(ample, 2).model.llm.recompute == "auto"
     assert "selective" not in recomputed(replace(ample.model.llm, window=16))
+
+
+def test_what_holds_least_is_tried_in_domains_of_any_size(monkeypatch):
+    monkeypatch.setattr("omni.planning.prepare.fits", lambda spec, table, plan: False)
+    monkeypatch.setattr("omni.planning.prepare.holds", lambda spec, plan: 10**6 // plan.domain.num_ranks)
+    keys = (
+        "model.llm.recompute=auto",
+        "data.sample_tokens=64",
+        "packing.divisor=1",
+        "cluster.memory_bytes=1",
+    )
+    tried = prepared(*keys, ranks=8, trace=trace_of()).choice.tried
+    sizes = {
+        name: {each.keys[DOMAIN] for each in tried if each.keys[RECOMPUTE] == name}
+        for name in ("selective", "full")
+    }
+    assert sizes["full"] == sizes["selective"] == {1, 2, 4, 8}, "where none fits, large domains look best"
 
 
 def test_a_packing_that_keeps_the_order_of_packs_has_a_pairing_that_does():
