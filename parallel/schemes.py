@@ -20,6 +20,7 @@ from parallel.tiles import (
     check_tiles,
     gather_tiles,
     hybrid_tiles,
+    node_tiles,
     pairs_before,
     rows_tiles,
     ulysses_tiles,
@@ -115,14 +116,24 @@ def sequence_cost(
     return SequenceCost(shape, work.exchanges, forward.token_fs, pair_fs, head_bytes, link, inside, nodes)
 
 
-def scheme_tiles(shards: Sequence[Shard], shape: AttentionShape) -> Iterator[tuple[str, tuple[Tile, ...]]]:
-    """Yield the schemes worth trying and their tiles, in the order that decides ties.
+def scheme_tiles(
+    shards: Sequence[Shard], shape: AttentionShape, nodes: Sequence[int] = ()
+) -> Iterator[tuple[str, tuple[Tile, ...]]]:
+    """Yield the schemes worth trying and their tiles, in the order that decides ties; members are on `nodes`,
+    if on several.
 
-    The head ways of a hybrid divide the degree, so that its blocks are equal, or are the key/value heads.
+    The head ways of a hybrid divide the degree, so that its blocks are equal, or are the key/value heads. A
+    sequence of which members hold several runs has no neighbours to make blocks of.
     """
     degree = len(shards)
     yield "ulysses", ulysses_tiles(shards, shape)
     yield "gather", gather_tiles(shards, shape)
+    if nodes:
+        yield "nodes", node_tiles(shards, shape, nodes, whole=True)
+        yield "balanced nodes", node_tiles(shards, shape, nodes, whole=False)
+    if degree > len({shard.member for shard in shards}):
+        yield "balanced", balanced_tiles(shards, shape)
+        return
     for ways in range(2, degree):
         if degree % ways == 0 or shape.kv_heads == ways:
             yield f"hybrid{ways}", hybrid_tiles(shards, shape, ways)
@@ -232,7 +243,7 @@ def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost, nodes: t
     """
     ends = [0, *accumulate(tokens for _, tokens in pieces)]
     shards = [Shard(rank, start, tokens) for (rank, tokens), start in zip(pieces, ends, strict=False)]
-    candidates = [tiles for _, tiles in scheme_tiles(shards, cost.shape)]
+    candidates = [tiles for _, tiles in scheme_tiles(shards, cost.shape, nodes)]
     works, volumes, leaving = compare(candidates, shards, cost.shape, nodes)
     total = cost.attention_ns(int(works[0].sum()))
     slowest = []

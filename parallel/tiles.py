@@ -16,7 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isqrt
 
 from parallel.sequence import Shard
@@ -83,7 +83,7 @@ def ulysses_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile,
     """Whole heads over all rows (DeepSpeed-Ulysses; Jacobs et al., 2023). Key/value heads follow
     their query heads, replicated where they are fewer than ranks; ranks beyond the heads compute nothing.
     """
-    return _blocks(shards, shape, len(shards), _whole_heads)
+    return _blocks(_by_member(shards), shape, len(shards), _whole_heads)
 
 
 def gather_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile, ...]:
@@ -104,12 +104,43 @@ def balanced_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile
     """The work of all heads, one after the other, as one line cut in proportion: a head at a cut is shared by
     rows, so heads need not be divisible.
     """
-    return _blocks(shards, shape, len(shards), _head_line)
+    return _blocks(_by_member(shards), shape, len(shards), _head_line)
 
 
 def rows_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile, ...]:
     """All heads of consecutive rows of equal work: where all rows are equal work, the rank's own."""
     return _blocks(shards, shape, 1, _whole_heads)
+
+
+def node_tiles(
+    shards: Sequence[Shard], shape: AttentionShape, nodes: Sequence[int], *, whole: bool
+) -> tuple[Tile, ...]:
+    """The rows that each node holds, divided over its ranks by `whole` heads, or as `balanced_tiles` does:
+    queries and outputs stay on the node, and from other ones come keys and values of a rank's own heads
+    alone. Member m is on `nodes[m]`. Causal rows are unequal work, unless nodes hold as many early ones as
+    late ones.
+    """
+    tiles, length, split = list[Tile](), sum(s.length for s in shards), _whole_heads if whole else _head_line
+    for node in sorted(set(nodes)):
+        own = [s for s in shards if s.length and nodes[s.member] == node]
+        edges = [s.start for s in own], [s.start + s.length for s in own]
+        starts = [start for start in edges[0] if start not in edges[1]]
+        stops = [stop for stop in edges[1] if stop not in edges[0]]
+        ranks = _by_member(own)
+        for start, stop in zip(starts, stops, strict=True):
+            tiles += split(ranks, start, stop, length, shape)
+    return tuple(tile for tile in tiles if tile.head_count and tile.row_count)
+
+
+def _by_member(shards: Sequence[Shard]) -> list[Shard]:
+    """One shard for all that each member holds, as if it were one run of tokens."""
+    tokens: dict[int, int] = defaultdict(int)
+    for shard in shards:
+        tokens[shard.member] += shard.length
+    starts = accumulate(tokens.values(), initial=0)
+    return [
+        Shard(member, start, length) for start, (member, length) in zip(starts, tokens.items(), strict=False)
+    ]
 
 
 def _blocks(

@@ -25,10 +25,12 @@ from parallel.policies.pool import (
     NEVER,
     Build,
     Degrees,
+    Parts,
     Pool,
     Times,
     costliest_first,
     degree_times,
+    mirrored,
     within_memory,
 )
 from parallel.schemes import rank_times
@@ -160,8 +162,19 @@ def _best_poured(case: Case, limit: int) -> Build | None:
     if best is None:
         return None
     rooms = [least - pool.cost.sharing_ns - ns for ns in best.ns]
-    build = _timed(best, fill(amounts, rooms, pool.nodes))
-    return build if build.fits else None
+    parts = fill(amounts, rooms, pool.nodes)
+    builds = (_timed(best, of) for of in (_both_ways(parts, pool), parts))
+    return next((build for build in builds if build.fits), None)
+
+
+def _both_ways(parts: Mapping[int, Parts], pool: Pool) -> dict[int, Parts]:
+    """Parts of poured sequences in an order that suits several nodes (`mirrored`)."""
+    return {
+        number: mirrored(of, pool.cost.nodes)
+        if pool.cost.shape.causal and not pool.on_one_node([rank for rank, _ in of])
+        else of
+        for number, of in parts.items()
+    }
 
 
 def _amount(row: Sequence[int], mean: int) -> int:
@@ -184,7 +197,7 @@ def level(loads: Sequence[int], amount: int, sharing_ns: int) -> int:
     return reached
 
 
-def _timed(whole: Build, parts: Mapping[int, Sequence[tuple[int, int]]]) -> Build:
+def _timed(whole: Build, parts: Mapping[int, Parts]) -> Build:
     """Add poured sequences to whole ones, and the times of the tiles that they get."""
     build = Build(whole.lengths, whole.rows, whole.pool)
     build.placed, build.tokens = whole.placed, [*whole.tokens]

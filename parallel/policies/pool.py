@@ -20,6 +20,8 @@ from parallel.tilings import compare
 Times = npt.NDArray[np.int64]
 Degrees = npt.NDArray[np.int64]
 Shares = tuple[tuple[tuple[int, int], ...], ...]
+Parts = Sequence[tuple[int, int]]
+"""Ranks that hold a sequence, with the weight of what each holds, in the order of its tokens."""
 NEVER = 2**46  # nanoseconds, 19 hours: what cannot be; sums of 2**16 of them stay in int64
 _SCALE = 1 << 14
 _REFERENCE = 1 << 16  # tokens at which the schemes' shares are taken: rounding to rows is negligible there
@@ -112,12 +114,14 @@ def make_pool(
 def _scheme_shares(cost: SequenceCost, degree: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
     if degree == 1:
         return ((_SCALE, 0),)
-    cost, nodes = (
-        (cost.near, ()) if num_nodes == 1 else (cost.far, [r * num_nodes // degree for r in range(degree)])
-    )
-    shards = cut(_REFERENCE, [(rank, 1) for rank in range(degree)], 1)
+    parts, nodes = [(rank, 1) for rank in range(degree)], list[int]()
+    if num_nodes > 1:
+        nodes = [rank * num_nodes // degree for rank in range(degree)]
+        parts = mirrored(parts, nodes) if cost.shape.causal else parts
+    cost = cost.far if nodes else cost.near
+    shards = cut(_REFERENCE, parts, 1)
     total = pairs_before(_REFERENCE, _REFERENCE, cost.shape) * cost.shape.heads
-    tilings = [tiles for _, tiles in scheme_tiles(shards, cost.shape)]
+    tilings = [tiles for _, tiles in scheme_tiles(shards, cost.shape, nodes)]
     works, volumes, leaving = compare(tilings, shards, cost.shape, nodes)
     slowest = zip(works.max(1).tolist(), transfers_ns(volumes, leaving, cost), strict=True)
     found = {(-(-work * _SCALE // total), max(spent) * 1_000_000 // _REFERENCE) for work, spent in slowest}
@@ -174,6 +178,20 @@ def cut(length: int, parts: Sequence[tuple[int, int]], unit: int) -> tuple[Shard
     return tuple(shards) or (Shard(parts[0][0], 0, 0),)
 
 
+def mirrored(parts: Parts, nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """Parts of a sequence, (rank, weight), in an order in which each node, of which every rank's is one of
+    `nodes`, gets as many early rows as late ones: node by node and back, the last node once.
+
+    Of ranks 0 and 1 on one node and 2 and 3 on another, all of weight 1: 0, 1, then twice as much of 2 and
+    of 3, then 1, 0. So causal rows of a node are its share of the work (as the zigzag of ring attention has
+    it for ranks), and its ranks can divide them by heads.
+    """
+    order = sorted(parts, key=lambda part: nodes[part[0]])
+    last = [(rank, 2 * weight) for rank, weight in order if nodes[rank] == nodes[order[-1][0]]]
+    before = order[: -len(last)]
+    return [*before, *last, *reversed(before)]
+
+
 @lru_cache(maxsize=1 << 14)
 def even_sizes(length: int, parts: int, unit: int) -> tuple[int, ...]:
     """Tokens of each of so many even shares of a sequence, as `cut` cuts it."""
@@ -210,17 +228,24 @@ class Build:
         self.ns = [0] * pool.num_members
         self.tokens = [0] * pool.num_members
         self.placed: dict[int, int] = {}
-        self.parts: dict[int, Sequence[tuple[int, int]]] = {}
+        self.parts: dict[int, Parts] = {}
         self.latency = [0] * pool.num_members
 
     def share(self, number: int, ranks: Sequence[int]) -> None:
         """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
-        self.parts[number] = [(rank, 1) for rank in ranks]
-        if self.pool.tokens_per_rank is not None:
-            sizes = even_sizes(self.lengths[number], len(ranks), self.pool.unit)
+        near, cap, length = self.pool.on_one_node(ranks), self.pool.tokens_per_rank, self.lengths[number]
+        parts, sizes = [(rank, 1) for rank in ranks], even_sizes(length, len(ranks), self.pool.unit)
+        if not near and self.pool.cost.shape.causal:
+            both_ways = mirrored(parts, self.pool.cost.nodes)
+            held = SequenceLayout(self.pool.num_members, (cut(length, both_ways, self.pool.unit),))
+            found = tuple(map(held.local_tokens, ranks))
+            # Cut twice, a rank may hold a unit more than its even share.
+            if cap is None or all(self.tokens[rank] + n <= cap for rank, n in zip(ranks, found, strict=True)):
+                parts, sizes = both_ways, found
+        self.parts[number] = parts
+        if cap is not None:
             for rank, size in zip(ranks, sizes, strict=True):
                 self.tokens[rank] += size
-        near = self.pool.on_one_node(ranks)
         spent = (self.rows if near else self.apart)[number][len(ranks) - 1]
         latency, ns, paid = self.pool.sharing_ns[near], self.ns, self.latency
         for rank in ranks:

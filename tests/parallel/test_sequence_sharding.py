@@ -28,12 +28,14 @@ from parallel.tiles import (
     exchange_volume,
     gather_tiles,
     hybrid_tiles,
+    node_tiles,
     rows_tiles,
     ulysses_tiles,
 )
 
 CPU = torch.device("cpu")
 SIZE = 4  # of a head
+NODES = (0, 0, 1, 1, 2, 2)
 HEADS = [(4, 4), (5, 5), (5, 1), (8, 2), (6, 3), (8, 1), (3, 3), (2, 1), (12, 4), (1, 1)]
 
 
@@ -95,6 +97,8 @@ SCHEMES = {
     "hybrid3": lambda shards, shape: hybrid_tiles(shards, shape, 3),
     "balanced": balanced_tiles,
     "rows": rows_tiles,
+    "nodes": lambda shards, shape: node_tiles(shards, shape, NODES, whole=True),
+    "balanced nodes": lambda shards, shape: node_tiles(shards, shape, NODES, whole=False),
 }
 # Degrees at which heads do not divide: 5 over 3 ranks, and 2 key/value heads of 8 over 4.
 UNEVEN = {(5, 5): 3, (8, 2): 4}

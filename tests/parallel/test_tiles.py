@@ -9,6 +9,7 @@ from work_costs import work_cost
 
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
+from parallel.policies.pool import cut, mirrored
 from parallel.schemes import SequenceCost, choose_tiles, rank_times, scheme_tiles, sequence_cost
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import (
@@ -22,6 +23,7 @@ from parallel.tiles import (
     exchange_volume,
     gather_tiles,
     hybrid_tiles,
+    node_tiles,
     pairs_before,
     rows_tiles,
     ulysses_tiles,
@@ -369,6 +371,28 @@ def test_ranks_beyond_the_heads_have_no_ulysses_tile():
     assert len(attention_work(ulysses_tiles(shards, shape), LENGTH, shape)) == 2
     assert len(attention_work(hybrid_tiles(shards, shape, 2), LENGTH, shape)) == 5
     assert len(attention_work(balanced_tiles(shards, shape), LENGTH, shape)) == 5
+
+
+def test_on_nodes_only_keys_and_values_of_a_ranks_own_heads_cross():
+    """Two nodes of two ranks, each with half of the early rows and of the late ones."""
+    parts = mirrored([(rank, 1) for rank in range(4)], (0, 0, 1, 1))
+    assert parts == [(0, 1), (1, 1), (2, 2), (3, 2), (1, 1), (0, 1)]
+    shards, shape, nodes = cut(LENGTH, parts, 1), AttentionShape(8, 4, causal=True), (0, 0, 1, 1)
+    tiles = node_tiles(shards, shape, nodes, whole=True)
+    check_tiles(tiles, LENGTH, shape)
+    work = attention_work(tiles, LENGTH, shape)
+    assert max(work.values()) < 1.001 * sum(work.values()) / 4
+    assert {(t.member, t.head_start, t.head_count) for t in tiles} == {
+        (0, 0, 4), (1, 4, 4), (2, 0, 4), (3, 4, 4),
+    }  # fmt: skip
+    _, _, (leaving,) = compare([tiles], shards, shape, nodes)
+    # The first node reads all tokens of the other one, and that all but the last quarter.
+    wanted = [2 * 2 * LENGTH // 2] * 2 + [2 * 2 * LENGTH // 4] * 2
+    assert leaving[:, 1].tolist() == pytest.approx(wanted, rel=1e-3)
+    assert leaving[:, 2:].tolist() == [[0, 0]] * 4, "outputs stay"
+    ulysses, whole = ulysses_tiles(shards, shape), dict(scheme_tiles(shards, shape, nodes))
+    assert whole["ulysses"] == ulysses == ulysses_tiles(even_shards(LENGTH, 4), shape)
+    assert compare([ulysses], shards, shape, nodes)[2][0].sum() == 2 * leaving.sum()
 
 
 # The choice.
