@@ -45,6 +45,11 @@ from pipeline.policies import Slot
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 
+SHARED_ROOM = 3, 4
+"""Share of the room of members that share sequences that a pack of several samples takes at most: where all
+is full, none can take more of the tokens that cost less than others, and all wait for the slowest.
+"""
+
 
 @dataclass(frozen=True)
 class TransportChoice:
@@ -336,10 +341,14 @@ class DomainPlanner:
         self, members: Sequence[Sequence[int]], costs: SampleCosts
     ) -> tuple[tuple[Microbatch, ...], dict[int, int]]:
         """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica.
+        Where the members of all replicas share sequences, these are one, with room for what they hold.
 
         Returns with the microbatches, by sample, the one with which its items are encoded.
         """
         policy, size = self.packing, self.pack_tokens
+        if len(members) > 1 and not self.sharing[self.llm].policy.within_replica:
+            size = max(size, self._room * SHARED_ROOM[0] // (SHARED_ROOM[1] * self.pack_divisor))
+            members = [sorted(i for mine in members for i in mine)]
         owns = [costs.take(mine) for mine in members]
         packs = [policy(own, size) for own in owns]
         together = self.pairing(

@@ -1,4 +1,5 @@
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -52,7 +53,8 @@ def test_every_layout_holds_the_sequences_cut_at_units(name, lengths, pool):
     assert layout.num_members == pool.num_members
     assert layout.lengths == tuple(lengths)
     for shards in layout.shards:
-        assert len({s.member for s in shards}) == len(shards)
+        runs = Counter(s.member for s in shards)
+        assert max(runs.values()) <= (2 if len(pool.nodes) > 1 and pool.cost.shape.causal else 1)
         assert all(s.start % pool.unit == 0 for s in shards)
         assert all(s.length for s in shards) or len(shards) == 1
     assert POLICIES[name](lengths, pool) == layout
