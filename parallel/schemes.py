@@ -66,15 +66,15 @@ class SequenceCost:
         """The cost of a sequence that these members share."""
         if not self.nodes:
             return self
-        return self.far if self.places(members) else self.near
+        return self.near if len({self.nodes[member] for member in members}) == 1 else self.far
 
     def places(self, members: Collection[int]) -> tuple[int, ...]:
-        """The node of each of some members, numbered from 0 on; () where they are on one, or there is one
-        link.
+        """The node of each of some members, numbered from 0 on; () where one link serves all: they are on one
+        node, or each on its own.
         """
         numbers: dict[int, int] = {}
         found = [numbers.setdefault(self.nodes[m], len(numbers)) for m in members] if self.nodes else []
-        return tuple(found) if len(numbers) > 1 else ()
+        return tuple(found) if 1 < len(numbers) < len(found) else ()
 
     def linear_ns(self, tokens: int) -> int:
         """Work on tokens outside attention."""

@@ -20,6 +20,8 @@ from pipeline.domain_plan import Chunk, Microbatch, PlannedItem
 from pipeline.policies import Slot, spread
 from pipeline.routes import outputs_of
 
+EVEN = 1.01  # of even work, that items take at most, whole or shared at once, for nothing else to be tried
+
 Chunking = Callable[
     [
         Sequence[PlannedItem],
@@ -193,15 +195,22 @@ def _shared_chunks(
         if item.component == component:
             batches[waves[number]].append(number)
     lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
-    layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     everyone = tuple(rank for slot in slots for rank in slot)
+    numbers = [number for wave in sorted(batches) for number in batches[wave]]
+    costs = [sharing.whole_ns(items[number].tokens) for number in numbers]
+    even_ns, whole_ns = sum(costs) // sharing.num_members, _makespan(costs, sharing.num_members)
+    if whole_ns <= EVEN * even_ns and not sharing.policy.forced:
+        return  # whatever is shared takes no less than even work
+    together = sharing.layout([[items[i].tokens for i in numbers]]) if at_once and len(lengths) > 1 else None
+    together_ns = whole_ns if together is None else sharing.slowest_ns(together)
+    if together is not None and together_ns <= EVEN * even_ns:
+        yield _chunk(items, numbers, everyone, together, sharing)
+        return
+    layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     shared = worth_sharing(lengths, layouts, sharing)
-    if at_once and len(lengths) > 1 and shared:
-        numbers = [number for wave in sorted(batches) for number in batches[wave]]
-        layout = sharing.layout([[items[i].tokens for i in numbers]])
-        if sharing.slowest_ns(layout) < _taken_ns(shared, lengths, layouts, sharing):
-            yield _chunk(items, numbers, everyone, layout, sharing)
-            return
+    if together is not None and shared and together_ns < _taken_ns(shared, lengths, layouts, sharing):
+        yield _chunk(items, numbers, everyone, together, sharing)
+        return
     for microbatch in shared:
         yield _chunk(items, batches[microbatch], everyone, layouts[microbatch], sharing)
 

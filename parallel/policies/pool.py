@@ -114,11 +114,11 @@ def make_pool(
 def _scheme_shares(cost: SequenceCost, degree: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
     if degree == 1:
         return ((_SCALE, 0),)
-    parts, nodes = [(rank, 1) for rank in range(degree)], list[int]()
-    if num_nodes > 1:
-        nodes = [rank * num_nodes // degree for rank in range(degree)]
-        parts = mirrored(parts, nodes) if cost.shape.causal else parts
-    cost = cost.far if nodes else cost.near
+    parts, ranks = [(rank, 1) for rank in range(degree)], range(degree)
+    of_nodes = replace(cost, nodes=tuple(rank * num_nodes // degree for rank in ranks))
+    if num_nodes > 1 and cost.shape.causal:
+        parts = mirrored(parts, of_nodes.nodes)
+    cost, nodes = of_nodes.over(ranks), of_nodes.places(ranks)
     shards = cut(_REFERENCE, parts, 1)
     total = pairs_before(_REFERENCE, _REFERENCE, cost.shape) * cost.shape.heads
     tilings = [tiles for _, tiles in scheme_tiles(shards, cost.shape, nodes)]
