@@ -60,12 +60,14 @@ class EncoderLayoutConfig:
 @dataclass
 class LayoutConfig:
     """The LLM's layout, and by name that of each encoder that is divided. A domain has at least `domain`
-    replicas: they plan together, and their ranks may share sequences and items. `domain: null` leaves the
-    number to be chosen for the run (`omni.planning.choose`).
+    replicas: they plan together, and their ranks may share sequences and items. Layers are divided over
+    stages so that these take as long for tokens of sequences of `context` tokens. `domain: null` and
+    `context: null` leave the number to be chosen for the run (`omni.planning.choose`).
     """
 
     llm: LLMLayoutConfig = field(default_factory=LLMLayoutConfig)
     domain: int | None = 1
+    context: int | None = 4096
     encoders: dict[str, Any] = field(default_factory=dict)
 
 

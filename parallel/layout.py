@@ -20,6 +20,8 @@ from math import lcm, prod
 
 from parallel.placements import DomainSizes, PlacementPolicy
 
+CONTEXT = 4096  # tokens
+
 
 class LayoutError(ValueError):
     """A layout that cannot be: the message names the key, the value and the remedy."""
@@ -116,7 +118,8 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
 class Layout:
     """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage.
 
-    The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp.
+    The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp. They
+    take as long as can be for tokens of sequences of `context` tokens, which decide what attention costs.
     """
 
     tp: int = 1
@@ -125,6 +128,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     parts: int = 1
+    context: int = CONTEXT
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
@@ -150,7 +154,8 @@ class Layout:
 
     def describe(self) -> str:
         """Return the layout in one word, such as "dp2·pp2"."""
-        return "·".join(f"{axis}{size}" for axis, size in vars(self).items() if size > 1) or "single"
+        sizes = {axis: size for axis, size in vars(self).items() if axis != "context"}
+        return "·".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "single"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from parallel.work import even_load
 from pipeline.domain_plan import EMBEDDING, Point
 
 NAME = "llm"
-_REFERENCE_TOKENS = 4096
 _ATTACH = re.compile(r"llm\.layers\.(\d+)")
 
 
@@ -116,13 +115,13 @@ def staged(config: LLMConfig) -> Staged:
 
 def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
     """Divide the layers over the parts of a layout by cost: layers with experts and dense ones differ, and
-    the last part also computes the output. Costs are FLOPs of a token in a sequence of `_REFERENCE_TOKENS`.
+    the last part also computes the output. Costs are FLOPs of a token of a sequence of `layout.context`.
 
     Raises:
         LayoutError: if a part would have no layer.
     """
     output = linear_flops(1, config.hidden, padded_vocabulary(config, vocab_size))
-    token = even_load(1, _REFERENCE_TOKENS)
+    token = even_load(1, layout.context)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
     further = costs[-1] + linear_flops(1, 2 * config.hidden, config.hidden) + output
     return stage_layers(costs, output + config.mtp * further, layout.pp, layout.parts)

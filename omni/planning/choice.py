@@ -1,11 +1,11 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
-A key is open where `layout.domain`, `packing.divisor` or `data.microbatch_tokens` is null, where
-`model.llm.recompute` is `auto`, or where a section of `POLICIES` has the policy `auto`; then
-`data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves open all that are
-neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses for each step.
-Where a placement takes ranks, `placement.ranks` is open if it is null: `omni.planning.allocation` settles it
-before anything is chosen.
+A key is open where `layout.domain`, `layout.context`, `packing.divisor` or `data.microbatch_tokens` is null,
+where `model.llm.recompute` is `auto`, or where a section of `POLICIES` has the policy `auto`; then
+`data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves
+open all that are neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses
+for each step. Where a placement takes ranks, `placement.ranks` is open if it is null:
+`omni.planning.allocation` settles it before anything is chosen.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ from parallel.policy import find
 AUTO = "auto"
 SCHEDULE, PLACEMENT = "pipeline.policy", "placement.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
+CONTEXT = "layout.context"
 MICROBATCH, RECOMPUTE, BESIDE = "data.microbatch_tokens", "model.llm.recompute", "placement.ranks"
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
@@ -94,7 +95,7 @@ def text_of(keys: Keys) -> str:
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
-    keys = [key for key in (DOMAIN, MICROBATCH, PACKS) if value_of(config, key) is None]
+    keys = [key for key in (DOMAIN, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
     keys += [key for key in (RECOMPUTE, *POLICIES) if value_of(config, key) == AUTO]
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
@@ -107,6 +108,7 @@ def unchosen(config: Config) -> Config:
     plain = {
         DOMAIN: 1,
         PACKS: 1,
+        CONTEXT: None,
         LONGEST: None,
         MICROBATCH: PASS_TOKENS,
         RECOMPUTE: recomputed(config.model.llm)[0],
@@ -141,7 +143,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     """Return a configuration, composed of a saved one and overrides, with what had been chosen and is neither
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
-    empty = {DOMAIN: 1, PACKS: 1, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
+    empty = {DOMAIN: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]

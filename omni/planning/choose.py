@@ -26,6 +26,7 @@ from omni.config import Config, ConfigError
 from omni.planning.choice import (
     AUTO,
     BALANCE,
+    CONTEXT,
     DOMAIN,
     ENCODER_SP,
     LLM_SP,
@@ -49,6 +50,7 @@ from omni.planning.choice import (
 )
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
+from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.policies import SharingPolicy
 from parallel.policy import find
 from pipeline.costs import simulate
@@ -160,6 +162,13 @@ def _budget(given: int | None, cuts: bool, size: int, longest: int) -> int:
     return given or max(PASS_TOKENS, -(-share // ROUND) * ROUND)
 
 
+def _context(lengths: Ints) -> int:
+    """The tokens of the sequence that a token of such samples is in, on average: what its attention costs."""
+    tokens = lengths.astype(np.float64)
+    mean = float((tokens * tokens).sum() / max(1.0, float(tokens.sum())))
+    return max(ROUND, round(mean / ROUND) * ROUND)
+
+
 def _samples_of_step(config: Config, lengths: Ints, longest: int) -> int:
     """About how many samples a step has."""
     data = config.data
@@ -260,6 +269,7 @@ def _search(
             MICROBATCH: budget,
             PACKS: 1 if given else budget // PASS_TOKENS,
             RECOMPUTE: recompute,
+            CONTEXT: _context(np.minimum(lengths, longest)) if start.arrangement.llm.pp > 1 else ANY_CONTEXT,
         }
         own = {key: fixed[key] for key in keys if key in fixed}
         return _of_size(size, own, keys, start, longest > budget)

@@ -9,7 +9,7 @@ from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
 from omni.planning.allocation import ranks_beside
 from ops.device import visible_devices
-from parallel.layout import Arrangement, Layout, LayoutError, arrange, check_sizes
+from parallel.layout import CONTEXT, Arrangement, Layout, LayoutError, arrange, check_sizes
 from parallel.placements import PlacementPolicy
 from parallel.policy import find
 from pipeline.builders import SchedulePolicy
@@ -80,7 +80,10 @@ def resolve_layout(
                 + f": {max(copy, round((world - beside) / copy) * copy) + beside} is the nearest"
             )
         dp = (world - beside) // copy
-    layout = Layout(tp=sizes.tp, cp=sizes.cp, dp=dp, pp=sizes.pp, ep=sizes.ep, parts=sizes.parts)
+    context = CONTEXT if config.context is None else config.context  # null: until one is chosen
+    if context < 1:
+        raise LayoutError(f"layout.context={context}: a sequence has at least one token")
+    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, context)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "

@@ -373,6 +373,16 @@ def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
     assert [(point.part, point.place) for point in points.values()] == [(0, 0), (0, 1), (4, 0)]
 
 
+def test_layers_are_divided_for_sequences_as_long_as_the_context() -> None:
+    """Llama 3 8B over four stages: its output is worth 2.2 layers for tokens of short sequences, 0.9 for
+    those of long ones.
+    """
+    llm = LLMConfig(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128_256, tied=False)
+    divided = [llm_parts(llm, 128_256, Layout(pp=4, context=tokens)) for tokens in (1, 4096, 32_768)]
+    assert divided == [(9, 9, 8, 6), (9, 9, 8, 6), (9, 8, 8, 7)]
+    assert Layout(pp=4, context=7).describe() == "pp4"
+
+
 def test_parts_that_cannot_be_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"layout\.llm\.parts=0: a stage holds at least one part"):
         Layout(parts=0)

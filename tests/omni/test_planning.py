@@ -711,3 +711,24 @@ def test_costly_samples_are_spread_over_replicas():
         loads = [sum(sample.length for sample in plan.domain.samples) for plan in plans]
         spread.append(max(loads) - min(loads))
     assert spread[1] == 0 <= spread[0]
+
+
+def test_members_that_share_sequences_pack_together_and_leave_room_to_level():
+    """Four replicas of 40 tokens a pass: where all share, packs of several samples have up to 120 tokens,
+    whichever replica got them; where none does, one of 40 of each replica passes.
+    """
+    world, budget = (
+        arrange(Layout(dp=4), {"eye": 1, "ear": 1}, COLOCATED, 0, 4),
+        Budget(40, None, 24, "truncate"),
+    )
+    shared, alone = (
+        planner(world=world, budget=budget, llm_sp=policy).next_step(1, 0, 0)
+        for policy in ("dynamic", "uniform")
+    )
+    assert taken_by(shared) == taken_by(alone) == trained_on([shared])
+    sizes = [sum(of.layout.lengths) for of in shared.domain.microbatches if len(of.samples) > 1]
+    assert sizes
+    assert max(sizes) <= 120
+    tokens = sum(shared.taken.lengths)
+    assert len(shared.domain.microbatches) <= -(-tokens // 120) * 4 // 3 + 1
+    assert max(sum(of.layout.lengths) for of in alone.domain.microbatches) <= 160
