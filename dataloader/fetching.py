@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -49,14 +50,13 @@ class Fetcher:
         ValueError if it ends before one of them does.
         """
         found = [b""] * len(places)
-        total = 0
-        for at, stop, numbers in joined(places, NEAR_HERE if self._is_local else NEAR):
-            content = self._read(name, at, stop - at) if stop > at else b""
-            total += stop - at
+        reads = list(joined(places, NEAR_HERE if self._is_local else NEAR))
+        contents = self._read(name, [(at, stop - at) for at, stop, _ in reads])
+        for (start, _, numbers), content in zip(reads, contents, strict=True):
             for number in numbers:
-                first, size = places[number]
-                found[number] = content[first - at : first - at + size]
-        self._files.count(total)
+                at, size = places[number]
+                found[number] = content[at - start : at - start + size]
+        self._files.count(sum(map(len, contents)))
         return found
 
     def group(self, name: str, group: int, columns: Sequence[str]) -> pa.Table:
@@ -105,23 +105,21 @@ class Fetcher:
             return self.storage.identity(name)
         return self._again(name, lambda: self.storage.identity(name))
 
-    def _read(self, name: str, at: int, size: int) -> bytes:
-        def whole(content: Any) -> bytes:
-            if len(content) != size:
-                raise _ShortError(f"{len(content)} of {size} bytes came")
-            return bytes(content)
-
+    def _read(self, name: str, reads: Sequence[Range]) -> list[bytes]:
         path = self.storage.path(name)
         try:
             if self._is_local:
                 with self._files.opened(path) as file:
-                    return whole(file.read_at(size, at))
-            fs = self.storage.fs
-            return self._again(name, lambda: whole(fs.cat_file(path, start=at, end=at + size)))
+                    return [_whole(at, size, file.read_at(size, at)) for at, size in reads]
+            return [self._again(name, partial(self._ask, path, at, size)) for at, size in reads]
         except _ShortError as error:
-            raise ValueError(f"{name}: from byte {at} on {error}: it is cut, or another file") from error
+            raise ValueError(f"{name}: {error}: it is cut, or another file") from error
         except pa.ArrowException as error:
             raise OSError(f"{name}: {error}") from error
+
+    def _ask(self, path: str, at: int, size: int) -> bytes:
+        """What a store gives of a file."""
+        return _whole(at, size, self.storage.fs.cat_file(path, start=at, end=at + size) if size else b"")
 
     def _again(self, name: str, once: Callable[[], T]) -> T:
         """What `once` returns, at the first time that it does in time. What lasts is raised as it is."""
@@ -142,6 +140,12 @@ class Fetcher:
                     ) from error
             time.sleep(pause)
             pause *= 2
+
+
+def _whole(at: int, size: int, content: Any) -> bytes:
+    if len(content) != size:
+        raise _ShortError(f"from byte {at} on {len(content)} of {size} bytes came")
+    return bytes(content)
 
 
 def file_identity(path: str) -> tuple[int, int]:

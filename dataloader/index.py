@@ -98,25 +98,24 @@ class Index:
         self._check_size()
         batch, row = divmod(i, self._batch_rows)
         start = self._start_of(batch)
-        first, last = self._int32[start[_ITEMS] + row : start[_ITEMS] + row + 2].tolist()
-        modalities = self._int16[start[_MODALITY] + first : start[_MODALITY] + last].tolist()
-        ats = self._int32[start[_AT] + first : start[_AT] + last].tolist()
-        edges = self._int32[start[_SIZES] + first : start[_SIZES] + last + 1].tolist() if modalities else []
+        numbers = self._int32.data  # of which one costs a third of an array's
         items = []
-        for modality, at, begin, end in zip(modalities, ats, edges, edges[1:], strict=False):
-            size = tuple(self._int32[start[_SIZE] + begin : start[_SIZE] + end].tolist())
+        for item in range(numbers[start[_ITEMS] + row], numbers[start[_ITEMS] + row + 1]):
+            modality, at = self._int16.data[start[_MODALITY] + item], numbers[start[_AT] + item]
+            begin, end = (start[_SIZE] + numbers[start[_SIZES] + item + edge] for edge in (0, 1))
+            size = tuple(numbers[begin:end])
             name = self.manifest.modalities[modality]
             try:
                 (tokens, rows), refused = item_counts(name, size), ""
             except SampleError as error:
                 (tokens, rows), refused = (0, 0), str(error)
             items.append(ItemMeta(name, tokens, rows, at, size, refused))
-        text_tokens = int(self._int32[start[_TEXT_TOKENS] + row])
-        size_of_all = int(self._int64[start[_BYTES] + row])
+        text_tokens = numbers[start[_TEXT_TOKENS] + row]
+        size_of_all = self._int64.data[start[_BYTES] + row]
         turns: tuple[int, ...] = ()
         if self._frame.turns:
-            first, last = self._int32[start[_TURNS] + row : start[_TURNS] + row + 2].tolist()
-            turns = tuple(self._int32[start[_TURN] + first : start[_TURN] + last].tolist())
+            first, last = numbers[start[_TURNS] + row], numbers[start[_TURNS] + row + 1]
+            turns = tuple(numbers[start[_TURN] + first : start[_TURN] + last])
         return SampleMeta(i, source, text_tokens, tuple(items), size_of_all, frame=self._frame, turns=turns)
 
     def lengths(self, ids: Ints, counts: RememberedCounts, budget: int, policy: str) -> Ints:

@@ -87,7 +87,9 @@ class _Job(Generic[T]):
 
     def __init__(self, fetch: Fetch, num_threads: int) -> None:
         self.fetch = fetch
-        self.todo = deque(_works(fetch, num_threads))
+        # Texts of samples whose items are fetched, too, which are read with the first of these.
+        self.beside = _beside_items(fetch)
+        self.todo = deque(_works(fetch, self.beside, num_threads))
         self.total = len(self.todo)
         self.done = 0
         self.running: dict[int, _Work] = {}  # by thread
@@ -97,8 +99,6 @@ class _Job(Generic[T]):
         self.texts: list[TextArrays | None] = [None] * len(fetch.texts)
         self.items: list[T | None] = [None] * len(fetch.items)
         self.failures: list[tuple[int, Failure]] = []
-        # Texts of samples whose items are fetched, too, which are read with the first of these.
-        self.beside = _beside_items(fetch)
 
 
 def _failures(job: _Job[Any]) -> tuple[Failure, ...]:
@@ -347,13 +347,15 @@ def default_threads(cores: int, ranks: int) -> int:
     return min(max(1, cores // ranks), _MOST_THREADS)
 
 
-def _works(fetch: Fetch, num_threads: int) -> list[_Work]:
+def _works(
+    fetch: Fetch, beside_items: Mapping[tuple[str, int], Sequence[int]], num_threads: int
+) -> list[_Work]:
     """A fetch in parts for threads, of neighbours in the order of sample ids, which are read together.
 
     Parts cost about the same, `_PARTS` or more for each thread; what costs more than that is a part of its
-    own, and the first to be done. A text goes with the items of its sample, if there are any.
+    own, and the first to be done. A text goes with the items of its sample, if it is `beside_items`.
     """
-    beside = {place for places in _beside_items(fetch).values() for place in places}
+    beside = {place for places in beside_items.values() for place in places}
     alone = [place for place in range(len(fetch.texts)) if place not in beside]
     texts = sorted(alone, key=lambda i: (fetch.texts[i][0], fetch.texts[i][1].id))
     items = sorted(range(len(fetch.items)), key=lambda i: fetch.items[i])

@@ -23,6 +23,7 @@ Marks = tuple[tuple[tuple[int, int], ...] | None, tuple[int, ...] | None]
 RANGES = "ranges.arrow"
 NOWHERE = -1  # the place of what is not found: compressed, or in a dictionary
 _BATCH_ROWS = 65_536
+_UNMARKED = repr((None, None)).encode()
 
 _RANGE = [("at", pa.int64()), ("bytes", pa.int64()), ("crc", pa.uint32())]
 _SPAN = pa.struct([("start", pa.int32()), ("stop", pa.int32())])
@@ -58,7 +59,7 @@ def marks_of(row: Mapping[str, Any]) -> Marks:
 
 def text_crc(text: bytes, marks: Marks) -> int:
     """CRC-32 of a text and of its targets and turns."""
-    return crc32(repr(marks).encode(), crc32(text))
+    return crc32(_UNMARKED if marks == (None, None) else repr(marks).encode(), crc32(text))
 
 
 def item_crc(item: Item) -> int:

@@ -1,7 +1,7 @@
 """Reading samples back from a dataset's shards: their own bytes, or the row group that they are in."""
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,30 +52,28 @@ class Reader:
         if row is None or is_lost(row):
             return self._of_group(i, text, items)
         asked = chosen(row["items"] or (), items)
-        places = [(item["at"], item["bytes"]) for item in asked]
-        content = self._content(i, [(row["text"]["at"], row["text"]["bytes"])] * text + places)
-        said, marks = "", _UNMARKED
+        places = [(one["at"], one["bytes"]) for one in ([row["text"], *asked] if text else asked)]
+        content = self._content(i, places)
+        said, marks, found = "", _UNMARKED, []
         try:
             if text:
                 marks = marks_of(row)
-                written = next(content)
+                written = content.pop(0)
                 _check(text_crc(written, marks), row["text"]["crc"])
                 said = written.decode()
-            found = tuple(
-                Item(one["modality"], one["format"], tuple(one["size"]), data)
-                for one, data in zip(asked, content, strict=True)
-            )
-            for item, one in zip(found, asked, strict=True):
+            for one, data in zip(asked, content, strict=True):
+                item = Item(one["modality"], one["format"], tuple(one["size"]), data)
                 _check(item_crc(item), one["crc"])
+                found.append(item)
         except ValueError as error:
             raise self._damaged(i // self.manifest.rows_per_group, error) from error
-        return Sample(row["id"], said, found, *marks)
+        return Sample(row["id"], said, tuple(found), *marks)
 
-    def _content(self, i: int, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """Read bytes (at, size) of the shard of sample `i`, neighbours together, and hand them out."""
+    def _content(self, i: int, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Read bytes (at, size) of the shard of sample `i`, neighbours together."""
         group = i // self.manifest.rows_per_group
         try:
-            return iter(self._fetcher.ranges(self.manifest.shards[self._shard_of(group)].file, places))
+            return self._fetcher.ranges(self.manifest.shards[self._shard_of(group)].file, places)
         except (OSError, ValueError) as error:
             raise self._damaged(group, ValueError(f"by {RANGES}, {error}")) from error
 

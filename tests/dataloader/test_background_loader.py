@@ -202,7 +202,7 @@ def test_parts_cost_about_the_same_and_what_is_large_is_a_part_of_its_own(bytes_
     """None costs more than a sixteenth of all for four threads, but for a single large item."""
     items = tuple(("s", (7 * i) % 100, 0) for i in range(100))
     costs = tuple(bytes_of_large if sample == 42 else 1 + sample % 5 for _, sample, _ in items)
-    parts = [work.places for work in _works(Fetch((), items, costs), num_threads=4)]
+    parts = [work.places for work in _works(Fetch((), items, costs), {}, num_threads=4)]
     assert sorted(place for part in parts for place in part) == list(range(100))
     for part in parts:
         assert [items[place] for place in part] == sorted(items[place] for place in part)
@@ -211,7 +211,7 @@ def test_parts_cost_about_the_same_and_what_is_large_is_a_part_of_its_own(bytes_
     if bytes_of_large > 1:
         assert [items[place][1] for place in parts[0]] == [42]
         assert len(parts) <= 10
-    assert len(_works(Fetch((), items[:16]), num_threads=4)) == 16
+    assert len(_works(Fetch((), items[:16]), {}, num_threads=4)) == 16
     assert default_threads(cores=192, ranks=8) == 16
     assert default_threads(cores=2, ranks=4) == 1
     assert default_threads(cores=16, ranks=4) == 4

@@ -14,7 +14,7 @@ from tars import write_tars
 from dataloader.fetching import Fetcher, joined
 from dataloader.format import UnreadableError
 from dataloader.index import Index
-from dataloader.loader import Fetch, Loader, _works
+from dataloader.loader import Fetch, Loader, _beside_items, _works
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.beside import item_beside
 from dataloader.sources.build import build_index
@@ -94,7 +94,7 @@ def test_a_rank_asks_once_for_text_and_items_of_a_sample(index):
     assert all(arrays[2].any() for arrays in fetched.texts)
     of_parts = [
         {fetch.items[n][1] for n in places} if kind == "items" else places
-        for kind, places in _works(fetch, 3)
+        for kind, places in _works(fetch, _beside_items(fetch), 3)
     ]
     assert len(Store.requests) == sum(map(len, of_parts)) < 25  # items of a few samples go to two threads
 
