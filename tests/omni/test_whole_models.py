@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from open_model_folders import make, transformers
 from ranks import RankPool
 from runs import Running
+from safetensors.torch import load_file
 from whole_folders import CHATS, WHOLE, batch_of, chats, make_whole, processor_of
 
 from dataloader.index import Index
@@ -20,6 +22,7 @@ from dataloader.recipes.from_messages import build_from_messages
 from dataloader.tokenizer import get_tokenizer
 from dataloader.tokens import item_row_offsets, tokenize
 from infra.run_folder import RunFolder, read_metrics
+from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.grid_positions import GridRows, grid_positions
@@ -83,8 +86,8 @@ def line(folder: Path, data: Path, run: Path) -> list[str]:
     ]
 
 
-def configured(referee: Referee, run: Path) -> Config:
-    return compose_config(line(referee.folder, referee.data, run))
+def configured(referee: Referee, run: Path, *more: str) -> Config:
+    return compose_config([*line(referee.folder, referee.data, run), *more])
 
 
 def test_tokens_and_positions_are_those_of_transformers(referee: Referee, tmp_path: Path) -> None:
@@ -127,8 +130,8 @@ def stem(name: str) -> str:
     return re.sub(r"^((model|language_model)\.)+", "", name)
 
 
-def gradients(config: Config, found: dict[str, torch.Tensor], folder: Path, targets: int) -> dict[str, Any]:
-    """Gradients by their names in transformers."""
+def by_their_names(config: Config, found: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """What is collected of parameters, by the names that these have in transformers."""
     tower = published("image", make_encoder("image", config.model.encoders["image"]))
     assert tower is not None
     theirs = {}
@@ -136,7 +139,7 @@ def gradients(config: Config, found: dict[str, torch.Tensor], folder: Path, targ
         component, _, name = key.partition("@")[0].partition("/")
         rule = (open_folder(str(folder)) if component == "llm" else tower).rules[name]
         for own, runs in zip(rule.theirs, rule.runs, strict=True):
-            theirs[stem(own)] = Region(rule.shape, 0, runs).cut(flat.view(rule.shape)) / targets
+            theirs[stem(own)] = Region(rule.shape, 0, runs).cut(flat.view(rule.shape))
     return theirs
 
 
@@ -148,7 +151,7 @@ def compared(referee: Referee, ranks: RankPool, config: Config, world: int) -> t
     wanted = referee.loss(referee.model)
     wanted.backward()
     targets = sum(int(referee.targets(batch["input_ids"][0]).sum()) for batch in referee.batches)
-    ours = gradients(config, found, referee.folder, targets)
+    ours = {key: of / targets for key, of in by_their_names(config, found, referee.folder).items()}
     by_name = {stem(own): p.grad for own, p in referee.model.named_parameters() if p.grad is not None}
     norm = torch.stack([grad.norm() for grad in by_name.values()]).norm()
     apart = {
@@ -168,6 +171,43 @@ def test_the_first_loss_and_gradients_are_those_of_transformers(
     loss, gradient, name = compared(referee, ranks, configured(referee, tmp_path / "run"), world)
     assert loss <= 1e-6
     assert gradient <= TOLERANCE, name
+
+
+def stepped(rank: int, config: Config) -> dict[str, torch.Tensor] | None:
+    """Take a step and save. Return the weights."""
+    folder = RunFolder.create(Path(config.run.dir))
+    trainer = Trainer(prepare_run(config, 1), folder, rank, CPU)
+    trainer.restore()
+    with trainer.ahead() as ahead:
+        trainer.update(trainer.run_step(trainer.begin(ahead, 1)))
+    found = collect(trainer, lambda own: own.main.detach())
+    trainer.save()
+    trainer.checkpoints.wait()
+    trainer.close()
+    return found
+
+
+def test_an_export_holds_what_was_learnt_of_text_and_tower(
+    referee: Referee, ranks: RankPool, tmp_path: Path
+) -> None:
+    """To the bit, in the folder's files with all that lies beside them."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    config = configured(referee, run, "optim.min_lr=1e-3")
+    found = ranks.run(1, stepped, config)[0]
+    assert found is not None
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == {path.name for path in referee.folder.iterdir()}
+    written = {
+        stem(name): tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    ours = by_their_names(config, found, referee.folder)
+    assert written.keys() == ours.keys()
+    assert [
+        name for name, own in ours.items() if not torch.equal(own.flatten(), written[name].flatten())
+    ] == []
+    before = dict(referee.model.named_parameters())
+    assert not [name for name, own in before.items() if torch.equal(own, written[stem(name)])]
 
 
 def rewritten(folder: Path, name: str, **values: object) -> None:
