@@ -5,6 +5,8 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ranks import RankPool
@@ -21,6 +23,7 @@ from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
 
+CHANGED = ("crop=0.5", "brightness=0.9")
 SKIP = ("data.on_error=skip", "data.max_error_share=1")
 
 
@@ -74,6 +77,29 @@ def test_a_run_on_an_index_is_the_run_on_a_dataset_of_the_same_samples(ranks: Ra
     assert len(one[-1]) == 4
     assert one == same
     np.testing.assert_allclose(piped, one, rtol=1e-5)
+
+
+def test_pictures_of_compressed_parquet_change_alike_in_any_world(ranks: RankPool, tmp_path: Path) -> None:
+    columns = {
+        "text": [sample.text for sample in samples()],
+        "image": [[item.data for item in sample.items] for sample in samples()],
+    }
+    (tmp_path / "source").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "source/0.parquet", compression="zstd", row_group_size=3)
+    assert build_index(tmp_path / "source", tmp_path / "index", {"name": "parquet", "image": "image"})
+    found = []
+    for world, more in ((1, CHANGED), (2, CHANGED), (1, ())):
+        folder = tmp_path / f"run{len(found)}"
+        keys = [f"data.cache_dir={tmp_path / 'cache'}"]
+        keys += (f"+data.sources.mixed.augment.{key}" for key in more)
+        ranks.run(
+            world, train, compose_config(overrides(tmp_path / "index", folder, *keys, samples=3)), world
+        )
+        found.append(figures(folder))
+    alone, both, plain = found
+    np.testing.assert_allclose(both, alone, rtol=1e-5)
+    assert not np.allclose(plain, alone, rtol=1e-4)
+    assert list((tmp_path / "cache").glob("*.arrow"))
 
 
 def test_a_file_that_is_gone_is_counted_and_named(ranks: RankPool, data: Path) -> None:
