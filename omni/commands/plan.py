@@ -88,6 +88,7 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.commands._plan_estimate import estimated
     from omni.commands._plan_text import lines
     from omni.config import ConfigError
+    from omni.models.registry import notes_of
     from omni.planning.few_samples import few
     from omni.planning.fullest import check_memory
     from omni.planning.nearest import nearest_text
@@ -117,7 +118,8 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     except ValueError as error:
         with signs_of_life(lambda: "looking for the nearest that fits"):
             raise ConfigError(f"{error} {nearest_text(spec, arguments.step, cursor)}") from error
-    for text in (*without_effect(spec.planner.domain.sharing), *few(spec.planner, plan.taken)):
+    own = notes_of(spec.encoders)
+    for text in (*without_effect(spec.planner.domain.sharing), *own, *few(spec.planner, plan.taken)):
         tell(text)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:

@@ -78,6 +78,8 @@ class Encoder(Protocol):
     takes the places of its rows from it; rows of others count on as text does. `pack` finds the grids of the
     items of a pass in `sharding.grids`, as planned, also of those that could not be decoded.
 
+    What a user should know when a run starts, or is planned, an encoder may say by `notes()`, in sentences.
+
     An encoder may begin with published weights: `published()` returns their folder, whose rules give its
     parameters by their names, or None.
 
@@ -175,6 +177,11 @@ def published(component: str, encoder: Encoder) -> "Folder | None":
         if folder is not None:
             folder.check()
     return folder
+
+
+def notes_of(encoders: Mapping[str, Encoder]) -> list[str]:
+    """Return what encoders have to say when a run starts, or is planned, under their names."""
+    return [f"{name}: {note}" for name, own in encoders.items() for note in getattr(own, "notes", list)()]
 
 
 def make_encoder(component: str, options: Mapping[str, Any]) -> Encoder:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataloader.index import same_data
 from infra.progress import LEGEND
 from infra.run_folder import RunFolder
+from omni.models.registry import notes_of
 from omni.planning.mixture import repeats, told
 from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
@@ -35,7 +36,8 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
     for text in _stages(spec):
         yield f"  stage     {text}"
     yield f"  every     {_cadence(spec)}"
-    for text in (*without_effect(spec.planner.domain.sharing), *_notes(spec)):
+    own = notes_of(spec.encoders)
+    for text in (*without_effect(spec.planner.domain.sharing), *own, *_notes(spec)):
         yield f"note: {text}"
     yield "columns of a step:"
     for title, meaning in LEGEND.items():

@@ -13,10 +13,14 @@ from tower_runs import CPU, line, measure, write_data
 
 from dataloader.format import SampleError
 from infra.run_folder import RunFolder
+from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.registry import make_encoder, naming, published
 from omni.planning.prepare import prepare_run
+from omni.rehearsal.footprint_model import model_footprint
+from omni.rehearsal.rehearse import rehearse
+from omni.training.opening import opening
 from omni.training.parity import (
     TOLERANCE,
     WEIGHT_TOLERANCE,
@@ -143,6 +147,30 @@ def test_what_is_no_tower_is_refused_by_name_before_ranks_start(number: int, tmp
         prepare({"name": TOWERS[name][1], "folder": str(tmp_path), **keys})
     assert "model.encoders.own." in str(told.value)
     assert "encoder.folder" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL", "Qwen2-VL"])
+def test_measured_memory_is_what_a_rehearsal_finds(name: str, tmp_path: Path) -> None:
+    write_data(name, tmp_path / "data")
+    make_tower(name, tmp_path / "tower")
+    given = tmp_path / "data", name, tmp_path / "tower", tmp_path / "run", "weights: true"
+    spec = prepare_run(compose_config(line(*given, "train.precision=bf16", "layout=pp2")), 2)
+    plan = plan_of_step(spec, 1)
+    for rank in range(2):
+        found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
+        assert modelled.traffic == found.traffic
+        assert modelled.parameters == found.parameters
+        assert modelled.bytes == pytest.approx(found.bytes, rel=0.003)
+
+
+def test_a_start_says_what_learns_nothing_and_how_sure_memory_is(tmp_path: Path) -> None:
+    write_data("SigLIP", tmp_path / "data")
+    make_tower("SigLIP", tmp_path / "tower")
+    given = tmp_path / "data", "SigLIP", tmp_path / "tower", tmp_path / "run", "weights: true"
+    spec = prepare_run(compose_config(line(*given)), 1)
+    told = "\n".join(opening(spec, RunFolder.create(tmp_path / "run"), None, "nowhere"))
+    assert "note: image: memory of SiglipVisionModel is measured on its class" in told
+    assert "note: image: 3 biases that are added to all keys alike, such as" in told
 
 
 def test_layers_are_not_divided_and_long_recordings_are_told(tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from parallel.megatron import ProcessGroupCollection
     from parallel.packed import Sharding
 
+LOW = "1.1 %"
+"""How much more memory a rehearsal of tiny towers found than is stated, at most (docs/towers.md)."""
+
 
 @dataclass
 class TowerConfig:
@@ -144,7 +147,10 @@ class WrappedTower(ABC):
             flops=line("flops"),
             moved=line("moved"),
             kept=line("kept"),
-            largest=line("largest"),
+            ahead=line("forward"),
+            back=line("backward"),
+            passing=line("passing"),
+            out=self.out * element // self.merges * bool(self.projected),
             whole=sum(whole),
             seen=sum(pairs) // (many * len(pairs)) if pairs else 0,
         )
@@ -185,6 +191,19 @@ class WrappedTower(ABC):
         """The layers are transformers' own, whole on every rank."""
         name = self.tower.kind.__name__
         raise ConfigError(f"{key}={tp}: the layers of {name} are not divided; leave it at 1")
+
+    def notes(self) -> list[str]:
+        """What learns nothing, and how sure its memory is."""
+        told = [
+            f"memory of {self.tower.kind.__name__} is measured on its class, and rehearsals found up to "
+            f"{LOW} more: omni rehearse measures this run"
+        ]
+        if self.still:
+            told.append(
+                f"{len(self.still)} biases that are added to all keys alike, such as {min(self.still)}, stay "
+                f"as they are: a softmax takes them out again"
+            )
+        return told
 
     def published(self) -> Folder | None:
         """The folder's weights of the tower, None where they are drawn.

@@ -6,6 +6,7 @@ then called on the host when items are packed, so that nothing waits for a devic
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -63,16 +64,21 @@ class Prepared:
 
 @dataclass
 class Trial:
-    """A forward of a tower: what came out and what it took, in FLOPs outside attention and bytes. `attended`
+    """A pass of a tower: what came out and what it took, in FLOPs outside attention and bytes. `attended`
     are the lengths within which each layer attends, `heads` those of its attention, and their size. `shifts`
     are biases that are added to all keys of a layer alike.
+
+    Beside what is `kept` for it, a `forward` and a `backward` need so many bytes at most; `passing` are those
+    of a forward that keeps nothing.
     """
 
     out: Any = None
     flops: int = 0
     moved: int = 0
     kept: int = 0
-    largest: int = 0
+    forward: int = 0
+    backward: int = 0
+    passing: int = 0
     attended: list[tuple[int, ...]] = field(default_factory=list)
     heads: tuple[int, int] = (0, 0)
     shifts: list[torch.Tensor] = field(default_factory=list)
@@ -106,22 +112,31 @@ def try_out(
     tried = Trial()
     attend_by(made, _NotedAttention(tried))
     known = {own.untyped_storage()._cdata for own in (*made.parameters(), *made.buffers(), *inputs)}
-    meter, kept = _Traffic(tried), dict[int, torch.UntypedStorage]()
+    meter, kept = _Traffic(tried), dict[int, int]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
-            kept[storage._cdata] = storage
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     module = import_module(tower.kind.__module__)
     try:
         with ExitStack() as stack:
             noted = stack.enter_context(_noting(module, tried))
-            counter = stack.enter_context(FlopCounterMode(display=False))
-            stack.enter_context(meter)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda own: own))
-            tried.out = call(made)
+            with (
+                FlopCounterMode(display=False) as counter,
+                meter,
+                torch.autograd.graph.saved_tensors_hooks(keep, lambda own: own),
+            ):
+                tried.out = call(made)
+            tried.flops, tried.kept = counter.get_total_flops(), sum(kept.values())
+            tried.forward = max(0, meter.most - tried.kept)
+            tried.backward = _backward(made, tried.out)
+            attend_by(made, _NotedAttention(Trial()))
+            with torch.no_grad(), _Traffic(Trial()) as meter:
+                call(made)
+            tried.passing = meter.most
     except Exception as error:  # classes of others may raise anything
         first = (str(error).splitlines() or [""])[0]
         raise tower.refused(
@@ -132,28 +147,60 @@ def try_out(
         raise tower.refused(
             f"{len(tried.attended)} of its {tower.layers} layers attend by the interface of transformers"
         )
-    tried.flops, tried.kept = counter.get_total_flops(), sum(own.nbytes() for own in kept.values())
     tried.prepared = noted()
     return tried
 
 
+def _backward(made: torch.nn.Module, out: torch.Tensor) -> int:
+    """Run the backward of what came `out`. Return the bytes that it needs at most beside what was kept: of
+    each weight the gradient is let go of when it is there, as if it were added to others.
+    """
+    hooks = [
+        own.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        for own in made.parameters()
+        if own.requires_grad
+    ]
+    gradient, meter = torch.empty_like(out), _Traffic(Trial())
+    try:
+        with meter:
+            out.backward(gradient)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return meter.most
+
+
 class _Traffic(TorchDispatchMode):
-    """Counts the bytes that ops read and write, views aside."""
+    """Counts the bytes that ops read and write, views aside, and what they have made that is still there."""
 
     def __init__(self, tried: Trial) -> None:
         super().__init__()
         self.tried = tried
+        self.live = self.most = 0
+        self.held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         read = [own for own in tree_leaves((args, kwargs)) if isinstance(own, torch.Tensor)]
         there = {own.untyped_storage()._cdata for own in read}
         made = [own for own in tree_leaves(out) if isinstance(own, torch.Tensor)]
-        new = [own.nbytes for own in made if own.untyped_storage()._cdata not in there]
-        if new:
-            self.tried.moved += sum(new) + sum(own.nbytes for own in read)
-            self.tried.largest = max(self.tried.largest, *new)
+        fresh = [own for own in made if own.untyped_storage()._cdata not in there]
+        if fresh:
+            self.tried.moved += sum(own.nbytes for own in (*fresh, *read))
+        for own in fresh:
+            self._hold(own.untyped_storage())
         return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.held:
+            self.held[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+            self.live += size
+            self.most = max(self.most, self.live)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self.held[key]
+        self.live -= size
 
 
 class _NotedAttention:
@@ -196,6 +243,11 @@ class _Kept(torch.autograd.Function):
         out = torch.empty_like(q)
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
         return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 @contextmanager

@@ -35,9 +35,10 @@ class Line:
 @dataclass(frozen=True)
 class MeasuredLayers:
     """A tower on one rank. `parameters` are elements and whether they never learn, in the module's order; of
-    a forward, `flops` are those outside attention, `moved` and `kept` bytes, `largest` the bytes of the
-    largest tensor that it makes. In `whole` of `layers` layers a token sees all of its item, in the others
-    `seen` tokens on average.
+    a forward, `flops` are those outside attention, `moved` and `kept` bytes. Beside what is kept, `ahead` is
+    what it needs at most, and `back` what its backward does; `passing` is a forward that keeps nothing. `out`
+    are the bytes a token of what it puts out, 0 where nothing behind keeps that. In `whole` of `layers`
+    layers a token sees all of its item, in the others `seen` tokens on average.
     """
 
     parameters: tuple[tuple[int, bool], ...]
@@ -48,7 +49,10 @@ class MeasuredLayers:
     flops: Line
     moved: Line
     kept: Line
-    largest: Line
+    ahead: Line
+    back: Line
+    passing: Line
+    out: int
     whole: int
     seen: int
     tp: int = 1
@@ -70,28 +74,24 @@ class MeasuredLayers:
         return attention_flops(pairs, self.heads, self.head_dim, causal=False)
 
     def forward(self, load: Load) -> Work:
-        """As measured. Where nothing learns, as many tensors of the largest size are there at once as one
-        layer makes.
-        """
+        """As measured."""
         return Work(
             flops=self.flops.at(load.tokens) + self.attention_flops(load),
             bytes=self.moved.at(load.tokens),
-            kept=self.kept.at(load.tokens),
-            passing=3 * self.largest.at(load.tokens),
+            kept=self.kept.at(load.tokens) + load.tokens * self.out,
+            workspace=self.ahead.at(load.tokens),
+            passing=self.passing.at(load.tokens),
             launches=self.layers,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
-        """Twice the forward, all of it where gradients of inputs are made. It needs two tensors of the
-        largest size, and the gradient of the largest weight.
-        """
+        """Twice the forward in FLOPs and bytes, all of it where gradients of inputs are made."""
         if grad is Grad.WEIGHT:
             return Work()
         forward = self.forward(load)
-        weight = max((elements for elements, frozen in self.parameters if not frozen), default=0)
         return Work(
             flops=2 * forward.flops,
             bytes=2 * forward.bytes,
-            workspace=2 * self.largest.at(load.tokens) + weight * self.element,
+            workspace=self.back.at(load.tokens),
             launches=self.layers,
         )
