@@ -262,7 +262,7 @@ def measure_row_groups(folder: Path, count: int) -> dict[int, float]:
     texts = [f"picture {number} " + "x" * int(rng.integers(20, 500)) for number in range(count)]
     (folder / "parquet").mkdir()
     table = pa.table({"text": texts, "image": images})
-    pq.write_table(table, folder / "parquet/0.parquet", "2.6", row_group_size=64, use_dictionary=False)
+    pq.write_table(table, folder / "parquet/0.parquet", row_group_size=64, use_dictionary=False)
     build_index(folder / "parquet", folder / "parquet_index", {"name": "parquet", "image": "image"})
     index = Index.open(folder / "parquet_index")
     stream = Stream({"s": SourceSpec(len(index), index.manifest.rows_per_group, 1)}, seed=0)
