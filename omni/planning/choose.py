@@ -306,25 +306,37 @@ def _search(
         best = found if _gains(found, best) else best
     if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
         whole = with_keys(config, {LONGEST: longest})
-        best, packed = _packed(whole, best, attempt)
+        plainest = simulated(first[0])
+        starts = [best] if plainest is best or plainest.refused else [best, plainest]
+        best, packed = _packed(whole, starts, attempt)
         tried |= {text_of(each.keys): each for each in packed}
     return best, list(tried.values())
 
 
-def _packed(config: Config, best: Tried, attempt: Try) -> tuple[Tried, list[Tried]]:
-    """Try smaller packs. How a pipeline fills and empties shows on a whole step alone, so the first one is
-    simulated: a candidate stands among the others with as much more or less than the best as it takes there.
+def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Tried, list[Tried]]:
+    """Try smaller packs, of the best candidate and of simpler ones that follow it in `starts`. How a pipeline
+    fills and empties shows on a whole step alone, so the first one is simulated: a candidate stands among the
+    others with as much more or less than the best as it takes there.
     """
-    first = least = attempt(with_keys(config, best.keys), best.keys, steps=1)
-    start, found = best, [best]
-    for divisor in DIVISORS:
-        own = {**start.keys, PACKS: divisor * start.keys[PACKS]}
-        other = attempt(with_keys(config, own), own, steps=1)
-        found.append(_as_beside(start, first, other))
-        if _gains(other, least):
-            best, least = found[-1], other
-        elif not least.refused:  # while none fits, a smaller one may
-            break
+
+    def whole_step(own: Keys) -> Tried:
+        return attempt(with_keys(config, own), own, steps=1)
+
+    reference = whole_step(starts[0].keys)
+    best, least, found = starts[0], reference, list[Tried]()
+    for start in starts:
+        now = reference if start is starts[0] else whole_step(start.keys)
+        found.append(start if start is starts[0] else _as_beside(starts[0], reference, now))
+        own = found[-1]
+        for divisor in DIVISORS:
+            other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]})
+            found.append(_as_beside(starts[0], reference, other))
+            if _gains(other, now):
+                own, now = found[-1], other
+            elif not now.refused:  # while none fits, a smaller one may
+                break
+        if start is starts[0] or not _gains(least, now):
+            best, least = own, now
     return best, found
 
 

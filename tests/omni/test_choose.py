@@ -18,6 +18,7 @@ from omni.planning.choice import (
     PACKS,
     POLICIES,
     RECOMPUTE,
+    Tried,
     as_saved,
     open_keys,
     recomputed,
@@ -25,7 +26,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import DOMAINS
+from omni.planning.choose import DOMAINS, _packed
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
@@ -409,3 +410,21 @@ def test_smaller_packs_are_tried_until_they_fit_though_the_next_holds_no_less(mo
     assert spec.config.packing.divisor == 4
     assert not spec.choice.best.refused
     assert "packing.divisor=2" in "\n".join(spec.choice.lines())
+
+
+def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
+    """Of short steps domains of two take less, of a whole one domains of one with packs of a half."""
+    whole_steps = {(2, 1): 100, (2, 2): 98, (2, 4): 99, (1, 1): 110, (1, 2): 90, (1, 4): 95}
+
+    def attempt(config, keys, steps):
+        assert steps == 1
+        return Tried(keys, whole_steps[value_of(config, DOMAIN), value_of(config, PACKS)])
+
+    best, plain = (Tried({DOMAIN: size, PACKS: 1}, ns) for size, ns in ((2, 50), (1, 60)))
+    chosen, found = _packed(compose_config(KEYS), [best, plain], attempt)
+    assert chosen.keys == {DOMAIN: 1, PACKS: 2}
+    assert chosen.step_ns == 45, "as much less than the best as on a whole step"
+    assert [each.step_ns for each in found] == [50, 49, 49, 55, 45, 47]
+    assert found[0] is best
+    alone, _ = _packed(compose_config(KEYS), [best], attempt)
+    assert alone.keys == {DOMAIN: 2, PACKS: 2}
