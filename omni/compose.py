@@ -203,6 +203,21 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
     return keys
 
 
+def given_keys(overrides: Sequence[str], config_dir: str | None = None) -> set[str]:
+    """Return the keys that overrides of `compose_config` set, as `keys_of`, but for those of an experiment,
+    which is a whole run; with a system other than the default those that are a system's, too.
+    """
+    own = own_files(config_dir)
+    GlobalHydra.instance().clear()
+    offer_policies()
+    with initialize_config_module("hydra_conf", version_base="1.3"):
+        compose("config", own)
+        keys = keys_of([text for text in overrides if not text.lstrip("+~").startswith("experiment")])
+    if any(text.lstrip("+").startswith("system=") and text != "system=omni" for text in overrides):
+        keys |= {f"{section}.policy" for section, _, _ in KINDS} | {"layout.domain", "packing.divisor"}
+    return keys
+
+
 def is_choice(override: Override) -> bool:
     """Whether an override chooses an option of a group. Hydra is initialised."""
     if override.key_or_group.startswith("hydra/"):

@@ -14,7 +14,7 @@ context parallelism stay inside a node and pipeline stages are what crosses betw
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise, product
 from math import lcm, prod
 
@@ -337,7 +337,8 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
     return tuple(share + (part < rest) for part in range(parts))
 
 
-def stage_layers(costs: Sequence[int], last: int, pp: int, parts: int = 1) -> tuple[int, ...]:
+@lru_cache(maxsize=256)  # every run that is prepared asks several times
+def stage_layers(costs: tuple[int, ...], last: int, pp: int, parts: int = 1) -> tuple[int, ...]:
     """Divide layers of given costs over pp · `parts` parts, so that the costliest one costs least.
 
     `last` is what the last part does besides. Among equals, costs are as even as can be, and the first parts,

@@ -37,6 +37,9 @@ GIVEN_ALL = {
             "_tried",
         )
     ),
+    *(f"layout_question.{name}" for name in ("_is_set", "question_of", "resolve")),
+    *(f"layout_space.{name}" for name in ("space_of", "spelt_out")),
+    *(f"search.{name}" for name in ("_domain_ranks", "_quick", "_replicas", "_simulated", "resolve")),
     "choices.with_pairing",
     "choose.choose",
     "balance_table.planner_of",  # resolves a run for every row of its table

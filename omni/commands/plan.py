@@ -35,6 +35,14 @@ Beside the step stands the best possible one: no plan of these samples in this l
 takes 1.15 times that or wastes time (ranks idle, reductions, uneven work), the end says why and what other
 keys bring.
 With -m overrides may list values, as for `omni train -m`: each combination is planned and gets a row.
+
+  omni plan --search --trace longtail model=qwen2_5_vl_7b experiment=llama3_70b launch.ranks=64 \
+      --tokens 1e12 --out conf/experiment/found.yaml
+
+--search finds layouts: of the LLM and of encoders, placement, domains, sharing, passes, recomputation. Keys
+among the overrides stay as they are, those that only an experiment sets do not. Prints the best, why each
+takes longer than even work, and what half and twice the ranks bring; --out writes the best as an experiment,
+to train as `omni train --config-dir conf experiment=found`.
 """
 
 
@@ -49,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-m", "--multirun", action="store_true", help="plan every combination of listed values, a row each"
+    )
+    parser.add_argument("--search", action="store_true", help="find the layout: the best few, and why")
+    parser.add_argument(
+        "--tokens", type=float, metavar="N", help="with --search: days, and price, of N tokens"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="with --search: write the best as an experiment (.yaml)"
     )
     parser.add_argument("--ops", action="store_true", help="print the op list of every rank of the domain")
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
@@ -66,10 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, verify, simulate, print. Returns 1 if the verifier refuses a plan, 2 for a user's mistake and for
     a step that does not fit the cluster.
     """
+    from omni.commands._plan_search import run_search
     from omni.commands._plan_sweep import run_sweep
     from pipeline.verifier import PlanRefusedError
 
     try:
+        if arguments.search:
+            return run_search(arguments)
         if arguments.multirun:
             return run_sweep(arguments)
         with tempfile.TemporaryDirectory() as folder:

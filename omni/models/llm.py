@@ -124,7 +124,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     token = even_load(1, layout.context)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
     further = costs[-1] + linear_flops(1, 2 * config.hidden, config.hidden) + output
-    return stage_layers(costs, output + config.mtp * further, layout.pp, layout.parts)
+    return stage_layers(tuple(costs), output + config.mtp * further, layout.pp, layout.parts)
 
 
 def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:

@@ -11,7 +11,7 @@ for each step. Where a placement takes ranks, `placement.ranks` is open if it is
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from functools import reduce
 from typing import Any
 
 from omni.config import ChoiceConfig, Config
@@ -179,14 +179,22 @@ def chosen(config: Config, keys: Keys, ranks: int) -> Config:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key."""
-    return attrgetter(key)(config)
+    """Return the value of a key, also of an entry of a mapping."""
+    return reduce(_entry, key.split("."), config)
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
     """Return a configuration with other values of keys."""
     config = deepcopy(config)
     for key, value in keys.items():
-        section, _, name = key.rpartition(".")
-        setattr(attrgetter(section)(config), name, value)
+        *sections, name = key.split(".")
+        holder = reduce(_entry, sections, config)
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)
     return config
+
+
+def _entry(section: Any, name: str) -> Any:
+    return section[name] if isinstance(section, dict) else getattr(section, name)

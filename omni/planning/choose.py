@@ -231,7 +231,7 @@ def _search_all(
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
         lean, others = _search(config, keys, start, sizes, longest, lengths, attempt, least)
         tried += others
-        best = lean if _gains(lean, best) else best
+        best = lean if gains(lean, best) else best
     if best.keys[RECOMPUTE] == usual != quickest:
         # On one whole step, as packs are compared.
         own = {**best.keys, RECOMPUTE: quickest}
@@ -239,7 +239,7 @@ def _search_all(
             attempt(with_keys(config, {**of, LONGEST: longest}), of, steps=1) for of in (best.keys, own)
         )
         tried.append(_as_beside(best, now, other))
-        best = tried[-1] if _gains(other, now) else best
+        best = tried[-1] if gains(other, now) else best
     return best, tried
 
 
@@ -290,7 +290,7 @@ def _search(
         for own in of_size(size):
             found = simulated(own)
             gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
-            best = found if best is None or _gains(found, best, gain) else best
+            best = found if best is None or gains(found, best, gain) else best
         worse = worse + 1 if best is before else 0
         if worse == WORSE:
             break
@@ -300,10 +300,10 @@ def _search(
     for key in (LLM_SP, ENCODER_SP):
         if best.keys.get(key) == _SECOND[key] and not (needed and key == LLM_SP):
             simpler = simulated({**best.keys, key: _FIRST[key]})
-            best = best if _gains(best, simpler) else simpler
+            best = best if gains(best, simpler) else simpler
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
-        best = found if _gains(found, best) else best
+        best = found if gains(found, best) else best
     if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
         whole = with_keys(config, {LONGEST: longest})
         plainest = simulated(first[0])
@@ -331,11 +331,11 @@ def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Trie
         for divisor in DIVISORS:
             other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]})
             found.append(_as_beside(starts[0], reference, other))
-            if _gains(other, now):
+            if gains(other, now):
                 own, now = found[-1], other
             elif not now.refused:  # while none fits, a smaller one may
                 break
-        if start is starts[0] or not _gains(least, now):
+        if start is starts[0] or not gains(least, now):
             best, least = own, now
     return best, found
 
@@ -347,7 +347,7 @@ def _as_beside(start: Tried, first: Tried, other: Tried) -> Tried:
     return replace(other, step_ns=start.step_ns * other.step_ns // first.step_ns)
 
 
-def _gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
+def gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
     """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less; of
     two that no device can hold, it holds less.
     """
@@ -388,7 +388,7 @@ def _tried(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps
     found = None
     for schedule in schedules:
         other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps)
-        found = other if found is None or _gains(other, found) else found
+        found = other if found is None or gains(other, found) else found
         if not found.refused:
             break
     assert found is not None

@@ -91,7 +91,7 @@ def _constant(spec: Workload, work: RankWork) -> Parts:
     held: Parts = Counter({("buffers", BETWEEN): place_lists(work)})
     for name, parts in work.components.items():
         for part in parts.values():
-            held += _state(spec, work, name, part)
+            held += state_of(spec, name, part, work.rank, learns=name in work.learnt)
     held["buffers", LLM] += _inputs(work) + _scratch(work)
     for c, load in work.encodings.items():
         name = work.domain.chunks[c].component
@@ -131,19 +131,21 @@ def _scratch(work: RankWork) -> int:
     return max((work.llm[p].gathered_bytes(load) for (_, p), load in loads), default=0)
 
 
-def _state(spec: Workload, work: RankWork, name: str, part: Part) -> Parts:
-    """Weights, gradients and optimizer state of a part."""
+def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) -> Parts:
+    """Return the bytes that `rank` holds of a part in every step: its weights, and gradients and optimizer
+    state, with moments if it `learns` or has learnt.
+    """
     held: Parts = Counter()
-    # Main weights for those of half precision, and two moments of what learns or has learnt.
-    copies = (work.element < FP32) + 2 * (name in work.learnt)
+    # Main weights for those of half precision, and two moments.
+    copies = (spec.element < FP32) + 2 * learns
     weights = part.weights()
-    held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * work.element
+    held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * spec.element
     for axis, own in by_replicas(weights).items():
-        ranks = group_of(spec.arrangement, None if name == LLM else name, axis, work.rank)
+        ranks = group_of(spec.arrangement, None if name == LLM else name, axis, rank)
         laid = buckets(own, len(ranks))
-        held["weights", name] += laid.total * work.element
+        held["weights", name] += laid.total * spec.element
         held["gradients", name] += laid.total * FP32
-        held["optimizer", name] += laid.owned(ranks.index(work.rank), len(ranks)) * copies * FP32
+        held["optimizer", name] += laid.owned(ranks.index(rank), len(ranks)) * copies * FP32
     return held
 
 

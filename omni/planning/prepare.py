@@ -65,9 +65,11 @@ def prepare_run(
     trace: Sequence[SampleMeta] = (),
     framework: Framework | None = None,
     begin: tuple[int, int] | None = None,
+    opened: RunData | None = None,
 ) -> RunSpec:
     """Check a configuration against its data and `world` ranks, and resolve it. Steps take the samples of a
     `trace` over and over, if there is one, and last as another `framework` would have them, to be simulated.
+    The data are opened for it, or were `opened` for another run with the same data and encoders.
     What the configuration leaves open is chosen for steps from that and the position in the stream at which
     they `begin`, and what was chosen for other ranks is chosen again. From there on steps are gone through,
     too, to find where later phases of the mixture begin, if that is not known.
@@ -86,16 +88,16 @@ def prepare_run(
     check_llm_adapters(config.model.llm)
     _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
-    opened = open_data(config.data, config.train.seed, encoders, tokenizer, trace)
+    data = opened or open_data(config.data, config.train.seed, encoders, tokenizer, trace)
 
     def resolve(config: Config, ranks: int = world) -> RunSpec:
-        return _resolve(config, ranks, encoders, tokenizer, opened, framework)
+        return _resolve(config, ranks, encoders, tokenizer, data, framework)
 
     alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: 1})
     slots, cursor = arrangement.encoder_tp, begin[1]
     beside = allocated(plain.placement, plain.layout, world, slots, partial(resolve, alone), cursor)
-    spec = choose(with_keys(config, beside), world, opened.mixture.samples_at(cursor), resolve, begin)
-    return _located(_settled(spec, beside, world), opened.mixture, begin)
+    spec = choose(with_keys(config, beside), world, data.mixture.samples_at(cursor), resolve, begin)
+    return _located(_settled(spec, beside, world), data.mixture, begin)
 
 
 def _settled(spec: RunSpec, keys: Keys, world: int) -> RunSpec:

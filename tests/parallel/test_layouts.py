@@ -370,7 +370,7 @@ def test_a_number_is_split_evenly_larger_parts_first(total, parts):
 
 @given(st.integers(1, 16), st.integers(0, 30))
 def test_equal_layers_are_shared_evenly_and_the_first_stages_take_the_rest(stages, more):
-    assert stage_layers([7] * (stages + more), 0, stages) == split_evenly(stages + more, stages)
+    assert stage_layers(tuple([7] * (stages + more)), 0, stages) == split_evenly(stages + more, stages)
 
 
 @settings(deadline=None, max_examples=200)
@@ -378,7 +378,7 @@ def test_equal_layers_are_shared_evenly_and_the_first_stages_take_the_rest(stage
 def test_the_costliest_stage_costs_least_then_costs_are_most_even(costs, last, stages):
     if len(costs) < stages:
         return
-    found = stage_layers(costs, last, stages)
+    found = stage_layers(tuple(costs), last, stages)
 
     def times(counts: tuple[int, ...]) -> list[int]:
         starts = [sum(counts[:stage]) for stage in range(stages + 1)]
@@ -392,14 +392,14 @@ def test_the_costliest_stage_costs_least_then_costs_are_most_even(costs, last, s
 
 
 def test_a_costly_output_layer_takes_layers_from_the_last_stage():
-    assert stage_layers([10] * 8, 0, 2) == (4, 4)
-    assert stage_layers([10] * 8, 20, 2) == (5, 3)
-    assert stage_layers([10] * 8, 1000, 2) == (7, 1)
+    assert stage_layers(tuple([10] * 8), 0, 2) == (4, 4)
+    assert stage_layers(tuple([10] * 8), 20, 2) == (5, 3)
+    assert stage_layers(tuple([10] * 8), 1000, 2) == (7, 1)
 
 
 def test_a_stage_without_a_layer_is_refused_with_the_remedy():
     with pytest.raises(LayoutError, match=r"pp=5 .* choose pp at most 4"):
-        stage_layers([1] * 4, 0, 5)
+        stage_layers(tuple([1] * 4), 0, 5)
 
 
 def test_least_common_slots_hold_every_encoder():

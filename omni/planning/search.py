@@ -1,0 +1,351 @@
+"""Find the layout of a run on a cluster. Bounded by count alone: the same inputs give the same answer.
+
+    split      every tp, cp and pp of the LLM that ranks and sizes allow (`omni.planning.layout_space`)
+    fit        by a closed form of what the fullest stage holds (`omni.planning.least_held`): encoders and
+               experts over more ranks, smaller passes and more recomputed, as far as they must be; what still
+               holds too much is out
+    simulate   those that take least by another closed form, `SIMULATED` of them, but for those whose lower
+               bound is no less than the best step
+    change     one thing at a time of the best `STARTS`, as long as that gains, each `CHANGES` times at most
+    rank       these under the run's own schedule
+
+Placement, domains, sharing, balance, pairing, passes and what is recomputed are changed, too. All candidates
+take the same samples, whole: the longest of the stream, unless `data.sample_tokens` is less. What is planned
+of a candidate is its first step in the domains that samples load most, as where a run chooses
+(`omni.planning.choose`).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from dataloader.tokens import SampleMeta
+from omni.config import Config
+from omni.models.llm import NAME as LLM
+from omni.planning.bound import Bound, step_bound
+from omni.planning.choice import (
+    AUTO,
+    BESIDE,
+    DOMAIN,
+    LLM_SP,
+    LONGEST,
+    MICROBATCH,
+    PACKS,
+    PASS_TOKENS,
+    PLACEMENT,
+    POLICIES,
+    RECOMPUTE,
+    SCHEDULE,
+    Keys,
+    Tried,
+    recomputed,
+    text_of,
+    value_of,
+    with_keys,
+)
+from omni.planning.choose import gains
+from omni.planning.fullest import likely_held
+from omni.planning.layout_question import Question
+from omni.planning.layout_space import (
+    EP,
+    LEAST_PASS,
+    PARTS,
+    PASS,
+    TP,
+    encoder_tp,
+)
+from omni.planning.least_held import least_held
+from omni.planning.memory import Parts
+from omni.planning.memory_advice import GIB, STATE, by_component
+from omni.planning.run_spec import RunSpec
+from parallel.placements import PlacementPolicy
+from parallel.policies import SharingPolicy
+from parallel.policy import find
+from pipeline.costs import simulate
+from pipeline.plan import StepPlan
+
+SIMULATED, STARTS, CHANGES = 16, 3, 20
+_NEVER = 1 << 60  # bytes beyond a device's memory
+SHARED = 4  # replicas of a domain that a candidate begins with, unless the longest sample needs more
+FILLED = 4  # passes a stage that a candidate begins with, at least
+EXACTLY = 64  # ranks of a domain up to which a candidate has the queues that the run has
+LEAN_PASS = 2048  # tokens, below which passes are not made smaller so that a candidate fits
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """A candidate with its run, and the plan of the domain that samples load most."""
+
+    tried: Tried
+    spec: RunSpec
+    plan: StepPlan
+
+    @property
+    def step_ns(self) -> int:
+        """What the domain's step takes."""
+        assert self.tried.step_ns is not None
+        return self.tried.step_ns
+
+    def told(self) -> Keys:
+        """Return the keys as the run's configuration has them."""
+        own = [key for key in self.tried.keys if key != PASS]
+        own += [MICROBATCH, PACKS] * (PASS in self.tried.keys)
+        own += [BESIDE] * (self.spec.arrangement.encoder_ranks > 0)
+        return {key: value_of(self.spec.config, key) for key in own}
+
+
+@dataclass
+class Search:
+    """What was found, the best first; if none fits, what holds least. So many layouts were `split`, of which
+    `pruned` hold too much by the closed form: their keys, and what their fullest stage holds. `refused` says
+    why the first could not be that could not. So many candidates were `simulated`.
+    """
+
+    found: list[Finalist] = field(default_factory=list)
+    split: int = 0
+    pruned: list[tuple[Keys, Parts]] = field(default_factory=list)
+    refused: str = ""
+    simulated: int = 0
+
+
+def search(question: Question, ranks: int) -> Search:
+    """Search the layouts of so many ranks."""
+    searching = Searching(question, ranks)
+    searching.go(SIMULATED, CHANGES)
+    return searching.out
+
+
+def with_ranks(question: Question, keys: Keys, ranks: int) -> Finalist:
+    """Simulate a candidate on another number of ranks, with as many more or fewer replicas.
+
+    Raises:
+        ValueError: where these cannot be.
+    """
+    return Searching(question, ranks).under_own_schedule(keys)
+
+
+def _place(tried: Tried) -> tuple[bool, int, int]:
+    """What fits comes first, by its step; then what holds least."""
+    return bool(tried.refused), tried.beyond, tried.step_ns or 0
+
+
+class Searching:
+    """A search under way: what was tried, by the text of its keys."""
+
+    def __init__(self, question: Question, ranks: int) -> None:
+        self.of, self.ranks, self.space = question, ranks, question.space(ranks)
+        self.out, self.tried = Search(), dict[str, Tried]()
+        self.metas: list[SampleMeta] = []
+
+    def go(self, simulated: int, changes: int) -> None:
+        """Fit, simulate, change, rank: of so many layouts, with so many changes of the best each."""
+        first = (tried for tried in self.first(self.layouts(), simulated) if tried.step_ns)
+        starts = sorted(first, key=_place)[:STARTS]
+        best = {text_of(tried.keys): tried.keys for tried in (self.climb(own, changes) for own in starts)}
+        found = map(self.under_own_schedule, best.values())
+        self.out.found = sorted(found, key=lambda planned: _place(planned.tried))
+
+    def resolve(self, config: Config) -> RunSpec:
+        """Prepare a candidate."""
+        return self.of.resolve(config, self.ranks)
+
+    def layouts(self) -> list[tuple[int, Keys]]:
+        """The layouts that fit by the closed form, with what their steps take by another, ascending."""
+        found = []
+        for split in self.space.splits(beside=self.of.config.placement.ranks or 0):
+            self.out.split += 1
+            try:
+                keys, spec, held = self._fitted(self.begun(split))
+            except ValueError as error:
+                self.out.refused = self.out.refused or str(error)
+                continue
+            most = spec.cluster.memory_bytes
+            if most is not None and held.total() > most:
+                self.out.pruned.append((keys, held))
+            else:
+                found.append((self._filled_ns(spec), keys))
+        return sorted(found, key=lambda each: each[0])
+
+    def first(self, layouts: Sequence[tuple[int, Keys]], most: int) -> Iterator[Tried]:
+        """Simulate the first `most` of layouts, but for those whose bound is no less than the best step."""
+        best: Tried | None = None
+        for _, keys in layouts[:most]:
+            tried = self.attempt(keys, best)
+            best = tried if best is None or _place(tried) < _place(best) else best
+            yield tried
+
+    def climb(self, best: Tried, most: int) -> Tried:
+        """Change one key after the other, until a round gains nothing or `most` have been simulated."""
+        most += self.out.simulated
+        gained = True
+        while gained:
+            gained = False
+            for key in self.space.values:
+                for value in self.space.neighbours(best.keys, key):
+                    if self.out.simulated >= most:
+                        return best
+                    other = self.attempt({**best.keys, key: value}, best)
+                    if gains(other, best):
+                        best, gained = other, True
+                        break
+        return best
+
+    def attempt(self, keys: Keys, best: Tried | None = None) -> Tried:
+        """Simulate a candidate, unless it holds too much or cannot take less than the `best`."""
+        name = text_of(keys)
+        if name not in self.tried:
+            self.tried[name] = self._attempt(keys, best)
+        return self.tried[name]
+
+    def _attempt(self, keys: Keys, best: Tried | None) -> Tried:
+        try:
+            config = self.settled(keys)
+            spec = self.resolve(config)
+        except ValueError as error:
+            return Tried(keys, refused=str(error), beyond=_NEVER)
+        most, held = spec.cluster.memory_bytes, self._least_held(spec).total()
+        if most is not None and held > most:
+            return Tried(keys, refused="holds too much", beyond=held - most)
+        if best is not None and not best.refused and self._bound(spec).ns >= (best.step_ns or 0):
+            return Tried(keys, refused="takes no less", beyond=_NEVER)
+        self.out.simulated += 1
+        return self._quick(config, keys)
+
+    def under_own_schedule(self, keys: Keys) -> Finalist:
+        """Simulate a candidate under the schedule that the run has, with its queues.
+
+        Raises:
+            ValueError: if it cannot be.
+        """
+        return self._simulated(self.settled(keys), keys)
+
+    def _quick(self, config: Config, keys: Keys) -> Tried:
+        """Simulate a candidate as is quick. Where its schedule follows step by step, it is under one that is
+        seldom far from the best, or if that does not fit, one that holds less; in a domain of many ranks,
+        with queues that never wait.
+        """
+        schedules = [config.pipeline.policy]
+        if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
+            schedules = (
+                ["zero_bubble_h1", "encode_first"] if config.layout.llm.parts == 1 else ["interleaved"]
+            )
+        found = None
+        for schedule in schedules:
+            own = with_keys(config, {SCHEDULE: schedule})
+            if self._domain_ranks(config) > EXACTLY:
+                own.cluster.queues = "per_communicator"
+            other = self._simulated(own, keys).tried
+            found = other if found is None or gains(other, found) else found
+            if not found.refused:
+                break
+        assert found is not None
+        return found
+
+    def _simulated(self, config: Config, keys: Keys) -> Finalist:
+        """Simulate the first step of a candidate in the domain that samples load most."""
+        spec = self.resolve(config)
+        plan = next(iter(spec.planner.busiest(*self.of.begin)))
+        step_ns = simulate(plan.domain, spec.table, spec.planner.domain.single_queue).makespan_ns
+        most = spec.cluster.memory_bytes
+        beyond = max(0, likely_held(spec, spec.table, plan) - most) if most is not None else 0
+        refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB" if beyond else ""
+        return Finalist(Tried(keys, step_ns, refused, beyond), spec, plan)
+
+    def settled(self, keys: Keys) -> Config:
+        """The configuration of a candidate: domains as large as replicas divide, and microbatches as large as
+        a domain needs to hold the longest sample.
+        """
+        own = {key: value for key, value in keys.items() if key != PASS}
+        config = with_keys(self.of.config, {**own, LONGEST: self.of.longest})
+        dp, beside = self._replicas(config), find(PlacementPolicy, config.placement.policy, PLACEMENT).beside
+        if DOMAIN in keys:  # ranks beside the LLM are allocated so that domains divide the replicas
+            sizes = (n for n in range(1, min(keys[DOMAIN], dp) + 1) if beside or dp % n == 0)
+            config.layout.domain = max(sizes)
+        if PASS not in keys:
+            return config
+        shares = find(SharingPolicy, value_of(config, LLM_SP), LLM_SP).finds_room
+        least = -(-self.of.longest // ((config.layout.domain or 1) if shares else 1))
+        if MICROBATCH not in self.of.given:
+            config.data.microbatch_tokens = -(-max(keys[PASS], least) // keys[PASS]) * keys[PASS]
+        if PACKS not in self.of.given:
+            config.packing.divisor = max(1, config.data.pass_tokens // keys[PASS])
+        return config
+
+    def _replicas(self, config: Config) -> int:
+        own = config.layout.llm
+        return own.dp or max(1, (self.ranks - (config.placement.ranks or 0)) // (own.tp * own.cp * own.pp))
+
+    def _domain_ranks(self, config: Config) -> int:
+        return (config.layout.domain or 1) * self.ranks // self._replicas(config)
+
+    def begun(self, split: Keys) -> Keys:
+        """A candidate to begin with."""
+        config = with_keys(self.of.config, split)
+        dp, pp = self._replicas(config), config.layout.llm.pp
+        share = self.of.step_tokens // (dp * (FILLED * pp if pp > 1 else 1))
+        usual = recomputed(config.model.llm)[0]
+        replicas = min(dp, max(SHARED, -(-self.of.longest // PASS_TOKENS)))
+        first: dict[str, Any] = {
+            DOMAIN: 1 << (replicas - 1).bit_length(),
+            PASS: 1 << (min(PASS_TOKENS, max(LEAST_PASS, share)).bit_length() - 1),
+            RECOMPUTE: usual,
+            EP: 1,
+            PARTS: 1,
+            **{key: names[key.endswith("_sp.policy")] for key, names in POLICIES.items()},
+        }
+        for key in map(encoder_tp, self.of.encoders):  # slots of ranks that share layers anyway plan quickest
+            first[key] = max((n for n in self.space.values.get(key, ()) if n <= split[TP]), default=1)
+        keys = {key: first.get(key) for key in self.space.values}
+        keys = {key: value_of(config, key) if value is None else value for key, value in keys.items()}
+        return {**split, **keys}
+
+    def _fitted(self, keys: Keys) -> tuple[Keys, RunSpec, Parts]:
+        """A candidate that fits by the closed form, if there is one, with what it holds."""
+        while True:
+            spec = self.resolve(self.settled(keys))
+            held, most = self._least_held(spec), spec.cluster.memory_bytes
+            if most is None or held.total() <= most:
+                return keys, spec, held
+            leaner = self._leaner(keys, held, most)
+            if leaner is None:
+                return keys, spec, held
+            keys = leaner
+
+    def _leaner(self, keys: Keys, held: Parts, most: int) -> Keys | None:
+        """A candidate that holds less of that which there is most of; None if there is none."""
+        state, next_of = by_component(held, *STATE), self.space.next_of
+        of_state = (next_of(EP if name == LLM else encoder_tp(name), keys) for name in state)
+        of_passes = (
+            {RECOMPUTE: "full"} if keys.get(RECOMPUTE) not in (None, "full") else None,
+            {PASS: keys[PASS] // 2} if keys.get(PASS, 0) > LEAN_PASS else None,
+        )
+        options = of_state if sum(state.values()) > most else chain(of_passes, of_state)
+        change = next((option for option in options if option), None)
+        return {**keys, **change} if change else None
+
+    def _bound(self, spec: RunSpec) -> Bound:
+        """What the first step takes at least, whatever its domains."""
+        step, cursor = self.of.begin
+        if not self.metas:
+            world = spec.planner.world
+            taken = world.take(cursor)
+            self.metas = [world.meta_of(taken, number) for number in range(len(taken))]
+        return step_bound(self.metas, spec.planner.domain, spec.planner.frozen(step), any_domain=True)
+
+    def _filled_ns(self, spec: RunSpec) -> int:
+        """About what it takes: no less than the bound, and even work in a pipeline that is filled and emptied
+        once, by (stages - 1) / (passes · parts) more (Narayanan et al., arXiv 2104.04473, section 2.2).
+        """
+        bound, own = self._bound(spec), spec.arrangement.llm
+        return max(
+            bound.ns, bound.work_ns + bound.work_ns * (own.pp - 1) // (self.passes(spec)[1] * own.parts)
+        )
+
+    def passes(self, spec: RunSpec) -> tuple[int, int]:
+        """Tokens of a pass, and passes of a replica."""
+        tokens = spec.config.data.pass_tokens // (spec.config.packing.divisor or 1)
+        return tokens, max(1, self.of.step_tokens // (tokens * spec.arrangement.llm.dp))
+
+    def _least_held(self, spec: RunSpec) -> Parts:
+        return least_held(spec, *self.passes(spec), spec.planner.frozen(self.of.begin[0]))
