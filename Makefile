@@ -8,7 +8,7 @@ OVERRIDES ?=
 PROCESSES ?= $(shell cat /proc/meminfo 2>/dev/null | awk '/MemAvailable/ && $$2 > 12e6 {n = 3} END {print n ? n : 2}')
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-slow parity check data clean
+.PHONY: train test test-slow parity gpu check data clean
 
 train: .venv/ready data ## train the quickstart: make train OVERRIDES="train.steps=100"
 	$(BIN)/omni train experiment=quickstart $(OVERRIDES)
@@ -21,6 +21,9 @@ test-slow: .venv/ready-dev ## run the longer checks
 
 parity: .venv/ready-dev ## run the whole parity matrix and write docs/parity.md
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/omni/parity_report.py docs/parity.md
+
+gpu: .venv/ready-dev ## a first day on GPUs, rung by rung (docs/first_gpu.md): make gpu RUNG=2
+	$(BIN)/python benchmarks/gpu_day.py $(if $(RUNG),--rung $(RUNG))
 
 check: .venv/ready-dev ## lint, format, types, layering
 	$(BIN)/ruff check .

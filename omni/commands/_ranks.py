@@ -1,6 +1,7 @@
 """Ranks that measure something on this machine: checked and written down first, then run to their end."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,9 @@ def written(config: "Config") -> "RunSpec":
     return spec
 
 
-def run_to_end(spec: "RunSpec", module: str) -> None:
-    """Run a module as the ranks of a configuration that was written, to their end.
+def run_to_end(spec: "RunSpec", module: str, env: Mapping[str, str] | None = None) -> None:
+    """Run a module as the ranks of a configuration that was written, to their end. `env` is added to their
+    environment.
 
     Raises:
         ConfigError: if one failed.
@@ -45,6 +47,6 @@ def run_to_end(spec: "RunSpec", module: str) -> None:
     from infra.launch import launch_local
     from infra.run_folder import RunFolder
 
-    code = launch_local(RunFolder(Path(spec.config.run.dir)).config, spec.arrangement.world, module)
+    code = launch_local(RunFolder(Path(spec.config.run.dir)).config, spec.arrangement.world, module, env=env)
     if code:
         raise ConfigError(f"the ranks of the measurement failed with exit code {code}: see above")

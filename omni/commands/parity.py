@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from omni.training.parity import Difference, Measurement
 
 NUM_SHOWN = 8
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 NUM_SAMPLES = 8  # of a step, unless its size is given
 _DESCRIPTION = """\
 Runs both configurations in fp32 from the same weights on the same samples and compares the loss, the squared
@@ -25,6 +27,7 @@ Overrides as for `omni train`, the reference's before `--`, the candidate's afte
 applies to both.
 
   omni parity --steps 3 launch.ranks=1 -- launch.ranks=2 layout=pp2
+  omni parity --cpu-reference launch.ranks=1 --         (on a GPU: does it compute what a CPU does?)
 
 With --against FOLDER of published weights, one configuration begins with them, and the loss of its first step
 and logits at each position of its samples are compared with what transformers computes on this machine's CPU
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps before weights are compared")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="compare with transformers instead")
+    parser.add_argument("--cpu-reference", action="store_true", help="run the reference without GPUs")
     add_config_dir(parser)
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="REFERENCE ... -- CANDIDATE ...")
 
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("error: give the candidate's overrides after --", file=sys.stderr)
         return 2
     try:
-        return _compare(reference, [*reference, *candidate], arguments.steps, arguments.config_dir)
+        return _compare(arguments, reference, [*reference, *candidate])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -73,12 +77,14 @@ def _split(overrides: list[str]) -> tuple[list[str], bool, list[str]]:
     return overrides[:at], True, overrides[at + 1 :]
 
 
-def _compare(reference: list[str], candidate: list[str], steps: int, config_dir: str | None) -> int:
+def _compare(arguments: argparse.Namespace, reference: list[str], candidate: list[str]) -> int:
     from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, compare, compare_weights
 
+    steps, config_dir = arguments.steps, arguments.config_dir
+    env = NO_GPU if arguments.cpu_reference else None
     with tempfile.TemporaryDirectory() as folder:
-        one, longest = _measure(reference, steps, Path(folder) / "reference", config_dir)
-        two, _ = _measure(candidate, steps, Path(folder) / "candidate", config_dir, longest)
+        one, longest = measure(reference, steps, Path(folder) / "reference", config_dir, env=env)
+        two, _ = measure(candidate, steps, Path(folder) / "candidate", config_dir, longest)
     return _verdict(
         ("loss, squared norms and gradients of step 1", compare(one, two), TOLERANCE),
         (f"weights after {steps} steps", compare_weights(one, two), WEIGHT_TOLERANCE),
@@ -143,11 +149,19 @@ def _check_package(published: Path) -> None:
         )
 
 
-def _measure(
-    overrides: list[str], steps: int, path: Path, config_dir: str | None, longest: int | None = None
+def measure(
+    overrides: Sequence[str],
+    steps: int,
+    path: Path,
+    config_dir: str | None = None,
+    longest: int | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> "tuple[Measurement, int]":
     """Measure a configuration, of which no sample is longer than `longest` unless it says so itself; also
-    return how long one may be.
+    return how long one may be. The run folder is `path`, and `env` is added to the environment of its ranks.
+
+    Raises:
+        ValueError: if it is refused, or a rank failed.
     """
     from omni.compose import compose_config
     from omni.training.parity import FILE, OVERRIDES, load
@@ -157,5 +171,5 @@ def _measure(
     if config.data.sample_tokens is None:
         config.data.sample_tokens = longest
     spec = written(config)
-    run_to_end(spec, "omni.training.parity")
+    run_to_end(spec, "omni.training.parity", env)
     return load(path / FILE), spec.planner.world.budget.longest

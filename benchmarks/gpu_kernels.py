@@ -1,0 +1,230 @@
+"""Operators on this machine's device against their definitions in fp64, tiles of shared sequences included.
+
+    python benchmarks/gpu_kernels.py [--out FOLDER] [--quick]
+
+Inputs are bf16, as in training. Attention: heads of 64 to 128, and 72 and 20, which kernels lack or fill up;
+causal and not, windows, grouped queries, and rows that are a part of their context. Each row is the largest
+relative error ‖a − b‖ / ‖b‖ of the output and of the gradients, and what is allowed. Long attention and
+products are timed, too, 20 times after 5, the median. Small shapes with --quick. The last line is JSON; the
+exit code is 1 where an error is beyond what is allowed. figures.json of FOLDER has each row as soon as it is
+known.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from infra.run_folder import write_json
+from ops.attention import make_tile_packing, packed_attention
+from ops.device import select_device
+from ops.linear import add_weight_gradient
+from ops.loss import token_losses
+from ops.norm import Norm
+from ops.rotary import apply_rotary, rotary_table
+from ops.routing import permute
+from ops.span import Span
+
+BF16 = torch.bfloat16
+ROUNDED = 2e-2  # several roundings of bf16, one after the other
+SUMMED = 1e-5  # sums in fp32 of what bf16 holds exactly
+TIMES, WARMUP = 20, 5
+Row = dict[str, Any]
+
+
+def relative(found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """The largest relative error; a tensor that is nearly zero is measured by the largest one."""
+    largest = max(float(b.norm()) for b in exact)
+    errors = [
+        float((a.double() - b).norm()) / max(float(b.norm()), 1e-3 * largest, 1e-30)
+        for a, b in zip(found, exact, strict=True)
+    ]
+    return math.inf if any(math.isnan(error) for error in errors) else max(errors)
+
+
+def with_gradients(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """A function's output, and the gradients of its inputs under one random weight of each element."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def attention_by_definition(
+    spans: Sequence[Span], causal: bool, window: int | None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Attention tile by tile: a row sees itself, under `causal` nothing after it, nothing beyond `window`."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        repeat, out, row, at = query.shape[1] // key.shape[1], [], 0, 0
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        for span in spans:
+            rows, keys = slice(row, row + span.rows), slice(at, at + span.context)
+            scores = torch.einsum("qnh,knh->nqk", query[rows], key[keys]) / math.sqrt(query.shape[2])
+            place = torch.arange(span.rows, device=query.device)[:, None] + span.offset
+            behind = place - torch.arange(span.context, device=query.device)
+            hidden = (behind < 0) & causal
+            if window is not None:
+                hidden |= behind.abs() > window
+            scores = scores.masked_fill(hidden, -math.inf)
+            out.append(torch.einsum("nqk,knh->qnh", scores.softmax(-1), value[keys]))
+            row, at = row + span.rows, at + span.context
+        return torch.cat(out)
+
+    return attend
+
+
+def attention_rows(device: torch.device, unit: int) -> Iterator[Row]:
+    """Whole sequences and tiles, by head size, mask and window."""
+    whole = [Span(n, n, 0) for n in (4 * unit, 1, 2 * unit + 3, 17)]
+    tiles = [Span(unit, unit, 0), Span(3, unit + 3, unit), Span(unit + 5, 3 * unit + 5, 2 * unit)]
+    open_tiles = [Span(unit, 3 * unit, unit), Span(5, unit, 0)]
+    cases = [
+        (name, spans, causal, window, size, heads)
+        for size in (64, 72, 80, 128, 20)
+        for heads in ((8, 8), (8, 2))
+        for name, spans, causal, window in (
+            ("whole, causal", whole, True, None),
+            ("whole", whole, False, None),
+            ("whole, causal, window", whole, True, unit // 2),
+            ("tiles, causal", tiles, True, None),
+            ("tiles, causal, window", tiles, True, 3 * unit),
+            ("tiles", open_tiles, False, None),
+        )
+    ]
+    for name, spans, causal, window, size, (heads, groups) in cases:
+        packing = make_tile_packing(spans, causal, heads * size, device, BF16, window)
+        context = sum(span.context for span in spans)
+        shapes = ((packing.tokens, heads, size), (context, groups, size), (context, groups, size))
+        inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
+        found = with_gradients(lambda q, k, v, packing=packing: packed_attention(q, k, v, packing), inputs)
+        exact = with_gradients(attention_by_definition(spans, causal, window), [x.double() for x in inputs])
+        yield {
+            "what": f"attention, {name}",
+            "shape": f"{heads} heads of {size}, {groups} of keys",
+            "by": packing.backend,
+            "error": relative(found, exact),
+            "allowed": ROUNDED,
+        }
+
+
+def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
+    """Weight gradients, losses, rotation, norms, the order of experts."""
+
+    def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def row(what: str, shape: str, found: Sequence[torch.Tensor], exact: Any, allowed: float) -> Row:
+        return {"what": what, "shape": shape, "error": relative(found, exact), "allowed": allowed}
+
+    for tokens in (0, 1, 8 * unit):
+        inputs, grads, total = draw(tokens, 512), draw(tokens, 384), draw(384, 512, dtype=torch.float32)
+        exact = total.double() + grads.double().T @ inputs.double()
+        add_weight_gradient(inputs, grads, total)
+        allowed = SUMMED if device.type == "cuda" else ROUNDED  # a CPU rounds the product before it is added
+        yield row("weight gradient, added in fp32", f"{tokens} tokens, 512 to 384", [total], [exact], allowed)
+
+    logits, labels = draw(unit, 32_000), torch.randint(0, 32_000, (unit,), device=device)
+    found = with_gradients(lambda x: token_losses(x, labels), [logits])
+    exact = with_gradients(lambda x: token_losses(x, labels), [logits.double()])
+    yield row("losses of tokens", f"{unit} of 32,000", found[:1], exact[:1], SUMMED)
+    yield row("losses of tokens, gradient", f"{unit} of 32,000", found[1:], exact[1:], ROUNDED)
+
+    x, places = draw(unit, 8, 128), torch.arange(unit, device=device) * 7
+    found = with_gradients(lambda x: apply_rotary(x, rotary_table(places, 128, 5e5, BF16)), [x])
+    exact = with_gradients(
+        lambda x: apply_rotary(x, rotary_table(places, 128, 5e5, torch.float64)), [x.double()]
+    )
+    yield row("rotary embedding", f"{unit} tokens, 8 heads of 128", found, exact, ROUNDED)
+
+    for normalization in ("RMSNorm", "LayerNorm"):
+        config = argparse.Namespace(normalization=normalization, params_dtype=BF16, sequence_parallel=False)
+        norm = Norm(config, 1024).to(device)
+        exactly = Norm(argparse.Namespace(**{**vars(config), "params_dtype": torch.float64}), 1024).to(device)
+        x = draw(unit, 1024)
+        found, exact = with_gradients(norm, [x]), with_gradients(exactly, [x.double()])
+        yield row(normalization, f"{unit} tokens of 1024", found, exact, ROUNDED)
+
+    routing = torch.rand(unit, 16, device=device).argsort(1).argsort(1) < 2
+    tokens = draw(unit, 256)
+    rows, _, of = permute(tokens, routing, None, 2 * unit)
+    expected = torch.cat([tokens[routing[:, expert]] for expert in range(16)])
+    assert len(of) == 2 * unit
+    yield row("tokens in the order of experts", f"{unit} tokens, 2 of 16", [rows], [expected.double()], 0.0)
+
+
+def timed_rows(device: torch.device, unit: int) -> Iterator[Row]:
+    """What long attention and a large product reach, forward alone and with the backward."""
+    tokens, heads, groups, size = 32 * unit, 32, 8, 128
+    packing = make_tile_packing([Span(tokens, tokens, 0)], True, heads * size, device, BF16)
+    shapes = ((tokens, heads, size), (tokens, groups, size), (tokens, groups, size))
+    inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
+    flops = 2 * tokens * tokens * heads * size  # two products, half of the pairs
+    with torch.no_grad():
+        seconds = took(device, lambda: packed_attention(*inputs, packing))
+    shape = f"{tokens} tokens, 32 heads of 128, 8 of keys"
+    yield {"what": "long attention, forward", "shape": shape, **rate(seconds, flops)}
+    seconds = took(device, lambda: with_gradients(lambda *x: packed_attention(*x, packing), inputs))
+    yield {"what": "long attention, forward and backward", "shape": shape, **rate(seconds, 3.5 * flops)}
+    n = 32 * unit
+    a, b = torch.randn(2, n, n, device=device, dtype=BF16)
+    total = torch.zeros(n, n, device=device)
+    yield {"what": "product", "shape": f"{n} × {n}", **rate(took(device, lambda: a @ b), 2 * n**3)}
+    seconds = took(device, lambda: add_weight_gradient(a, b, total))
+    yield {"what": "weight gradient, added in fp32", "shape": f"{n} × {n}", **rate(seconds, 2 * n**3)}
+
+
+def took(device: torch.device, function: Callable[[], object]) -> float:
+    """Median seconds of a call that the device has finished."""
+    seconds = []
+    for _ in range(WARMUP + TIMES):
+        begin = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[WARMUP:])
+
+
+def rate(seconds: float, flops: float) -> Row:
+    return {"ms": seconds * 1e3, "TFLOP/s": flops / seconds / 1e12}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="a folder for figures.json")
+    parser.add_argument("--quick", action="store_true", help="small shapes")
+    arguments = parser.parse_args()
+    device, unit = select_device(), 64 if arguments.quick else 512
+    torch.manual_seed(0)
+    found: dict[str, Any] = {"checked": [], "timed": [], "missed": []}
+    sources = (
+        ("checked", attention_rows(device, min(unit, 256))),
+        ("checked", other_rows(device, unit)),
+        ("timed", timed_rows(device, min(unit, 256) if device.type == "cuda" else 8)),
+    )
+    for key, rows in sources:
+        for row in rows:
+            found[key].append(row)
+            if row.get("error", 0.0) > row.get("allowed", 0.0):
+                found["missed"].append(f"{row['what']}, {row['shape']}")
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            if arguments.out:
+                write_json(arguments.out / "figures.json", found)
+    worst = max((row["error"] for row in found["checked"]), default=math.inf)
+    print(json.dumps({"checked": len(found["checked"]), "worst": worst, "missed": found["missed"]}))
+    return int(bool(found["missed"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
