@@ -1,6 +1,5 @@
 """The sample index: memory-mapped metadata of a dataset, of one sample or of many at once."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 from dataloader.format import INDEX_SCHEMA, TURNS, DataError, SampleError
 from dataloader.item_counts import REFUSED, ItemCounts, RememberedCounts
 from dataloader.manifest import MANIFEST, Manifest, check_files, hash_of, read_manifest
+from dataloader.mapped import HeldFile
 from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
 
@@ -53,7 +53,7 @@ class Index:
         """Map `content`, the index's file. Raises pyarrow's errors, or ValueError, if it is no index."""
         self.path = path
         self.manifest = manifest
-        self._name = str(path / manifest.index.file)
+        self._held = HeldFile(str(path / manifest.index.file), manifest.index.bytes)
         self._file = pa.ipc.open_file(content)
         self._frame = manifest.text.frame
         schema = INDEX_SCHEMA.append(TURNS) if self._frame.turns else INDEX_SCHEMA
@@ -95,7 +95,7 @@ class Index:
     def meta(self, i: int, source: str, item_counts: ItemCounts) -> SampleMeta:
         """Metadata of sample `i`, under the name of the source it is mixed as."""
         self._check(i)
-        self._check_size()
+        self._held.check()
         batch, row = divmod(i, self._batch_rows)
         start = self._start_of(batch)
         numbers = self._int32.data  # of which one costs a third of an array's
@@ -155,7 +155,7 @@ class Index:
         if len(ids):
             self._check(int(ids.min()))
             self._check(int(ids.max()))
-        self._check_size()
+        self._held.check()
         batch, row = np.divmod(ids, self._batch_rows)
         for number in np.unique(batch[self._starts[batch, 0] < 0]).tolist():
             self._start_of(number)
@@ -188,18 +188,6 @@ class Index:
                 sizes = [self._int32[begin[of] + dim] for dim in range(count)]
                 counted[of] = count_of(name, sizes, len(of))
         return counted
-
-    def _check_size(self) -> None:
-        """Raise DataError if the file was cut under its map: to read there would kill the process."""
-        try:
-            size = os.stat(self._name).st_size
-        except OSError as error:
-            raise DataError(f"{self._name}: {error.strerror}: it was there when the run began") from error
-        if size != self.manifest.index.bytes:
-            raise DataError(
-                f"{self._name} is {size} bytes, and was {self.manifest.index.bytes} when it was opened: it "
-                "was changed while it is in use; restore it, and let nothing write to a dataset that is read"
-            )
 
     def _check(self, i: int) -> None:
         if not 0 <= i < len(self):
