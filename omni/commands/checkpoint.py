@@ -22,6 +22,7 @@ URL that fsspec knows.
   omni checkpoint verify runs/try                   read all of it, and compare every hash
   omni checkpoint export runs/try --out all.safetensors    all weights in one file
   omni checkpoint export runs/try --as hf --out FOLDER     the folder that it began with, as trained
+  omni checkpoint export runs/try --as hf --encoder image --out FOLDER    the folder of an encoder alone
 """
 
 
@@ -52,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--like",
                 metavar="FOLDER",
                 help="the published model whose files, names and types are kept (default: the start.weights "
-                "of the run)",
+                "of the run, or the folder of --encoder)",
+            )
+            action.add_argument(
+                "--encoder", metavar="NAME", help="with --as hf: this encoder of model.encoders, and no LLM"
             )
 
 
@@ -69,6 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--step {arguments.step}: {storage} has those of steps {steps}")
         chosen = steps if arguments.step is None else [arguments.step]
         if arguments.action == "export":
+            if arguments.encoder and arguments.form != "hf":
+                raise ValueError(f"--encoder {arguments.encoder} without --as hf: a file holds all weights")
+            if arguments.encoder:
+                return _export_encoder(storage, chosen[-1], arguments)
             if arguments.form == "hf":
                 return _export_folder(storage, chosen[-1], arguments)
             return _export(storage, chosen[-1], arguments.out)
@@ -178,6 +186,31 @@ def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace)
         print(
             f"note: {name} is not of this folder, and not written; omni checkpoint export without --as has it"
         )
+    return 0
+
+
+def _export_encoder(storage: "Storage", step: int, arguments: argparse.Namespace) -> int:
+    from infra.checkpoint import read_manifest
+    from infra.run_folder import RunFolder
+    from omni.compose import load_config
+    from omni.config import ConfigError
+    from omni.models.registry import make_encoder, published
+    from omni.training.export_folder import export_folder
+
+    folder, name = RunFolder(Path(arguments.run).absolute()), arguments.encoder
+    encoders = load_config(folder.config).model.encoders if folder.config.exists() else {}
+    own = encoders.get(name)
+    if not own or "folder" not in own:
+        held = ", ".join(key for key, of in encoders.items() if "folder" in of) or "none"
+        raise ConfigError(
+            f"--encoder {name}: {arguments.run} has no such encoder with a folder (it has {held}): name one, "
+            f"and a run folder"
+        )
+    like = arguments.like or own["folder"]
+    source = published(name, make_encoder(name, {**own, "folder": like, "weights": True}))
+    assert source is not None
+    count = export_folder(storage, read_manifest(storage, step), source, arguments.out, component=name)
+    print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
     return 0
 
 

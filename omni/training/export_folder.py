@@ -38,10 +38,11 @@ def export_folder(
     source: Folder,
     out: Path,
     encoders: Mapping[str, Folder] | None = None,
+    component: str = LLM,
 ) -> int:
-    """Write the LLM of a checkpoint as `source` holds it, to a folder that is new or empty; the index comes
-    last. So are `encoders`, by component, whose rules name tensors of the same folder. Adapters are merged.
-    One parameter of ours at a time is in memory. Returns how many tensors there are.
+    """Write a component of a checkpoint as `source` holds it, to a folder that is new or empty; the index
+    comes last. So are `encoders`, by component, whose rules name tensors of the same folder. Adapters are
+    merged. One parameter of ours at a time is in memory. Returns how many tensors there are.
 
     Raises:
         ConfigError: if the checkpoint holds another model, or the folder is not empty.
@@ -51,10 +52,11 @@ def export_folder(
     source.check()
     pieces = pieces_of(manifest["index"])
     shapes = shapes_of(pieces)
-    parts = {LLM: source, **(encoders or {})}
-    for component, folder in parts.items():
-        own = _of_component(shapes, component)
-        _check_model(component, folder, own, manifest["fingerprint"].get("model.llm.vocab"))
+    parts = {component: source, **(encoders or {})}
+    for name, folder in parts.items():
+        _check_model(
+            name, folder, _of_component(shapes, name), manifest["fingerprint"].get("model.llm.vocab")
+        )
     taken = {name: (component, of) for component, part in parts.items() for name, of in part.names.items()}
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} is not empty: name a folder that is new")
@@ -115,6 +117,11 @@ def _check_model(
         if component == LLM and rule is not None and name in held and vocab == source.keys["vocab"]:
             rule = source.rule(name, held[name]) or rule  # padded as the run had it
         means = None if rule is None else rule.shape
+        if component != LLM and means is None:
+            raise ConfigError(
+                f"{name} of {component} is our own, and {source.url} has no place for it: omni checkpoint "
+                f"export without --as writes all weights"
+            )
         if held.get(name) != means:
             whose = name if component == LLM else f"{name} of {component}"
             raise ConfigError(

@@ -6,22 +6,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from ranks import RankPool
 from small import write_mixed
 from test_towers import prepare, rewritten
+from test_whole_models import stepped
 from tower_folders import OURS, compared_ours, make_tower
 from tower_runs import SHARED, TP, line, measure
 
+from omni.__main__ import main
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.qwen_stem import corners
 from omni.models.encoders.qwen_vit import in_windows
+from omni.models.regions import Region
 from omni.models.registry import make_encoder
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint
 from omni.rehearsal.rehearse import rehearse
-from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
+from omni.training.parity import (
+    TOLERANCE,
+    WEIGHT_TOLERANCE,
+    Measurement,
+    compare,
+    compare_weights,
+)
+
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 NEWER, WINDOWS = "Qwen3-VL ours", "Qwen2.5-VL ours"
 
@@ -182,3 +194,37 @@ def test_another_tower_and_more_ranks_than_heads_are_refused(tmp_path: Path) -> 
     encoder = make_encoder("own", {"name": "qwen_vit", "folder": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"layout.encoders.own.tp=8 does not divide encoder.heads=4"):
         encoder.check_tp("layout.encoders.own.tp", 8)
+
+
+@pytest.mark.parametrize("name", [WINDOWS, "Qwen2-VL"])
+def test_a_tower_alone_is_exported_as_trained(ranks: RankPool, name: str, tmp_path: Path) -> None:
+    """To the bit, for transformers to read: in our own layers, and as it is."""
+    config = compose_config(keys_of(name, tmp_path, "weights: true", "optim.min_lr=1e-3"))
+    found, run = ranks.run(1, stepped, config)[0], Path(config.run.dir)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    export = ["checkpoint", "export", str(run), "--as", "hf", "--encoder"]
+    assert main([*export, "image", "--out", str(tmp_path / "out")]) == 0
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("tower", "out"))
+    assert before.keys() == after.keys()
+    assert not [own for own in before if torch.equal(before[own], after[own])]
+    rules = make_encoder("image", config.model.encoders["image"]).published().rules
+    for own, flat in found.items():
+        if own.startswith("image/"):
+            rule = rules[own.partition("@")[0].removeprefix("image/")]
+            for number, theirs in enumerate(rule.theirs):
+                part = Region(rule.shape, 0, rule.runs[number]).cut(flat.view(rule.shape))
+                assert torch.equal(part, after[theirs]), own
+    assert main([*export, "sound", "--out", str(tmp_path / "other")]) == 2
+
+
+def test_a_projector_of_ours_is_in_no_folder_of_transformers(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose_config(keys_of("SigLIP", tmp_path, "weights: true"))
+    ranks.run(1, stepped, config)
+    run = Path(config.run.dir)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    export = ["checkpoint", "export", str(run), "--as", "hf", "--encoder", "image"]
+    assert main([*export, "--out", str(tmp_path / "out")]) == 2
+    assert "projector_in.bias of image is our own" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
