@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 
 from dataloader.tokens import ItemMeta, SampleMeta
@@ -26,7 +27,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import DOMAINS, _packed
+from omni.planning.choose import DOMAINS, _context, _packed
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
@@ -428,3 +429,14 @@ def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
     assert found[0] is best
     alone, _ = _packed(compose_config(KEYS), [best], attempt)
     assert alone.keys == {DOMAIN: 2, PACKS: 2}
+
+
+def test_layers_are_divided_for_the_sequence_that_a_token_is_in_on_average():
+    """Of 5,120 tokens 4,096 are in a sequence of as many, 1,024 in one of 1,024: 3,481.6 on average."""
+    assert _context(np.array([4096, 1024])) == 14 * 256
+    assert _context(np.array([3, 5])) == 256
+    assert prepared("layout=pp2").config.layout.context == 256
+    assert prepared().config.layout.context == 4096, "of one stage nothing is divided"
+    assert prepared("layout=pp2", "layout.context=77").config.layout.context == 77
+    with pytest.raises(ValueError, match=r"layout\.context=0"):
+        prepared("layout=pp2", "layout.context=0")
