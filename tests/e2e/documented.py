@@ -76,6 +76,9 @@ LESS = {
     "omni compare launch.ranks=4 layout=pp2": "data.step_tokens=2048 --systems megatron,dhp",
     "omni compare --trace longtail --mixtures 1:9,9:1 experiment=llama3_70b layout=tp8_pp4 "
     "launch.ranks=128 data.step_tokens=2097152": "data.step_tokens=65536 --systems megatron,disttrain",
+    "omni compare --ablate --systems omni --trace longtail --mixtures 1:9,9:1 cluster.memory_bytes=null "
+    "experiment=llama3_70b layout=tp8_pp4 launch.ranks=128 "
+    "data.step_tokens=2097152": "data.step_tokens=65536",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",
 }
