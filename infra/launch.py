@@ -16,12 +16,12 @@ from types import FrameType
 
 import psutil
 
+from infra.environment import Place, capability, defaults
 from infra.lineage import STARTED_BY, outlives_parent
-from infra.machine import usable_cores
+from infra.run_folder import RunFolder
 from infra.screen import beside
 from parallel.handshake import SECRET, new_secret
 
-WORKERS_GRACE_S = 50  # between a stop signal and the agent's SIGKILL to its workers
 AGENT_MARGIN_S = 10  # what the agent gets on top before this process kills everything
 STRAGGLERS_S = 5  # what is left after the agent gets between SIGTERM and SIGKILL
 LAUNCH_ID = "OMNI_LAUNCH_ID"  # marks every process of one launch through its environment
@@ -61,7 +61,7 @@ def launch_local(
         raise ValueError(f"ranks={ranks}: a launch needs at least one rank")
     if not config_path.is_file():
         raise ValueError(f"config_path={config_path} does not exist: give the config.yaml of a run folder")
-    environment = environment_of(ranks, env or {}, launch or new_launch())
+    environment = environment_of(ranks, config_path, env or {}, launch or new_launch())
     parent = parent or os.getppid()
 
     with noting_signals() as received, _output(log) as stream:
@@ -119,15 +119,16 @@ def new_launch() -> str:
 
 
 def environment_of(
-    ranks: int, extra: Mapping[str, str], launch: str, secret: str | None = None
+    ranks: int, config_path: Path, extra: Mapping[str, str], launch: str, secret: str | None = None
 ) -> dict[str, str]:
-    """Return the environment of an agent with `ranks` ranks: this process's, with `extra` and what a launch
-    sets. The `secret` of the run is a new one unless given: agents of several nodes share it.
+    """Return the environment of an agent with `ranks` ranks of the run whose configuration is given: this
+    process's, with `extra` and what a launch sets (infra/environment.py). The `secret` of the run is a new
+    one unless given: agents of several nodes share it.
     """
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(WORKERS_GRACE_S),
-    }
+    own = {**os.environ, **extra}
+    place = Place(ranks, capability(), RunFolder(config_path.absolute().parent).errors)
+    if place.capability is not None:
+        place.errors.mkdir(parents=True, exist_ok=True)  # the flight recorder makes no folder
     fixed = {
         # A user's calendar.py in the working folder is not Python's. An empty entry of PYTHONPATH, as in
         # PYTHONPATH=$PYTHONPATH:/mine, is the working folder, too.
@@ -136,7 +137,7 @@ def environment_of(
         SECRET: secret or new_secret(),
         STARTED_BY: str(os.getpid()),
     }
-    environment = {**defaults, **os.environ, **extra, **fixed}
+    environment = {**defaults(place, own), **own, **fixed}
     path = [entry for entry in environment.pop("PYTHONPATH", "").split(os.pathsep) if entry]
     return {**environment, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return MISTAKE
     secret = secret_of_run().hex() if given.nodes > 1 else None
-    environment = environment_of(given.ranks, {}, given.launch, secret)
+    environment = environment_of(given.ranks, given.config, {}, given.launch, secret)
     os.environ.clear()
     os.environ.update(environment)
     return run(agent_arguments(job, node, given.head, given.port, given.launch, address))

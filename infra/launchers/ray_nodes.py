@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.launch import AGENT_MARGIN_S, WORKERS_GRACE_S
+from infra.environment import WORKERS_GRACE_S
+from infra.launch import AGENT_MARGIN_S
 from infra.launchers.job import Job
 from infra.launchers.script import LAST_TASKS_S, NODE
 from infra.lineage import STARTED_BY

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,7 +135,7 @@ def test_an_agent_of_several_nodes_is_refused_without_the_secret_that_they_share
 
 def test_each_launch_of_one_machine_has_a_secret_of_its_own(monkeypatch):
     monkeypatch.setenv(SECRET, "what stood in the shell")
-    one, other = (environment_of(1, {}, "name")[SECRET] for _ in range(2))
+    one, other = (environment_of(1, Path("run/config.yaml"), {}, "name")[SECRET] for _ in range(2))
     assert one != other
     assert all(len(bytes.fromhex(text)) == 32 for text in (one, other))
 
