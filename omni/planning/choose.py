@@ -306,8 +306,10 @@ def _search(
         best = found if gains(found, best) else best
     if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
         whole = with_keys(config, {LONGEST: longest})
-        plainest = simulated(first[0])
-        starts = [best] if plainest is best or plainest.refused else [best, plainest]
+        starts = [best]
+        if longest <= _budget(given, cuts, sizes[0], longest):  # the first candidate shares nothing
+            plainest = simulated(first[0])
+            starts += [plainest] if plainest is not best and not plainest.refused else []
         best, packed = _packed(whole, starts, attempt)
         tried |= {text_of(each.keys): each for each in packed}
     return best, list(tried.values())

@@ -24,6 +24,7 @@ from omni.planning.choice import (
     open_keys,
     recomputed,
     reopened,
+    text_of,
     value_of,
     with_keys,
 )
@@ -440,3 +441,13 @@ def test_layers_are_divided_for_the_sequence_that_a_token_is_in_on_average():
     assert prepared("layout=pp2", "layout.context=77").config.layout.context == 77
     with pytest.raises(ValueError, match=r"layout\.context=0"):
         prepared("layout=pp2", "layout.context=0")
+
+
+def test_what_long_samples_need_to_be_shared_for_is_no_plain_candidate():
+    """A sample that both replicas of two stages hold together, and items that gain nothing by sharing."""
+    spec = prepared("layout=pp2", "cluster.op_overhead_ns=0", trace=trace_of(128))
+    tried = {text_of(each.keys): each.step_ns for each in spec.choice.tried}
+    own = {**spec.choice.best.keys, PACKS: 1}
+    simpler = tried.get(text_of({**own, "encoder_sp.policy": "none"}))
+    assert simpler is not None
+    assert own["encoder_sp.policy"] == "none" or tried[text_of(own)] < 0.995 * simpler
