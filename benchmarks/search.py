@@ -11,7 +11,8 @@ in both. Samples are those of `longtail`, all items as images, whole. Seconds ar
 alone.
 
 `--scale` has the 70B on 16,384 ranks: layout, the groups of every rank on each of its axes, and the plan of a
-step of all domains, verified. Seconds and GB are those of the process.
+step of all domains, verified. Seconds and GB are those of the process. `--quick` has two of the spaces, in a
+minute of the CPU.
 
 Leaves with 1 where the best of a space takes more than 2 % less than what was found, where a layout at random
 takes less, where a search takes 360 s of the CPU (3 minutes on two cores) or more, or where 16,384 ranks take
