@@ -26,6 +26,7 @@ ELSEWHERE = {"docs/extending.md": "tests/examples/test_extending.py runs the pag
 # Printed commands that no test runs as they stand, by how they begin, and why.
 NOT_RUN = {
     "omni calibrate": "measures for a minute: tests/e2e/test_calibrate.py does, with one rank",
+    "omni plan --search": "seconds to minutes: tests/omni/test_layout_search.py searches smaller runs",
     "omni doctor": "its answer is of the machine at hand: tests/e2e/test_doctor.py has sound and faulty ones",
     "srun": "needs Slurm",
     "python benchmarks/": "measures for minutes",
