@@ -236,7 +236,8 @@ def compared_ours(rank: int, name: str, folder: Path, keys: list[str]) -> Errors
     model = make_tower(name, folder)
     spec = prepare_run(compose_config(keys), 1)
     encoder: Any = spec.encoders["image"]
-    module = build_rank(spec, rank, torch.device("cpu"), lambda op: None).components["image"].modules[0]
+    built = build_rank(spec, rank, torch.device("cpu"), lambda op: None)  # its hooks add up gradients
+    module = built.components["image"].modules[0]
     weights, named = encoder.published(), dict(module.named_parameters())
     weights.check()
     wanted = []
