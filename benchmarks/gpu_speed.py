@@ -9,8 +9,8 @@ pixels. 10 steps, of which the last 6 count: the median of step time, MFU, idle 
 them stands the step that `omni plan` simulates for the same samples, with the cluster's shipped file and,
 where `omni calibrate` wrote one, with that. Goals, of `mfu` alone: 40 % for the 1 B, 45 % for the 8 B.
 --quick: the tiny model, on CPUs too, no goals. figures.json of FOLDER has each row as soon as it is known;
-`omni timeline` of a step is beside it. The last line is JSON; the exit code is 1 where a run fails or a goal
-is missed.
+`omni timeline` of a step is beside it, and of `mfu` a trace of kernels. The last line is JSON; the exit code
+is 1 where a run fails or a goal is missed.
 """
 
 import argparse
@@ -123,6 +123,8 @@ def trained(case: Case, cluster: str, calibrated: Path | None, data: Path, out: 
     run = out / case.name.replace(" ", "_").replace(",", "")
     keys = [*TRAINED, f"cluster={cluster}", *case.keys, f"launch.ranks={case.gpus}"]
     keys += [f"+data.sources.drawn.path={data}"]
+    if case.goal is not None:
+        keys.append(f"profile.steps=[{STEPS - COUNTED},{STEPS - COUNTED}]")  # before those that count
     code = first_steps([sys.executable, "-m", "omni", "train", *keys, f"run.dir={run}"], run)
     steps = read_metrics(RunFolder(run).metrics)[STEPS - COUNTED : STEPS]
     if len(steps) < COUNTED:

@@ -61,6 +61,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def profile(self) -> Path:
+        """The folder of traces: `profile.steps` says of which steps."""
+        return self.path / "profile"
+
+    @property
     def errors(self) -> Path:
         """The folder of tracebacks: `rank-N.txt` holds those of rank N, with their times."""
         return self.path / "errors"

@@ -387,7 +387,8 @@ class TrainConfig:
     CPU; fp8, mxfp8 and nvfp4 are for plans alone. Checkpoints lie in `checkpoint_dir`, an absolute path or a
     URL of a file system that fsspec knows, null for the run folder; kept are the newest `keep_checkpoints`
     and those of steps that `keep_every` divides (0: none). Free generation at the end leaves off after
-    `generate_s` seconds.
+    `generate_s` seconds. With `deterministic` torch takes algorithms alone that give the
+    same bits each time, which are slower, and fails where it has none.
     """
 
     steps: int = at_least(1)
@@ -401,9 +402,27 @@ class TrainConfig:
     keep_checkpoints: int = at_least(1, 2)
     keep_every: int = at_least(0, 0)
     timeout_s: float = at_least(1, 300.0)
+    deterministic: bool = False
 
     rules: ClassVar[Rules] = (
         Rule("seed", lambda own: 0 <= own.seed < MOST_SEEDS, f"must lie in [0, {MOST_SEEDS})"),
+    )
+
+
+@dataclass
+class ProfileConfig:
+    """The first and the last of the `steps` of which every rank writes a trace of operators and kernels to
+    `profile/` of the run folder; none if empty.
+    """
+
+    steps: list[int] = field(default_factory=list)
+
+    rules: ClassVar[Rules] = (
+        Rule(
+            "steps",
+            lambda own: not own.steps or (len(own.steps) == 2 and 1 <= own.steps[0] <= own.steps[1]),
+            "must be the first and the last step to record, such as [20,22], or []",
+        ),
     )
 
 
@@ -471,6 +490,7 @@ class Config:
     start: StartConfig = field(default_factory=StartConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     layout: LayoutConfig = field(default_factory=LayoutConfig)

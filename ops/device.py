@@ -1,6 +1,8 @@
 """The device this process computes on: one GPU a rank with NCCL, or the CPU with gloo."""
 
 import os
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +26,27 @@ def select_device(local_rank: int | None = None) -> torch.device:
     index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def make_deterministic() -> None:
+    """Have torch take algorithms alone that give the same bits each time. Call it before a GPU computes:
+    cuBLAS reads its workspace's size once, and needs one of these for it (CUDA's documentation of cuBLAS,
+    "Results reproducibility").
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    module: Any = torch.utils.deterministic
+    module.fill_uninitialized_memory = False  # nobody reads it
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what the GPU's allocator holds, block by block, as https://pytorch.org/memory_viz shows it.
+    Returns whether there was anything to write: not without a GPU in use.
+    """
+    if not torch.cuda.is_initialized():
+        return False
+    torch.cuda.memory._dump_snapshot(str(path))
+    return True
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -46,9 +46,11 @@ from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun
 from omni.training.file_hashes import hashing_files
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
+from omni.training.garbage import held_in
 from omni.training.generate import Limit
 from omni.training.health import Health
 from omni.training.learning import CostTables
+from omni.training.profile import Profile
 from omni.training.progression import BadDataError, Progression
 from omni.training.reporter import Reporter, Silent
 from omni.training.storage import storage_of
@@ -142,15 +144,21 @@ class Trainer:
             hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop),
         ):
             stopped = False
+            profile = Profile(
+                self.config.profile.steps, self.config.train.steps, self.folder.profile, self.number
+            )
             for step in range(self.step + 1, self.config.train.steps + 1):
                 recorded = self.is_due(step, self.config.train.timeline_every)
                 stays = meet(self.rank, step) if recorded else ()
                 start = time.perf_counter()
-                prepared = self.begin(ahead, step)
-                start += self.save_if_due(report)  # of the step before
-                done = self.run_step(prepared, self.watch)
-                self.update(done)
+                profile.before(step)
+                with held_in(step):
+                    prepared = self.begin(ahead, step)
+                    start += self.save_if_due(report)  # of the step before
+                    done = self.run_step(prepared, self.watch)
+                    self.update(done)
                 step_s = time.perf_counter() - start
+                profile.after(step)
                 # A signal leaves little time: save, and measure another day.
                 heldout = {} if done.totals.stop else self.evaluate(step)
                 if recorded:

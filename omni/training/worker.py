@@ -42,7 +42,7 @@ from omni.training.alike import check_alike, datasets_of
 from omni.training.progression import BadDataError, NoUpdateError
 from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
 from omni.training.trainer import Trainer
-from ops.device import backend_name, select_device
+from ops.device import backend_name, dump_memory, make_deterministic, select_device
 from parallel.consensus import DivergenceError
 from parallel.copies import CorruptionError
 from parallel.handshake import secret_of_run
@@ -83,6 +83,8 @@ def joined(
         # The planner process is forked here: there is no device context, no process group and no thread yet.
         plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s, rank == 0))
         device = select_device()
+        if config.train.deterministic:
+            make_deterministic()
         if device.type == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         timeout = timedelta(seconds=config.train.timeout_s)
@@ -152,6 +154,9 @@ def _keep(error: BaseException, config_path: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {socket.gethostname()}\n")
             traceback.print_exception(error, file=file)
+            snapshot = path.with_name(f"{path.stem}-memory.pickle")
+            if isinstance(error, torch.OutOfMemoryError) and dump_memory(snapshot):
+                file.write(f"what it held: {snapshot.name}, for https://pytorch.org/memory_viz\n")
 
 
 def _told(error: BaseException, config_path: Path) -> int:

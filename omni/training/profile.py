@@ -1,0 +1,44 @@
+"""A trace of some steps of every rank, which https://ui.perfetto.dev and chrome://tracing open.
+
+Example: `profile.steps=[20,22]` leaves RUN/profile/steps_20_to_22_rank_0.json and one for each other rank,
+with every operator, kernel and copy of steps 20, 21 and 22. torch.profiler records, and steps take longer.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class Profile:
+    """Records the first of `steps` to the second, or to the `last` of the run; nothing if there are none.
+    A run that goes on between them records from there; one that is stopped there leaves no trace.
+    """
+
+    def __init__(self, steps: Sequence[int], last: int, folder: Path, rank: int) -> None:
+        self.first, self.end = (steps[0], min(steps[1], last)) if steps else (1, 0)
+        self.folder, self.rank = folder, rank
+        self._began = 0
+        self._running: profile | None = None
+
+    def before(self, step: int) -> None:
+        """Begin with the first step that is to be recorded."""
+        if self._running is None and self.first <= step <= self.end:
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._began, self._running = step, profile(activities=activities)
+            self._running.start()
+
+    def after(self, step: int) -> None:
+        """Write the trace once the last step is done. A GPU finishes its work first."""
+        if self._running is None or step < self.end:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._running.stop()
+        self.folder.mkdir(exist_ok=True)
+        name = f"steps_{self._began}_to_{step}_rank_{self.rank}.json"
+        self._running.export_chrome_trace(str(self.folder / name))
+        self._running = None
