@@ -45,7 +45,7 @@ from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, s
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
-from omni.planning.run_spec import RunSpec, item_grid
+from omni.planning.run_spec import RunSpec, grids_of
 from omni.planning.sharing import Sharing
 from omni.planning.work import cost_table, part_work, party_size
 from omni.planning.workload import Workload
@@ -156,7 +156,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
-        grid_of=partial(item_grid, encoders),
+        grid_of=grids_of(encoders),
     )
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)

@@ -4,9 +4,9 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 from dataloader.index import Index
 from dataloader.tokenizer import Tokenizer
@@ -63,6 +63,16 @@ def item_count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, 
     name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
     with naming(name):
         return encoders[name].count(size)
+
+
+def grids_of(encoders: Mapping[str, Encoder]) -> Callable[[ItemMeta], Grid]:
+    """Return `item_grid` of these encoders, which are asked once for items of a size: plans have many."""
+
+    @lru_cache(maxsize=1 << 16)
+    def of_size(modality: str, rows: int, size: tuple[int, ...]) -> Grid:
+        return item_grid(encoders, ItemMeta(modality, 0, rows, 0, size))
+
+    return lambda item: of_size(item.modality, item.rows, item.size)
 
 
 def item_grid(encoders: Mapping[str, Encoder], item: ItemMeta) -> Grid:

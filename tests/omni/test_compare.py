@@ -34,7 +34,7 @@ from pipeline.costs import simulate
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TRACE = [
     SampleMeta(
-        n, "trace", 10 + 7 * (n % 5), tuple([ItemMeta("image", 64, 16, 0, (32, 32))] * (n % 3)), 100, 0
+        n, "trace", 10 + 7 * (n % 5), tuple([ItemMeta("image", 64, 16, 0, (16, 16))] * (n % 3)), 100, 0
     )
     for n in range(24)
 ]
