@@ -30,7 +30,8 @@ from infra.run_folder import RunFolder
 from omni.commands._side_by_side import MeasuredSystem, lines, measure, overrides
 from omni.commands.compare import known_systems
 from omni.compose import compose_config
-from omni.config import Config, SourceConfig
+from omni.config import Config
+from omni.data_config import SourceConfig
 from omni.planning.choice import with_keys
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.compare import comparable

@@ -43,7 +43,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
-from omni.config import PhaseConfig
+from omni.data_config import PhaseConfig
 from omni.models.registry import prepare_item
 from omni.planning.mixture import positions, with_positions
 from omni.planning.prepare import prepare_run

@@ -66,7 +66,7 @@ from joint_spread import Spread
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import SourceConfig
+from omni.data_config import SourceConfig
 from omni.planning.prepare import prepare_run
 from omni.training.ahead import Ahead
 from omni.training.figures import StepRun

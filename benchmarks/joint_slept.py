@@ -38,7 +38,7 @@ from joint_runs import SCHEDULES, cores_awake, far_off, misses, over_first, spaw
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import SourceConfig
+from omni.data_config import SourceConfig
 from omni.models.llm import NAME as LLM
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec

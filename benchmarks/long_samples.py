@@ -24,7 +24,7 @@ from dataloader.format import Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
-from omni.config import SourceConfig
+from omni.data_config import SourceConfig
 from omni.planning.fullest import check_memory
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import prepare_run

@@ -23,7 +23,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import write_text
 from omni.compose import compose_config
-from omni.config import SourceConfig
+from omni.data_config import SourceConfig
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from pipeline.costs import plan_costs, simulate

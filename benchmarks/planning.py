@@ -71,7 +71,7 @@ def prepare(
     )
     path = folder / "longtail"
     if path.exists():
-        from omni.config import SourceConfig
+        from omni.data_config import SourceConfig
 
         config.data.sources = {"longtail": SourceConfig(path=str(path))}
         config.data.heldout = {}

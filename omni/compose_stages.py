@@ -10,7 +10,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from omni.config import OF_STAGE, ComponentOptimConfig, Config, ConfigError, OptimConfig, StageConfig
+from omni.config import Config, ConfigError
+from omni.optim_config import OF_STAGE, ComponentOptimConfig, OptimConfig, StageConfig
 
 _STEPS = "train.steps"
 

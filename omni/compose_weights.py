@@ -10,7 +10,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from omni.config import ConfigError, DataConfig
+from omni.config import ConfigError
+from omni.data_config import DataConfig
 from omni.open_models.folder import Folder, contradiction, default_keys, open_folder
 
 _LLM, _ENCODERS = "model.llm", "model.encoders"

@@ -12,15 +12,15 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from dataloader.tokens import LONG_SAMPLE_POLICIES
 from infra.tracker import KINDS, MODES
+from omni.data_config import DataConfig, HeldoutConfig, PhaseConfig, SourceConfig
 from omni.keys import ConfigError as ConfigError
 from omni.keys import Rule, Rules, at_least, one_of
 from omni.llm_config import LLMConfig
+from omni.optim_config import ComponentOptimConfig, OptimConfig
 from ops.names import LOWER, PRECISIONS
 from parallel.cluster import QUEUES
 
-LR_SCHEDULES = ("cosine", "wsd")
 MOST_SEEDS = 2**63
 
 
@@ -120,181 +120,6 @@ class PipelineConfig(PolicyConfig):
     """A rank holds at most `encoder_bytes` of activations of each encoder; null does not bound them."""
 
     encoder_bytes: int | None = at_least(1, None)
-
-
-@dataclass
-class AugmentConfig:
-    """How pictures of a source are changed, anew in each epoch: see `dataloader.augment.Augment`."""
-
-    crop: float = at_least(0, 1.0)
-    ratio: float = at_least(1, 1.0)
-    flip: float = at_least(0, 0.0)
-    brightness: float = at_least(0, 0.0)
-    contrast: float = at_least(0, 0.0)
-    saturation: float = at_least(0, 0.0)
-    hue: float = at_least(0, 0.0)
-
-    rules: ClassVar[Rules] = (
-        Rule("crop", lambda own: 0 < own.crop <= 1, "is a share of the area: above 0, at most 1"),
-        Rule("flip", lambda own: own.flip <= 1, "is a probability: at most 1"),
-        Rule("hue", lambda own: own.hue <= 0.5, "is a share of the circle: at most 0.5"),
-    )
-
-
-@dataclass
-class SourceConfig:
-    """A dataset folder, its integer weight in the mixture (samples in a period), and how its pictures are
-    changed, if at all.
-    """
-
-    path: str = MISSING
-    weight: int = at_least(0, 1)
-    augment: AugmentConfig | None = None
-
-
-@dataclass
-class PhaseConfig:
-    """A phase of the mixture: what is other from step `first` on. `weights` of sources, 0 to leave one out;
-    files that list the ids of samples to `remove`, by source, and of those to `keep` alone until a later
-    phase says others, none for all; `step_tokens` or `step_samples` of a step. `position` is where it begins
-    in the stream of samples, which the run finds: nobody sets it.
-    """
-
-    first: int = at_least(1)
-    weights: dict[str, int] = field(default_factory=dict, metadata={"least": 0})
-    remove: dict[str, list[str]] = field(default_factory=dict)
-    keep: dict[str, list[str]] = field(default_factory=dict)
-    step_tokens: int | None = at_least(1, None)
-    step_samples: int | None = at_least(1, None)
-    position: int | None = at_least(0, None)
-
-    rules: ClassVar[Rules] = (
-        Rule(
-            "step_tokens",
-            lambda own: own.step_tokens is None or own.step_samples is None,
-            "leave it out, or step_samples={step_samples}: a step has one of them",
-        ),
-    )
-
-
-@dataclass
-class HeldoutConfig:
-    """A held-out dataset: `samples` of it give the loss, `generate` are transcribed freely at the end, each
-    with at most `generate_tokens` tokens.
-    """
-
-    path: str = MISSING
-    samples: int = at_least(1, 128)
-    generate: int = at_least(0, 0)
-    generate_tokens: int = at_least(1, 128)
-
-
-@dataclass
-class DataConfig:
-    """What to train on: `sources` by weight and, from later steps on, as phases of the `mixture` say. A step
-    takes samples up to `step_tokens` LLM tokens or `step_samples` samples. A sample has at most
-    `sample_tokens`; more than `microbatch_tokens` takes ranks that share it. Null is `microbatch_tokens`, and
-    where a system leaves choices open (`omni`) what its ranks hold together. `microbatch_tokens: null` leaves
-    it to be chosen for the run. Null `loader_threads` are the machine's cores by its ranks, from 1 to 16.
-    Ranks of a node share row groups of compressed files in `cache_dir` (null: below the folder for temporary
-    files), at most `cache_gb`, 0 for none.
-    """
-
-    sources: dict[str, Any] = field(default_factory=dict)
-    mixture: dict[str, Any] = field(default_factory=dict)
-    heldout: dict[str, Any] = field(default_factory=dict)
-    tokenizer: Any = "bytes"
-    microbatch_tokens: int | None = at_least(1)
-    sample_tokens: int | None = at_least(1, None)
-    step_tokens: int | None = at_least(1, None)
-    step_samples: int | None = at_least(1, None)
-    on_long: str = one_of(LONG_SAMPLE_POLICIES, "error")
-    on_error: str = one_of(("fail", "skip"), "fail")
-    max_error_share: float = at_least(0, 0.01)
-    window_groups: int = at_least(1, 64)
-    loader_threads: int | None = at_least(1, None)
-    cache_dir: str | None = None
-    cache_gb: float = at_least(0, 16.0)
-    record_samples: bool = False
-
-    @property
-    def pass_tokens(self) -> int:
-        """`microbatch_tokens` of a run, which has chosen it if nobody gave it."""
-        assert self.microbatch_tokens is not None, "data.microbatch_tokens is chosen as a run is prepared"
-        return self.microbatch_tokens
-
-
-@dataclass
-class ComponentOptimConfig:
-    """Per component: a factor on the learning rate, the spans of steps [first, last) it is frozen for or
-    true for all, and rates and a schedule of its own. Keys that are null are those of `optim`.
-    """
-
-    lr_scale: float = at_least(0, 1.0)
-    frozen: Any = field(default_factory=list)
-    lr: float | None = at_least(0, None)
-    min_lr: float | None = at_least(0, None)
-    warmup_steps: int | None = at_least(0, None)
-    schedule: str | None = one_of((*LR_SCHEDULES, None), None)
-    decay_steps: int | None = at_least(1, None)
-
-    rules: ClassVar[Rules] = (
-        Rule("frozen", lambda own: _are_spans(own.frozen), "give true, false, or spans [first, last)"),
-    )
-
-
-def _are_spans(frozen: Any) -> bool:
-    """Whether `frozen` says of every step whether a component is."""
-    if isinstance(frozen, bool):
-        return True
-    return isinstance(frozen, list) and all(
-        isinstance(span, list)
-        and len(span) == 2
-        and all(type(step) is int for step in span)
-        and 0 <= span[0] < span[1]
-        for span in frozen
-    )
-
-
-@dataclass
-class OptimConfig:
-    """AdamW and its schedule: linear warm-up, then cosine or WSD (stable, then linear decay) to `min_lr`.
-
-    `max_skipped` steps in a row without an update, because their gradient norm was not finite, end the run.
-    """
-
-    lr: float = at_least(0)
-    min_lr: float = at_least(0, 0.0)
-    warmup_steps: int = at_least(0, 0)
-    schedule: str = one_of(LR_SCHEDULES, "cosine")
-    decay_steps: int | None = at_least(1, None)
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = at_least(1e-20, 1e-8)
-    weight_decay: float = at_least(0, 0.1)
-    clip: float = at_least(0, 1.0)
-    max_skipped: int = at_least(1, 10)
-    components: dict[str, Any] = field(default_factory=dict)
-
-    rules: ClassVar[Rules] = (
-        Rule("beta1", lambda own: 0 <= own.beta1 < 1, "must lie in [0, 1)"),
-        Rule("beta2", lambda own: 0 <= own.beta2 < 1, "must lie in [0, 1)"),
-    )
-
-
-OF_STAGE = ("lr", "min_lr", "warmup_steps", "schedule", "decay_steps")
-"""Keys of `optim` that may differ by stage and, with `components`, by component."""
-
-
-@dataclass
-class StageConfig:
-    """`steps` of a run, one stage after the other in the order of `stages`, and what of `optim` is
-    other in them: rates, their schedule, and `components`. Steps of schedules and of spans count from 1 in
-    each stage. What a stage does not say is that of `optim`.
-    """
-
-    steps: int = at_least(1)
-    optim: Any = field(default_factory=dict)
 
 
 @dataclass

@@ -99,7 +99,7 @@ def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
     dataset none, but it becomes the only source.
     """
     from dataloader.trace import TRACES
-    from omni.config import SourceConfig
+    from omni.data_config import SourceConfig
     from omni.planning.choice import unchosen
     from omni.planning.prepare import make_encoders
     from omni.planning.traces import for_encoders, open_trace

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from infra.run_folder import RunFolder
-    from omni.config import Config, PhaseConfig
+    from omni.config import Config
+    from omni.data_config import PhaseConfig
 
 _DESCRIPTION = """\
 Changes the mixture of a run that is not running, from a step on that it has not done yet, and writes it into
@@ -104,7 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _changed(saved: "Config", arguments: argparse.Namespace) -> "tuple[Config, str]":
     """Return a run's configuration with a phase that begins at the step asked for, and the phase's name."""
-    from omni.config import ConfigError, PhaseConfig, SourceConfig
+    from omni.config import ConfigError
+    from omni.data_config import PhaseConfig, SourceConfig
     from omni.keys import check_keys
 
     config = deepcopy(saved)

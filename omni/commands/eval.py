@@ -52,7 +52,8 @@ def evaluating(config: "Config") -> "Config":
     Raises:
         ConfigError: if there are none.
     """
-    from omni.config import ConfigError, SourceConfig
+    from omni.config import ConfigError
+    from omni.data_config import SourceConfig
 
     heldout = config.data.heldout
     if not heldout:

@@ -23,7 +23,8 @@ from dataloader.index import Index
 from dataloader.removed import among, read_keys, rows_of
 from dataloader.samples import Samples
 from dataloader.stream import Ints, Stream
-from omni.config import ConfigError, DataConfig, PhaseConfig
+from omni.config import ConfigError
+from omni.data_config import DataConfig, PhaseConfig
 from omni.planning.world_planner import MixturePhase, WorldPlanner
 
 KEY = "data.mixture"

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from omni.config import OF_STAGE, ComponentOptimConfig, ConfigError, OptimConfig, StageConfig
+from omni.config import ConfigError
+from omni.optim_config import OF_STAGE, ComponentOptimConfig, OptimConfig, StageConfig
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from omni.config import ConfigError, DataConfig
+from omni.config import ConfigError
+from omni.data_config import DataConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.registry import Attention, Encoder

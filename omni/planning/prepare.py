@@ -13,7 +13,8 @@ from typing import Any
 from dataloader.global_batch import Budget
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
-from omni.config import Config, ConfigError, DataConfig, ModelConfig
+from omni.config import Config, ConfigError, ModelConfig
+from omni.data_config import DataConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
 from omni.models.llm import attach_points, check_llm_adapters, llm_parts

@@ -12,7 +12,8 @@ from dataloader.samples import Samples, in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import SampleMeta
-from omni.config import ConfigError, DataConfig, HeldoutConfig, SourceConfig
+from omni.config import ConfigError
+from omni.data_config import DataConfig, HeldoutConfig, SourceConfig
 from omni.models.registry import Encoder
 from omni.planning.mixture import Mixture, mixture_of
 from omni.planning.run_spec import item_count

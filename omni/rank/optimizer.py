@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omni.config import ConfigError, OptimConfig
+from omni.config import ConfigError
+from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
 from omni.rank.totals import StepTotals
 from parallel.copies import Copy

@@ -16,7 +16,8 @@ from dataloader.loader import Fetch, Fetched
 from dataloader.manifest import FORMAT_VERSION, DataFile, DatasetTotals, Manifest, hash_of, write_manifest
 from dataloader.tokenizer import ByteTokenizer, Tokenizer, text_form
 from dataloader.tokens import SampleMeta, tokenize
-from omni.config import Config, SourceConfig
+from omni.config import Config
+from omni.data_config import SourceConfig
 from omni.models.registry import ItemArrays
 from omni.planning.prepare import make_encoders
 from omni.planning.run_data import tokenizer_of

@@ -11,8 +11,9 @@ from dataloader.index import Index
 from dataloader.manifest import UNHASHED_VERSION, hash_of
 from dataloader.storage import Storage
 from infra.checkpoint import CheckpointError, folder_of
-from omni.config import OF_STAGE, Config
+from omni.config import Config
 from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.optim_config import OF_STAGE
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 

@@ -14,8 +14,9 @@ from small import overrides, with_values, write_one_item, write_uneven
 
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import ComponentOptimConfig, Config, EncoderLayoutConfig
+from omni.config import Config, EncoderLayoutConfig
 from omni.models.moe import routing_margins
+from omni.optim_config import ComponentOptimConfig
 from omni.planning.prepare import prepare_run
 from omni.training import parity
 from omni.training.parity import Difference, Measurement

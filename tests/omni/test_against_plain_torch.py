@@ -26,8 +26,9 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
-from omni.config import ComponentOptimConfig, Config, OptimConfig
+from omni.config import Config
 from omni.llm_config import MoEConfig
+from omni.optim_config import ComponentOptimConfig, OptimConfig
 from omni.planning.optim_schedule import learning_rate
 from omni.planning.prepare import prepare_run
 from omni.rank.state import Owned, owned

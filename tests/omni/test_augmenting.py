@@ -17,7 +17,8 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.tokens import ItemMeta, SampleMeta
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
-from omni.config import AugmentConfig, Config, ConfigError
+from omni.config import Config, ConfigError
+from omni.data_config import AugmentConfig
 from omni.keys import check_keys
 from omni.planning.plan_process import plan_step
 from omni.planning.prepare import prepare_run

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from omni import config, llm_config
+from omni import config, data_config, llm_config, optim_config
 from omni.keys import ConfigError, Rule, Rules, at_least, check_keys, one_of
 
 
@@ -51,7 +51,7 @@ def test_a_value_that_its_key_does_not_allow_is_refused(changes: dict, words: st
 
 def test_every_rule_of_the_configuration_names_keys_that_there_are() -> None:
     """A remedy is formatted with the keys of its section, only once it is needed."""
-    named = vars(config) | vars(llm_config)
+    named = vars(config) | vars(llm_config) | vars(data_config) | vars(optim_config)
     sections = [of for of in named.values() if is_dataclass(of) and getattr(of, "rules", ())]
     assert len(sections) >= 6
     for section in sections:

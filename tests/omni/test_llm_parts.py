@@ -18,12 +18,13 @@ from ranks import RankPool
 from saved import load_components, save_components
 from test_moe_layers import assembled, assert_close, placed
 
-from omni.config import ConfigError, OptimConfig
+from omni.config import ConfigError
 from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_parts, llm_work
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
+from omni.optim_config import OptimConfig
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 from parallel.groups import make_groups

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from planners import BUDGET, planner, plans_of_all_domains
 
 from dataloader.tokens import SampleMeta
-from omni.config import ConfigError, DataConfig
+from omni.config import ConfigError
+from omni.data_config import DataConfig
 from omni.planning.pools import check_long_samples
 from parallel.layout import Arrangement, Layout, arrange
 from parallel.placements import COLOCATED

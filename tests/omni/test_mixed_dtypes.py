@@ -8,10 +8,10 @@ from ranks import RankPool
 from saved import load_components, save_components
 from torch import nn
 
-from omni.config import OptimConfig
 from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
 from omni.models.layers import transformer_config
 from omni.models.regions import Numbering, mark_parallel
+from omni.optim_config import OptimConfig
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
 from parallel.groups import make_groups

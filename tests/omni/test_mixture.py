@@ -19,7 +19,8 @@ from infra.run_lock import holding
 from omni.__main__ import main
 from omni.commands._jobs import mixture_of_folder
 from omni.compose import compose_config, load_config
-from omni.config import Config, ConfigError, PhaseConfig, SourceConfig
+from omni.config import Config, ConfigError
+from omni.data_config import PhaseConfig, SourceConfig
 from omni.planning.mixture import flattened_at, positions, told
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec

@@ -15,7 +15,7 @@ from ranks import RankPool
 from torch.utils.flop_counter import FlopCounterMode
 
 from infra.checkpoint import CheckpointError
-from omni.config import ConfigError, OptimConfig
+from omni.config import ConfigError
 from omni.keys import check_keys
 from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.expert_stack import ExpertStack
@@ -36,6 +36,7 @@ from omni.models.moe import (
 )
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.stack import Stack
+from omni.optim_config import OptimConfig
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import Owned, owned
 from parallel.groups import make_groups

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni.config import ComponentOptimConfig, ConfigError, OptimConfig
+from omni.config import ConfigError
 from omni.keys import check_keys
+from omni.optim_config import ComponentOptimConfig, OptimConfig
 from omni.planning.optim_schedule import (
     check_optim,
     frozen_components,

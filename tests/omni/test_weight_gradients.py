@@ -7,10 +7,10 @@ import torch
 from ranks import RankPool
 from test_moe_layers import MOE, PACKS, Case, build, forward, make_pack
 
-from omni.config import OptimConfig
 from omni.models.layer_sizes import TransformerEncoderConfig, encoder_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.weight_gradients import Deferral, put_off_in
+from omni.optim_config import OptimConfig
 from omni.rank.optimizer import ComponentOptimizer
 from parallel.layout import Layout
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, TransformerBlock
