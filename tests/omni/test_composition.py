@@ -40,11 +40,15 @@ def test_every_file_composes(option, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
     # The experiment sets these two itself: choosing the file alone would not give them.
     values = ["optim.lr=1e-3", "optim.warmup_steps=7"] if group == "optim" else []
-    if name == "from_folder":  # of a model with a tower, of which composing reads this alone
+    if name in ("from_folder", "quickstart_open"):  # of a model with a tower composing reads this alone
+        model = tmp_path / "data/quickstart_open/model"
+        model.mkdir(parents=True)
         rope = {"rope_theta": 1e4, "mrope_section": [8, 4, 4]}
         text = {**CONFIG, "vocab_size": 300, "rope_parameters": rope}
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
-        values = ["~experiment", f"start.weights={tmp_path}", "optim.lr=1e-3", "train.steps=1"]
+        (model / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+        monkeypatch.chdir(tmp_path)
+    if name == "from_folder":
+        values = ["~experiment", f"start.weights={model}", "optim.lr=1e-3", "train.steps=1"]
         values.append("data.microbatch_tokens=64")
     config = compose_config([f"{group}={name}", *values])
     assert config.train.steps > 0
