@@ -144,8 +144,8 @@ def _sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], in
         return usual, max(longest, PASS_TOKENS)
     if longest <= budget or not _cuts(value_of(config, LLM_SP)):
         return usual, budget
-    enough = next((n for n in every if n * world.llm.cp * budget >= longest), every[-1])
-    held = enough * world.llm.cp * budget
+    enough = next((n for n in every if n * budget >= longest), every[-1])
+    held = enough * budget
     return [enough, *(n for n in usual if n > enough)], min(held, most)
 
 
