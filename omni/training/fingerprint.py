@@ -17,10 +17,10 @@ from omni.optim_config import OF_STAGE
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 
-# Keys of the model and the optimizer that decide only memory and time, or when to give up.
+# Keys that decide only memory and time, when to give up, or where other keys come from.
 _FREE = re.compile(
     r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped"
-    r"|data\.microbatch_tokens"
+    r"|data\.microbatch_tokens|model\.from_folder"
 )
 # Keys that came after the first checkpoints: at these values, the model is what it was without them.
 _LATER = {

@@ -239,8 +239,9 @@ class Build:
             both_ways = mirrored(parts, self.pool.cost.nodes)
             held = SequenceLayout(self.pool.num_members, (cut(length, both_ways, self.pool.unit),))
             found = tuple(map(held.local_tokens, ranks))
-            # Cut twice, a rank may hold a unit more than its even share.
-            if cap is None or all(self.tokens[rank] + n <= cap for rank, n in zip(ranks, found, strict=True)):
+            # Cut twice, a rank may hold a unit more than its even share, or of a short one none.
+            fits = (cap is None or self.tokens[rank] + n <= cap for rank, n in zip(ranks, found, strict=True))
+            if all(found) and all(fits):
                 parts, sizes = both_ways, found
         self.parts[number] = parts
         if cap is not None:

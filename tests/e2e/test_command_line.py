@@ -160,22 +160,23 @@ def test_what_is_run_as_a_module_is_guarded():
     assert unguarded == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "infra/agent.py",
-        "infra/forkserver.py",
-        "infra/launchers/local.py",
-        "infra/launchers/node.py",
-        "omni/__main__.py",
-        "omni/calibration/worker.py",
-        "omni/doctor/worker.py",
-        "omni/training/against.py",
-        "omni/training/of_checkpoint.py",
-        "omni/training/worker.py",
-        "omni/training/parity.py",
-    ],
+ENTRY_POINTS = (
+    "infra/agent.py",
+    "infra/forkserver.py",
+    "infra/launchers/local.py",
+    "infra/launchers/node.py",
+    "omni/__main__.py",
+    "omni/calibration/worker.py",
+    "omni/doctor/worker.py",
+    "omni/training/against.py",
+    "omni/training/of_checkpoint.py",
+    "omni/training/side_by_side.py",
+    "omni/training/worker.py",
+    "omni/training/parity.py",
 )
+
+
+@pytest.mark.parametrize("module", ENTRY_POINTS)
 def test_entry_points_run_under_a_guard(module):
     tree = ast.parse((ROOT / module).read_text())
     guards = [node for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
@@ -188,16 +189,4 @@ def test_entry_points_run_under_a_guard(module):
 
 def test_entry_points_are_all_in_the_list_above():
     guarded = {file.relative_to(ROOT).as_posix() for file in sources() if "__name__ ==" in file.read_text()}
-    assert guarded == {
-        "infra/agent.py",
-        "infra/forkserver.py",
-        "infra/launchers/local.py",
-        "infra/launchers/node.py",
-        "omni/__main__.py",
-        "omni/calibration/worker.py",
-        "omni/doctor/worker.py",
-        "omni/training/against.py",
-        "omni/training/of_checkpoint.py",
-        "omni/training/worker.py",
-        "omni/training/parity.py",
-    }
+    assert guarded == {*ENTRY_POINTS}

@@ -104,7 +104,7 @@ def test_a_folder_in_fp8_is_refused_before_ranks_start_where_its_package_is_miss
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *of: None if name == "accelerate" else find(name, *of)
     )
-    monkeypatch.setattr(parity, "_launch", lambda *unused: pytest.fail("ranks started"))
+    monkeypatch.setattr(parity, "run_to_end", lambda *unused: pytest.fail("ranks started"))
     assert main(["parity", "--against", str(folder), *keys(data, folder)]) == 2
     assert "in fp8" in (told := capsys.readouterr().err)
     assert "pip install accelerate" in told

@@ -100,7 +100,7 @@ def test_the_registry_finds_encoders_and_explains_mistakes() -> None:
 
 def test_encoders_are_described_without_megatron() -> None:
     """Its import takes seconds, and a package's module imports the door at its top."""
-    made = "[make_encoder('x', {'name': name}) for name in registered() if not name.endswith('_tower')]"
+    made = "[make_encoder('x', {'name': name}) for name in registered() if name in ('audio', 'vit')]"
     code = (
         "import sys; import omni.encoders; from omni.models.registry import make_encoder, registered; "
         f"{made}; sys.exit(any(m.partition('.')[0] == 'megatron' for m in sys.modules))"

@@ -199,7 +199,7 @@ def test_what_is_chosen_again_equals_one_rank(
     """
     four = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *CHOSEN, *more)), 4)
     two = prepare_run(four.config, 2)
-    assert (two.config.layout.domain, four.config.layout.domain) == (1 if more else 2, 2)
+    assert (two.config.layout.domain, four.config.layout.domain) == ((1, 2) if more else (2, 4))
     assert two.planner.world.take(0) == four.planner.world.take(0)
     expected = reference(ranks, data, tmp_path, [])
     for spec, world in ((four, 4), (two, 2)):

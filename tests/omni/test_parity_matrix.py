@@ -132,7 +132,9 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     texts -= {(d, item.sample) for d, domain in enumerate(domains) for item in domain.items}
     assert texts, "no sample is without items"
     if case.data == "mixed":
-        assert None in routes, "no microbatch is without items"
+        # Members of all replicas that share sequences pack together: none may be left without items.
+        together = case.llm_sp == "dynamic" and case.domain == "dp" and case.dp > 1
+        assert together or None in routes, "no microbatch is without items"
         assert len(set(lengths)) > 2, "items are even"
         tails = (
             batch.layout.padded_tokens(member, case.tp) > batch.layout.local_tokens(member)

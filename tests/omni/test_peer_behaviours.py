@@ -84,12 +84,13 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
 
 
 def miscount(rank: int, config: Config, world: int) -> None:
-    count = ViTEncoder.count
+    count, grid = ViTEncoder.count, ViTEncoder.row_grid
     ViTEncoder.count = lambda encoder, size: (count(encoder, size)[0] + 4, count(encoder, size)[1] + 1)
+    ViTEncoder.row_grid = lambda encoder, size: (1, 1, count(encoder, size)[1] + 1)
     try:
         measure(rank, config, world)
     finally:
-        ViTEncoder.count = count
+        ViTEncoder.count, ViTEncoder.row_grid = count, grid
 
 
 def test_an_item_that_is_not_as_large_as_counted_is_named(

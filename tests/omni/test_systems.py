@@ -53,9 +53,9 @@ def line_of(system: str, data: Path, folder: Path, llm_ranks: int = 4) -> list[s
     return overrides(data, folder, f"system={system}", *LINE, *ranks)
 
 
-def planned(system: str, data: Path, folder: Path) -> tuple[RunSpec, list[StepPlan]]:
+def planned(system: str, data: Path, folder: Path, *more: str) -> tuple[RunSpec, list[StepPlan]]:
     """The run of a preset, and the plans of its first step, verified."""
-    config = compose_config(line_of(system, data, folder))
+    config = compose_config([*line_of(system, data, folder), *more])
     spec = prepare_run(config, config.launch.ranks or 0)
     plans = list(spec.planner.all_domains(1, 0))
     for plan in plans:
@@ -81,6 +81,7 @@ def test_a_system_plans_what_it_is_named_after(system: str, data: Path, tmp_path
         assert schedule in (None, domain.schedule)
     assert {rank for plan in plans for rank in encoding(plan.domain)} == set(own), "some rank never encodes"
     if system == "dhp":
+        _, plans = planned(system, data, tmp_path / "together", "layout.domain=2", "packing.divisor=2")
         shards = [of for plan in plans for batch in plan.domain.microbatches for of in batch.layout.shards]
         assert max(map(len, shards)) > 1, "no sequence is shared"
     if system == "megascale_omni":
