@@ -109,7 +109,7 @@ class NodeCache:
         part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             if not self._has_room(table.nbytes):
-                return
+                raise OSError(f"no room for a row group of {table.nbytes:,} bytes")
             with pa.OSFile(str(part), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
             os.replace(part, path)

@@ -74,8 +74,8 @@ def held(folder: Path) -> int:
 
 
 def test_the_folder_is_bounded_and_what_was_opened_longest_ago_goes(tmp_path):
-    one = held_by_one(tmp_path / "one")
-    cache = NodeCache(tmp_path / "cache", 3 * one + 100, never)
+    one, said = held_by_one(tmp_path / "one"), []
+    cache = NodeCache(tmp_path / "cache", 3 * one + 100, said.append)
     for number in range(3):
         cache.table((number,), lambda: TABLE)
         time.sleep(0.02)
@@ -89,7 +89,9 @@ def test_the_folder_is_bounded_and_what_was_opened_longest_ago_goes(tmp_path):
     cache.table((1,), lambda: read.append(1) or TABLE)
     assert read == [1]
     large = pa.table({"data": [b"\0" * (4 * one)]})
+    assert said == []
     assert cache.table(("large",), lambda: large).equals(large)
+    assert ["no room for a row group of" in text for text in said] == [True]
     cache.table((0,), refuse)  # it made room for nothing
 
 
@@ -129,9 +131,11 @@ def test_a_full_disk_is_said_once_and_costs_nothing_but_time(tmp_path, monkeypat
 def test_half_of_what_is_free_is_left_free(tmp_path, monkeypatch):
     free = SimpleNamespace(free=2 * TABLE.nbytes - 1)
     monkeypatch.setattr("dataloader.node_cache.shutil.disk_usage", lambda _: free)
-    cache = NodeCache(tmp_path / "cache", 1 << 30, never)
+    said = []
+    cache = NodeCache(tmp_path / "cache", 1 << 30, said.append)
     assert cache.table((0,), lambda: TABLE).equals(TABLE)
     assert held(tmp_path / "cache") == 0
+    assert ["no room" in text for text in said] == [True]
 
 
 @pytest.mark.parametrize("content", [b"", b"ARROW1\0\0 and nothing of it"])
