@@ -12,7 +12,6 @@ import pytest
 from dataloader.format import DataError
 from dataloader.sources.build import build_index
 from dataloader.sources.ray_jobs import each_on_ray
-from omni.__main__ import main
 
 
 class TaskError(Exception):
@@ -96,12 +95,3 @@ def test_a_node_that_does_not_see_the_folder_is_named(source: Path, tmp_path: Pa
     with pytest.raises(DataError, match=r"does not see .*: put --out where all nodes of the cluster see it"):
         build_index(source, tmp_path / "index", "parquet", each_on=on)
     assert not (tmp_path / "index").exists()
-
-
-@pytest.mark.slow
-def test_the_command_builds_it_on_ray(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    line = ["data", "index", str(source), "--recipe", "parquet", "--out"]
-    assert main([*line, str(tmp_path / "here")]) == 0
-    assert main([*line, str(tmp_path / "there"), "--on", "ray"]) == 0
-    assert files(tmp_path / "here") == files(tmp_path / "there")

@@ -1,5 +1,6 @@
 """Real Ray, a cluster of simulated nodes on this machine: a sweep of jobs of two nodes; a job that loses a
-node, goes on and is interrupted; one that finds no room; an agent and a launcher that are killed.
+node, goes on and is interrupted; one that finds no room; an index that tasks build; an agent and a launcher
+that are killed.
 """
 
 import os
@@ -10,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from runs import TINY, Running, data_keys, omni, steps, strip, write
 
@@ -101,6 +104,23 @@ def test_a_job_that_finds_no_room_is_told_what_there_is(cluster, data, tmp_path)
         "it asks for 3 × CPU 1, each on a node of its own; nodes there are: 1 × CPU 0; 2 × CPU 1" in done.err
     )
     assert "Traceback" not in done.err
+
+
+def test_tasks_build_the_index_that_this_process_builds(cluster, tmp_path):
+    (tmp_path / "source").mkdir()
+    for number in range(4):
+        texts = [f"text {i} of {number}" for i in range(20)]
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"source/{number}.parquet")
+    line = ["data", "index", "source", "--recipe", "parquet", "--out"]
+    assert omni([*line, "here"], tmp_path).code == 0
+    # A process of its own: Ray's client keeps what it was told of one cluster for the next.
+    on_ray = ["-m", "omni", *line, "there", "--on", "ray"]
+    done = Running(on_ray, tmp_path, {"RAY_ADDRESS": cluster.address}, fresh=True).finish()
+    assert done.code == 0, done.err
+    here, there = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("here", "there")
+    )
+    assert here == there
 
 
 # Jobs as they really are, but for their ranks' work.
