@@ -5,7 +5,8 @@ from itertools import pairwise
 
 from ops.delta_shape import DeltaHeads
 from parallel.delta_tiles import delta_exchanges
-from parallel.exchange_plan import Exchange
+from parallel.exchange_plan import Exchange, Side
+from parallel.held_pieces import num_during_incoming, pieces_of
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import own_groups, plan_tiles
 from parallel.tiles import AttentionShape, Tile
@@ -32,14 +33,9 @@ def attended(
     tokens = layout.local_tokens(rank) + tail
     if groups is None:
         return Attended(tokens, tokens)
-    local = 0
-    pieces = [
-        (bool(of), sum(shard.length for shard in shards if shard.member == rank))
-        for shards, of in zip(layout.shards, tiles, strict=True)
-    ]
-    for shared, length in [*pieces, (False, tail)]:
-        if length and not shared:
-            local += length
+    pieces = [*pieces_of(layout, tiles, rank), (False, tail)]
+    alone = [length for shared, length in pieces if not shared]
+    local = sum(alone)
     calls = tuple(
         (
             group.heads * sum(span.rows for span in group.spans),
@@ -58,7 +54,19 @@ def attended(
     exchanges = delta_exchanges(layout, tiles, rank, delta) if delta is not None else None
     of_delta = _sent(*exchanges) if exchanges is not None else ()
     own = plan.incoming.source.counts[rank]
-    return Attended(tokens, local, rows, context, into, out, into_back, out_back, of_delta, own, calls, apart)
+    added = _added(plan.incoming.target, rank)
+    late = sum(alone[num_during_incoming(alone, shape.window, plan) :])
+    sent = into, out, into_back, out_back
+    return Attended(tokens, local, rows, context, *sent, of_delta, own, calls, apart, added, late)
+
+
+def _added(tiles: Side, rank: int) -> tuple[int, int]:
+    """Numbers of the largest parcel that several tiles of the rank read: from other members, and its own."""
+    most = [
+        max((tiles.elements(parcel) for parcel in message if len(parcel) > 1), default=0)
+        for message in tiles.parcels
+    ]
+    return max((of for peer, of in enumerate(most) if peer != rank), default=0), most[rank]
 
 
 def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:

@@ -150,7 +150,9 @@ def _read(side: Side, parcels: Sequence[Parcel], tensors: Sequence[torch.Tensor]
     for parcel, place in zip(parcels, flat.split([side.elements(p) for p in parcels]), strict=True):
         first, *more = (_view(tensors, block) for block in parcel)
         if more:
-            first = sum((x.to(_wide(x.dtype)) for x in more), start=first.to(_wide(first.dtype)))
+            first = first.to(_wide(first.dtype), copy=True)
+            for view in more:
+                first.add_(view)
         place.view(first.shape).copy_(first)
 
 

@@ -21,12 +21,10 @@ import torch.distributed as dist
 from ops.attention import Packing, make_tile_packing, packed_attention
 from ops.span import Span
 from parallel.exchange import finish, start
-from parallel.exchange_plan import Exchange
+from parallel.held_pieces import EARLY, LATE, SHARED, num_during_incoming, pieces_of, runs_of
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import TileGroup, TilePlan, plan_tiles
 from parallel.tiles import AttentionShape, Tile
-
-SHARED, EARLY, LATE = range(3)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def plan_attention(
         for (shared, length), at in zip(pieces, before, strict=True)
         if not shared
     ]
-    num_early = len(local) if tile_plan is None else _during_incoming(local, window, tile_plan)
+    num_early = len(local) if tile_plan is None else num_during_incoming(local, window, tile_plan)
     early, late = (
         make_tile_packing(part, causal, heads * head_dim, device, dtype, window)
         for part in (spans[:num_early], spans[num_early:])
@@ -94,49 +92,6 @@ def plan_attention(
     ]
     tokens = sum(length for _, length in pieces)
     return AttentionPlan(tokens, runs_of(pieces, num_early), early, late, tile_plan, tuple(groups))
-
-
-def pieces_of(layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int) -> list[tuple[bool, int]]:
-    """Whether each sequence is shared, and how many of its tokens `rank` holds."""
-    pieces = []
-    for number, (shards, sequence_tiles) in enumerate(zip(layout.shards, tiles, strict=True)):
-        holders = {shard.member for shard in shards if shard.length}
-        assert sequence_tiles or len(holders) <= 1, f"sequence {number} on ranks {holders} has no tiles"
-        held = sum(shard.length for shard in shards if shard.member == rank)
-        pieces.append((bool(sequence_tiles), held))
-    return pieces
-
-
-def _during_incoming(local: Sequence[int], window: int | None, tiles: TilePlan) -> int:
-    """How many of the `local` sequences to attend during the exchange in: work in proportion to elements."""
-    into, out = _elements(tiles.incoming), _elements(tiles.outgoing)
-    works = [length * (length if window is None else min(length, window + 1)) for length in local]
-    done, total = 0, sum(works)
-    for number, work in enumerate(works):
-        # A sequence belongs to the exchange in which its middle falls.
-        if (2 * done + work) * (into + out) > 2 * total * into:
-            return number
-        done += work
-    return len(works)
-
-
-def _elements(exchange: Exchange) -> int:
-    return exchange.moved_elements() + exchange.transpose().moved_elements()
-
-
-def runs_of(pieces: Sequence[tuple[bool, int]], num_early: int) -> tuple[tuple[int, int], ...]:
-    """Neighbours of one kind, and how many tokens they are; every kind has a run, if an empty one, because
-    ranks without shared tokens belong to the graph too.
-    """
-    runs: list[tuple[int, int]] = []
-    num_local = 0
-    for shared, length in pieces:
-        kind = SHARED if shared else EARLY if num_local < num_early else LATE
-        num_local += not shared
-        before = runs.pop()[1] if runs and runs[-1][0] == kind else 0
-        runs.append((kind, before + length))
-    missing = {SHARED, EARLY, LATE} - {kind for kind, _ in runs}
-    return (*runs, *((kind, 0) for kind in sorted(missing)))
 
 
 def sharded_attention(

@@ -25,8 +25,9 @@ from ops.delta_shape import DeltaHeads, DeltaShape
 from parallel.delta_tiles import delta_exchanges, delta_tiles
 from parallel.exchange import finish, start
 from parallel.exchange_plan import Exchange
+from parallel.held_pieces import EARLY, SHARED, pieces_of, runs_of
 from parallel.sequence import SequenceLayout
-from parallel.sharded_attention import EARLY, SHARED, divide, join, pieces_of, runs_of
+from parallel.sharded_attention import divide, join
 from parallel.tiles import Tile
 
 

@@ -51,6 +51,9 @@ class Attended:
     same four, in the order of the fields, of layers with a delta net. `own` are the numbers that it keeps in
     the first exchange, None if that was not counted, and `groups` the rows and context of the tiles of each
     kernel call, none if they are one. Shared tokens that lie `apart`, with others between, are first copied.
+    `added` are the most numbers whose gradients, from several tiles, are added up at once on the way back: of
+    those for other members, and of this one's own. `late` of the local tokens are attended during the
+    exchange after the tiles, the others during the one before.
     """
 
     tokens: int
@@ -65,6 +68,8 @@ class Attended:
     own: int | None = None
     groups: tuple[tuple[int, int], ...] = ()
     apart: bool = False
+    added: tuple[int, int] = (0, 0)
+    late: int = 0
 
 
 @dataclass(frozen=True)

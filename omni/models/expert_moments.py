@@ -106,7 +106,7 @@ def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights:
     # The router takes what the norm puts out, and so does the shared expert.
     frees = weights is not Weights.LATER or stack.ffn == 0
     waits = stack.puts_off_gradient(weights is Weights.LATER)
-    yield from normed_steps(stack, seen.tokens, frees, waits or stack.held_output)
+    yield from normed_steps(stack, seen.tokens, frees, waits or stack.holds_gradient)
     yield from attention_steps(stack, seen, learning)
     waits = replace(stack, ffn=1).puts_off_gradient(weights is Weights.LATER)
     yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)

@@ -17,6 +17,17 @@ from parallel.work import FP32, Attended
 
 LINEARS = {"linear_qkv": "norm 1", "linear_proj": "attended", "linear_fc1": "norm 2", "linear_fc2": "product"}
 """What the linears of a layer take in."""
+KEPT_OF_SHARED = (
+    "local",
+    "early out",
+    "early sums",
+    "late out",
+    "late sums",
+    "tiles",
+    "tile out",
+    "tile sums",
+)
+"""What attention of shared sequences keeps for its backward."""
 
 
 @dataclass
@@ -77,7 +88,9 @@ def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
         (_, first), (attended, _) = stack.attention_linears()
         bias = stack.bias or stack.qkv_bias
         _first_linear(stack, seen.tokens, tape, "linear_qkv", seen.tokens * first // stack.tp, bias)
-        held = _core(stack, seen, tape, seen.tokens * attended // stack.tp * stack.element)
+        output = seen.tokens * attended // stack.tp * stack.element
+        heads_forward(stack, seen.tokens, tape, output)
+        held = _core(stack, seen, tape, output)
     _summed(stack, seen.tokens, tape, "linear_proj", "proj")
     for name, saved in held.items():
         tape.drop(name, saved=saved)
@@ -166,26 +179,32 @@ def _around(stack: Layer, tokens: int, tape: Tape, name: str, bias: bool) -> Non
     tape.drop("with bias")
 
 
+def heads_forward(stack: Layer, tokens: int, tape: Tape, output: int) -> None:
+    """Queries, of as many bytes as the `output` of attention, and keys by heads, normed where they are. These
+    are not computed anew with attention alone.
+    """
+    heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
+    # Queries of several groups lie apart from their keys and values, so they are copied together.
+    tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
+    if stack.qk_norm:
+        tape.make("sums of heads", tokens * (heads + kv_heads) * FP32)
+        tape.make("normed heads", tokens * (heads + kv_heads) * stack.head_dim * stack.element)
+        tape.drop("sums of heads", saved=True)
+
+
 def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bool]:
     """Rotation and attention. Returns what the caller holds until the linear behind is done, and whether a
     graph keeps it.
     """
     heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
-    rotated = seen.tokens * (heads + kv_heads) * size * stack.element
     anew = stack.recompute == "selective"
     keeps = tape.graph and not anew  # what attention takes in and puts out, beside what it began with
-    # Queries of several groups lie apart from their keys and values, so they are copied together.
-    tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
-    if stack.qk_norm:
-        tape.make("sums of heads", seen.tokens * (heads + kv_heads) * FP32)
-        tape.make("normed heads", rotated)
-        tape.drop("sums of heads", saved=True)
-    tape.make("rotated", rotated)
+    tape.make("rotated", seen.tokens * (heads + kv_heads) * size * stack.element)
     if seen.into:
         _shared(stack, seen, tape, keeps)
     tape.make("attended", output)
     if seen.into:
-        tape.drop("local", "local out", "local sums", "tile out", saved=keeps)
+        tape.drop("local", "early out", "late out", "tile out", saved=keeps)
         tape.drop("shared", "shared out", "rotated")
     else:
         tape.make("sums", seen.tokens * heads * FP32)
@@ -218,9 +237,7 @@ def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
     tape.make("shared", (seen.tokens - seen.local) * (heads + 2 * kv_heads) * unit * seen.apart)
     tape.make("wire", sent + own)
     tape.make("landing", landed)
-    tape.make("local out", seen.local * heads * unit)
-    tape.make("local sums", seen.local * heads * FP32)
-    tape.drop("local sums", saved=keeps)
+    _alone("early", seen.local - seen.late, heads, unit, tape, keeps)
     tape.make("tiles", taken)
     tape.drop("landing", "wire")
     tape.make("tile out", seen.rows * unit)
@@ -228,5 +245,13 @@ def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
     tape.drop("tile sums", "tiles", saved=keeps)
     tape.make("wire", seen.rows * unit)
     tape.make("landing", sum(seen.out_back) * stack.element)
+    _alone("late", seen.late, heads, unit, tape, keeps)
     tape.make("shared out", (seen.tokens - seen.local) * heads * unit)
     tape.drop("landing", "wire")
+
+
+def _alone(when: str, tokens: int, heads: int, unit: int, tape: Tape, keeps: bool) -> None:
+    """What attention puts out for tokens of sequences that nobody shares, in heads of `unit` bytes."""
+    tape.make(f"{when} out", tokens * heads * unit)
+    tape.make(f"{when} sums", tokens * heads * FP32)
+    tape.drop(f"{when} sums", saved=keeps)

@@ -41,6 +41,13 @@ class Layer(LayerSizes):
         return replace(self, recompute="none")
 
     @property
+    def holds_gradient(self) -> bool:
+        """Whether a backward holds the gradient of a layer's output to its end: who computes the layer anew
+        does, and who runs the pass holds the output that it stands for.
+        """
+        return self.held_output or self.recompute == "full"
+
+    @property
     def shape(self) -> AttentionShape:
         """Heads of this rank."""
         return AttentionShape(self.heads // self.tp, self.kv_heads // self.tp, self.causal)

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from omni.models.adapters import Adapter
-from omni.models.forward_moments import Tape, core_forward
+from omni.models.forward_moments import KEPT_OF_SHARED, Tape, core_forward, heads_forward
 from omni.models.layer import Layer
 from omni.models.pieces import Linears
 from parallel.work import FP32, Attended, Grad
@@ -81,7 +81,7 @@ def backward_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator
     """A layer, from the gradient of its output to that of its input."""
     yield from feed_forward_steps(stack, seen.tokens, learning)
     waits = stack.puts_off_gradient(learning.weights is Weights.LATER)
-    yield from normed_steps(stack, seen.tokens, learning.frees("linear_fc1"), waits or stack.held_output)
+    yield from normed_steps(stack, seen.tokens, learning.frees("linear_fc1"), waits or stack.holds_gradient)
     yield from attention_steps(stack, seen, learning)
     yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)
 
@@ -199,16 +199,20 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
     anew = stack.recompute == "selective"
     made = core_forward(stack.keeping, seen, Tape(True, (), gathers=False), output)
+    by_heads = Tape(True, (), gathers=False)
+    heads_forward(stack, seen.tokens, by_heads, output)
     if anew:
         yield made.most
         yield made.now - made.most
     elif learning.frees("linear_proj") and not seen.into:
         yield output  # the linear behind has let go of it, attention has not
     gone = made.now - output
+    if stack.qk_norm and not anew:
+        gone += by_heads.of("queries", "sums of heads")
     held = anew or not seen.into  # the gradient of what attention put out, to the end
     if seen.into:
         yield from _shared_steps(stack, seen, output, output * held)
-        gone -= made.of("local", "local out", "local sums", "tiles", "tile out", "tile sums")
+        gone -= made.of(*KEPT_OF_SHARED)
     else:
         yield from _kernel_steps(stack, qkv, seen.tokens * heads)
     yield -gone
@@ -217,8 +221,7 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     if anew or (not seen.into and learning.weights is not Weights.LATER):
         yield -output
     yield -output * held
-    copied = output * (anew and kv_heads > 1 and heads > kv_heads)
-    yield -qkv * (anew or stack.qk_norm or not seen.into) - copied
+    yield -qkv * (anew or stack.qk_norm or not seen.into) - by_heads.now * anew
     yield qkv
     yield -qkv
 
@@ -243,25 +246,30 @@ def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Itera
     )
     sent, landed, returned = (sum(of) * stack.element for of in (seen.into, seen.into_back, seen.out_back))
     taken, rows, shared = (seen.rows + 2 * seen.context) * unit, seen.rows * unit, seen.tokens - seen.local
-    local = seen.local * (heads + 2 * kv_heads) * unit
+    early, late = (tokens * (heads + 2 * kv_heads) * unit for tokens in (seen.local - seen.late, seen.late))
     own = taken - landed if seen.own is None else seen.own * stack.element
     yield output
     yield held - output
     yield returned + rows
     yield -shared * heads * unit
+    yield from _kernel_steps(stack, late, seen.late * heads)
+    yield -late - seen.late * heads * (2 * unit + FP32)
     yield rows - returned
     yield -rows
     for row, context in reversed(seen.groups or ((seen.rows, seen.context),)):
         yield from _kernel_steps(stack, (row + 2 * context) * unit, row)
         yield -(3 * row + 2 * context) * unit - row * FP32
-    yield landed + sent + own
+    yield landed
+    for more, of_several in zip((0, sent + own), seen.added, strict=True):
+        yield more + of_several * FP32
+        yield -of_several * FP32
     yield -taken
-    yield from _kernel_steps(stack, local, seen.local * heads)
-    yield -local - seen.local * heads * (2 * unit + FP32)
+    yield from _kernel_steps(stack, early, (seen.local - seen.late) * heads)
+    yield -early - (seen.local - seen.late) * heads * (2 * unit + FP32)
     # Of keys and values several tiles make gradients, which are added up in single precision.
     wide, narrow = (shared * 2 * kv_heads * stack.head_dim * size for size in (FP32, stack.element))
     yield shared * heads * unit + wide - landed
     yield narrow
     yield -own - sent - wide
     yield seen.tokens * (heads + 2 * kv_heads) * unit
-    yield -local - shared * heads * unit - narrow
+    yield -early - late - shared * heads * unit - narrow

@@ -29,6 +29,7 @@ def random_layer(rng: Random, recompute: str) -> Stack:
         norm=rng.choice(("RMSNorm", "LayerNorm")),
         recompute=recompute,
         tp=tp,
+        qk_norm=rng.random() < 0.5,
         splits_tokens=rng.random() < 0.7,
         element=2,
     )
@@ -38,7 +39,10 @@ def random_load(rng: Random, tp: int, frozen: bool) -> Load:
     tokens = tp * rng.randint(1, 300)
     alone = Attended(tokens, tokens)
     sent = ((0, rng.randint(1, 9)), (0, 3), (0, 5), (0, 2))
-    shared = Attended(tokens, rng.randint(0, tokens), rng.randint(0, 500), rng.randint(1, 500), *sent)
+    local = rng.randint(0, tokens)
+    shared = Attended(
+        tokens, local, rng.randint(0, 500), rng.randint(1, 500), *sent, late=rng.randint(0, local)
+    )
     return Load(rng.choice((alone, shared)), frozen=frozen)
 
 

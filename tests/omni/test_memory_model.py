@@ -31,6 +31,9 @@ MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update
 # Links on which to share an item costs nothing.
 AT_ONCE = [f"cluster.{link}_bytes_per_s={10**12}" for link in ("node_link", "link")]
 AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + ["cluster.op_overhead_ns=0"]
+# A long sequence on two nodes of two members: each has early and late rows of it, and two tiles.
+ON_NODES = ["llm_sp=dynamic", "layout.llm.cp=4", "packing=wlb", "pipeline=zero_bubble_h1", *AT_ONCE]
+ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_tokens=640"]
 CAUSES = {
     "parts share the rotation and gathered tokens": (
         4,
@@ -159,6 +162,30 @@ CAUSES = {
         [
             *("layout.llm.pp=3", "pipeline=encode_first", "encoder_sp=hybrid_pow2", *AT_ONCE),
             *("data.step_samples=1", "train.seed=2", "model.encoders.image.layers=4"),
+        ],
+    ),
+    "gradients that several tiles make are added up in single precision, and some local tokens wait": (
+        8,
+        [0, 3],
+        [
+            *(*ON_NODES, "layout.llm.pp=2", "cluster.ranks_per_node=2", "model.llm.recompute=selective"),
+            *("model.llm.hidden=64", "model.llm.heads=2", "model.llm.kv_heads=1", "model.llm.ffn=64"),
+        ],
+    ),
+    "queries are not computed anew with attention": (
+        8,
+        [0],
+        [
+            *(*ON_NODES, "layout.llm.pp=2", "cluster.ranks_per_node=2", "model.llm.recompute=selective"),
+            *("model.llm.hidden=128", "model.llm.heads=4", "model.llm.kv_heads=2", "model.llm.ffn=64"),
+        ],
+    ),
+    "who computes a layer anew holds the gradient of its output": (
+        8,
+        [0],
+        [
+            *(*ON_NODES, "layout.llm.tp=2", "cluster.ranks_per_node=4", "model.llm.recompute=full"),
+            *("model.llm.hidden=64", "model.llm.heads=4", "model.llm.kv_heads=2", "model.llm.ffn=64"),
         ],
     ),
     "the last token of a sample that was cut is no target": (
