@@ -26,7 +26,8 @@ def attended(
     """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`, and
     what layers whose delta nets have the heads `delta` exchange.
 
-    Without `messages`, what it sends to each member is counted as nothing, which takes far less time.
+    Without `messages`, what it sends to each member, adds up and attends late is counted as nothing, which
+    takes far less time.
     """
     plan = plan_tiles(layout, tiles, rank, shape, head_dim) if messages else None
     groups = plan.groups if plan else own_groups(layout, tiles, rank, shape)

@@ -13,13 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel.exchange as exchange_module
 import parallel.sharded_attention as sharded_module
+from omni.rehearsal.meter import Meter
 from ops.attention import make_packing, make_tile_packing, packed_attention
 from ops.span import Span
 from parallel.attended import attended
 from parallel.exchange import finish, start
 from parallel.exchange_plan import Block, Exchange, are_disjoint, make_side
+from parallel.held_pieces import EARLY, LATE, SHARED
 from parallel.sequence import SequenceLayout, Shard
-from parallel.sharded_attention import EARLY, LATE, SHARED, plan_attention, sharded_attention
+from parallel.sharded_attention import plan_attention, sharded_attention
 from parallel.tile_plan import Moved, moved_elements, plan_tiles
 from parallel.tiles import (
     AttentionShape,
@@ -286,12 +288,37 @@ def test_tiles_receive_what_they_read(seed, world):
 
 @settings(deadline=None, max_examples=50)
 @given(SEEDS, WORLDS)
-def test_counts_say_where_shared_tokens_are_copied(seed, world):
+def test_counts_say_where_shared_tokens_are_copied_and_which_local_ones_wait(seed, world):
     case = random_case(seed, world)
     for rank in range(world):
-        seen = attended(case.layout, case.tiles, rank, case.tails[rank], case.shape, SIZE, messages=False)
-        runs = [kind for kind, _ in case.plan(rank).runs]
-        assert seen.apart == (runs.count(SHARED) > 1)
+        seen = attended(case.layout, case.tiles, rank, case.tails[rank], case.shape, SIZE)
+        runs = case.plan(rank).runs
+        assert seen.apart == ([kind for kind, _ in runs].count(SHARED) > 1)
+        assert seen.late == sum(length for kind, length in runs if kind == LATE)
+        assert seen.local == sum(length for kind, length in runs if kind != SHARED)
+
+
+@settings(deadline=None, max_examples=50)
+@given(SEEDS, WORLDS)
+def test_counts_say_how_many_numbers_are_added_up_at_once(seed, world):
+    case = random_case(seed, world)
+    for rank, plan in enumerate(case.tile_plans()):
+        seen = attended(case.layout, case.tiles, rank, case.tails[rank], case.shape, SIZE)
+        if plan is None:
+            assert seen.added == (0, 0)
+            continue
+        back = plan.incoming.transpose().source
+        gradients = [torch.zeros(shape, dtype=torch.bfloat16) for shape in back.shapes]
+        others = [parcel for peer, of in enumerate(back.parcels) if peer != rank for parcel in of]
+        found = []
+        for parcels in (others, back.parcels[rank]):
+            flat = torch.empty(sum(map(back.elements, parcels)), dtype=torch.bfloat16)
+            with Meter([0]) as meter:
+                meter.adopt([*gradients, flat], "buffers")
+                before = meter.total
+                exchange_module._read(back, parcels, gradients, flat)
+            found.append((meter.most - before) // torch.float32.itemsize)
+        assert seen.added == tuple(found)
 
 
 @settings(deadline=None, max_examples=120)
