@@ -34,6 +34,7 @@ SCHEDULES = (
     "zero_bubble_h1",
     "zero_bubble_h2",
     "joint",
+    "joint_uniform",
     "joint_zero_bubble_h1",
     "joint_zero_bubble_h2",
 )

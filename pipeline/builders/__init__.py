@@ -1,7 +1,7 @@
 """Schedules, in three rooms: who orders compute, and how.
 
 - here: what a schedule is (`schedule`), orders of the LLM's passes with encoders around them (`passes`) or
-  just in time (`just_in_time`), and the choice among schedules (`auto`);
+  just in time (`just_in_time`) or evenly between them (`uniform`), and the choice among schedules (`auto`);
 - `joint`: encoder work in the gaps of such an order of passes;
 - `one_queue`: lists for ranks whose communication stands in one queue, whatever ordered their compute.
 """
@@ -25,6 +25,7 @@ from pipeline.builders.schedule import (
     chunks_by_team,
     without_frozen,
 )
+from pipeline.builders.uniform import JOINT_UNIFORM
 
 __all__ = [
     "AUTO",
@@ -33,6 +34,7 @@ __all__ = [
     "INTERLEAVED",
     "JOINT",
     "JOINT_INTERLEAVED",
+    "JOINT_UNIFORM",
     "JOINT_ZERO_BUBBLE_H1",
     "JOINT_ZERO_BUBBLE_H2",
     "ONE_F_ONE_B",

@@ -9,13 +9,22 @@ make rows at least as fast as a stage consumes them, the first stage never waits
 number of such ranks serve any number of replicas, since a microbatch is one for the whole domain.
 """
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
 from pipeline.builders.passes import one_f_one_b_passes
-from pipeline.builders.schedule import Facts, Order, SchedulePolicy, chunks_by_team
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, TeamChunk, chunks_by_team
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
 AHEAD = 2
 """Chunks of a rank: one whose rows are under way, and one that it encodes."""
+
+
+Slots = Callable[[int, Sequence[TeamChunk]], Sequence[tuple[int, int]]]
+"""For each chunk of a team of a stage: the forward before which it is encoded, and the backward after which
+its own follows.
+"""
 
 
 def build_one_f_one_b(domain: DomainPlan, facts: Facts) -> Order:
@@ -27,33 +36,36 @@ def build_one_f_one_b(domain: DomainPlan, facts: Facts) -> Order:
     waited for the first one. Ranks of several stages that encode together go back together, when the latest
     of these stages would: each at its own time would wait for the others in a circle.
     """
+    return in_slots(domain, lambda stage, mine: [just_in_time(domain, stage, chunk) for chunk in mine])
+
+
+def just_in_time(domain: DomainPlan, stage: int, chunk: TeamChunk) -> tuple[int, int]:
+    """Return the slots of a chunk: the latest forward and the first backward that hold up nobody."""
+    number, first, last = chunk
+    latest = domain.stage(domain.chunks[number].ranks[-1])
+    assert latest is not None, "a chunk is on ranks of the LLM, or beside it"
+    return max(0, first - stage), min(len(domain.microbatches) - 1, last + latest)
+
+
+def in_slots(domain: DomainPlan, slots: Slots) -> Order:
+    """1F1B with the chunks of each team in slots between its passes; beside the LLM all are encoded first."""
     order = []
-    last, stages = len(domain.microbatches) - 1, domain.num_stages
-
-    def behind(chunk: int, backward: int) -> int:
-        """The microbatch whose encoders go back after the backward pass of another."""
-        latest = domain.stage(domain.chunks[chunk].ranks[-1])
-        assert latest is not None, "a chunk is on ranks of the LLM, or beside it"
-        return backward - latest
-
+    stages = domain.num_stages
     for team, mine in enumerate(chunks_by_team(domain)):
         stage = domain.stage(team * domain.team)
         if stage is None:
             beside = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
             order.append([Op(kind, c) for kind in beside for c, *_ in mine])
             continue
+        before, after = defaultdict[int, list[Op]](list), defaultdict[int, list[Op]](list)
+        for (chunk, *_), (forward, backward) in zip(mine, slots(stage, mine), strict=True):
+            before[forward].append(Op(Kind.ENCODE, chunk))
+            after[backward].append(Op(Kind.ENCODE_BACKWARD, chunk))
         ops: list[Op] = []
-        for op in one_f_one_b_passes(stages, domain.num_parts // stages, last + 1, stage):
-            if op.kind is Kind.FORWARD:
-                ahead = op.index + stage
-                ops += [Op(Kind.ENCODE, c) for c, m, _ in mine if m == ahead or (op.index == 0 and m < ahead)]
-            ops.append(op)
-            if op.kind is Kind.BACKWARD:
-                ops += [
-                    Op(Kind.ENCODE_BACKWARD, c)
-                    for c, _, m in mine
-                    if m == behind(c, op.index) or (op.index == last and m > behind(c, last))
-                ]
+        passes = one_f_one_b_passes(stages, domain.num_parts // stages, len(domain.microbatches), stage)
+        for op in passes:
+            forward = op.kind is Kind.FORWARD
+            ops += [*before[op.index], op] if forward else [op, *after[op.index]]
         order.append(ops)
     return order
 
@@ -82,7 +94,7 @@ def build_disaggregated(domain: DomainPlan, facts: Facts) -> Order:
     return order
 
 
-def _around(chunks: list[tuple[int, int, int]], most: int) -> list[Op]:
+def _around(chunks: Sequence[TeamChunk], most: int) -> list[Op]:
     """Order the chunks of a team, (number, first microbatch, last one): going back through a chunk follows
     the chunks that begin less than `most` microbatches after it ends.
     """

@@ -7,7 +7,7 @@ are given the costs of ops, so that a schedule may be placed by them.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from parallel.policy import Policy
 from pipeline.costs import Costs
@@ -17,6 +17,16 @@ from pipeline.policies import Slot
 from pipeline.rules.memory import Kept
 
 Order = list[list[Op]]
+
+
+class TeamChunk(NamedTuple):
+    """A chunk that a team encodes: its number, and the first and last of its microbatches."""
+
+    number: int
+    first: int
+    last: int
+
+
 MANY_QUANTA = 64
 
 
@@ -147,13 +157,13 @@ def build_forward_only(domain: DomainPlan) -> Order:
     return order
 
 
-def chunks_by_team(domain: DomainPlan) -> Iterator[list[tuple[int, int, int]]]:
-    """Yield for each team its chunks as (number, first microbatch, last one), earlier microbatches first: an
-    order that ranks which encode together share, wherever they stand.
+def chunks_by_team(domain: DomainPlan) -> Iterator[list[TeamChunk]]:
+    """Yield for each team its chunks, earlier microbatches first: an order that ranks which encode together
+    share, wherever they stand.
     """
-    mine: list[list[tuple[int, int, int]]] = [[] for _ in domain.teams]
+    mine: list[list[TeamChunk]] = [[] for _ in domain.teams]
     for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches):
-        entry = (number, chunk.microbatches[0], chunk.microbatches[-1])
+        entry = TeamChunk(number, chunk.microbatches[0], chunk.microbatches[-1])
         for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
             mine[rank // domain.team].append(entry)
     yield from mine

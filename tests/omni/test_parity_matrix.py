@@ -62,7 +62,16 @@ SPANNING = (
 )
 # ZB-H2 is ZB-H1 but for how far its stages run ahead.
 FAR_AHEAD = Case(pp=2, encoder_tp=2, schedule="zero_bubble_h2", recompute="full")
-BEYOND_PAIRS = {case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts"), *SPANNING, FAR_AHEAD]}
+# `joint_uniform` is 1F1B with the chunks of `joint`, in other slots.
+UNIFORM = (
+    Case(pp=4, schedule="joint_uniform", encoder_sp="long_short"),
+    Case(tp=2, pp=2, encoder_tp=2, schedule="joint_uniform", recompute="full", frozen="in_turn"),
+    Case(pp=2, dp=2, domain="dp", schedule="joint_uniform", llm_sp="dynamic", boundary="reduce_scatter"),
+    Case(pp=2, placement="disaggregated", beside=2, schedule="joint_uniform"),
+)
+BEYOND_PAIRS = {
+    case.name: case for case in [Case(tp=4, cp=2, ep=2, model="experts"), *SPANNING, FAR_AHEAD, *UNIFORM]
+}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ NAMED_AFTER = {
     "disttrain": ("beside", "one_f_one_b"),
     "encode_first": ("all", "encode_first"),
     "entrain": ("beside", "zero_bubble_h1"),
-    "megascale_omni": ("all", "joint"),
+    "megascale_omni": ("all", "joint_uniform"),
     "megatron": ("stage0", "one_f_one_b"),
     "mimo_colocated": ("all", "encode_first"),
     "mimo_disaggregated": ("beside", "one_f_one_b"),

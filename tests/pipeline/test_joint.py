@@ -196,6 +196,7 @@ def test_every_joint_schedule_is_registered():
     assert {name for name in BUILDERS if name.startswith("joint")} == {
         "joint",
         "joint_interleaved",
+        "joint_uniform",
         "joint_zero_bubble_h1",
         "joint_zero_bubble_h2",
     }

@@ -1,0 +1,91 @@
+"""Encoder work inserted evenly, on demand: before each forward of 1F1B an equal quantum (`joint_uniform`).
+
+MegaScale-Omni (2605.08962, abstract) inserts encoder work uniformly into the pipeline. If every forward
+brought the work of its own microbatch, whose items differ, stages would wait for each other by that
+difference. So encoder work stands in one row, in the order of microbatches, and a slot takes the next part of
+the row, whatever microbatch that is for. Two stages, four microbatches, each with one quantum (`w` to `z`)
+for either stage:
+
+    stage 0   w 0 x 1 a W y 2 b X z 3 c Y d Z
+    stage 1   w x 0 a y 1 b W z 2 c X 3 d Y Z        (digits are forwards, letters their backwards)
+
+Stage s runs s forwards behind the first, so it is s quanta ahead. With S stages, M microbatches, a forward of
+f, a backward of b and encoders that take e on all stages together, both ways, a step takes at most
+(M + S - 1) (f + b + e/(M S)). `joint` puts quanta where the pipeline idles and takes less; here no pass is
+timed, and slots stay alike however much encoders have to do.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pipeline.builders.joint.shares import deal_out
+from pipeline.builders.just_in_time import in_slots, just_in_time
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, TeamChunk
+from pipeline.domain_plan import Chunk, DomainPlan
+from pipeline.ops import Kind, Op
+from pipeline.policies import Slot
+
+
+def build_joint_uniform(domain: DomainPlan, facts: Facts) -> Order:
+    """Order the teams of a domain; a chunk of one slot may come to another of its encoder.
+
+    A chunk is encoded in the slot in which its middle lies in the row of its team, or in the one in which the
+    first stage needs it, if that is earlier; it goes back in the slot in which its middle lies among
+    backwards, or once its gradients are there, if that is later. Chunks that several teams encode together
+    are just in time, and so are those of an encoder whose activations are bounded.
+    """
+    compute_ns, _ = facts.costs
+    encode_ns, back_ns = (
+        [compute_ns(chunk.ranks[0], Op(kind, number)) for number, chunk in enumerate(domain.chunks)]
+        for kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
+    )
+    last, bounded = len(domain.microbatches) - 1, {name for name, _ in domain.bounds}
+    costs = [a + b for a, b in zip(encode_ns, back_ns, strict=True)]
+    dealt = replace(domain, chunks=_dealt(domain, facts.slots, costs))
+
+    def is_free(chunk: Chunk) -> bool:
+        is_of_one_team = chunk.ranks[0] // domain.team == chunk.ranks[-1] // domain.team
+        return is_of_one_team and chunk.component not in bounded
+
+    def slots(stage: int, mine: Sequence[TeamChunk]) -> list[tuple[int, int]]:
+        found = [just_in_time(dealt, stage, chunk) for chunk in mine]
+        own = [at for at, chunk in enumerate(mine) if is_free(dealt.chunks[chunk.number])]
+        encoded, back = (
+            _middles([of[mine[at].number] for at in own], last + 1) for of in (encode_ns, back_ns)
+        )
+        for at, forward, backward in zip(own, encoded, back, strict=True):
+            soonest, latest = found[at]
+            found[at] = min(soonest, max(0, forward - stage)), max(latest, min(last, backward + stage))
+        return found
+
+    return in_slots(dealt, slots)
+
+
+def _middles(costs: Sequence[int], count: int) -> list[int]:
+    """In which of `count` even slots of a row of `costs` the middle of each lies."""
+    total, before, found = max(1, sum(costs)), 0, []
+    for cost in costs:
+        found.append(min(count - 1, (2 * before + cost) * count // (2 * total)))
+        before += cost
+    return found
+
+
+def _dealt(
+    domain: DomainPlan, slots: Mapping[str, Sequence[Slot]], costs: Sequence[int]
+) -> tuple[Chunk, ...]:
+    """The chunks of a domain, those of one slot dealt to the slots of their encoder, as even as they go."""
+    free: dict[str, list[int]] = defaultdict(list)
+    for number, chunk in enumerate(domain.chunks):
+        if chunk.layout.num_members == 1 and chunk.component in slots:
+            free[chunk.component].append(number)
+    chunks = list(domain.chunks)
+    for component, numbers in free.items():
+        numbers.sort(key=lambda number: chunks[number].microbatches)
+        places = slots[component]
+        for number, at in zip(numbers, deal_out([costs[n] for n in numbers], [1] * len(places)), strict=True):
+            chunks[number] = replace(chunks[number], ranks=tuple(places[at]))
+    return tuple(chunks)
+
+
+JOINT_UNIFORM = SchedulePolicy("joint_uniform", build_joint_uniform, quanta=1)

@@ -1,0 +1,108 @@
+"""Encoder work inserted evenly: an equal quantum before each forward, whatever items microbatches have."""
+
+from dataclasses import replace
+
+import pytest
+from domain_plans import Shape, Work, make_plan
+
+from pipeline.builders import JOINT_UNIFORM, Facts
+from pipeline.costs import Costs
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Kind, Op
+from pipeline.simulator import run
+
+STAGES, MICROBATCHES, FORWARD, QUANTUM = 4, 12, 600, 300
+
+
+def even_costs(rank: int, op: Op) -> int:
+    """Even stages and chunks; backwards take twice as long as forwards."""
+    if op.kind is Kind.REDUCE:
+        return 0
+    ns = QUANTUM if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else FORWARD
+    return ns * (2 if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) else 1)
+
+
+COSTS: Costs = (even_costs, lambda op: 0)
+
+
+def domain_of(schedule, chunks_of: list[int], frozen=()) -> DomainPlan:
+    """So many chunks of each microbatch as are given, a rank each."""
+    work = [Work("image", m, (n % STAGES,), (1,)) for m, count in enumerate(chunks_of) for n in range(count)]
+    return make_plan(Shape(STAGES), len(chunks_of), work, schedule, frozen, costs=COSTS).domain
+
+
+def makespan(domain: DomainPlan) -> int:
+    return run(domain, *COSTS).makespan_ns
+
+
+def compute_of(domain: DomainPlan, stage: int, *kinds: Kind) -> list[Op]:
+    return [op for op in domain.ops[stage] if op.kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "chunks", [[4] * 12, [0, 8] * 6, [8, 0] * 6, [16, 0, 0, 0] * 3, [1, 7, 4] * 4, [0] * 6 + [8] * 6]
+)
+def test_every_slot_has_a_quantum_whatever_microbatches_have(chunks):
+    domain = domain_of("joint_uniform", chunks)
+    for stage in range(STAGES):
+        ops = compute_of(domain, stage, Kind.ENCODE, Kind.FORWARD)
+        encoded = [0]
+        for op in ops:
+            if op.kind is Kind.ENCODE:
+                encoded[-1] += 1
+            else:
+                encoded.append(0)
+        assert sum(encoded) == MICROBATCHES, "work is dealt evenly"
+        needed = [sum(chunks[: m + stage + 1]) / STAGES for m in range(MICROBATCHES)]
+        for m in range(MICROBATCHES):  # a quantum a slot, or what the first stage needs
+            so_far = sum(encoded[: m + 1])
+            assert max(min(m + stage + 1, MICROBATCHES), needed[m]) - 1 <= so_far
+            assert so_far <= max(min(m + stage + 1, MICROBATCHES), needed[m]) + 1
+
+
+def test_a_step_takes_no_more_than_slots_of_passes_and_quanta():
+    """(M + S - 1) slots of a forward, a backward and a quantum both ways; less by what fills the warm-up."""
+    taken = makespan(domain_of("joint_uniform", [STAGES] * MICROBATCHES))
+    assert taken <= (MICROBATCHES + STAGES - 1) * 3 * (FORWARD + QUANTUM)
+    assert taken < makespan(domain_of("encode_first", [STAGES] * MICROBATCHES))
+    assert taken >= (MICROBATCHES + STAGES - 1) * 3 * FORWARD + MICROBATCHES * 3 * QUANTUM // 2
+
+
+def test_what_microbatches_differ_by_does_not_enter_the_pipeline():
+    even, uneven = [4] * 12, [2, 9, 1, 14, 0, 3, 5, 1, 7, 2, 4, 0]
+    alike = makespan(domain_of("joint_uniform", even))
+    assert makespan(domain_of("one_f_one_b", even)) == alike
+    assert makespan(domain_of("joint_uniform", uneven)) <= 1.02 * alike
+    assert makespan(domain_of("one_f_one_b", uneven)) > 1.08 * alike, "a slot has its own microbatch's work"
+
+
+def test_gradients_are_there_before_encoders_go_back():
+    domain = domain_of("joint_uniform", [8, 0] * 6)
+    for stage in range(STAGES):
+        done = -1
+        for op in compute_of(domain, stage, Kind.BACKWARD, Kind.ENCODE_BACKWARD):
+            if op.kind is Kind.BACKWARD:
+                done = op.index
+            else:
+                m = domain.chunks[op.index].microbatches[-1]
+                assert m <= done - stage or done == MICROBATCHES - 1
+
+
+def test_what_is_bounded_is_just_in_time():
+    free = domain_of("joint_uniform", [0] * 6 + [8] * 6)
+    base = replace(free, routes=(), ops=(), bounds=(*free.bounds, ("image", 3)))
+    slots = {"image": [(rank,) for rank in range(STAGES)]}
+    order = JOINT_UNIFORM(base, Facts(COSTS, lambda rank, op: 1, slots))
+    for stage, ops in enumerate(order):
+        ahead = next(op.index for op in ops if op.kind is Kind.FORWARD)
+        for op in ops:
+            ahead = max(ahead, op.index) if op.kind is Kind.FORWARD else ahead
+            if op.kind is Kind.ENCODE:
+                assert base.chunks[op.index].microbatches[0] <= ahead + 1 + stage
+
+
+def test_frozen_encoders_do_not_go_back():
+    domain = domain_of("joint_uniform", [4] * 12, frozen=("image",))
+    assert not any(op.kind in (Kind.ENCODE_BACKWARD, Kind.RETURN) for ops in domain.ops for op in ops)
+    slots = MICROBATCHES + STAGES - 1
+    assert makespan(domain) <= slots * (3 * FORWARD + QUANTUM) * 1.01
