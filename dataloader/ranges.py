@@ -9,10 +9,10 @@ import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal.isal_zlib import crc32
 
 from dataloader.format import TURNS, Item
 from dataloader.manifest import Manifest

@@ -1,7 +1,8 @@
 """What items are, from their first bytes: nothing is decoded, and little is read of a picture."""
 
 from collections.abc import Callable
-from zlib import crc32
+
+from isal.isal_zlib import crc32
 
 from dataloader.audio import read_audio_size
 from dataloader.decode import read_image_size

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from zlib import crc32
+
+from isal.isal_zlib import crc32
 
 from dataloader.fetching import Fetcher
 from dataloader.format import DataError, Item, Sample, UnreadableError
