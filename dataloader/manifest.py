@@ -70,13 +70,15 @@ _NOTHING_SAID = TextForm()
 @dataclass(frozen=True)
 class Place:
     """Where samples lie that are not in the dataset's own files: a folder or URL, the recipe that reads them
-    with its keys, the table of their files, and a name of all that was there when they were indexed.
+    with its keys, the table of their files, a name of all that was there when they were indexed, and the
+    rows of their tags if they have any.
     """
 
     root: str
     recipe: dict[str, Any]
     files: DataFile
     listing: str
+    tags: DataFile | None = field(default=None, repr=False)  # no part of what names a dataset's content
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class Manifest:
     @property
     def files(self) -> tuple[DataFile, ...]:
         """The dataset's files, the index last."""
-        placed = () if self.place is None else (self.place.files,)
+        place = self.place
+        placed = () if place is None else (place.files, *([] if place.tags is None else [place.tags]))
         return (*self.shards, *placed, self.index)
 
     @property
@@ -131,6 +134,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     if manifest.place is None:
         del values["place"]
     else:
+        if manifest.place.tags is None:
+            del values["place"]["tags"]
         own = {key: values.pop(key) for key in _OF_VOCABULARY if key in values}
         own["text_tokens"] = values["totals"].pop("text_tokens")
         held = _raw(path)["vocabularies"] if (path / MANIFEST).exists() else []
@@ -216,7 +221,8 @@ def _with_vocabulary(raw: dict[str, Any], vocabulary: tuple[str, str] | None) ->
 
     own = dict(sorted(held, key=other)[0])
     totals = {**values["totals"], "text_tokens": own.pop("text_tokens")}
-    place = Place(**{**values["place"], "files": DataFile(**values["place"]["files"])})
+    files = {key: DataFile(**values["place"][key]) for key in ("files", "tags") if key in values["place"]}
+    place = Place(**{**values["place"], **files})
     return {**values, **own, "totals": totals, "place": place}
 
 

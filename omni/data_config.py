@@ -42,9 +42,9 @@ class SourceConfig:
 @dataclass
 class PhaseConfig:
     """A phase of the mixture: what is other from step `first` on. `weights` of sources, 0 to leave one out;
-    files that list the ids of samples to `remove`, by source, and of those to `keep` alone until a later
-    phase says others, none for all; `step_tokens` or `step_samples` of a step. `position` is where it begins
-    in the stream of samples, which the run finds: nobody sets it.
+    files that list the ids of samples to `remove`, by source, or `tag:NAME` for those that carry a tag, and
+    of those to `keep` alone until a later phase says others, none for all; `step_tokens` or `step_samples` of
+    a step. `position` is where it begins in the stream of samples, which the run finds: nobody sets it.
     """
 
     first: int = at_least(1)

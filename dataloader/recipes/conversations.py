@@ -20,6 +20,7 @@ from dataloader.recipes.messages import KEYS, items_of, messages_of
 from dataloader.sources.beside import item_beside
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, Range, Text, Write
 from dataloader.storage import Storage
+from dataloader.tags import tags_of
 from dataloader.tokenizer import Tokenizer
 
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
@@ -31,10 +32,12 @@ _Item = FoundItem | LeftOut
 class Conversations:
     """The recipe `conversations`. Paths of items are below `folder`, itself below the source's root, ""
     for that. `today` is the date that templates write which ask for it, such as 2026-11-25.
+    `tags` is the key of a chat's tags, "" for none.
     """
 
     folder: str = ""
     today: str = ""
+    tags: str = ""
     suffixes: ClassVar = (".json", ".jsonl")
 
     def form(self, tokenizer: Tokenizer) -> TextForm:
@@ -89,6 +92,7 @@ class Conversations:
     ) -> Found | LeftOut:
         try:
             of_chat = items_of(messages_of(_chat(chat)))
+            tags = tags_of(chat.get(self.tags)) if self.tags else ()
         except Exception as error:  # whatever a stranger's chat does to a parser
             return LeftOut(key, "bad sample", str(error))
         items = []
@@ -99,7 +103,7 @@ class Conversations:
             if isinstance(item, LeftOut):
                 return item._replace(key=key)
             items.append(item)
-        return Found(key, text, raw, tuple(items))
+        return Found(key, text, raw, tuple(items), tags)
 
 
 def _chat(raw: Any) -> Mapping[str, Any]:

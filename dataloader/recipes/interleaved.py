@@ -23,13 +23,15 @@ from dataloader.sources.recipe import Text
 @dataclass(frozen=True)
 class Interleaved(Parquet):
     """The recipe `interleaved`. `texts` and `images` are columns of lists; paths of images are below
-    `folder`, itself below the source's root. `id` is as of `parquet`.
+    `folder`, itself below the source's root. `id` and `tags` are as of `parquet`.
     """
 
     folder: str
 
-    def __init__(self, texts: str = "texts", images: str = "images", folder: str = "", id: str = "") -> None:
-        super().__init__(text=texts, image=images, id=id)
+    def __init__(
+        self, texts: str = "texts", images: str = "images", folder: str = "", id: str = "", tags: str = ""
+    ) -> None:
+        super().__init__(text=texts, image=images, id=id, tags=tags)
         object.__setattr__(self, "folder", folder)
         if not images:
             raise ValueError("images must name the column with the images")

@@ -19,6 +19,7 @@ from dataloader.sources.beside import item_beside
 from dataloader.sources.heads import found_item
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
 from dataloader.storage import Storage
+from dataloader.tags import tags_of
 
 _SLOTS = 1 << 12  # places in a row of a group: the text, then its items
 _ROWS = 1 << 24  # rows of a group
@@ -29,18 +30,22 @@ _AT_ONCE = 32  # rows that are decoded at a time while a file is scanned
 class Parquet(OfBytes):
     """The recipe `parquet`. `text` is the column with the text; `image` and `audio` are those with images and
     recordings, "" for none, which stand before the text, images first, unless it has placeholders. `id` is a
-    column with the key of each row, "" for its number.
+    column with the key of each row, "" for its number, and `tags` one with its tags, "" for none.
     """
 
     text_of: str
     image: str
     audio: str
     id: str
+    tags: str
     suffixes: ClassVar = (".parquet",)
     folder = ""  # of paths, which are none here
 
-    def __init__(self, text: str = "text", image: str = "", audio: str = "", id: str = "") -> None:
-        for name, value in (("text_of", text), ("image", image), ("audio", audio), ("id", id)):
+    def __init__(
+        self, text: str = "text", image: str = "", audio: str = "", id: str = "", tags: str = ""
+    ) -> None:
+        own = {"text_of": text, "image": image, "audio": audio, "id": id, "tags": tags}
+        for name, value in own.items():
             object.__setattr__(self, name, value)
         if not text:
             raise ValueError("text must name the column with the text")
@@ -51,13 +56,18 @@ class Parquet(OfBytes):
         return {name: of for name, of in (("image", self.image), ("audio", self.audio)) if of}
 
     @property
+    def _of_rows(self) -> list[str]:
+        """Columns that say what a row is called, and what it carries."""
+        return [column for column in (self.id, self.tags) if column]
+
+    @property
     def _columns_of_items(self) -> list[str]:
         """What is read to tell the items of a row."""
         return list(self._items.values())
 
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """A sample for each row."""
-        columns = list(dict.fromkeys([self.text_of, *self._items.values(), *([self.id] if self.id else [])]))
+        columns = list(dict.fromkeys([self.text_of, *self._items.values(), *self._of_rows]))
         number = 0
         with storage.open(name) as file:
             try:
@@ -110,7 +120,8 @@ class Parquet(OfBytes):
             kind = schema.field(column).type
             if not takes(kind):
                 return f"its column {column!r} is {kind}"
-        return "" if not self.id or self.id in schema.names else f"it has no column {self.id!r}"
+        missing = [column for column in self._of_rows if column not in schema.names]
+        return f"it has no column {missing[0]!r}" if missing else ""
 
     def _takes_text(self, kind: pa.DataType) -> bool:
         return is_text(kind)
@@ -141,8 +152,12 @@ class Parquet(OfBytes):
             return LeftOut(key, "null", f"of row {number} {error}")
         if len(items) >= _SLOTS:
             return LeftOut(key, "bad sample", f"it has {len(items)} items")
+        try:
+            tags = tags_of(values[self.tags]) if self.tags else ()
+        except DataError as error:
+            return LeftOut(key, "bad sample", str(error))
         raw = self._raw(values)
-        return Found(key, Range(name, place * _SLOTS, len(raw)), raw, tuple(items))
+        return Found(key, Range(name, place * _SLOTS, len(raw)), raw, tuple(items), tags)
 
     def _raw(self, values: dict[str, Any]) -> bytes:
         """What `text` makes a row's text of."""

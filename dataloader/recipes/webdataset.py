@@ -17,6 +17,7 @@ from dataloader.format import DataError, SampleError
 from dataloader.sources.heads import FOREIGN, MODALITIES, found_item
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
 from dataloader.storage import Storage
+from dataloader.tags import tags_of
 
 _NUMBERS = re.compile(r"([0-9]+)")
 _AFTER = 64 << 10  # bytes behind the end of an archive that are looked at
@@ -27,6 +28,7 @@ class _Members:
     """What is known of a sample while its archive is read: its text and items by what follows its name."""
 
     text: tuple[Range, bytes] | None = None
+    tags: tuple[str, ...] = ()
     items: dict[str, FoundItem] = field(default_factory=dict)
     wrong: tuple[str, str] | None = None  # why it is not taken
 
@@ -34,20 +36,23 @@ class _Members:
 @dataclass(frozen=True)
 class WebDataset(OfBytes):
     """The recipe `webdataset`. `text` is what the name of the member ends with that has a sample's text; with
-    `key` that member is a JSON object, of which the text is one value.
+    `key` that member is a JSON object, of which the text is one value. `tags` is the key of a sample's tags
+    in its member `json`.
 
     Members of a sample need not be neighbours. Members that are neither text nor item are passed over.
     """
 
     text_of: str
     key: str
+    tags: str
     suffixes: ClassVar = (".tar",)
 
-    def __init__(self, text: str = "txt", key: str = "") -> None:
+    def __init__(self, text: str = "txt", key: str = "", tags: str = "") -> None:
         if not text or text.rpartition(".")[2] in MODALITIES:
             raise ValueError(f"text={text!r} must be what a member of text ends with, such as txt or json")
         object.__setattr__(self, "text_of", text.lower())
         object.__setattr__(self, "key", key)
+        object.__setattr__(self, "tags", tags)
 
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """Samples in the order of their first members; keys are names up to their first dot."""
@@ -69,7 +74,8 @@ class WebDataset(OfBytes):
             elif of.text is None:
                 yield LeftOut(key, "no text", f"it has no member .{self.text_of}")
             else:
-                yield Found(key, *of.text, tuple(of.items[kind] for kind in sorted(of.items, key=_in_order)))
+                items = tuple(of.items[kind] for kind in sorted(of.items, key=_in_order))
+                yield Found(key, *of.text, items, of.tags)
 
     def text(self, raw: bytes, num_items: int) -> Text:
         """The text, with its items before it unless it has placeholders for them."""
@@ -97,7 +103,8 @@ class WebDataset(OfBytes):
             return
         kind = kind.lower()
         ending = kind.rpartition(".")[2]
-        if kind != self.text_of and ending not in MODALITIES and ending not in FOREIGN:
+        tagged = bool(self.tags) and kind == "json"
+        if kind != self.text_of and not tagged and ending not in MODALITIES and ending not in FOREIGN:
             return
         of = samples.setdefault(f"{folder}/{stem}" if folder else stem, _Members())
         place = Range(name, member.offset_data, member.size)
@@ -107,9 +114,15 @@ class WebDataset(OfBytes):
             of.wrong = ("cut short", f".{kind} should end at byte {place.at + place.bytes} of {size}")
         elif kind in of.items or (kind == self.text_of and of.text is not None):
             of.wrong = ("repeated member", f"it has two members .{kind}")
-        elif kind == self.text_of:
-            file.seek(place.at)
-            of.text = (place, file.read(place.bytes))
+        elif kind == self.text_of or tagged:
+            raw = _first(file, place, place.bytes)
+            if kind == self.text_of:
+                of.text = (place, raw)
+            if tagged:
+                try:
+                    of.tags = tags_of(_value(raw, self.tags))
+                except DataError as error:
+                    of.wrong = ("bad sample", str(error))
         elif ending in FOREIGN:
             of.wrong = ("unknown format", f".{kind} cannot be decoded")
         else:
@@ -119,6 +132,14 @@ class WebDataset(OfBytes):
                 )
             except SampleError as error:
                 of.wrong = ("bad item", f".{kind}: {error}")
+
+
+def _value(raw: bytes, key: str) -> Any:
+    """The value of a JSON object, None where it lacks the key. Raises DataError if it is none."""
+    try:
+        return json.loads(raw).get(key)
+    except (AttributeError, ValueError) as error:
+        raise DataError(f"its .json is no JSON object ({error})") from None
 
 
 def _first(file: IO[bytes], place: Range, count: int) -> bytes:

@@ -35,6 +35,7 @@ from dataloader.sources.tables import (
     index_schema,
     renumbered,
 )
+from dataloader.tags import TAGS, TagRows
 from dataloader.tokenizer import Tokenizer
 from dataloader.writer import written
 
@@ -59,11 +60,12 @@ def put_together(
     index_file = f"index-{work.vocabulary}.arrow"
     samples = BatchWriter(folder / SAMPLES, SAMPLES_SCHEMA, batch_rows)
     index = BatchWriter(folder / index_file, index_schema(form.frame.turns), batch_rows)
-    table, refuse, items = _FileTable(), _Refuse(), Counter[str]()
+    table, refuse, tags, items = _FileTable(), _Refuse(), TagRows(), Counter[str]()
     tokens = size = 0
     with open(folder / LEFT_OUT, "w", encoding="utf-8") as left_out:
         for file in files:
             part = read_part(work, file)
+            tags.add(part.tags, samples.num_rows)
             rows = renumbered(part.rows, table.add(part.files, samples.num_rows, len(part.rows)))
             samples.add(rows)
             index.add(index_rows(rows, part.counts, modalities, form.frame.turns))
@@ -78,6 +80,8 @@ def put_together(
             f"{work.root}: no sample was found: {'; '.join(refuse.told()) or 'its files are empty'}"
         )
     table.write(folder / FILES)
+    num_tags = tags.write(folder / TAGS)
+    of_tags = written(folder / TAGS, num_tags) if num_tags else None
     manifest = Manifest(
         format_version=PLACED_VERSION,
         recipe=work.recipe["name"],
@@ -89,7 +93,7 @@ def put_together(
         modalities=tuple(modalities),
         totals=DatasetTotals(tokens, size, {name: items[name] for name in modalities}),
         text=form,
-        place=Place(work.root, dict(work.recipe), written(folder / FILES, len(table.rows)), listing),
+        place=Place(work.root, dict(work.recipe), written(folder / FILES, len(table.rows)), listing, of_tags),
     )
     write_manifest(folder, manifest)
     for told in refuse.told():

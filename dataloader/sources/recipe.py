@@ -40,12 +40,15 @@ class FoundItem(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A sample: its key within the file that was scanned, where its text is, and the bytes that are there."""
+    """A sample: its key within the file that was scanned, where its text is, the bytes that are there, and
+    the tags that it carries.
+    """
 
     key: str
     text: Range
     raw: bytes
     items: tuple[FoundItem, ...]
+    tags: tuple[str, ...] = ()
 
 
 class LeftOut(NamedTuple):

@@ -14,9 +14,9 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pyarrow as pa
+from isal.isal_zlib import crc32
 
 from dataloader.format import Item, Sample, validate_sample
 from dataloader.sources.recipe import Found, LeftOut, Range, Recipe, Write, get_recipe
@@ -24,6 +24,8 @@ from dataloader.sources.tables import COUNTS_SCHEMA, SAMPLES_SCHEMA, read_table,
 from dataloader.storage import Storage
 from dataloader.tokenizer import Tokenizer, get_tokenizer
 from dataloader.tokens import text_tokens
+
+_FORM = 2  # of a part: one of another form is written anew
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Work:
         return self.parts / f"{self._name(file)}.{self.vocabulary}"
 
     def _name(self, file: File) -> str:
-        values = [_version(), self.root, self.recipe, *vars(file).values()]
+        values = [_version(), _FORM, self.root, self.recipe, *vars(file).values()]
         depends = json.dumps(values, sort_keys=True)
         return blake2b(depends.encode(), digest_size=16).hexdigest()
 
@@ -64,7 +66,7 @@ class Work:
 @dataclass(frozen=True)
 class Part:
     """What a file holds: rows of `SAMPLES_SCHEMA` whose `file` is a place in `files`, counts of
-    `COUNTS_SCHEMA`, what was left out, and how many items there are of which modality.
+    `COUNTS_SCHEMA`, what was left out, how many items there are of which modality, and the rows of each tag.
     """
 
     rows: pa.Table
@@ -72,6 +74,7 @@ class Part:
     files: tuple[File, ...]
     left_out: tuple[LeftOut, ...]
     items: dict[str, int]
+    tags: dict[str, list[int]]
 
 
 def scan(work: Work, file: File) -> None:
@@ -88,6 +91,7 @@ def scan(work: Work, file: File) -> None:
     files = {file.name: 0}
     keys: set[str] = set()
     items: Counter[str] = Counter()
+    tags: dict[str, list[int]] = {}
     for found in recipe.scan(storage, file.name):
         sample = _sample(found, file, write, keys) if isinstance(found, Found) else found
         if isinstance(sample, LeftOut):
@@ -96,9 +100,12 @@ def scan(work: Work, file: File) -> None:
         assert isinstance(found, Found)
         tokens = text_tokens(sample, tokenizer)
         counts.append({"text_tokens": len(tokens.ids), "at": tokens.items, "turns": tokens.turns})
+        for tag in found.tags:
+            tags.setdefault(tag, []).append(len(rows))
         rows.append(_row(sample.id, found, files))
         items.update(item.modality for item in sample.items)
-    notes = {"files": [vars(file), *_others(storage, files)], "left_out": left_out, "items": items}
+    places = [vars(file), *_others(storage, files)]
+    notes = {"files": places, "left_out": left_out, "items": items, "tags": tags}
     write_part(work.counts(file), counts, COUNTS_SCHEMA, {})
     write_part(work.rows(file), rows, SAMPLES_SCHEMA, notes)
 
@@ -121,7 +128,7 @@ def read_part(work: Work, file: File) -> Part:
     counts, _ = read_table(work.counts(file))
     said = json.loads(notes)
     files, left_out = [File(**of) for of in said["files"]], [LeftOut(*of) for of in said["left_out"]]
-    return Part(rows, counts, tuple(files), tuple(left_out), said["items"])
+    return Part(rows, counts, tuple(files), tuple(left_out), said["items"], said["tags"])
 
 
 def modalities_of(work: Work, file: File) -> set[str]:

@@ -44,14 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="ids of samples to leave out, one a line",
+        help="ids of samples to leave out, one a line; or tag:NAME, for those that carry a tag",
     )
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="NAME=FILE",
-        help="ids of the only samples of a source to draw from then on, one a line",
+        help="ids of the only samples of a source to draw from then on, one a line; or tag:NAME",
     )
     parser.add_argument("--step-tokens", type=int, metavar="N", help="LLM tokens of a step from then on")
     parser.add_argument("--step-samples", type=int, metavar="N", help="samples of a step from then on")
@@ -150,7 +150,8 @@ def _pairs(option: str, given: Sequence[str], value: str) -> Iterator[tuple[str,
 
 
 def _keep_lists(phase: "PhaseConfig", folder: "RunFolder", first: int) -> None:
-    """Copy the lists of a phase into the run folder, where nobody changes them."""
+    """Copy the lists of a phase into the run folder, where nobody changes them; tags stay as they are."""
+    from dataloader.tags import PREFIX
     from infra.run_folder import write_text
 
     lists = folder.path / "lists"
@@ -158,11 +159,12 @@ def _keep_lists(phase: "PhaseConfig", folder: "RunFolder", first: int) -> None:
         lists.mkdir(exist_ok=True)
     for key, by_source in (("remove", phase.remove), ("keep", phase.keep)):
         for number, (source, files) in enumerate(by_source.items()):
-            copies = [lists / f"step_{first}-{key}-{number}-{n}.txt" for n in range(len(files))]
-            for file, copy in zip(files, copies, strict=True):
-                if Path(file) != copy:
-                    write_text(copy, Path(file).read_text(encoding="utf-8"))
-            by_source[source] = [str(copy) for copy in copies]
+            for n, file in enumerate(files):
+                copy = lists / f"step_{first}-{key}-{number}-{n}.txt"
+                if file.startswith(PREFIX) or Path(file) == copy:
+                    continue
+                write_text(copy, Path(file).read_text(encoding="utf-8"))
+                by_source[source][n] = str(copy)
 
 
 def _too_late(config: "Config", first: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ from dataloader.index import Index
 from dataloader.removed import among, read_keys, rows_of
 from dataloader.samples import Samples
 from dataloader.stream import Ints, Stream
+from dataloader.tags import PREFIX, rows_with
 from omni.config import ConfigError
 from omni.data_config import DataConfig, PhaseConfig
 from omni.planning.world_planner import MixturePhase, WorldPlanner
@@ -218,12 +219,15 @@ def repeats(data: DataConfig, sizes: Mapping[str, int]) -> Iterator[str]:
                 )
 
 
-def _rows(key: str, files: Sequence[str], index: Index) -> Ints:
-    """The rows, ascending, of the samples of a source that files list."""
+def _rows(key: str, lists: Sequence[str], index: Index) -> Ints:
+    """The rows, ascending, of the samples of a source that files list, or that carry a tag."""
     rows = [np.empty(0, np.int64)]
-    for file in files:
+    for each in lists:
         try:
-            rows.append(rows_of(index.path, index.manifest, read_keys(file)))
+            if each.startswith(PREFIX):
+                rows.append(rows_with(index.path, index.manifest, each.removeprefix(PREFIX)))
+            else:
+                rows.append(rows_of(index.path, index.manifest, read_keys(each)))
         except DataError as error:
             raise DataError(f"{KEY}.{key}: {error}") from error
     return np.unique(np.concatenate(rows))

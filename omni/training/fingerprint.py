@@ -10,6 +10,7 @@ from typing import Any
 from dataloader.index import Index
 from dataloader.manifest import UNHASHED_VERSION, hash_of
 from dataloader.storage import Storage
+from dataloader.tags import PREFIX
 from infra.checkpoint import CheckpointError, folder_of
 from omni.config import Config
 from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
@@ -51,7 +52,8 @@ _PHASE = re.compile(r"data\.mixture\.(\d+)\.")
 _WEIGHT = re.compile(r"data\.(?:sources\.(.+)\.weight|mixture\.\d+\.weights\.(.+))")
 _SOURCE = re.compile(r"data\.sources\.(.+)\.[a-z_]+")
 _DATA = re.compile(r"data\.sources\..+\.(content|hash|num_samples|rows_per_group)")
-_HASH = re.compile(r"data\.sources\..+\.hash")  # what a checkpoint may not know: of a dataset without hashes
+_HASH = re.compile(r"data\.sources\..+\.hash")
+_UNKNOWN = re.compile(r"data\.sources\..+\.(hash|augment)")  # what a checkpoint may not know
 
 
 def fingerprint(spec: RunSpec) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def fingerprint(spec: RunSpec) -> dict[str, Any]:
                 "rows_per_group": spec.indexes[name].manifest.rows_per_group,
                 "content": _content(spec.indexes[name]),
                 "hash": spec.indexes[name].manifest.hash,
+                "augment": repr(source["augment"] or {}),
             }
             for name, source in data["sources"].items()
         },
@@ -114,8 +117,12 @@ def _mixture(data: Any) -> dict[str, Any]:
             **{
                 key: {
                     # One that is missing is named where it is read.
-                    source: ", ".join(hash_of(Path(file)) for file in files if Path(file).is_file())
-                    for source, files in phase[key].items()
+                    source: ", ".join(
+                        each if each.startswith(PREFIX) else hash_of(Path(each))
+                        for each in lists
+                        if each.startswith(PREFIX) or Path(each).is_file()
+                    )
+                    for source, lists in phase[key].items()
                 }
                 for key in ("remove", "keep")
             },
@@ -166,7 +173,7 @@ def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], s
     different = [
         key
         for key in sorted(set(saved) | set(current))
-        if saved.get(key) != current.get(key) and not (_HASH.fullmatch(key) and saved.get(key) is None)
+        if saved.get(key) != current.get(key) and not (_UNKNOWN.fullmatch(key) and saved.get(key) is None)
     ]
     if different:
         told = [f"{key}={current.get(key)!r} (checkpoint: {saved.get(key)!r})" for key in different[:5]]

@@ -5,11 +5,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 from small import overrides
 
-from dataloader.format import Sample
+from dataloader.format import DataError, Sample
+from dataloader.sources.build import build_index
 from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
@@ -122,6 +125,32 @@ def test_of_a_source_some_samples_are_kept_until_a_phase_keeps_others(base):
     assert any(i % 2 == 0 for i in then)
     assert not {3, 17} & then
     assert flattened_at(config.data, 6).mixture["begun"].keep == {"a": [str(odd)]}
+
+
+def test_samples_are_kept_and_removed_by_their_tags(base, tmp_path):
+    (tmp_path / "rows").mkdir()
+    tags = [["odd"] * (i % 2) + ["third"] * (i % 3 == 0) for i in range(30)]
+    rows = pa.table({"text": [f"row {i} of a table" for i in range(30)], "tags": tags})
+    pq.write_table(rows, tmp_path / "rows" / "0.parquet")
+    build_index(tmp_path / "rows", tmp_path / "t", {"name": "parquet", "tags": "tags"})
+    config = deepcopy(base)
+    config.data.sources["t"] = SourceConfig(str(tmp_path / "t"), 3)
+    config.data.mixture = {"odd": PhaseConfig(5, keep={"t": ["tag:odd"]}, remove={"t": ["tag:third"]})}
+    spec = prepare_run(config, 2)
+    steps = [samples for samples, _ in taken(spec)]
+    before, then = ({i for step in part for of, i in step if of == "t"} for part in (steps[:4], steps[4:]))
+    assert then == {i for i in range(30) if i % 2 and i % 3}
+    assert before - then
+    said = fingerprint(spec)
+    assert said["data.mixture.5.keep.t"] == "tag:odd"
+    config.data.mixture["odd"].keep["t"] = ["tag:even"]
+    with pytest.raises(
+        DataError, match=r"data\.mixture\.odd\.keep\.t: tag:even: no sample .* are odd, third"
+    ):
+        prepare_run(config, 2)
+    config.data.mixture = {"odd": PhaseConfig(5, keep={"a": ["tag:odd"]})}
+    with pytest.raises(DataError, match=r"keep\.a: tag:odd: samples of .* have no tags"):
+        prepare_run(config, 2)
 
 
 def test_ranks_that_are_told_the_positions_draw_the_same_without_going_through_steps(base, monkeypatch):
