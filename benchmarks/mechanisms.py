@@ -94,7 +94,6 @@ def _rows() -> list[Row]:
     few, many = longtail(1024, 1, 9), longtail(1024, 9, 1)
     megascale = (*model("llama3_8b", "vit_1b", tp=2, pp=4), "+layout.encoders.image.tp=2")
     apart = ("placement=disaggregated",)
-    to_gaps = model("llama3_8b", "vit_1b", pp=8)
     return [
         Row(
             "mimo_colocated", "a layout of the encoder's own: tp 1 in place of the LLM's 8",
@@ -150,9 +149,9 @@ def _rows() -> list[Row]:
             ("system=megascale_omni",), many,
         ),
         Row(
-            "megascale_omni", "encoder work in the gaps of the pipeline", "ViT-1B with 8 B, pp8, chats",
-            (64, 64), to_gaps, ("system=megascale_omni", "pipeline=encode_first"),
-            ("system=megascale_omni",), chats,
+            "megascale_omni", "an equal quantum before each forward, not its own microbatch's encoder work",
+            "ViT-1B with 8 B, tp2 pp4, nine to one", (64, 64), megascale,
+            ("system=megascale_omni", "pipeline=one_f_one_b"), ("system=megascale_omni",), many,
         ),
         Row(
             "megascale_omni", "encoders on all ranks, not on ranks of their own",

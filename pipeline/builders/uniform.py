@@ -26,14 +26,17 @@ from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
 from pipeline.policies import Slot
 
+LONG = 2  # quanta
+
 
 def build_joint_uniform(domain: DomainPlan, facts: Facts) -> Order:
     """Order the teams of a domain; a chunk of one slot may come to another of its encoder.
 
     A chunk is encoded in the slot in which its middle lies in the row of its team, or in the one in which the
     first stage needs it, if that is earlier; it goes back in the slot in which its middle lies among
-    backwards, or once its gradients are there, if that is later. Chunks that several teams encode together
-    are just in time, and so are those of an encoder whose activations are bounded.
+    backwards, or once its gradients are there, if that is later. What fits no slot comes before the passes
+    and goes back after them: chunks of more than `LONG` quanta, and those that several teams encode together
+    and would all wait for. Chunks of an encoder whose activations are bounded are just in time.
     """
     compute_ns, _ = facts.costs
     encode_ns, back_ns = (
@@ -44,18 +47,25 @@ def build_joint_uniform(domain: DomainPlan, facts: Facts) -> Order:
     costs = [a + b for a, b in zip(encode_ns, back_ns, strict=True)]
     dealt = replace(domain, chunks=_dealt(domain, facts.slots, costs))
 
-    def is_free(chunk: Chunk) -> bool:
-        is_of_one_team = chunk.ranks[0] // domain.team == chunk.ranks[-1] // domain.team
-        return is_of_one_team and chunk.component not in bounded
-
     def slots(stage: int, mine: Sequence[TeamChunk]) -> list[tuple[int, int]]:
-        found = [just_in_time(dealt, stage, chunk) for chunk in mine]
-        own = [at for at, chunk in enumerate(mine) if is_free(dealt.chunks[chunk.number])]
+        chunks = [dealt.chunks[chunk.number] for chunk in mine]
+        quantum = sum(encode_ns[chunk.number] for chunk in mine) // max(1, last + 1)
+        even = [
+            at
+            for at, chunk in enumerate(chunks)
+            if chunk.component not in bounded
+            and chunk.ranks[0] // domain.team == chunk.ranks[-1] // domain.team
+            and encode_ns[mine[at].number] <= LONG * quantum
+        ]
         encoded, back = (
-            _middles([of[mine[at].number] for at in own], last + 1) for of in (encode_ns, back_ns)
+            _middles([of[mine[at].number] for at in even], last + 1) for of in (encode_ns, back_ns)
         )
-        for at, forward, backward in zip(own, encoded, back, strict=True):
-            soonest, latest = found[at]
+        found = [(0, last)] * len(mine)
+        for at, chunk in enumerate(chunks):
+            if chunk.component in bounded:
+                found[at] = just_in_time(dealt, stage, mine[at])
+        for at, forward, backward in zip(even, encoded, back, strict=True):
+            soonest, latest = just_in_time(dealt, stage, mine[at])
             found[at] = min(soonest, max(0, forward - stage)), max(latest, min(last, backward + stage))
         return found
 

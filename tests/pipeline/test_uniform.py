@@ -8,7 +8,7 @@ from domain_plans import Shape, Work, make_plan
 from pipeline.builders import JOINT_UNIFORM, Facts
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import Kind, Op
+from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import run
 
 STAGES, MICROBATCHES, FORWARD, QUANTUM = 4, 12, 600, 300
@@ -86,6 +86,26 @@ def test_gradients_are_there_before_encoders_go_back():
             else:
                 m = domain.chunks[op.index].microbatches[-1]
                 assert m <= done - stage or done == MICROBATCHES - 1
+
+
+def test_what_fits_no_slot_comes_before_the_passes_and_goes_back_after_them():
+    chunks, long = [4] * 12, 22
+    work = [Work("image", m, (n % STAGES,), (1,)) for m, count in enumerate(chunks) for n in range(count)]
+    work.append(Work("image", 7, tuple(range(STAGES)), (8,), STAGES))  # that all stages share
+
+    def costs(rank: int, op: Op) -> int:
+        encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
+        return even_costs(rank, op) * (5 if encodes and op.index == long else 1)
+
+    domain = make_plan(Shape(STAGES), 12, work, "joint_uniform", costs=(costs, lambda op: 0)).domain
+    (shared,) = (n for n, chunk in enumerate(domain.chunks) if chunk.layout.num_members > 1)
+    for stage in range(STAGES):
+        fits_none = {shared, *([long] if domain.chunks[long].ranks == (stage,) else [])}
+        ops = compute_of(domain, stage, *COMPUTE)
+        first = next(at for at, op in enumerate(ops) if op.kind is Kind.FORWARD)
+        last = max(at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD)
+        assert fits_none <= {op.index for op in ops[:first]}
+        assert fits_none <= {op.index for op in ops[last:] if op.kind is Kind.ENCODE_BACKWARD}
 
 
 def test_what_is_bounded_is_just_in_time():
