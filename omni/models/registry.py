@@ -218,10 +218,15 @@ def naming(component: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, SampleError) as error:
-        section = f"encoders.{component}"
-        message = _OWN_KEY.sub(f"model.{section}.", str(error))
-        kind = ConfigError if isinstance(error, ConfigError) else SampleError
-        raise kind(message if section in message else f"model.{section}: {message}") from error
+        raise named(error, component) from error
+
+
+def named(error: ConfigError | SampleError, component: str) -> ConfigError | SampleError:
+    """Return an encoder's error with the encoder's own keys in it."""
+    section = f"encoders.{component}"
+    message = _OWN_KEY.sub(f"model.{section}.", str(error))
+    kind = ConfigError if isinstance(error, ConfigError) else SampleError
+    return kind(message if section in message else f"model.{section}: {message}")
 
 
 def registered() -> list[str]:

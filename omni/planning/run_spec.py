@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from dataloader.format import SampleError
 from dataloader.index import Index
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import ItemMeta, SampleMeta
 from omni.config import Config, ConfigError
 from omni.models.grid_positions import AXES, Grid
 from omni.models.llm import NAME as LLM
-from omni.models.registry import Encoder, naming
+from omni.models.registry import Encoder, named, naming
 from omni.planning.choice import RunChoice
 from omni.planning.choices import Chosen
 from omni.planning.planner import Planner
@@ -59,10 +60,14 @@ class RunSpec(Workload):
 
 
 def item_count(encoders: Mapping[str, Encoder], modality: str, size: tuple[int, ...]) -> tuple[int, int]:
-    """Return the tokens and rows of an item, by the encoder that takes its modality."""
-    name = next(name for name, encoder in encoders.items() if encoder.modality == modality)
-    with naming(name):
-        return encoders[name].count(size)
+    """Return the tokens and rows of an item, by the encoder that takes its modality. A step may ask for tens
+    of thousands of sizes.
+    """
+    name, encoder = next(of for of in encoders.items() if of[1].modality == modality)
+    try:
+        return encoder.count(size)
+    except (ConfigError, SampleError) as error:
+        raise named(error, name) from error
 
 
 def grids_of(encoders: Mapping[str, Encoder]) -> Callable[[ItemMeta], Grid]:

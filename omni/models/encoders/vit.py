@@ -63,8 +63,8 @@ class ViTEncoder(TransformerEncoder):
             SampleError: if one side has more patches than there are positions.
         """
         height, width = self._scaled(size)
-        window = self.config.patch * self.config.merge
-        rows, columns = (-(-side // window) * self.config.merge for side in (height, width))
+        merge, window = self.config.merge, self.config.patch * self.config.merge
+        rows, columns = -(-height // window) * merge, -(-width // window) * merge
         if max(rows, columns) > self.config.max_side:
             raise SampleError(
                 f"an image of {size[0]}x{size[1]} pixels has a grid of {rows}x{columns} patches, more than "
@@ -77,7 +77,7 @@ class ViTEncoder(TransformerEncoder):
         height, width = size[0], size[1]
         window = self.config.patch * self.config.merge
         limit = self.config.max_tokens // self.row_tokens
-        while math.ceil(height / window) * math.ceil(width / window) > limit and max(height, width) > window:
+        while -(-height // window) * -(-width // window) > limit and max(height, width) > window:
             # Rounding up to windows can exceed the limit again, so shrink a little at a time at the end.
             factor = min(0.99, math.sqrt(limit * window**2 / (height * width)))
             height, width = max(1, int(height * factor)), max(1, int(width * factor))
