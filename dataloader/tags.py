@@ -78,9 +78,12 @@ def rows_with(path: Path, manifest: Manifest, tag: str) -> Ints:
         table = pa.ipc.open_file(pa.memory_map(str(path / held.file))).read_all()
         at = pc.index(table["tag"], tag).as_py()
         if at >= 0:
-            return np.asarray(table["rows"][at].values.to_numpy(), np.int64)
+            rows = np.asarray(table["rows"][at].values.to_numpy(), np.int64)
+            if len(rows) == 0 or rows.min() < 0 or rows.max() >= manifest.num_samples:
+                raise ValueError(f"rows of {tag} are not those of {manifest.num_samples:,} samples")
+            return np.unique(rows)
         names = table["tag"].to_pylist()
-    except (pa.ArrowException, OSError, KeyError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise DataError(
             f"{path / held.file}: {error}; index anew with omni data index --overwrite"
         ) from error

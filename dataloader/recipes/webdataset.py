@@ -29,6 +29,7 @@ class _Members:
 
     text: tuple[Range, bytes] | None = None
     tags: tuple[str, ...] = ()
+    read: set[str] = field(default_factory=set)  # the members of text and tags that were met
     items: dict[str, FoundItem] = field(default_factory=dict)
     wrong: tuple[str, str] | None = None  # why it is not taken
 
@@ -112,10 +113,11 @@ class WebDataset(OfBytes):
             of.wrong = ("not a plain file", f".{kind} is a link, or has holes")
         elif place.at + place.bytes > size:
             of.wrong = ("cut short", f".{kind} should end at byte {place.at + place.bytes} of {size}")
-        elif kind in of.items or (kind == self.text_of and of.text is not None):
+        elif kind in of.items or kind in of.read:
             of.wrong = ("repeated member", f"it has two members .{kind}")
         elif kind == self.text_of or tagged:
             raw = _first(file, place, place.bytes)
+            of.read.add(kind)
             if kind == self.text_of:
                 of.text = (place, raw)
             if tagged:

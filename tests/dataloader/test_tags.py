@@ -13,7 +13,7 @@ from dataloader.format import DataError
 from dataloader.manifest import check_files, read_manifest
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import PlacedReader
-from dataloader.tags import TAGS, rows_with, tags_of
+from dataloader.tags import TAGS, TagRows, rows_with, tags_of
 
 OF = [["cat", "indoors"], None, "dog", ["cat"], [], ["dog", "cat"]]
 """Of six samples, in two files."""
@@ -88,6 +88,31 @@ def test_what_is_no_tag_leaves_its_sample_out(tmp_path):
     lines = (tmp_path / "index" / "left_out.jsonl").read_text().splitlines()
     left_out = [json.loads(line) for line in lines]
     assert [(of["file"], of["reason"]) for of in left_out] == [("9.parquet", "bad sample")]
+
+
+def test_two_members_of_tags_are_told_and_neither_counts(tmp_path):
+    (tmp_path / "data").mkdir()
+    with tarfile.open(tmp_path / "data" / "0.tar", "w") as tar:
+        for name in ("a.txt", "a.json", "a.json", "b.txt", "b.json"):
+            data = b"text" if name.endswith("txt") else b'{"tags": ["cat"]}'
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    build_index(tmp_path / "data", tmp_path / "index", RECIPES["webdataset"][1])
+    left_out = json.loads((tmp_path / "index" / "left_out.jsonl").read_text())
+    assert (left_out["key"], left_out["reason"]) == ("a", "repeated member")
+    assert rows_with(tmp_path / "index", read_manifest(tmp_path / "index"), "cat").tolist() == [0]
+
+
+def test_rows_that_no_sample_has_are_refused(tmp_path):
+    write_tars(tmp_path / "data")
+    build_index(tmp_path / "data", tmp_path / "index", RECIPES["webdataset"][1])
+    manifest = read_manifest(tmp_path / "index")
+    rows = TagRows()
+    rows.add({"cat": [0, 6]}, 0)
+    rows.write(tmp_path / "index" / TAGS)
+    with pytest.raises(DataError, match="rows of cat are not those of 6 samples; index anew"):
+        rows_with(tmp_path / "index", manifest, "cat")
 
 
 def test_tags_are_texts():
