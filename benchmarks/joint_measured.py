@@ -237,10 +237,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, help="of each setting: 120, or 30 if quick")
+    parser.add_argument("--turns", type=int, help="of each setting: 120, or 25 if quick")
     parser.add_argument("--quick", action="store_true", help="the middle encoder alone, and few turns")
     arguments = parser.parse_args()
-    turns = arguments.turns or (30 if arguments.quick else 120)
+    turns = arguments.turns or (25 if arguments.quick else 120)
     table, missed = {}, list[str]()
     off: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as made, cores_awake():
