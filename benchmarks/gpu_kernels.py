@@ -172,7 +172,9 @@ def timed_rows(device: torch.device, unit: int) -> Iterator[Row]:
         seconds = took(device, lambda: packed_attention(*inputs, packing))
     shape = f"{tokens} tokens, 32 heads of 128, 8 of keys"
     yield {"what": "long attention, forward", "shape": shape, **rate(seconds, flops)}
-    seconds = took(device, lambda: with_gradients(lambda *x: packed_attention(*x, packing), inputs))
+    leaves = [x.requires_grad_() for x in inputs]
+    out_grad = torch.randn_like(inputs[0])
+    seconds = took(device, lambda: torch.autograd.grad(packed_attention(*leaves, packing), leaves, out_grad))
     yield {"what": "long attention, forward and backward", "shape": shape, **rate(seconds, 3.5 * flops)}
     n = 32 * unit
     a, b = torch.randn(2, n, n, device=device, dtype=BF16)

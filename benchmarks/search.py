@@ -1,7 +1,7 @@
 """What a search of layouts finds, beside all there is on 8 GPUs, and beside layouts at random. Simulated.
 
     python benchmarks/search.py [--spaces splits,pipeline,sharing] [--runs 7b,70b] [--random 200] [--seed 0]
-        [--scale] [--quick]
+        [--jobs N] [--scale] [--quick]
 
 `spaces` are small: 8 H100s, some keys given, and every combination of the others is simulated as the search
 simulates its best: the first step in the domain that samples load most, under the run's schedule. `runs` are
@@ -20,13 +20,18 @@ more than 300 s or 8 GB. The last line is JSON.
 """
 
 import argparse
+import itertools
 import json
+import os
 import random
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 from dataloader.trace import all_as, generate
@@ -59,6 +64,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "7b": (64, ("model=qwen2_5_vl_7b", "data.step_tokens=1048576")),
     "70b": (1024, ("model=llama3_70b_vit_2b4", "data.step_tokens=8388608")),
 }
+RUN_SAMPLES = 8192
 LEAST = 1024  # tokens of a pass
 WITHIN, SECONDS = 1.02, 360
 SCALE, SCALE_SECONDS, SCALE_GB = 16_384, 300, 8
@@ -78,8 +84,8 @@ def found_by_search(question: Question, ranks: int) -> tuple[Finalist, float]:
     return best, round(time.process_time() - begin, 1)
 
 
-def every(question: Question, ranks: int) -> Iterator[Finalist]:
-    """All candidates of a space that fit."""
+def every(question: Question, ranks: int) -> Iterator[tuple[str, int]]:
+    """Keys and step of all candidates of a space that fit."""
     searching = Searching(question, ranks)
     for split in searching.space.splits():
         start = searching.begun(split)
@@ -96,31 +102,45 @@ def values_of(searching: Searching) -> dict[str, list[Any]]:
     return values | {PASS: [own for own in values[PASS] if own >= LEAST]} if PASS in values else values
 
 
-def at_random(question: Question, ranks: int, count: int, seed: int) -> Iterator[Finalist]:
-    """So many candidates that fit, each key drawn of its values."""
-    searching, draw = Searching(question, ranks), random.Random(seed)
-    splits = list(searching.space.splits())
-    while count:
-        split = draw.choice(splits)
-        keys = {key: draw.choice(own) for key, own in values_of(searching).items()}
-        found = _fitting(searching, {**searching.begun(split), **keys, **split})
-        if found is not None:
-            count -= 1
-            yield found
+def at_random(name: str, count: int, seed: int, jobs: int) -> Iterator[tuple[str, int]]:
+    """Keys and step of so many candidates of a run that fit, each key drawn of its values; the same for any
+    number of processes.
+    """
+    numbers = itertools.count()
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        while count > 0:
+            draws = [f"{seed}, {next(numbers)}" for _ in range(16)]
+            fitting = [found for found in pool.map(_drawn, [name] * len(draws), draws) if found is not None]
+            yield from fitting[:count]
+            count -= len(fitting)
 
 
-def _fitting(searching: Searching, keys: Keys) -> Finalist | None:
+def _drawn(name: str, seed: str) -> tuple[str, int] | None:
+    """One candidate of a run at random, None if it cannot be or does not fit."""
+    searching, draw = _searching(name), random.Random(seed)
+    split = draw.choice(list(searching.space.splits()))
+    keys = {key: draw.choice(own) for key, own in values_of(searching).items()}
+    return _fitting(searching, {**searching.begun(split), **keys, **split})
+
+
+@cache
+def _searching(name: str) -> Searching:
+    ranks, keys = RUNS[name]
+    return Searching(asked(keys, RUN_SAMPLES), ranks)
+
+
+def _fitting(searching: Searching, keys: Keys) -> tuple[str, int] | None:
     """A candidate under its own schedule, None if it cannot be or does not fit."""
     try:
         found = searching.under_own_schedule(keys)
     except ValueError:
         return None
-    return None if found.tried.refused else found
+    return None if found.tried.refused else (text_of(found.told()), found.step_ns)
 
 
-def compared(name: str, best: Finalist, seconds: float, others: Iterator[Finalist]) -> dict[str, Any]:
+def compared(name: str, best: Finalist, seconds: float, others: Iterator[tuple[str, int]]) -> dict[str, Any]:
     """What was found beside others."""
-    steps = {text_of(other.told()): other.step_ns for other in others}
+    steps = dict(others)
     least = min(steps, key=lambda keys: steps[keys])
     row = {
         "found_ms": round(best.step_ns / 1e6, 1),
@@ -193,6 +213,7 @@ def main() -> int:
     parser.add_argument("--runs", type=_names, default=list(RUNS))
     parser.add_argument("--random", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes for layouts at random")
     parser.add_argument("--scale", action="store_true", help="16,384 ranks, too")
     parser.add_argument("--quick", action="store_true", help="two spaces, no runs")
     own = parser.parse_args()
@@ -205,9 +226,9 @@ def main() -> int:
         table[name] = compared(name, best, seconds, every(question, 8))
     for name in own.runs:
         ranks, keys = RUNS[name]
-        question = asked(keys, 8192)
+        question = asked(keys, RUN_SAMPLES)
         best, seconds = found_by_search(question, ranks)
-        table[name] = compared(name, best, seconds, at_random(question, ranks, own.random, own.seed))
+        table[name] = compared(name, best, seconds, at_random(name, own.random, own.seed, own.jobs))
     if own.scale:
         table["scale"] = at_scale()
     problems = list(missed(table))

@@ -3,8 +3,7 @@
 One function, `packed_attention`, with backends chosen by capability:
 
 - `varlen`: torch's variable-length flash attention, on CUDA in half precision;
-- `flash`: that of the package flash-attn if it is installed, where torch's is too old for windows and grouped
-  queries;
+- `flash`: that of the package flash-attn if it is installed, where torch's is too old for windows;
 - `batched`: scaled_dot_product_attention, one call for each run of equal neighbours;
 - `masked`: one scaled_dot_product_attention call with a block mask, where many short sequences would
   otherwise cost more in call overhead than in arithmetic.
@@ -162,7 +161,7 @@ def _ragged_kernel() -> str | None:
     except ImportError:
         pass
     else:
-        if {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters):
+        if "window_size" in inspect.signature(varlen_attn).parameters:
             return "varlen"
     return "flash" if importlib.util.find_spec("flash_attn") else None
 
@@ -318,10 +317,11 @@ def _ragged(
     if backend == "varlen":
         from torch.nn.attention import varlen
 
-        grouped = query.shape[1] != key.shape[1]
         more: dict[str, Any] = {"return_aux": varlen.AuxRequest(lse=True)} if sums else {}
+        if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:  # torch 2.11 never asks
+            more["enable_gqa"] = query.shape[1] != key.shape[1]
         found: Any = varlen.varlen_attn(
-            query, key, value, *places, scale=scale, window_size=call.window, enable_gqa=grouped, **more
+            query, key, value, *places, scale=scale, window_size=call.window, **more
         )
     else:
         from flash_attn import flash_attn_varlen_func
