@@ -3,11 +3,12 @@
     python benchmarks/gpu_speed.py --cases mfu|steps --gpus N --out FOLDER [--calibrated FILE] [--quick]
 
 `mfu` trains a model of 1 B with so400m as its encoder, and one of 8 B: whole where there are four GPUs or
-more, on fewer with 8 of its 32 layers and 32,768 ids. `steps` trains layouts of the 1 B. All in
-bf16, on texts and noise drawn here: documents of 1,000 to 8,000 bytes with up to four pictures of 224 to 448
-pixels. 10 steps, of which the last 6 count: the median of step time, MFU, idle share and peak memory. Beside
-them stands the step that `omni plan` simulates for the same samples, with the cluster's shipped file and,
-where `omni calibrate` wrote one, with that. Goals, of `mfu` alone: 40 % for the 1 B, 45 % for the 8 B.
+more, on fewer with 8 of its 32 layers and 32,768 ids; passes, domains and the rest are what `system=omni`
+chooses. `steps` trains layouts of the 1 B, with passes of 8,192 tokens at most. All in bf16, on texts and
+noise drawn here: documents of 1,000 to 8,000 bytes with up to four pictures of 224 to 448 pixels. 10 steps,
+of which the last 6 count: the median of step time, MFU, idle share and peak memory. Beside them stands the
+step that `omni plan` simulates for the same samples, with the cluster's shipped file and, where
+`omni calibrate` wrote one, with that. Goals, of `mfu` alone: 40 % for the 1 B, 45 % for the 8 B.
 --quick: the tiny model, on CPUs too, no goals. figures.json of FOLDER has each row as soon as it is known;
 `omni timeline` of a step is beside it, and of `mfu` a trace of kernels. The last line is JSON; the exit code
 is 1 where a run fails or a goal is missed.
@@ -38,16 +39,13 @@ from ops.device import device_name
 STEPS, COUNTED = 10, 6
 SAMPLES = 96
 TRAINED = (
-    "~experiment", "system=multiplexed", "tracking=jsonl", "optim.lr=1e-5", "optim.warmup_steps=0",
-    "data.on_long=truncate", "train.steps=1000", "train.eval_every=0", "train.checkpoint_every=0",
+    "~experiment", "tracking=jsonl", "optim.lr=1e-5", "optim.warmup_steps=0", "data.on_long=truncate",
+    "train.steps=1000", "train.eval_every=0", "train.checkpoint_every=0",
     f"train.timeline_every={STEPS - 1}",
 )  # fmt: skip
-LARGE = (
-    "train.precision=bf16",
-    "data.tokenizer=bytes",
-    "data.microbatch_tokens=8192",
-    "model.llm.vocab=128256",
-)
+LARGE = ("train.precision=bf16", "data.tokenizer=bytes", "model.llm.vocab=128256")
+CHOSEN = ("data.microbatch_tokens=null",)  # and all else that the default, system=omni, chooses
+GIVEN = ("system=multiplexed", "data.microbatch_tokens=8192")
 SMALL = ("model=tiny", "train.precision=fp32", "data.microbatch_tokens=1024", "data.step_samples=8")
 B1 = ("model=llama3_1b_so400m", *LARGE)
 B8 = ("model=llama3_1b_so400m", "model/llm=llama3_8b", *LARGE)
@@ -67,19 +65,19 @@ def mfu_cases(gpus: int) -> tuple[Case, ...]:
     """The 1 B, and the 8 B as far as it fits."""
     if gpus < 4:
         cut = ("model.llm.layers=8", "model.llm.vocab=32768")
-        eight = Case("8 B, 8 of 32 layers", gpus, (*B8, *cut, f"data.step_samples={8 * gpus}"), 0.45)
+        eight = Case("8 B, 8 of 32 layers", gpus, (*B8, *CHOSEN, *cut, f"data.step_samples={8 * gpus}"), 0.45)
     else:
         used = gpus // 4 * 4
         tp4 = ("layout.llm.tp=4", "+layout.encoders.image.tp=4", f"data.step_samples={8 * used}")
-        eight = Case("8 B", used, (*B8, *tp4), 0.45)
-    return Case("1 B", gpus, (*B1, f"data.step_samples={16 * gpus}"), 0.40), eight
+        eight = Case("8 B", used, (*B8, *CHOSEN, *tp4), 0.45)
+    return Case("1 B", gpus, (*B1, *CHOSEN, f"data.step_samples={16 * gpus}"), 0.40), eight
 
 
 def step_cases() -> tuple[Case, ...]:
     """Layouts of the 1 B whose steps are made of different things."""
 
     def case(name: str, gpus: int, *keys: str) -> Case:
-        return Case(name, gpus, (*B1, f"data.step_samples={8 * gpus}", *keys))
+        return Case(name, gpus, (*B1, *GIVEN, f"data.step_samples={8 * gpus}", *keys))
 
     tp2, both = "layout.llm.tp=2", ("layout.llm.tp=2", "+layout.encoders.image.tp=2")
     return (
