@@ -13,16 +13,20 @@ those of several tensors do by chance alone, and what lasts for several steps is
 """
 
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
 
+from ops.device import to_device
 from parallel.control import Control
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
+_SMALL = 1 << 18  # bytes of a tensor
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64 (Steele et al., 2014)
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 
@@ -49,25 +53,48 @@ class Noted:
     sums: Mapping[int, int]
 
 
+@torch.no_grad()
 def sum_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum up the bits of tensors, [] int64 on their device; nothing waits for it."""
-    return _mixed(torch.stack([_bits(tensor) for tensor in tensors]))
+    whole = [_integers(tensor) for tensor in tensors]
+    large = [number for number, integers in enumerate(whole) if integers.nbytes >= _SMALL]
+    small: dict[torch.dtype, list[int]] = defaultdict(list)
+    for number, integers in enumerate(whole):
+        if integers.nbytes < _SMALL:
+            small[integers.dtype].append(number)
+    sums = [torch.stack([whole[number].sum(dtype=torch.int64) for number in large])] if large else []
+    sums += [_sums([whole[number] for number in numbers]) for numbers in small.values()]
+    places = (*large, *chain(*small.values()))
+    return _mixed(torch.cat(sums), _on(places, whole[0].device))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as integers, the widest that it consists of: fewer to add, none to widen."""
-    flat, size = tensor.detach().view(-1), tensor.element_size()
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bits as integers, the widest that it consists of: fewer to add, none to widen."""
+    flat, size = tensor if tensor.dim() == 1 else tensor.view(-1), tensor.element_size()
     for width, integer in _INTEGERS.items():
         if all(of * size % width == 0 for of in (flat.numel(), flat.storage_offset())):
-            return flat.view(integer).sum(dtype=torch.int64)
+            return flat.view(integer)
     raise AssertionError(f"weights of {size} bytes an element")
 
 
-def _mixed(sums: torch.Tensor) -> torch.Tensor:
+def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of each of many small tensors, [n] int64, with few kernels: norms and biases are most of the
+    tensors of a model, and each would take longer to start than to add.
+    """
+    running = torch.cat([tensors[0].new_zeros(1), *tensors]).cumsum(0, dtype=torch.int64)
+    return running[_on((0, *accumulate(map(len, tensors))), running.device)].diff()
+
+
+@lru_cache(maxsize=16)
+def _on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Numbers on a device, [n] int64: once, since each step asks for the same."""
+    return to_device(torch.tensor(numbers), device)
+
+
+def _mixed(sums: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Add up sums of tensors, each scrambled with its place. Different numbers stay different, so that no
     single change is lost; and changes that are alike do not cancel.
     """
-    places = torch.arange(len(sums), dtype=torch.int64, device=sums.device)
     mixed = sums + places * _STRIDE
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)) * factor

@@ -4,6 +4,7 @@ import pytest
 import torch
 from ranks import RankPool
 
+from parallel import copies
 from parallel.control_of_run import connected
 from parallel.copies import Copies, Copy, Noted, differences, sum_of_bits
 
@@ -42,6 +43,13 @@ def test_sums_know_bits_that_numbers_hide_and_tensors_that_change_places() -> No
     assert sum_of_bits([one, two]) != sum_of_bits([two, one])
     nan = torch.tensor([float("nan")])
     assert sum_of_bits([nan]) == sum_of_bits([nan.clone()])
+
+
+def test_small_tensors_are_summed_together_as_if_each_were_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [*weights(), torch.zeros(0), torch.full((9,), -1, dtype=torch.int64)]
+    together = sum_of_bits(tensors)
+    monkeypatch.setattr(copies, "_SMALL", 0)
+    assert sum_of_bits(tensors) == together
 
 
 def noted(ranks: tuple[int, ...], *sums: dict[int, int]) -> list[list[Noted]]:
