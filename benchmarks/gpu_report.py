@@ -16,17 +16,10 @@ from typing import Any
 
 from infra.run_folder import write_json, write_text
 
-PACKAGES = (
-    "torch",
-    "megatron-core",
-    "triton",
-    "flash-attn",
-    "nvidia-nccl-cu12",
-    "nvidia-cudnn-cu12",
-    "numpy",
-)
+PACKAGES = ("torch", "megatron-core", "triton", "flash-attn", "numpy")
 TOLD = re.compile(r"(NCCL|CUDA|PYTORCH|TORCH|GLOO|OMP|UCX)_\w+")
 HIDDEN = re.compile(r"IFNAME|HOST|ADDR|TOKEN|KEY|SECRET|ID$|PATH|DIR|FILE")
+COLOURS = re.compile(r"\x1b\[\d*m")
 WIDEST = 12  # columns of a table
 
 
@@ -73,6 +66,7 @@ def facts_of_machine(root: Path, gpus: int, brief: bool) -> dict[str, Any]:
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0],
         "cuda": torch.version.cuda or "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "none",
+        "cudnn": torch.backends.cudnn.version() if on_gpu else "none",
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
     }
@@ -161,4 +155,4 @@ def _said(*command: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return COLOURS.sub("", done.stdout).strip() if done.returncode == 0 else ""

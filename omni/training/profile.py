@@ -28,7 +28,7 @@ class Profile:
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
                 activities.append(ProfilerActivity.CUDA)
-            self._began, self._running = step, profile(activities=activities)
+            self._began, self._running = step, profile(activities=activities, acc_events=True)
             self._running.start()
 
     def after(self, step: int) -> None:

@@ -26,13 +26,15 @@ def meet(rank: Rank, step: int) -> tuple[Stay, ...]:
     Raises:
         StallError: if a rank does not come in time.
     """
+    own = None
     if rank.device.type == "cuda":
         torch.cuda.synchronize(rank.device)
+        own = [rank.device.index]  # else torch guesses, and says so
     stays = []
     with waiting_at(rank, f"step {step}: meeting to compare clocks", rank.groups.world):
         for _ in range(_BARRIERS):
             enter = time.perf_counter_ns()
-            dist.barrier(rank.groups.world)
+            dist.barrier(rank.groups.world, device_ids=own)
             stays.append((enter, time.perf_counter_ns()))
     return tuple(stays)
 
