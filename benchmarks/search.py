@@ -7,8 +7,8 @@
 simulates its best: the first step in the domain that samples load most, under the run's schedule. `runs` are
 Qwen2.5 7B with its ViT of 0.6 B on 64 H100s, and Llama 3 70B with a ViT of 2.4 B on 1,024; a layout at
 random draws every key that is free, again if it cannot be or does not fit. Passes have 1,024 tokens or more
-in both. Samples are those of `longtail`, all items as images, whole. Seconds are of the CPU, for the search
-alone.
+in spaces, 4,096 in runs: smaller ones take longer, to plan and to run. Samples are those of `longtail`, all
+items as images, whole. Seconds are of the CPU, for the search alone.
 
 `--scale` has the 70B on 16,384 ranks: layout, the groups of every rank on each of its axes, and the plan of a
 step of all domains, verified. Seconds and GB are those of the process. `--quick` has two of the spaces, in a
@@ -65,7 +65,8 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "70b": (1024, ("model=llama3_70b_vit_2b4", "data.step_tokens=8388608")),
 }
 RUN_SAMPLES = 8192
-LEAST = 1024  # tokens of a pass
+LEAST, RUN_LEAST = 1024, 4096  # tokens of a pass
+FAR = 2
 WITHIN, SECONDS = 1.02, 360
 SCALE, SCALE_SECONDS, SCALE_GB = 16_384, 300, 8
 
@@ -89,38 +90,44 @@ def every(question: Question, ranks: int) -> Iterator[tuple[str, int]]:
     searching = Searching(question, ranks)
     for split in searching.space.splits():
         start = searching.begun(split)
-        free = {key: own for key, own in values_of(searching).items() if key not in split}
+        free = {key: own for key, own in values_of(searching, LEAST).items() if key not in split}
         for values in product(*free.values()):
             found = _fitting(searching, {**start, **dict(zip(free, values, strict=True))})
             if found is not None:
                 yield found
 
 
-def values_of(searching: Searching) -> dict[str, list[Any]]:
-    """The values of all free keys, but for passes of few tokens, which take long to plan."""
+def values_of(searching: Searching, least: int) -> dict[str, list[Any]]:
+    """The values of all free keys, but for passes of fewer tokens, which take long to plan."""
     values = {key: list(own) for key, own in searching.space.values.items()}
-    return values | {PASS: [own for own in values[PASS] if own >= LEAST]} if PASS in values else values
+    return values | {PASS: [own for own in values[PASS] if own >= least]} if PASS in values else values
 
 
-def at_random(name: str, count: int, seed: int, jobs: int) -> Iterator[tuple[str, int]]:
+def at_random(name: str, beside: Finalist, count: int, seed: int, jobs: int) -> Iterator[tuple[str, int]]:
     """Keys and step of so many candidates of a run that fit, each key drawn of its values; the same for any
-    number of processes.
+    number of processes. What takes `FAR` times the step `beside` them under one schedule is not tried under
+    others.
     """
     numbers = itertools.count()
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         while count > 0:
             draws = [f"{seed}, {next(numbers)}" for _ in range(16)]
-            fitting = [found for found in pool.map(_drawn, [name] * len(draws), draws) if found is not None]
+            found = pool.map(_drawn, [name] * len(draws), draws, [FAR * beside.step_ns] * len(draws))
+            fitting = [each for each in found if each is not None]
             yield from fitting[:count]
             count -= len(fitting)
 
 
-def _drawn(name: str, seed: str) -> tuple[str, int] | None:
+def _drawn(name: str, seed: str, far_ns: int) -> tuple[str, int] | None:
     """One candidate of a run at random, None if it cannot be or does not fit."""
     searching, draw = _searching(name), random.Random(seed)
     split = draw.choice(list(searching.space.splits()))
-    keys = {key: draw.choice(own) for key, own in values_of(searching).items()}
-    return _fitting(searching, {**searching.begun(split), **keys, **split})
+    keys = {key: draw.choice(own) for key, own in values_of(searching, RUN_LEAST).items()}
+    keys = {**searching.begun(split), **keys, **split}
+    tried = searching.attempt(keys)
+    if tried.refused or tried.step_ns is None:
+        return None
+    return (text_of(keys), tried.step_ns) if tried.step_ns > far_ns else _fitting(searching, keys)
 
 
 @cache
@@ -228,7 +235,7 @@ def main() -> int:
         ranks, keys = RUNS[name]
         question = asked(keys, RUN_SAMPLES)
         best, seconds = found_by_search(question, ranks)
-        table[name] = compared(name, best, seconds, at_random(name, own.random, own.seed, own.jobs))
+        table[name] = compared(name, best, seconds, at_random(name, best, own.random, own.seed, own.jobs))
     if own.scale:
         table["scale"] = at_scale()
     problems = list(missed(table))
