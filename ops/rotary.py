@@ -138,10 +138,11 @@ class _Rotate(torch.autograd.Function):
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = cos.shape[-1]
-    low, high, rest = x.tensor_split((half, 2 * half), dim=-1)
-    out_low, out_high, out_rest = out.tensor_split((half, 2 * half), dim=-1)
-    if out_rest.shape[-1]:
-        out_rest.copy_(rest)
+    sizes = [half, half, x.shape[-1] - 2 * half] if x.shape[-1] > 2 * half else half
+    low, high, *rest = x.split(sizes, dim=-1)
+    out_low, out_high, *out_rest = out.split(sizes, dim=-1)
+    if rest:
+        out_rest[0].copy_(rest[0])
     torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-sign)
     torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
     return out

@@ -18,6 +18,7 @@ divided, and gathered over the tensor-parallel ranks a second time: their ranks 
 in the same order.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,10 @@ from parallel.megatron import (
     RowParallelLinear,
     get_global_memory_buffer,
 )
+
+# Without what asks for autocast, which nothing here uses: a tenth of what a small layer costs the host.
+_FORWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.forward)
+_BACKWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.backward)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,19 @@ def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
     for part in module.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
             part._forward_impl = partial(_linear, part._forward_impl, deferral)
+            _without_regions(part)
+
+
+def _without_regions(linear: ColumnParallelLinear | RowParallelLinear) -> None:
+    """Leave the regions around a linear out that one rank holds whole: they hand on what they are given, and
+    start a function of Python each, forward and backward.
+    """
+    if linear.tp_group.size() > 1:
+        return
+    if isinstance(linear, ColumnParallelLinear):
+        linear.disable_grad_reduce = True
+    elif linear.skip_bias_add:
+        linear.explicit_expert_comm = True
 
 
 def _linear(
@@ -149,14 +167,14 @@ class _Linear(torch.autograd.Function):
         ctx.deferral = deferral
         # The parameter itself: hooks on saved tensors, which move them, bring back another object.
         ctx.weight = inputs[1]
-        output: torch.Tensor = LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, *inputs)
+        output: torch.Tensor = _FORWARD(ctx, *inputs)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pending = ctx.deferral.pending
         if pending is None:
-            return (None, *LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, *grads))
+            return (None, *_BACKWARD(ctx, *grads))
         inputs, weight = ctx.saved_tensors[0], ctx.weight
         (grad,) = grads
         group = ctx.tp_group if ctx.sequence_parallel else None

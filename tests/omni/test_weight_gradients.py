@@ -174,6 +174,33 @@ def compare(rank: int, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(mine.grad, plain.grad), (linear.weight.main_grad, weight.grad)]
 
 
+@pytest.mark.parametrize(("tp", "regions"), [(1, 0), (2, 2 * ENCODER.layers)])
+def test_a_rank_that_holds_linears_whole_starts_nothing_around_them(
+    ranks: RankPool, tp: int, regions: int
+) -> None:
+    assert ranks.run(tp, regions_of_a_pass, tp) == [regions] * tp
+
+
+def regions_of_a_pass(rank: int, tp: int) -> int:
+    """How often a pass of an encoder's layers copies to, or reduces from, tensor-parallel ranks."""
+    _, groups, _ = build(Case(Layout(tp=tp), DENSE))
+    block = TransformerBlock(
+        transformer_config(encoder_layers(ENCODER), torch.float32, tp=tp),
+        layer_submodules(ENCODER.layers, ENCODER.norm, causal=False),
+        pg_collection=groups,
+    )
+    put_off_in(block, Deferral())
+    pack = make_pack(0, groups)
+    hidden = torch.randn(pack.packed.tokens, 1, ENCODER.hidden, requires_grad=True)
+    seen, ahead = set[object](), [block(hidden, None, packed_seq_params=pack.packed).grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return sum("ModelParallelRegion" in type(node).__name__ for node in seen)
+
+
 def test_a_pass_inside_another_is_refused() -> None:
     deferral = Deferral()
     with (
