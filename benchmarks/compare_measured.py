@@ -1,6 +1,6 @@
 """Systems measured on real ranks, in turn: two that compute, and four and eight whose compute is SLEPT.
 
-    python benchmarks/compare_measured.py [--turns 120] [--slept-turns 8] [--only pp2] [--quick]
+    python benchmarks/compare_measured.py [--only pp2] [--quick]
 
 `omni compare --measure` on two ranks of one thread, gloo: a decoder of hidden 256 and an encoder of about
 half its work, images of uneven sizes, in two layouts: `pp2` of two stages, and `dp2`, in which a rank beside
@@ -8,6 +8,8 @@ the LLM is possible. With more ranks than cores a rank computes while another id
 and eight ranks train a tiny model, and before each pass they sleep for as long as it would take on a cluster
 that is so slow that this is nearly all. What is chosen is chosen for that cluster. Two replicas of two and of
 four stages; those with encoders beside the LLM have one replica, and as many ranks that encode.
+
+120 turns of `pp2`, 40 of `dp2`, 4 of those that sleep, whose steps hardly vary: 30 minutes on two cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
@@ -52,6 +54,9 @@ SLEPT = (
     f"{IMAGE}.layers=2", f"{IMAGE}.hidden=32", f"{IMAGE}.ffn=64", "data.microbatch_tokens=512",
 )  # fmt: skip
 MICROBATCHES = 6  # of a replica
+TURNS = {"pp2": 120, "dp2": 40, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
+QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
+QUICK = ("pp2", "slept, 4 ranks")
 FLOPS_PER_RANK = 4e9
 """Of a slept cluster, by the number of its ranks: with more ranks than cores they hold each other up, and the
 longer passes are, the smaller that is."""
@@ -149,21 +154,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = settings()
-    parser.add_argument("--turns", type=int, default=120, help="of ranks that compute")
-    parser.add_argument("--slept-turns", type=int, default=8, help="of ranks that sleep")
     parser.add_argument("--only", choices=list(every), help="one setting")
     parser.add_argument("--quick", action="store_true", help="10 turns of pp2, 2 of four ranks that sleep")
     asked = parser.parse_args()
-    turns = {True: 2, False: 10} if asked.quick else {True: asked.slept_turns, False: asked.turns}
-    names = ("pp2", "slept, 4 ranks") if asked.quick else every
+    turns = QUICK_TURNS if asked.quick else TURNS
+    names = (asked.only,) if asked.only else QUICK if asked.quick else every
     table, problems = dict[str, object](), list[str]()
     with tempfile.TemporaryDirectory() as made, cores_awake():
         folder = Path(made)
         write_data(folder / "images", 512)
-        for name in names if asked.only is None else (asked.only,):
+        for name in names:
             ranks, keys, sleeps = every[name]
-            configs = configs_of(folder, ranks, keys, turns[sleeps])
-            found = slept(folder, configs, turns[sleeps]) if sleeps else measure(configs)
+            configs = configs_of(folder, ranks, keys, turns[name])
+            found = slept(folder, configs, turns[name]) if sleeps else measure(configs)
             print("\n".join(f"{name}: {line}" for line in lines(found)), flush=True)
             problems += missed(name, found)
             table[name] = {
