@@ -16,7 +16,7 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, partial
 from itertools import accumulate, chain
 
 import torch
@@ -27,6 +27,8 @@ from parallel.control import Control
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
 _SMALL = 1 << 18  # bytes of a tensor
+OnDevice = Callable[[tuple[int, ...]], torch.Tensor]
+"""Numbers as a tensor [n] int64 on a device."""
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64 (Steele et al., 2014)
 _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 
@@ -54,8 +56,11 @@ class Noted:
 
 
 @torch.no_grad()
-def sum_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum up the bits of tensors, [] int64 on their device; nothing waits for it."""
+def sum_of_bits(tensors: Sequence[torch.Tensor], on_device: OnDevice | None = None) -> torch.Tensor:
+    """Sum up the bits of tensors, [] int64 on their device; nothing waits for it. Who asks for the same ones
+    again and again gives an `on_device` that remembers.
+    """
+    on_device = on_device or partial(_on, device=tensors[0].device)
     whole = [_integers(tensor) for tensor in tensors]
     large = [number for number, integers in enumerate(whole) if integers.nbytes >= _SMALL]
     small: dict[torch.dtype, list[int]] = defaultdict(list)
@@ -63,9 +68,8 @@ def sum_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         if integers.nbytes < _SMALL:
             small[integers.dtype].append(number)
     sums = [torch.stack([whole[number].sum(dtype=torch.int64) for number in large])] if large else []
-    sums += [_sums([whole[number] for number in numbers]) for numbers in small.values()]
-    places = (*large, *chain(*small.values()))
-    return _mixed(torch.cat(sums), _on(places, whole[0].device))
+    sums += [_sums([whole[number] for number in numbers], on_device) for numbers in small.values()]
+    return _mixed(torch.cat(sums), on_device((*large, *chain(*small.values()))))
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -77,17 +81,15 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     raise AssertionError(f"weights of {size} bytes an element")
 
 
-def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _sums(tensors: Sequence[torch.Tensor], on_device: OnDevice) -> torch.Tensor:
     """The sum of each of many small tensors, [n] int64, with few kernels: norms and biases are most of the
     tensors of a model, and each would take longer to start than to add.
     """
     running = torch.cat([tensors[0].new_zeros(1), *tensors]).cumsum(0, dtype=torch.int64)
-    return running[_on((0, *accumulate(map(len, tensors))), running.device)].diff()
+    return running[on_device((0, *accumulate(map(len, tensors))))].diff()
 
 
-@lru_cache(maxsize=16)
 def _on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Numbers on a device, [n] int64: once, since each step asks for the same."""
     return to_device(torch.tensor(numbers), device)
 
 
@@ -121,6 +123,7 @@ class Copies:
         """`kept` gives what only an update may change: this rank's state of the optimizer."""
         self.copies = [copy for copy in copies if copy.group.size() > 1]
         self.device = device
+        self.on_device = cache(partial(_on, device=device))  # each step asks for the same numbers
         self.kept = kept
         self.sealed: torch.Tensor | None = None
         self.broken: dict[int, torch.Tensor] = {}
@@ -131,14 +134,14 @@ class Copies:
         """Sum up the bits that `step` computed with; called before its update, which covers traces up."""
         self.steps.append(step)
         if self.sealed is not None:
-            self.broken[step] = sum_of_bits(self.kept()) != self.sealed
+            self.broken[step] = sum_of_bits(self.kept(), self.on_device) != self.sealed
         for copy, sums in zip(self.copies, self.sums, strict=True):
-            sums.append(sum_of_bits(copy.tensors))
+            sums.append(sum_of_bits(copy.tensors, self.on_device))
 
     def seal(self) -> None:
         """Sum up the bits of what is kept, after an update; nothing waits for it."""
         kept = self.kept()
-        self.sealed = sum_of_bits(kept) if kept else None
+        self.sealed = sum_of_bits(kept, self.on_device) if kept else None
 
     def differing(self) -> torch.Tensor:
         """Compare what was noted, step by step. Returns, [] float64 on the device, of how many copies of this
