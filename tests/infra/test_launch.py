@@ -1,5 +1,6 @@
 """Real torchrun launches: exit codes, signals, restarts, and nothing left behind."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -141,7 +142,17 @@ def family(workers):
 
 
 def still_running(processes):
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    """Those that have not ended. On a busy machine one that has been killed takes a moment to."""
+    end = time.monotonic() + 5
+    while (left := [p for p in processes if is_alive(p)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def is_alive(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def last_line(text):
@@ -301,7 +312,7 @@ def test_a_run_may_be_told_to_outlive_its_shell(run_folder):
     shell.communicate(timeout=10)
     launcher.send_signal(signal.SIGHUP)
     time.sleep(1)
-    assert still_running([launcher, *workers]) == [launcher, *workers]
+    assert all(map(is_alive, [launcher, *workers]))
     launcher.terminate()
     assert gone(run_folder)
     assert (run_folder / "saved0").read_text() == "SIGTERM"

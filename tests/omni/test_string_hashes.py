@@ -5,7 +5,6 @@ Ranks of other tests are forked from one process and share its hashes, so they w
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from omegaconf import OmegaConf
 from own_policies import PYPROJECT, entry_points_of
 from small import WORDS, image, overrides, with_values
 from sound import recording, tone
+from torch.distributed import TCPStore
 
 from dataloader.format import PLACEHOLDER, Sample
 from dataloader.tokenizer import ByteTokenizer
@@ -132,9 +132,10 @@ def test_plans_are_the_same_whatever_the_hashes_of_strings(config: Config, tmp_p
 
 def test_ranks_with_hashes_of_their_own_train_together(config: Config, tmp_path: Path) -> None:
     file = write(with_values(config, {"layout.llm.pp": 2, "train.steps": 2}), tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, SECRET: new_secret()}
+    # As under torchrun the store is not theirs: a port that is free when asked may be taken when they listen.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", SECRET: new_secret()}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "omni.training.worker", str(file)],
