@@ -6,9 +6,11 @@
 `spaces` are small: 8 H100s, some keys given, and every combination of the others is simulated as the search
 simulates its best: the first step in the domain that samples load most, under the run's schedule. `runs` are
 Qwen2.5 7B with its ViT of 0.6 B on 64 H100s, and Llama 3 70B with a ViT of 2.4 B on 1,024; a layout at
-random draws every key that is free, again if it cannot be or does not fit. Passes have 1,024 tokens or more
-in spaces, 4,096 in runs: smaller ones take longer, to plan and to run. Samples are those of `longtail`, all
-items as images, whole. Seconds are of the CPU, for the search alone.
+random draws every key that is free. It is simulated under one schedule, and if it does not fit under a leaner
+one; another is drawn where it cannot be or fits neither. Only if it takes less than twice what was found is
+it simulated under the run's own schedule. Passes have 1,024 tokens or more in spaces, 4,096 in runs: smaller
+ones take longer, to plan and to run. Samples are those of `longtail`, all items as images, whole. Seconds are
+of the CPU, for the search alone.
 
 `--scale` has the 70B on 16,384 ranks: layout, the groups of every rank on each of its axes, and the plan of a
 step of all domains, verified. Seconds and GB are those of the process. `--quick` has two of the spaces, in a

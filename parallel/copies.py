@@ -26,7 +26,7 @@ from ops.device import to_device
 from parallel.control import Control
 
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes
-_SMALL = 1 << 18  # bytes of a tensor
+_SMALL = 1 << 16  # bytes of a tensor: what is summed together is copied for it
 OnDevice = Callable[[tuple[int, ...]], torch.Tensor]
 """Numbers as a tensor [n] int64 on a device."""
 _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)  # of splitmix64 (Steele et al., 2014)

@@ -52,6 +52,17 @@ def test_small_tensors_are_summed_together_as_if_each_were_alone(monkeypatch: py
     assert sum_of_bits(tensors) == together
 
 
+def test_more_small_tensors_start_no_more_kernels() -> None:
+    def started(count: int) -> int:
+        tensors = [torch.ones(8) for _ in range(count)]
+        with torch.autograd.profiler.profile() as watched:
+            sum_of_bits(tensors)
+        names = [event.name for event in watched.function_events or ()]
+        return sum(name in ("aten::sum", "aten::cumsum", "aten::cat", "aten::stack") for name in names)
+
+    assert 0 < started(40) == started(4) < 8
+
+
 def noted(ranks: tuple[int, ...], *sums: dict[int, int]) -> list[list[Noted]]:
     """What ranks noted of one copy that some of them hold."""
     found: list[list[Noted]] = [[] for _ in HOSTS]
