@@ -36,11 +36,14 @@ def losses_of(rank: int, config: Config, world: int) -> list[float]:
 
 
 def plain_losses(model: torch.nn.Module, steps: int) -> list[float]:
-    """The same in plain torch: AdamW, clipping, decay of matrices alone."""
+    """The same in plain torch: AdamW, clipping, decay of matrices alone.
+
+    Not at twice this rate: there the last steps multiply a rounding by a thousand, in any two programs.
+    """
     matrices = [of for of in model.parameters() if of.dim() > 1]
     vectors = [of for of in model.parameters() if of.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-4)
+    optimizer = torch.optim.AdamW(groups, lr=5e-4, betas=(0.9, 0.95), eps=1e-4)
     losses = []
     for _ in range(steps):
         losses.append(expected(model)[0])
@@ -57,9 +60,9 @@ def test_thirty_steps_of_adamw_lose_what_plain_torch_loses(
 ) -> None:
     (world, values), folder, steps = LAYOUTS[layout], tmp_path / "published", 30
     model = make(family, folder)
-    more = ("optim.min_lr=1e-3", "optim.eps=1e-4", "train.steps=30")
+    more = ("optim.lr=5e-4", "optim.min_lr=5e-4", "optim.eps=1e-4", "train.steps=30")
     config = with_values(configured(data, folder, tmp_path / "run", *more), values)
     found = ranks.run(world, losses_of, config, world)[0]
     plain = plain_losses(model, steps)
     assert plain[-1] < plain[0] - 1
-    assert max(abs(own - of) for own, of in zip(found, plain, strict=True)) < 1e-4
+    assert max(abs(own - of) for own, of in zip(found, plain, strict=True)) < 1e-5
