@@ -15,6 +15,7 @@ from omni.commands._shared import add_config_dir
 from omni.config import ConfigError
 
 if TYPE_CHECKING:
+    from omni.config import Config
     from omni.training.parity import Difference, Measurement
 
 NUM_SHOWN = 8
@@ -32,9 +33,11 @@ applies to both.
 With --against FOLDER of published weights, one configuration begins with them, and the loss of its first step
 and logits at each position of its samples are compared with what transformers computes on this machine's CPU
 of each sample alone: the model, the tokens, the targets and the layout are then right together. The step
-takes 8 samples unless its size is given. It needs the package transformers.
+takes 8 samples unless its size is given. It needs the package transformers. With model=from_folder a whole
+model is compared, its pictures as the folder's processor prepares them.
 
   omni parity --against models/qwen ~experiment +data.sources.mine.path=data/mine layout.llm.tp=2
+  omni parity --against models/qwen_vl ~experiment model=from_folder +data.sources.chats.path=data/chats
 """
 
 
@@ -107,6 +110,7 @@ def _verdict(*compared: "tuple[str, list[Difference], float]") -> int:
 def _against(published: Path, overrides: list[str], config_dir: str | None) -> int:
     """Measure a configuration that begins with a folder's weights, and what transformers makes of them."""
     from omni.compose import compose_config
+    from omni.models.towers.processors import open_processor
     from omni.training.against import FILE, TOLERANCE, compare, load, theirs
     from omni.training.parity import OVERRIDES
 
@@ -118,17 +122,14 @@ def _against(published: Path, overrides: list[str], config_dir: str | None) -> i
         own = [f"start.weights='{published.absolute()}'", "train.steps=1"]
         with tempfile.TemporaryDirectory() as folder:
             config = compose_config([*overrides, *OVERRIDES, *own, f"run.dir={folder}/run"], config_dir)
-            if config.model.encoders:
-                raise ConfigError(
-                    f"model.encoders has {', '.join(config.model.encoders)}, and {published} is a model of "
-                    f"text: leave encoders out"
-                )
-            _check_package(published)
+            whole = _checked(published, config)
             if config.data.step_tokens is config.data.step_samples is None:
                 config.data.step_samples = NUM_SAMPLES
             run_to_end(written(config), "omni.training.against")
             loss, scored = load(Path(config.run.dir) / FILE)
-            differences = compare(loss, scored, theirs(published))
+            model = theirs(published)
+            processor = open_processor(str(published), audio=False, model=model.config) if whole else None
+            differences = compare(loss, scored, model, processor)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -136,17 +137,26 @@ def _against(published: Path, overrides: list[str], config_dir: str | None) -> i
     return _verdict((f"first loss, and logits at {tokens} tokens", differences, TOLERANCE))
 
 
-def _check_package(published: Path) -> None:
-    """Refuse a folder for which transformers takes a package that is not installed, before ranks start."""
+def _checked(published: Path, config: "Config") -> bool:
+    """Whether a whole model is compared, with a tower; refuse encoders that are not those of the folder, or a
+    folder for which transformers takes a package that is not installed, before ranks start.
+    """
     from omni.open_models.folder import open_folder
     from omni.open_models.quantised import FP8
 
-    quantised = open_folder(str(published)).quantised
+    folder = open_folder(str(published))
+    if more := [name for name in config.model.encoders if name not in folder.family.encoders]:
+        raise ConfigError(
+            f"model.encoders has {', '.join(more)}, and {published} is a model of "
+            f"{' and '.join(['text', *folder.family.encoders])}: leave these out"
+        )
+    quantised = folder.quantised
     if quantised is not None and quantised.kind == FP8 and importlib.util.find_spec("accelerate") is None:
         raise ConfigError(
             f"--against {published}: its weights are in {FP8}, of which transformers makes full numbers with "
             f"the package accelerate alone: pip install accelerate, or compare a folder of the model in bf16"
         )
+    return bool(config.model.encoders)
 
 
 def measure(

@@ -7,8 +7,10 @@ comes and of others drawn at random, at every position, under any layout, and no
 
 Invariant: the loss differs by at most TOLERANCE of itself, log-probabilities by at most TOLERANCE of the
 largest logit. transformers computes each sample alone, unpacked, in fp32, in one process, afterwards.
+Pictures are decoded once, by the platform, and then prepared by the folder's own processor.
 """
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +27,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from dataloader.decode import decode_image
 from dataloader.loader import TextArrays
 from dataloader.tokens import SampleMeta, tokenize
 from infra.run_folder import RunFolder
 from omni.config import ConfigError
+from omni.models.towers.processors import processed
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.training.forward import ForwardPasses, grouped, of_domain
@@ -46,14 +50,15 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Scored:
-    """A sample of T tokens: input `ids` and `labels` int64 [T], which `targets` count bool [T], and the
-    losses [1 + OTHERS, T] of its labels and of those drawn.
+    """A sample of T tokens: input `ids` and `labels` int64 [T], which `targets` count bool [T], the losses
+    [1 + OTHERS, T] of its labels and of those drawn, and its `pictures`, uint8 [H, W, C] each.
     """
 
     ids: Ints
     labels: Ints
     targets: npt.NDArray[np.bool_]
     losses: npt.NDArray[np.float32]
+    pictures: tuple[npt.NDArray[np.uint8], ...] = ()
 
 
 def drawn(number: int, tokens: int, vocab: int) -> Ints:
@@ -116,7 +121,16 @@ def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | Non
     full = [np.full(of.shape, np.nan, np.float32) for of in labels]
     for number, row, first, losses in (piece for of_rank in gathered for piece in of_rank):
         full[number][row, first : first + len(losses)] = losses
-    return [Scored(*text, losses) for text, losses in zip(texts, full, strict=True)]
+    pictures = [_pictures(trainer, meta) for meta in metas]
+    return [Scored(*text, *more) for text, more in zip(texts, zip(full, pictures, strict=True), strict=True)]
+
+
+def _pictures(trainer: Trainer, meta: SampleMeta) -> tuple[npt.NDArray[np.uint8], ...]:
+    """The items of a sample, decoded."""
+    if not meta.items:
+        return ()
+    items = trainer.readers[meta.source].read(meta.id, text=False, items=range(len(meta.items))).items
+    return tuple(decode_image(item) for item in items)
 
 
 def _losses(
@@ -136,9 +150,11 @@ def _losses(
         assert not len(real)
 
 
-def compare(loss: float, scored: Sequence[Scored], model: torch.nn.Module) -> list[Difference]:
+def compare(
+    loss: float, scored: Sequence[Scored], model: torch.nn.Module, processor: Any = None
+) -> list[Difference]:
     """Differences of the loss and of the log-probabilities of each sample, the worst first, from what a model
-    of transformers computes.
+    of transformers computes; a `processor` of transformers makes its inputs of pictures.
 
     Raises:
         AssertionError: if a token was scored by no rank.
@@ -148,7 +164,7 @@ def compare(loss: float, scored: Sequence[Scored], model: torch.nn.Module) -> li
     for number, sample in enumerate(scored):
         assert not np.isnan(sample.losses).any(), f"tokens of sample {number} were scored by no rank"
         with torch.no_grad():
-            logits = model(torch.from_numpy(sample.ids)[None]).logits[0].double()
+            logits = model(**_inputs(sample, model, processor)).logits[0].double()
         largest = max(largest, float(logits.abs().max()))
         labels = np.concatenate([sample.labels[None], drawn(number, len(sample.ids), logits.shape[-1])])
         theirs = logits.logsumexp(-1) - logits.gather(1, torch.from_numpy(labels).T).T
@@ -159,6 +175,18 @@ def compare(loss: float, scored: Sequence[Scored], model: torch.nn.Module) -> li
     mean = total / targets
     of_loss = Difference(f"first loss, {loss:.6f} and {mean:.6f}", abs(loss / mean - 1))
     return [of_loss, *sorted(of_logits, key=lambda of: -of.relative)]
+
+
+def _inputs(sample: Scored, model: torch.nn.Module, processor: Any) -> dict[str, torch.Tensor]:
+    """What transformers' model takes of a sample."""
+    ids, takes = torch.from_numpy(sample.ids)[None], inspect.signature(model.forward).parameters
+    made = [processed(processor, picture) for picture in sample.pictures]
+    names = [name for name in made[0] if name in takes] if made else []
+    found = {name: torch.from_numpy(np.concatenate([of[name] for of in made])) for name in names}
+    if "mm_token_type_ids" in takes:  # 1 at rows of a picture
+        config: Any = model.config
+        found["mm_token_type_ids"] = (ids == config.image_token_id).int()
+    return {"input_ids": ids, **found}
 
 
 def theirs(folder: Path) -> torch.nn.Module:
@@ -176,7 +204,10 @@ def theirs(folder: Path) -> torch.nn.Module:
         if quantised is not None:
             kind = getattr(transformers, _QUANTISED[quantised["quant_method"]])
             more["quantization_config"] = kind(dequantize=True)
-        found: torch.nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
+        kind = transformers.AutoModelForCausalLM
+        if hasattr(said, "vision_config"):
+            kind = transformers.AutoModelForImageTextToText
+        found: torch.nn.Module = kind.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True, **more
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -187,7 +218,28 @@ def theirs(folder: Path) -> torch.nn.Module:
 def load(path: Path) -> tuple[float, list[Scored]]:
     """Read what ranks have measured."""
     loss, scored = torch.load(path, weights_only=True)
-    return loss, [Scored(*(tensor.numpy() for tensor in of)) for of in scored]
+    return loss, [_arrays(*of) for of in scored]
+
+
+def _arrays(
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    pictures: Sequence[torch.Tensor],
+) -> Scored:
+    own = (ids.numpy(), labels.numpy(), targets.numpy(), losses.numpy())
+    return Scored(*own, tuple(of.numpy() for of in pictures))
+
+
+def save(path: Path, loss: float, scored: Sequence[Scored]) -> None:
+    """Write what ranks have measured."""
+
+    def tensors(*arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    of_all = [(*tensors(of.ids, of.labels, of.targets, of.losses), tensors(*of.pictures)) for of in scored]
+    torch.save((loss, of_all), path)
 
 
 def main(config_path: Path) -> None:
@@ -200,9 +252,7 @@ def main(config_path: Path) -> None:
     with joined(config_path, seat) as (spec, folder, rank, device, plan_step):
         measured = measure(spec, folder, rank, device, plan_step)
         if measured is not None:
-            loss, scored = measured
-            tensors = [[torch.from_numpy(array) for array in vars(of).values()] for of in scored]
-            torch.save((loss, tensors), folder.path / FILE)
+            save(folder.path / FILE, *measured)
 
 
 if __name__ == "__main__":

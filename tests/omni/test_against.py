@@ -132,7 +132,7 @@ def test_the_command_holds_and_a_forgotten_key_fails(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["+model.encoders.image={name: vit}"], "leave encoders out"),
+        (["+model.encoders.image={name: vit}"], "is a model of text: leave these out"),
         (["model.llm.layers=7"], "model.llm.layers"),
         (["start.checkpoint=runs/x"], "leave one out"),
     ],

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from open_model_folders import make, transformers
 from ranks import RankPool
 from runs import Running
 from safetensors.torch import load_file
+from test_against import measured
 from whole_folders import CHATS, WHOLE, batch_of, chats, make_whole, processor_of
 
 from dataloader.index import Index
@@ -28,8 +29,10 @@ from omni.config import Config, ConfigError
 from omni.models.grid_positions import GridRows, grid_positions
 from omni.models.regions import Region
 from omni.models.registry import make_encoder, published
+from omni.models.towers.processors import open_processor
 from omni.open_models.folder import open_folder
 from omni.planning.prepare import prepare_run
+from omni.training.against import Scored, compare
 from omni.training.parity import collect
 from omni.training.trainer import Trainer
 
@@ -123,6 +126,20 @@ def first_step(rank: int, config: Config, world: int) -> tuple[float, dict[str, 
     trainer.control.barrier("the end")
     trainer.close()
     return done.totals.loss, found
+
+
+def test_logits_with_pictures_are_those_of_transformers(ranks: RankPool, referee: Referee, tmp_path) -> None:
+    """As `omni parity --against` measures them."""
+    loss, scored = ranks.run(1, measured, configured(referee, tmp_path / "run"), 1)[0]
+    processor = open_processor(str(referee.folder), audio=False, model=referee.model.config)
+
+    def worst(scored: list[Scored]) -> float:
+        return max(of.relative for of in compare(loss, scored, referee.model, processor))
+
+    assert sum(len(of.pictures) for of in scored) == 6
+    assert worst(scored) < TOLERANCE
+    dark = [replace(of, pictures=tuple(0 * picture for picture in of.pictures)) for of in scored]
+    assert worst(dark) > 10 * TOLERANCE
 
 
 def stem(name: str) -> str:
