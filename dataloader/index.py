@@ -65,6 +65,7 @@ class Index:
         self._int32 = np.frombuffer(content, np.int32, content.size // 4)
         self._int64 = np.frombuffer(content, np.int64, content.size // 8)
         self._starts = np.full((self._file.num_record_batches, len(_ITEM_SIZES)), -1, dtype=np.int64)
+        self._known: dict[int, list[int]] = {}  # rows of it, for one sample at a time
         if not 0 <= self._start_of(0)[_BYTES] < len(self._int64):
             raise ValueError("its numbers are compressed")
 
@@ -97,14 +98,13 @@ class Index:
         self._check(i)
         self._held.check()
         batch, row = divmod(i, self._batch_rows)
-        start = self._start_of(batch)
+        start = self._known.get(batch) or self._start_of(batch)
         numbers = self._int32.data  # of which one costs a third of an array's
-        items = []
-        for item in range(numbers[start[_ITEMS] + row], numbers[start[_ITEMS] + row + 1]):
-            modality, at = self._int16.data[start[_MODALITY] + item], numbers[start[_AT] + item]
-            begin, end = (start[_SIZE] + numbers[start[_SIZES] + item + edge] for edge in (0, 1))
-            size = tuple(numbers[begin:end])
-            name = self.manifest.modalities[modality]
+        place, sizes, items = start[_ITEMS] + row, start[_SIZE], []
+        for item in range(numbers[place], numbers[place + 1]):
+            name = self.manifest.modalities[self._int16.data[start[_MODALITY] + item]]
+            at, edge = numbers[start[_AT] + item], start[_SIZES] + item
+            size = tuple(numbers[sizes + numbers[edge] : sizes + numbers[edge + 1]])
             try:
                 (tokens, rows), refused = item_counts(name, size), ""
             except SampleError as error:
@@ -206,7 +206,8 @@ class Index:
                 (buffer.address - self._address) // size if buffer else 0  # there may be none for no values
                 for buffer, size in zip(buffers, _ITEM_SIZES, strict=True)
             ]
-        return self._starts[batch].tolist()
+        start = self._known[batch] = self._starts[batch].tolist()
+        return start
 
 
 def _check_tokenizer(path: Path, manifest: Manifest, tokenizer: Tokenizer) -> None:
