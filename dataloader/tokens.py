@@ -28,8 +28,9 @@ LONG_SAMPLE_POLICIES = ("error", "drop", "truncate")
 class ItemMeta:
     """An item without its payload.
 
-    `tokens` go into the encoder and `rows` come out as LLM embeddings; `at` is the number of text tokens of
-    the sample before the item; `size` is as in `Item`, () if unknown. `refused` says why the encoder cannot
+    `tokens` go into the encoder, and `rows` are the LLM's tokens that it takes: embeddings that come out of
+    the encoder, and literal tokens that this puts among them. `at` is the number of text tokens of the sample
+    before the item; `size` is as in `Item`, () if unknown. `refused` says why the encoder cannot
     take the item, "" if it can: such an item has no tokens and no rows, and no sample is trained on with it.
     """
 

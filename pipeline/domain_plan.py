@@ -3,6 +3,7 @@
 The levels above it, and how plans are compared: `pipeline/plan.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -29,8 +30,10 @@ class PlannedSample:
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """An item: its place in its sample, its encoder tokens, its LLM rows and their start in the pack. These
-    form a `grid` (frames, rows, columns) in time and place, () where they count on as text does.
+    """An item: its place in its sample, its encoder tokens, its LLM rows and where it starts in the pack.
+
+    Rows form a `grid` (frames, rows, columns) in time and place, () where they count on as text does. They
+    stand in `runs`, numbers of rows with the ids of the literal tokens that follow them, () for all in one.
     """
 
     component: str
@@ -41,6 +44,23 @@ class PlannedItem:
     rows: int
     start: int
     grid: tuple[int, ...] = ()
+    runs: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def places(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Where rows [first, first + rows) stand: start in the pack and rows of each of their runs."""
+        at, row = self.start, 0
+        for count, after in self.runs or ((self.rows, ()),):
+            low, high = max(row, first), min(row + count, first + rows)
+            if low < high:
+                yield at + low - row, high - low
+            at, row = at + count + len(after), row + count
+
+    def literals(self) -> Iterator[tuple[int, int]]:
+        """Where literal tokens stand in the pack, and their ids."""
+        at = self.start
+        for count, after in self.runs:
+            yield from enumerate(after, at + count)
+            at += count + len(after)
 
 
 @dataclass(frozen=True)

@@ -89,10 +89,12 @@ def _runs(domain: DomainPlan, m: int, chunks: Sequence[int]) -> list[list[Rows]]
         for rank, blocks in zip(chunk.ranks, chunk.outputs, strict=True):
             at = filled[rank]
             for block in blocks:
-                item, rows = items[block.item], block.rows
-                if item.microbatch == m:
-                    run = Rows(rank, at, item.start + block.first, rows, block.item)
-                    of_point[block.point].append(run)
-                at += rows
+                item = items[block.item]
+                if item.microbatch != m:
+                    at += block.rows
+                    continue
+                for start, rows in item.places(block.first, block.rows):
+                    of_point[block.point].append(Rows(rank, at, start, rows, block.item))
+                    at += rows
             filled[rank] = at
     return runs

@@ -78,6 +78,9 @@ class Encoder(Protocol):
     takes the places of its rows from it; rows of others count on as text does. `pack` finds the grids of the
     items of a pass in `sharding.grids`, as planned, also of those that could not be decoded.
 
+    Between the rows of an item tokens may stand: `row_layout(size)` tells its runs, each a number of rows and
+    the ids of the tokens that follow them, of as many rows in all as `count` says. () for none.
+
     What a user should know when a run starts, or is planned, an encoder may say by `notes()`, in sentences.
 
     An encoder may begin with published weights: `published()` returns their folder, whose rules give its

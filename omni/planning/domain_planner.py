@@ -22,7 +22,7 @@ from dataloader.packing import PackingPolicy
 from dataloader.packing.policy import costs_of, pack_of
 from dataloader.pairing import PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
-from omni.models.grid_positions import GridOf, no_grid
+from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import lean_plans, quickest_first
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
@@ -84,7 +84,7 @@ class DomainPlanner:
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
     rank holds, if given; plans that do not fit are not
     taken if `guarded`; `chunking` makes quanta of work of a domain's items; packs have
-    `microbatch_tokens` / `pack_divisor` tokens at most; `grid_of` says where rows of an item stand.
+    `microbatch_tokens` / `pack_divisor` tokens at most; `layout_of` says how rows of an item stand.
     """
 
     encoders: Mapping[str, str]
@@ -105,7 +105,7 @@ class DomainPlanner:
     guarded: bool = True
     chunking: Chunking = make_chunks
     pack_divisor: int = 1
-    grid_of: GridOf = no_grid
+    layout_of: LayoutOf = plain_layout
 
     @cached_property
     def costing(self) -> Costing:
@@ -390,8 +390,8 @@ class DomainPlanner:
             for index, (item, offset) in enumerate(zip(meta.items, item_row_offsets(meta), strict=True)):
                 component = self.encoders[item.modality]
                 place = sample, index, microbatch
-                rows = item.rows, start + offset, self.grid_of(item)
-                items.append(PlannedItem(component, *place, item.tokens, *rows))
+                rows, grid, runs = self.layout_of(item)
+                items.append(PlannedItem(component, *place, item.tokens, rows, start + offset, grid, runs))
             start += length(meta)
         return items
 

@@ -46,7 +46,7 @@ from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, s
 from omni.planning.planner import Planner
 from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
-from omni.planning.run_spec import RunSpec, grids_of
+from omni.planning.run_spec import RunSpec, check_layouts, layouts_of
 from omni.planning.sharing import Sharing
 from omni.planning.work import cost_table, part_work, party_size
 from omni.planning.workload import Workload
@@ -90,6 +90,7 @@ def prepare_run(
     _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
     data = opened or open_data(config.data, config.train.seed, encoders, tokenizer, trace)
+    check_layouts(encoders, tokenizer.vocab_size, data.mixture.samples_at(begin[1]), begin[1])
 
     def resolve(config: Config, ranks: int = world) -> RunSpec:
         return _resolve(config, ranks, encoders, tokenizer, data, framework)
@@ -157,7 +158,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
-        grid_of=grids_of(encoders),
+        layout_of=layouts_of(encoders, tokenizer.vocab_size),
     )
     group_size = config.balance.group or _group_size(arrangement)
     remembered = remembering(workload)

@@ -25,6 +25,7 @@ from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays, transferred
+from omni.rank.literals import with_literals
 from ops.device import to_device
 from parallel.memory import Continued, Recalled
 from parallel.packed import PackedTokens, Sharding
@@ -146,7 +147,7 @@ class Assembler:
         continued: Continued | None,
     ) -> StepInputs:
         position = self.place.position
-        texts = dict(zip(self.texts(domain), fetched.texts, strict=True))
+        texts = with_literals(domain, dict(zip(self.texts(domain), fetched.texts, strict=True)))
         in_llm = domain.stage(position) is not None
         microbatches = [
             self._microbatch(domain, batch, texts, predict, continued)

@@ -14,7 +14,7 @@ from walk import PAGE, read_walk, write_files
 from dataloader.tokens import ItemMeta
 from omni.encoders import Encoder, Item, SampleError
 from omni.models.registry import make_encoder, published
-from omni.planning.run_spec import item_grid
+from omni.planning.run_spec import item_layout
 
 WALK = read_walk(PAGE.read_text())
 INSTALL, *REST = WALK.commands
@@ -78,7 +78,7 @@ def encoder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Encoder:
 def test_rows_of_a_video_stand_in_time_height_and_width(encoder: Encoder) -> None:
     size = (5, 9, 20)
     tokens, rows = encoder.count(size)
-    assert item_grid({"video": encoder}, ItemMeta("video", tokens, rows, 0, size)) == (3, 2, 3)
+    assert item_layout({"video": encoder}, ItemMeta("video", tokens, rows, 0, size), 272).grid == (3, 2, 3)
 
 
 def test_every_pixel_of_a_video_stands_in_the_tubelet_at_its_place(encoder: Encoder) -> None:

@@ -17,15 +17,21 @@ BOS, EOS, ITEM, END_OF_ITEM = 256, 257, 258, 259
 
 
 def document(source: str, sample: Sample, vit: SimpleNamespace) -> Document:
-    """bos, text as bytes with each item's rows and an end in its place, eos; spans say what carries loss."""
+    """bos, text as bytes with each item's rows and an end in its place, eos; spans say what carries loss. The
+    rows of an item stand in lines, with a token between them if there is one.
+    """
     images = [patches_of(np.asarray(Image.open(io.BytesIO(item.data))), vit) for item in sample.items]
     waiting = iter(images)
     tokens, counts = [BOS], [False]
     for place, letter in enumerate(sample.text):
         if letter == PLACEHOLDER:
-            rows = len(next(waiting)[0]) // vit.merge**2
-            tokens += [ITEM] * rows + [END_OF_ITEM]
-            counts += [False] * (rows + 1)
+            where = next(waiting)[1]
+            high, wide = (int(of.max() + 1) // vit.merge for of in where.T)
+            line = [ITEM] * wide
+            between = [] if vit.row_break is None else [vit.row_break]
+            own = line + (between + line) * (high - 1)
+            tokens += [*own, END_OF_ITEM]
+            counts += [False] * (len(own) + 1)
         else:
             learnt = sample.targets is None or any(start <= place < stop for start, stop in sample.targets)
             tokens += letter.encode()

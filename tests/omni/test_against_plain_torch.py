@@ -75,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optim.weight_decay": 0.0,
         "optim.clip": 0.0,
     },
+    "a token between lines of rows": {"model.encoders.image.row_break": 7},
     "heads of their own size, normed; gates in the encoder alone": {
         "model.llm.head_dim": 24,
         "model.llm.qk_norm": True,
@@ -177,7 +178,7 @@ def sizes(config: Config) -> tuple[SimpleNamespace, SimpleNamespace]:
         SimpleNamespace(
             **{
                 **{"taps": [], "rotary_base": 100.0, "kv_heads": vit["heads"], "causal": False},
-                **{"head_dim": None, "qk_norm": False, "gated": False},
+                **{"head_dim": None, "qk_norm": False, "gated": False, "row_break": None},
                 **vit,
             }
         ),

@@ -27,7 +27,7 @@ from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.grid_positions import GridRows, grid_positions
 from omni.open_models.folder import open_folder
 from omni.planning.prepare import prepare_run
-from omni.planning.run_spec import item_grid
+from omni.planning.run_spec import item_layout
 from omni.rank.inputs import Assembler, Place
 from omni.training.evaluate import Transcription
 from omni.training.parity import TOLERANCE, Measurement, compare
@@ -326,7 +326,7 @@ class Wrong(ViTEncoder):
 def test_an_encoder_whose_grid_is_not_its_rows_is_refused_by_name() -> None:
     config = ViTConfig(layers=1, hidden=32, heads=2, ffn=32, patch=2)
     item = ItemMeta("image", 24, 6, 0, (8, 12))
-    assert item_grid({"eye": ViTEncoder(config)}, item) == (1, 2, 3)
-    assert item_grid({"eye": ViTEncoder(config)}, replace(item, size=())) == ()
+    assert item_layout({"eye": ViTEncoder(config)}, item, 272).grid == (1, 2, 3)
+    assert item_layout({"eye": ViTEncoder(config)}, replace(item, size=()), 272).grid == ()
     with pytest.raises(ConfigError, match=r"model.encoders.eye: row_grid\(\(8, 12\)\) tells \(1, 1, 1\)"):
-        item_grid({"eye": Wrong(config)}, item)
+        item_layout({"eye": Wrong(config)}, item, 272)

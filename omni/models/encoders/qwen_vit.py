@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from omni.keys import ConfigError, one_of
+from omni.keys import ConfigError, at_least, one_of
 from omni.llm_config import RECOMPUTE, LoraConfig
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Merged, Projector
 from omni.models.encoders.qwen_stem import InterpolatedTable, QwenStem, Reordered
@@ -45,13 +45,15 @@ if TYPE_CHECKING:
 @dataclass
 class QwenViTConfig:
     """The keys. `folder` has `config.json`, the processor and, unless `weights` is false, which draws them,
-    the weights, of a tower or of a whole model. With `lora` adapters of linears of its layers learn alone.
+    the weights, of a tower or of a whole model. With `lora` adapters of linears of its layers learn alone. A
+    `row_break` is the id of a token between neighbouring lines of rows.
     """
 
     folder: str = ""
     weights: bool = True
     recompute: str = one_of(RECOMPUTE, "none")
     lora: LoraConfig = field(default_factory=LoraConfig)
+    row_break: int | None = at_least(0, None)
 
 
 class QwenViT(GridImages, TransformerEncoder):
@@ -62,7 +64,7 @@ class QwenViT(GridImages, TransformerEncoder):
     def __init__(self, config: QwenViTConfig) -> None:
         if not config.folder:
             raise ConfigError(NO_FOLDER)
-        self.begins_with_weights = config.weights
+        self.begins_with_weights, self.row_break = config.weights, config.row_break
         self.tower = own = QwenTower.of(open_tower(config.folder, None))
         if own.windows and config.recompute == "selective":
             raise ConfigError(

@@ -20,6 +20,7 @@ from dataloader.format import Item, SampleError
 from omni.keys import at_least, one_of
 from omni.models.blocks import Embed, Table
 from omni.models.encoders.transformer import TransformerEncoder
+from omni.models.item_layout import Runs, lines
 from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
 from ops.device import to_device
@@ -34,7 +35,9 @@ SIDES = ("rows", "columns")  # of a patch that are picture: numbers behind its p
 
 @dataclass
 class ViTConfig(TransformerEncoderConfig):
-    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image."""
+    """Sizes. `max_side` is the largest grid side in patches; `max_tokens` the most patches of one image. A
+    `row_break` is the id of a token between neighbouring lines of rows.
+    """
 
     rotary_base: float = at_least(1, 100.0)
     patch: int = at_least(1, 14)
@@ -44,6 +47,7 @@ class ViTConfig(TransformerEncoderConfig):
     std: float = at_least(1e-6, 0.5)
     max_side: int = at_least(1, 512)
     max_tokens: int = at_least(1, 16384)
+    row_break: int | None = at_least(0, None)
 
 
 class ViTEncoder(TransformerEncoder):
@@ -92,6 +96,11 @@ class ViTEncoder(TransformerEncoder):
         """Return (frames, rows, columns) of the LLM rows of an image, which are its merge windows."""
         rows, columns = self.grid(size)
         return 1, rows // self.config.merge, columns // self.config.merge
+
+    def row_layout(self, size: tuple[int, ...]) -> Runs:
+        """Return the lines of the LLM rows of an image, with tokens between them if there is one."""
+        token = self.config.row_break
+        return () if token is None else lines(self.row_grid(size), token)
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""

@@ -12,7 +12,7 @@ from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.keys import ConfigError
-from omni.models.grid_positions import Grid
+from omni.models.item_layout import Grid, Runs, lines
 from omni.models.registry import ItemArrays
 from omni.models.towers.attention import WHOLE
 from omni.models.towers.calls import BatchCalls, ConnectedCalls, Given
@@ -142,6 +142,11 @@ class BatchTower(WrappedTower):
         rows, columns = self.sides
         merge = self.config.merge if self.audio else isqrt(self.tokens // self.rows)
         return self._count(size), max(1, rows // merge), columns // merge
+
+    def row_layout(self, size: tuple[int, ...]) -> Runs:
+        """Return the lines of the LLM rows of an item, with tokens between them if there is one."""
+        token = self.config.row_break
+        return () if token is None else lines(self.row_grid(size), token)
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file], or to float32 [samples] at the processor's rate."""

@@ -12,7 +12,7 @@ import torch
 from dataloader.format import Item
 from omni.keys import ConfigError, at_least
 from omni.models.blocks import EncoderPart, FinalNorm, Merged, Projector, value_bytes
-from omni.models.grid_positions import Grid
+from omni.models.item_layout import Grid
 from omni.models.registry import Attention, ItemArrays
 from omni.models.towers.calls import Calls, Given
 from omni.models.towers.folder import NO_FOLDER, copied, freeze, open_tower, weights_of
@@ -37,7 +37,8 @@ class TowerConfig:
 
     A `projector`, which null means where the tower makes no rows for an LLM itself, is a norm and two linears
     of our own, drawn; `merge` neighbours, of a picture in height and in width, become one row of it. With
-    `connector` the tower of a whole model makes rows as the model does, by the connector in the folder.
+    `connector` the tower of a whole model makes rows as the model does, by the connector in the folder. A
+    `row_break` is the id of a token between neighbouring lines of rows.
     """
 
     folder: str = ""
@@ -46,6 +47,7 @@ class TowerConfig:
     projector: bool | None = None
     merge: int = at_least(1, 1)
     connector: bool = False
+    row_break: int | None = at_least(0, None)
 
 
 class WrappedTower(ABC):

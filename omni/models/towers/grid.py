@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from omni.keys import ConfigError
-from omni.models.grid_positions import Grid
+from omni.models.item_layout import Grid
 from omni.models.registry import ItemArrays
 from omni.models.towers.attention import WHOLE
 from omni.models.towers.calls import Given, GridCalls, PaddedCalls
@@ -33,7 +33,7 @@ class GridTower(GridImages, WrappedTower):
         self.calls = GridCalls() if self.packs else PaddedCalls()
         merge = int(getattr(own.config, "spatial_merge_size", 1)) if self.packs else 1
         self.merges = merge**2
-        self.values = self.open_images(own, merge)
+        self.values, self.row_break = self.open_images(own, merge), config.row_break
         projects = not self.packs if config.projector is None else config.projector
         if not (projects or self.packs):
             raise ConfigError(

@@ -8,7 +8,7 @@ import numpy as np
 from dataloader.decode import decode_image
 from dataloader.format import Item
 from omni.keys import ConfigError
-from omni.models.grid_positions import Grid
+from omni.models.item_layout import Grid, Runs, lines
 from omni.models.towers.folder import GRIDS, Tower
 from omni.models.towers.processors import open_processor, processed, resized_by
 
@@ -23,6 +23,8 @@ class GridImages:
     patch: int
     """Pixels of a patch's side."""
     side: int = 1
+    row_break: int | None = None
+    """The token between lines of rows."""
 
     def open_images(self, tower: Tower, side: int) -> int:
         """Open the processor of a tower's folder. Return how many numbers a patch has.
@@ -66,6 +68,11 @@ class GridImages:
         """Return (frames, rows, columns) of the LLM rows of an image."""
         frames, rows, columns = self.grid(size)
         return frames, rows // self.side, columns // self.side
+
+    def row_layout(self, size: tuple[int, ...]) -> Runs:
+        """Return the lines of the LLM rows of an image, with tokens between them if there is one."""
+        token = self.row_break
+        return () if token is None else lines(self.row_grid(size), token)
 
     def decode(self, item: Item) -> np.ndarray:
         """Decode to uint8 [H, W, channels of the file]."""

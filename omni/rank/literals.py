@@ -1,0 +1,30 @@
+"""Literal tokens among the rows of items: loaders write the id of rows there, and plans know which it is."""
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from dataloader.loader import TextArrays
+from pipeline.domain_plan import DomainPlan
+
+
+def with_literals(domain: DomainPlan, texts: Mapping[int, TextArrays]) -> dict[int, TextArrays]:
+    """Texts of a domain's samples, by number, with the literal tokens of their items as inputs and labels.
+    The mask stays: what stands among rows carries no loss.
+    """
+    found = dict(texts)
+    starts = {
+        sample: start
+        for batch in domain.microbatches
+        for sample, start in zip(batch.samples, accumulate(batch.layout.lengths, initial=0), strict=False)
+    }
+    for item in domain.items:
+        if item.runs and item.sample in found:
+            ids, labels, mask = found[item.sample]
+            ids, labels = ids.copy(), labels.copy()
+            for place, token in item.literals():
+                at = place - starts[item.sample]
+                ids[at] = token
+                if at:
+                    labels[at - 1] = token
+            found[item.sample] = ids, labels, mask
+    return found
