@@ -8,23 +8,18 @@ from pipeline.domain_plan import DomainPlan
 
 
 def with_literals(domain: DomainPlan, texts: Mapping[int, TextArrays]) -> dict[int, TextArrays]:
-    """Texts of a domain's samples, by number, with the literal tokens of their items as inputs and labels.
-    The mask stays: what stands among rows carries no loss.
+    """Texts of a domain's samples, by number, with the literal tokens of their items among the ids. Labels
+    stay: what stands among rows carries no loss.
     """
     found = dict(texts)
-    starts = {
-        sample: start
-        for batch in domain.microbatches
-        for sample, start in zip(batch.samples, accumulate(batch.layout.lengths, initial=0), strict=False)
-    }
+    starts: dict[int, int] = {}
+    for batch in domain.microbatches:
+        starts |= zip(batch.samples, accumulate(batch.layout.lengths, initial=0), strict=False)
     for item in domain.items:
         if item.runs and item.sample in found:
             ids, labels, mask = found[item.sample]
-            ids, labels = ids.copy(), labels.copy()
+            ids = ids.copy()
             for place, token in item.literals():
-                at = place - starts[item.sample]
-                ids[at] = token
-                if at:
-                    labels[at - 1] = token
+                ids[place - starts[item.sample]] = token
             found[item.sample] = ids, labels, mask
     return found
