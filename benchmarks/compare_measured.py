@@ -9,8 +9,8 @@ and eight ranks train a tiny model, and before each pass they sleep for as long 
 that is so slow that this is nearly all. What is chosen is chosen for that cluster. Two replicas of two and of
 four stages; those with encoders beside the LLM have one replica, and as many ranks that encode.
 
-120 turns of `pp2`, 40 of `dp2`, 4 of those that sleep, whose steps hardly vary: meant to end in 30 minutes
-on two cores.
+120 turns of `pp2`, 40 of `dp2`, 4 of those that sleep: 40 minutes on two cores, where 30 are asked. What
+ranks that sleep send each other is sent for real, by more processes than cores: nothing prices it so.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
