@@ -142,6 +142,13 @@ def test_logits_with_pictures_are_those_of_transformers(ranks: RankPool, referee
     assert worst(dark) > 10 * TOLERANCE
 
 
+@pytest.mark.slow  # it starts a run
+def test_the_command_holds_with_pictures(referee: Referee, tmp_path: Path, capsys) -> None:
+    *keys, _ = line(referee.folder, referee.data, tmp_path)  # it has a run folder of its own
+    assert main(["parity", "--against", str(referee.folder), *keys, "launch.ranks=2", "layout.llm.pp=2"]) == 0
+    assert "parity holds" in capsys.readouterr().out
+
+
 def stem(name: str) -> str:
     """A name as it is in memory and on disk."""
     return re.sub(r"^((model|language_model)\.)+", "", name)
