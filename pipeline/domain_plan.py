@@ -28,6 +28,10 @@ class PlannedSample:
     targets: tuple[tuple[int, int], ...]
 
 
+RowRuns = tuple[tuple[int, tuple[int, ...]], ...]
+"""Runs of an item's rows, each with the ids of the literal tokens that follow it."""
+
+
 @dataclass(frozen=True)
 class PlannedItem:
     """An item: its place in its sample, its encoder tokens, its LLM rows and where it starts in the pack.
@@ -44,7 +48,7 @@ class PlannedItem:
     rows: int
     start: int
     grid: tuple[int, ...] = ()
-    runs: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    runs: RowRuns = ()
 
     def places(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
         """Where rows [first, first + rows) stand: start in the pack and rows of each of their runs."""

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dataloader.tokens import ItemMeta
+from pipeline.domain_plan import RowRuns
 
 Grid = tuple[int, ...]
-Runs = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 class ItemLayout(NamedTuple):
@@ -26,7 +26,7 @@ class ItemLayout(NamedTuple):
 
     rows: int
     grid: Grid = ()
-    runs: Runs = ()
+    runs: RowRuns = ()
 
 
 LayoutOf = Callable[[ItemMeta], ItemLayout]
@@ -37,12 +37,12 @@ def plain_layout(item: ItemMeta) -> ItemLayout:
     return ItemLayout(item.rows)
 
 
-def num_literals(runs: Runs) -> int:
+def num_literals(runs: RowRuns) -> int:
     """Literal tokens among the rows of an item."""
     return sum(len(after) for _, after in runs)
 
 
-def lines(grid: Grid, token: int) -> Runs:
+def lines(grid: Grid, token: int) -> RowRuns:
     """Lines of a grid with a token between neighbours, as Pixtral's [IMG_BREAK] (Agrawal et al., Pixtral 12B,
     2024, section 2.2).
     """

@@ -19,12 +19,12 @@ from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.grid_positions import GridRows, grid_positions, grids_in
-from omni.models.item_layout import Runs, lines
+from omni.models.item_layout import lines
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec, item_count, item_layout
 from omni.rank.inputs import Assembler, Place
 from omni.training.parity import TOLERANCE, Measurement, compare
-from pipeline.domain_plan import PlannedItem
+from pipeline.domain_plan import PlannedItem, RowRuns
 
 CPU = torch.device("cpu")
 BREAK = 7
@@ -46,7 +46,7 @@ def test_lines_of_a_grid_have_a_token_between_them() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_and_literals_fill_an_item_in_order(seed: int) -> None:
     draw = np.random.default_rng(seed)
-    runs: Runs = tuple(
+    runs: RowRuns = tuple(
         (int(draw.integers(0, 4)), tuple(draw.integers(0, 99, draw.integers(0, 3)).tolist()))
         for _ in range(6)
     )
@@ -63,7 +63,7 @@ def test_rows_and_literals_fill_an_item_in_order(seed: int) -> None:
 def test_frames_between_timestamps_stand_where_qwen3_vl_has_them() -> None:
     """Qwen3-VL writes the time of each frame, in tokens, before its rows."""
     stamps, frames, high, wide = [(3, 4), (5, 6, 7), (8,)], 3, 2, 5
-    runs: Runs = ((0, stamps[0]), (10, stamps[1]), (10, stamps[2]), (10, ()))
+    runs: RowRuns = ((0, stamps[0]), (10, stamps[1]), (10, stamps[2]), (10, ()))
     item = PlannedItem("video", 0, 0, 0, 120, 30, 4, (frames, high, wide), runs)
     starts = [4 + 2, 4 + 2 + 10 + 3, 4 + 2 + 10 + 3 + 10 + 1]
     expected = [GridRows(start, (1, high, wide)) for start in starts]
@@ -154,7 +154,7 @@ def test_generation_goes_on_behind_literals(ranks: RankPool, data: Path, tmp_pat
 
 
 class Short(ViTEncoder):
-    def row_layout(self, size: tuple[int, ...]) -> Runs:
+    def row_layout(self, size: tuple[int, ...]) -> RowRuns:
         return ((1, (BREAK,)), (1, ()))
 
 

@@ -20,11 +20,12 @@ from dataloader.format import Item, SampleError
 from omni.keys import at_least, one_of
 from omni.models.blocks import Embed, Table
 from omni.models.encoders.transformer import TransformerEncoder
-from omni.models.item_layout import Runs, lines
+from omni.models.item_layout import lines
 from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
 from ops.device import to_device
 from parallel.work import Block
+from pipeline.domain_plan import RowRuns
 
 if TYPE_CHECKING:
     from parallel.packed import PackedTokens
@@ -97,7 +98,7 @@ class ViTEncoder(TransformerEncoder):
         rows, columns = self.grid(size)
         return 1, rows // self.config.merge, columns // self.config.merge
 
-    def row_layout(self, size: tuple[int, ...]) -> Runs:
+    def row_layout(self, size: tuple[int, ...]) -> RowRuns:
         """Return the lines of the LLM rows of an image, with tokens between them if there is one."""
         token = self.config.row_break
         return () if token is None else lines(self.row_grid(size), token)

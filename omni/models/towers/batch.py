@@ -12,7 +12,7 @@ from dataloader.audio import decode_audio, resample, resampled_length
 from dataloader.decode import decode_image
 from dataloader.format import Item, SampleError
 from omni.keys import ConfigError
-from omni.models.item_layout import Grid, Runs, lines
+from omni.models.item_layout import Grid, lines
 from omni.models.registry import ItemArrays
 from omni.models.towers.attention import WHOLE
 from omni.models.towers.calls import BatchCalls, ConnectedCalls, Given
@@ -21,6 +21,7 @@ from omni.models.towers.folder import BATCHES, GRIDS
 from omni.models.towers.processors import open_processor, processed
 from ops.attention import make_packing
 from ops.device import to_device
+from pipeline.domain_plan import RowRuns
 
 
 class BatchTower(WrappedTower):
@@ -143,7 +144,7 @@ class BatchTower(WrappedTower):
         merge = self.config.merge if self.audio else isqrt(self.tokens // self.rows)
         return self._count(size), max(1, rows // merge), columns // merge
 
-    def row_layout(self, size: tuple[int, ...]) -> Runs:
+    def row_layout(self, size: tuple[int, ...]) -> RowRuns:
         """Return the lines of the LLM rows of an item, with tokens between them if there is one."""
         token = self.config.row_break
         return () if token is None else lines(self.row_grid(size), token)

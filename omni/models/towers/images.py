@@ -8,9 +8,10 @@ import numpy as np
 from dataloader.decode import decode_image
 from dataloader.format import Item
 from omni.keys import ConfigError
-from omni.models.item_layout import Grid, Runs, lines
+from omni.models.item_layout import Grid, lines
 from omni.models.towers.folder import GRIDS, Tower
 from omni.models.towers.processors import open_processor, processed, resized_by
+from pipeline.domain_plan import RowRuns
 
 
 class GridImages:
@@ -69,7 +70,7 @@ class GridImages:
         frames, rows, columns = self.grid(size)
         return frames, rows // self.side, columns // self.side
 
-    def row_layout(self, size: tuple[int, ...]) -> Runs:
+    def row_layout(self, size: tuple[int, ...]) -> RowRuns:
         """Return the lines of the LLM rows of an image, with tokens between them if there is one."""
         token = self.row_break
         return () if token is None else lines(self.row_grid(size), token)
