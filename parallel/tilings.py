@@ -24,6 +24,7 @@ def busier(volumes: Table) -> Table:
     return sides
 
 
+# long: one computation, over a dozen arrays of the same tiles and shards
 def compare(
     tilings: Sequence[Sequence[Tile]],
     shards: Sequence[Shard],
@@ -47,42 +48,73 @@ def compare(
     )
     tiling, rank, head, heads, row, rows = np.fromiter(fields, np.int64).reshape(-1, 6).T
     holder, start, tokens = np.array([(s.member, s.start, s.length) for s in shards], np.int64).T
-    holds = holder[:, None] == np.arange(num_members)  # [S, R]
-    stop, reader = row + rows, tiling * num_members + rank
+    stop, end, reader = row + rows, start + tokens, tiling * num_members + rank
+    readers = np.arange(len(tilings) * num_members)  # [C · R]
 
-    def of_reader(values: Table) -> Table:
-        out = np.zeros(len(tilings) * num_members, np.int64)
-        np.add.at(out, reader, values)
+    def of_ranks(values: Table, at: Table) -> Table:
+        """Sum values by tiling and rank [C, R]."""
+        out = np.zeros(len(readers), np.int64)
+        np.add.at(out, at, values)
         return out.reshape(len(tilings), num_members)
 
+    def of_holders(values: Table) -> Table:
+        """Sum values of shards [C, S] by tiling and rank [C, R]."""
+        return values @ (holder[:, None] == np.arange(num_members))
+
     pairs = (stop * (stop + 1) - row * (row + 1)) // 2 if shape.causal else rows * length
-    work = of_reader(heads * pairs)
-    # Query rows of a tile that each shard holds [T, S], in head rows.
-    here = np.minimum(stop[:, None], start + tokens) - np.maximum(row[:, None], start)
-    queries = heads[:, None] * np.maximum(here, 0)
-    # Without a window a rank reads the keys of each key/value head from the first on: up to reach [C, R, K],
-    # of each shard so many [C, R, S], once.
+    work = of_ranks(heads * pairs, reader)
+    # Without a window a rank reads the keys of each key/value head from the first on: up to reach [C · R, K],
+    # of each shard so many, once.
     group, kv = shape.heads // shape.kv_heads, np.arange(shape.kv_heads)
     reads = (kv >= (head // group)[:, None]) & (kv <= ((head + heads - 1) // group)[:, None])
-    ends = np.zeros((len(tilings) * num_members, shape.kv_heads), np.int64)
-    np.maximum.at(ends, reader, reads * (stop[:, None] if shape.causal else length))
-    reach = ends.reshape(len(tilings), num_members, shape.kv_heads, 1)
-    keys = np.clip(reach - start, 0, tokens).sum(2)
+    reach = np.zeros((len(readers), shape.kv_heads), np.int64)
+    np.maximum.at(reach, reader, reads * (stop[:, None] if shape.causal else length))
+    # What is wanted of each shard, and by each reader, in head rows: queries by one tile in each head. Less
+    # what is at hand, it travels.
+    query_wanted = of_holders(np.broadcast_to(shape.heads * tokens, (len(tilings), len(shards))))
+    query_wants = of_ranks(heads * rows, reader)
+    key_wanted = of_holders(_read(reach.reshape(len(tilings), -1), start, end))
+    key_wants = reach.reshape(len(tilings), num_members, -1).sum(2)
 
-    def volumes_to(others: Table) -> Table:
-        """What ranks exchange with `others` [R, R], true of those that count."""
-        moved = queries * others[rank][:, holder]
-        sent = np.zeros((len(tilings), len(holder)), np.int64)
-        np.add.at(sent, tiling, moved)
-        query_sent, query_received = sent @ holds, of_reader(moved.sum(1))
-        read = keys * others[:, holder]
-        key_sent, key_received = read.sum(1) @ holds, read.sum(2)
+    def volumes_between(places: Table) -> Table:
+        """What travels between ranks at different `places` [R]."""
+        at, shard = _matches(places[rank], places[holder])
+        here = np.minimum(stop[at], end[shard]) - np.maximum(row[at], start[shard])
+        here = heads[at] * np.maximum(here, 0)
+        query_sent = query_wanted - of_ranks(here, tiling[at] * num_members + holder[shard])
+        query_received = query_wants - of_ranks(here, reader[at])
+        at, shard = _matches(places[readers % num_members], places[holder])
+        read = np.clip(reach[at] - start[shard, None], 0, tokens[shard, None]).sum(1)
+        key_sent = key_wanted - of_ranks(read, at - at % num_members + holder[shard])
+        key_received = key_wants - of_ranks(read, at)
         volumes = [query_sent + 2 * key_sent, query_received + 2 * key_received, query_received, query_sent]
         return np.stack(volumes, 2)
 
-    of_node = np.array(nodes or range(num_members))
-    every = volumes_to(~np.eye(num_members, dtype=bool))
-    return work, every, volumes_to(of_node[:, None] != of_node) if nodes else every
+    every = volumes_between(np.arange(num_members))
+    return work, every, volumes_between(np.array(nodes)) if nodes else every
+
+
+def _matches(left: Table, right: Table) -> tuple[Table, Table]:
+    """Return all (i, j) with left[i] = right[j]."""
+    order = np.argsort(right, kind="stable")
+    first, after = (np.searchsorted(right[order], left, side) for side in ("left", "right"))
+    count = after - first
+    at = np.repeat(np.arange(len(left)), count)
+    return at, order[np.arange(len(at)) + (first - np.cumsum(count) + count)[at]]
+
+
+def _read(reach: Table, start: Table, end: Table) -> Table:
+    """How often tokens [start, end) of shards are read [C, S], if C sets of readers [C, N] read the tokens
+    before their `reach`.
+    """
+    ascending = np.sort(reach, axis=1)
+    before = np.concatenate([np.zeros_like(reach[:, :1]), np.cumsum(ascending, axis=1)], axis=1)
+
+    def up_to(token: Table) -> Table:
+        count = np.stack([np.searchsorted(own, token) for own in ascending])  # that do not reach it [C, S]
+        return np.take_along_axis(before, count, 1) + (reach.shape[1] - count) * token
+
+    return up_to(end) - up_to(start)
 
 
 def _compare_windows(
