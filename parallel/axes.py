@@ -6,13 +6,15 @@ expt_dp   replicas of an expert              embd    the two ends of the pipelin
 tp_dp_cp  all ranks of a stage               pp      the stages of a pipeline
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from parallel.cluster import Cluster, Link
 from parallel.costs import Axes, Axis
-from parallel.layout import Arrangement
+from parallel.layout import Arrangement, Mesh
 
 _LLM: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
@@ -44,36 +46,29 @@ def group_of(arrangement: Arrangement, encoder: str | None, axis: str, rank: int
     if axis == "embd":
         stages = arrangement.mesh.group(rank, "pp")
         return tuple(dict.fromkeys((stages[0], stages[-1])))
-    names = mesh_axes(encoder, axis)
+    return tuple(sorted(_mesh(arrangement, encoder, axis).group(rank, *mesh_axes(encoder, axis))))
+
+
+def _mesh(arrangement: Arrangement, encoder: str | None, axis: str) -> Mesh:
     if encoder is not None:
-        mesh = arrangement.encoder_meshes[encoder]
-    else:
-        mesh = arrangement.expert_mesh if axis in _EXPERTS else arrangement.mesh
-    return tuple(sorted(mesh.group(rank, *names)))
+        return arrangement.encoder_meshes[encoder]
+    return arrangement.expert_mesh if axis in _EXPERTS else arrangement.mesh
 
 
 def axes_of(arrangement: Arrangement, encoder: str | None, cluster: Cluster) -> Axes:
     """Return all axes of the LLM, or of `encoder`, each with the links of its widest group."""
-    ranks = arrangement.mesh.ranks if encoder is None else arrangement.encoder_meshes[encoder].ranks
-    return {axis: _axis(arrangement, encoder, axis, ranks, cluster) for axis in axes_names(encoder)}
+    return {axis: _axis(arrangement, encoder, axis, cluster) for axis in axes_names(encoder)}
 
 
-def _axis(
-    arrangement: Arrangement, encoder: str | None, axis: str, ranks: Sequence[int], cluster: Cluster
-) -> Axis:
-    seen: set[int] = set()
-    size = nodes = rails = 1
-    near = len(ranks)  # members of a node, where these are fewest
-    rail = cluster.ranks_per_rail or arrangement.world
-    for rank in ranks:
-        if rank in seen:
-            continue
-        group = group_of(arrangement, encoder, axis, rank)
-        seen.update(group)
-        size = len(group)
-        by_node = Counter(member // cluster.ranks_per_node for member in group)
-        nodes, near = max(nodes, len(by_node)), min(near, *by_node.values())
-        rails = max(rails, len({member // rail for member in group}))
+def _axis(arrangement: Arrangement, encoder: str | None, axis: str, cluster: Cluster) -> Axis:
+    if axis == "embd":
+        ends = [0, -1] if arrangement.llm.pp > 1 else [0]
+        groups = arrangement.mesh.table("pp")[:, ends]
+    else:
+        groups = _mesh(arrangement, encoder, axis).table(*mesh_axes(encoder, axis))
+    size = groups.shape[1]
+    nodes, near = _spread(groups // cluster.ranks_per_node)
+    rails, _ = _spread(groups // (cluster.ranks_per_rail or arrangement.world))
     links = cluster.links
     if nodes == 1:
         return Axis(size, links.inside)
@@ -81,6 +76,15 @@ def _axis(
     if axis == "pp":
         return Axis(size, across)
     return Axis(size, _rings(across, links.inside, near), _pairs(across, links.inside, size, near))
+
+
+def _spread(places: npt.NDArray[np.int64]) -> tuple[int, int]:
+    """Return over how many places a group spreads at most, where members are at `places` [groups, members],
+    and how many members of a group are at one place at least.
+    """
+    begins = np.diff(np.sort(places, axis=1), axis=1, prepend=-1) != 0
+    members = np.diff(np.flatnonzero(begins), append=begins.size)
+    return int(begins.sum(1).max()), int(members.min())
 
 
 def _rings(across: Link, inside: Link, near: int) -> Link:

@@ -15,8 +15,11 @@ context parallelism stay inside a node and pipeline stages are what crosses betw
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from math import lcm, prod
+
+import numpy as np
+import numpy.typing as npt
 
 from parallel.placements import DomainSizes, PlacementPolicy
 
@@ -80,10 +83,15 @@ class Mesh:
 
     def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
         """Return every group of the product of the named axes, by first rank; together they are the mesh."""
-        axes = self.axes(names)
-        free = [(axis, s) for axis, s in zip(self.sizes, self._strides, strict=True) if axis not in axes]
-        offsets = [[i * stride for i in range(self.sizes[axis])] for axis, stride in reversed(free)]
-        return tuple(self._along(sum(at), axes) for at in product(*offsets))
+        return tuple(map(tuple, self.table(*names).tolist()))
+
+    def table(self, *names: str) -> npt.NDArray[np.int64]:
+        """Return `groups` as an array [groups, members]."""
+        axes, slowest_first = self.axes(names), [*self.sizes][::-1]
+        inside = [slowest_first.index(axis) for axis in reversed(axes)]
+        ranks = np.array(self.ranks, np.int64).reshape([self.sizes[axis] for axis in slowest_first])
+        members = prod(self.sizes[axis] for axis in axes)
+        return np.moveaxis(ranks, inside, range(-len(inside), 0)).reshape(-1, members)
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
