@@ -5,7 +5,7 @@
                experts over more ranks, smaller passes and more recomputed, as far as they must be; what still
                holds too much is out
     simulate   those that take least by another closed form, `SIMULATED` of them, but for those whose lower
-               bound is no less than the best step
+               bound is no less than the best step; of what takes about as long those with small domains
     change     one thing at a time of the best `STARTS`, as long as that gains, each `CHANGES` times at most
     rank       these under the run's own schedule
 
@@ -65,10 +65,11 @@ from parallel.policy import find
 from pipeline.costs import simulate
 from pipeline.plan import StepPlan
 
-SIMULATED, STARTS, CHANGES = 16, 3, 20
+SIMULATED, STARTS, CHANGES = 16, 2, 20
 _NEVER = 1 << 60  # bytes beyond a device's memory
 SHARED = 4  # replicas of a domain that a candidate begins with, unless the longest sample needs more
 FILLED = 4  # passes a stage that a candidate begins with, at least
+ALIKE = 4  # steps that differ by less than one in so many are about as long, as far as closed forms know
 EXACTLY = 64  # ranks of a domain up to which a candidate has the queues that the run has
 LEAN_PASS = 2048  # tokens, below which passes are not made smaller so that a candidate fits
 
@@ -150,8 +151,10 @@ class Searching:
         """Prepare a candidate."""
         return self.of.resolve(config, self.ranks)
 
-    def layouts(self) -> list[tuple[int, Keys]]:
-        """The layouts that fit by the closed form, with what their steps take by another, ascending."""
+    def layouts(self) -> list[Keys]:
+        """The layouts that fit by the closed form, by what their steps take by another; of those that take
+        about as long, those whose domains have fewer ranks come first.
+        """
         found = []
         for split in self.space.splits(beside=self.of.config.placement.ranks or 0):
             self.out.split += 1
@@ -164,13 +167,14 @@ class Searching:
             if most is not None and held.total() > most:
                 self.out.pruned.append((keys, held))
             else:
-                found.append((self._filled_ns(spec), keys))
-        return sorted(found, key=lambda each: each[0])
+                found.append((self._filled_ns(spec), spec.arrangement.domain_size, keys))
+        least = min((ns for ns, *_ in found), default=1)
+        return [keys for *_, keys in sorted(found, key=lambda of: (of[0] * ALIKE // least, of[1]))]
 
-    def first(self, layouts: Sequence[tuple[int, Keys]], most: int) -> Iterator[Tried]:
+    def first(self, layouts: Sequence[Keys], most: int) -> Iterator[Tried]:
         """Simulate the first `most` of layouts, but for those whose bound is no less than the best step."""
         best: Tried | None = None
-        for _, keys in layouts[:most]:
+        for keys in layouts[:most]:
             tried = self.attempt(keys, best)
             best = tried if best is None or _place(tried) < _place(best) else best
             yield tried
@@ -222,14 +226,14 @@ class Searching:
 
     def _quick(self, config: Config, keys: Keys) -> Tried:
         """Simulate a candidate as is quick. Where its schedule follows step by step, it is under one that is
-        seldom far from the best, or if that does not fit, one that holds less; in a domain of many ranks,
-        with queues that never wait.
+        seldom far from the best, or if that does not fit, or a pass that is recomputed would stay until its
+        weights have their gradients, one that holds less; in a domain of many ranks, with queues that never
+        wait.
         """
-        schedules = [config.pipeline.policy]
-        if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
-            schedules = (
-                ["zero_bubble_h1", "encode_first"] if config.layout.llm.parts == 1 else ["interleaved"]
-            )
+        llm, schedules = config.layout.llm, [config.pipeline.policy]
+        if config.pipeline.policy == AUTO and llm.pp > 1:
+            schedules = ["zero_bubble_h1", "encode_first"] if llm.parts == 1 else ["interleaved"]
+            schedules = schedules[-1:] if config.model.llm.recompute == "full" else schedules
         found = None
         for schedule in schedules:
             own = with_keys(config, {SCHEDULE: schedule})
@@ -285,7 +289,7 @@ class Searching:
         dp, pp = self._replicas(config), config.layout.llm.pp
         share = self.of.step_tokens // (dp * (FILLED * pp if pp > 1 else 1))
         usual = recomputed(config.model.llm)[0]
-        replicas = min(dp, max(SHARED, -(-self.of.longest // PASS_TOKENS)))
+        replicas = min(dp, max(SHARED, -(-self.of.longest // (PASS_TOKENS * config.layout.llm.cp))))
         first: dict[str, Any] = {
             DOMAIN: 1 << (replicas - 1).bit_length(),
             PASS: 1 << (min(PASS_TOKENS, max(LEAST_PASS, share)).bit_length() - 1),
@@ -325,13 +329,13 @@ class Searching:
         return {**keys, **change} if change else None
 
     def _bound(self, spec: RunSpec) -> Bound:
-        """What the first step takes at least, whatever its domains."""
+        """What the first step takes at least, in domains of this size."""
         step, cursor = self.of.begin
         if not self.metas:
             world = spec.planner.world
             taken = world.take(cursor)
             self.metas = [world.meta_of(taken, number) for number in range(len(taken))]
-        return step_bound(self.metas, spec.planner.domain, spec.planner.frozen(step), any_domain=True)
+        return step_bound(self.metas, spec.planner.domain, spec.planner.frozen(step))
 
     def _filled_ns(self, spec: RunSpec) -> int:
         """About what it takes: no less than the bound, and even work in a pipeline that is filled and emptied
