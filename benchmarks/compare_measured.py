@@ -5,12 +5,15 @@
 `omni compare --measure` on two ranks of one thread, gloo: a decoder of hidden 256 and an encoder of about
 half its work, images of uneven sizes, in two layouts: `pp2` of two stages, and `dp2`, in which a rank beside
 the LLM is possible. With more ranks than cores a rank computes while another idles, so bubbles vanish: four
-and eight ranks train a tiny model, and before each pass they sleep for as long as it would take on a cluster
-that is so slow that this is nearly all. What is chosen is chosen for that cluster. Two replicas of two and of
-four stages; those with encoders beside the LLM have one replica, and as many ranks that encode.
+and eight ranks train a tiny model, and before each pass they sleep for as long as it would take on a slow
+cluster. Two replicas of two and of four stages; those with encoders beside the LLM have one replica, and as
+many ranks that encode.
 
-120 turns of `pp2`, 40 of `dp2`, 4 of those that sleep: 40 minutes on two cores, where 30 are asked. What
-ranks that sleep send each other is sent for real, by more processes than cores: nothing prices it so.
+A pass of the tiny model and its messages take real time, the more the more processes share the cores. That is
+measured first, in steps without sleep, and is what starting an op costs on the slow cluster
+(`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
+
+120 turns of `pp2`, 12 of `dp2`, 4 of those that sleep: half an hour on two cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
@@ -41,10 +44,11 @@ from omni.rehearsal.compare import comparable
 from omni.training.ahead import Prepared
 from omni.training.side_by_side import alternate, interval, over
 from omni.training.trainer import Trainer
+from parallel.work import Grad
 from pipeline.costs import plan_costs
-from pipeline.ops import COMPUTE, Op
+from pipeline.ops import BACKWARDS, COMPUTE, Op
 
-OMNI, IMAGE = "omni", "model.encoders.image"
+OMNI, PLAIN, FOUND, IMAGE = "omni", "megatron", "found.json", "model.encoders.image"
 COMPUTED = (
     "model.llm.layers=4", "model.llm.hidden=256", "model.llm.heads=8", "model.llm.kv_heads=8",
     "model.llm.ffn=704", f"{IMAGE}.layers=2", f"{IMAGE}.hidden=160", f"{IMAGE}.ffn=480",
@@ -55,7 +59,7 @@ SLEPT = (
     f"{IMAGE}.layers=2", f"{IMAGE}.hidden=32", f"{IMAGE}.ffn=64", "data.microbatch_tokens=512",
 )  # fmt: skip
 MICROBATCHES = 6  # of a replica
-TURNS = {"pp2": 120, "dp2": 40, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
+TURNS = {"pp2": 120, "dp2": 12, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
 QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
 QUICK = ("pp2", "slept, 4 ranks")
 FLOPS_PER_RANK = 4e9
@@ -95,46 +99,75 @@ def configs_of(folder: Path, ranks: int, keys: Sequence[str], turns: int) -> dic
     return found
 
 
+def passes(op: Op) -> int:
+    """Passes that an op starts, as cost tables count them: a backward of input and weights is two."""
+    return 0 if op.kind not in COMPUTE else 2 if op.kind in BACKWARDS and op.grad is Grad.BOTH else 1
+
+
 def sleeping(trainer: Trainer, prepared: Prepared) -> None:
-    """Let a rank sleep before each pass for as long as its cost table says."""
+    """Let a rank sleep before each pass for as long as its cost table says, but for the real pass."""
     cost, _ = plan_costs(prepared.plan.domain, trainer.tables.at(prepared.plan.step))
+    real_ns = trainer.config.cluster.op_overhead_ns
 
     def sleep(op: Op) -> None:
         trainer.note(op)
         if op.kind in COMPUTE:
-            time.sleep(cost(trainer.rank.position, op) / 1e9)
+            time.sleep(max(0, cost(trainer.rank.position, op) - passes(op) * real_ns) / 1e9)
 
     trainer.rank.engine.on_op = sleep
 
 
-def work(rank: int, folder: Path, configs: Mapping[str, Config], turns: int) -> None:
-    """One rank that sleeps: all systems in turn; the first leaves what it measured."""
+def work(rank: int, folder: Path, configs: Mapping[str, Config], turns: int, sleeps: bool) -> None:
+    """One rank: all systems in turn; the first leaves seconds by system, and the passes of its last step."""
     os.environ["WANDB_MODE"] = "offline"
     torch.set_num_threads(1)
     world = next(iter(configs.values())).launch.ranks or 0
-    dist.init_process_group("gloo", f"file://{folder / f'store-{world}'}", rank=rank, world_size=world)
+    store = f"file://{folder / f'store-{world}-{sleeps}'}"
+    dist.init_process_group("gloo", store, rank=rank, world_size=world)
     trainers = [
         Trainer(prepare_run(of, world), RunFolder.create(Path(of.run.dir)), rank, torch.device("cpu"))
         for of in configs.values()
     ]
-    found = alternate(trainers, turns, sleeping)
+    count = 0
+
+    def before(trainer: Trainer, prepared: Prepared) -> None:
+        nonlocal count
+        count = sum(map(passes, prepared.plan.domain.ops[trainer.rank.position]))
+        if sleeps:
+            sleeping(trainer, prepared)
+
+    found = alternate(trainers, turns, before)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / FOUND).write_text(json.dumps({"seconds": found, "passes": count}))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def real_pass_ns(folder: Path, config: Config, turns: int) -> int:
+    """What a pass of the tiny model takes, with its messages, while all ranks share the cores."""
+    ranks = config.launch.ranks or 0
+    ready = prepare_run(with_keys(config, comparable(config)), ranks).config
+    ready.run.dir += "-real"
+    spawn(work, (folder, {"real": ready}, turns, False), ranks)
+    found = json.loads((folder / FOUND).read_text())
+    return int(interval(found["seconds"][0])[0] * 1e9) // found["passes"]
+
+
 def slept(folder: Path, configs: Mapping[str, Config], turns: int) -> list[MeasuredSystem]:
     """Measure systems on ranks that sleep."""
-    ready, refused = {}, []
+    ready, refused = dict[str, Config](), list[MeasuredSystem]()
+    real_ns = real_pass_ns(folder, configs[PLAIN], turns)
+    print(f"a real pass of {configs[PLAIN].launch.ranks} ranks: {real_ns / 1e6:.1f} ms", flush=True)
     for name, config in configs.items():
+        config.cluster.op_overhead_ns = real_ns
         config = with_keys(config, comparable(config))
         try:
             ready[name] = prepare_run(config, config.launch.ranks or 0).config
         except ValueError as error:
             refused.append(MeasuredSystem(name, refused=str(error)))
-    spawn(work, (folder, ready, turns), next(iter(ready.values())).launch.ranks or 0)
-    return [*map(MeasuredSystem, ready, json.loads((folder / "found.json").read_text())), *refused]
+    spawn(work, (folder, ready, turns, True), next(iter(ready.values())).launch.ranks or 0)
+    found = json.loads((folder / FOUND).read_text())["seconds"]
+    return [*map(MeasuredSystem, ready, found), *refused]
 
 
 def missed(setting: str, found: Sequence[MeasuredSystem]) -> Iterator[str]:
