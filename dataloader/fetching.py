@@ -16,8 +16,7 @@ from dataloader.storage import Storage
 Range = tuple[int, int]  # where it begins, and its bytes
 T = TypeVar("T")
 
-NEAR_HERE = 4 << 10  # bytes between ranges that are read with them, on a file system of this machine,
-NEAR = 64 << 10  # and of a store, where a request costs as much as these
+NEAR = 64 << 10  # bytes between ranges that are read with them of a store, where a request costs as much
 ATTEMPT_S = 20.0  # how long one request may take,
 DEADLINE_S = 90.0  # and all that repeat it
 _PAUSE_S = 0.1  # before the first repetition; twice as long before each further one
@@ -44,18 +43,21 @@ class Fetcher:
         self._deadline_s = deadline_s
 
     def ranges(self, name: str, places: Sequence[Range]) -> list[bytes]:
-        """The bytes of ranges of a file, in their order; those that lie near each other are read together.
+        """The bytes of ranges of a file, in their order. Of a store those that lie near each other are read
+        together; of a file of this machine the kernel does that, and what is read need not be cut out again.
 
         Raises OSError if they cannot be read by the deadline, FileNotFoundError if there is no such file,
         ValueError if it ends before one of them does.
         """
-        found = [b""] * len(places)
-        reads = list(joined(places, NEAR_HERE if self._is_local else NEAR))
-        contents = self._read(name, [(at, stop - at) for at, stop, _ in reads])
-        for (start, _, numbers), content in zip(reads, contents, strict=True):
-            for number in numbers:
-                at, size = places[number]
-                found[number] = content[at - start : at - start + size]
+        if self._is_local:
+            found = contents = self._read(name, places)
+        else:
+            found, reads = [b""] * len(places), list(joined(places, NEAR))
+            contents = self._read(name, [(at, stop - at) for at, stop, _ in reads])
+            for (start, _, numbers), content in zip(reads, contents, strict=True):
+                for number in numbers:
+                    at, size = places[number]
+                    found[number] = content[at - start : at - start + size]
         self._files.count(sum(map(len, contents)))
         return found
 
@@ -79,10 +81,7 @@ class Fetcher:
 
         def make() -> pa.Table:
             try:
-                if self._is_local:
-                    with self._files.opened(path) as file:
-                        return read(file)
-                return self._again(name, once)
+                return self._files.read(path, read) if self._is_local else self._again(name, once)
             except pa.ArrowException as error:
                 raise OSError(f"{name}: {error}") from error
 
@@ -109,8 +108,9 @@ class Fetcher:
         path = self.storage.path(name)
         try:
             if self._is_local:
-                with self._files.opened(path) as file:
-                    return [_whole(at, size, file.read_at(size, at)) for at, size in reads]
+                return self._files.read(
+                    path, lambda file: [_whole(at, size, file.read_at(size, at)) for at, size in reads]
+                )
             return [self._again(name, partial(self._ask, path, at, size)) for at, size in reads]
         except _ShortError as error:
             raise ValueError(f"{name}: {error}: it is cut, or another file") from error
@@ -187,7 +187,7 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 def joined(places: Sequence[Range], near: int) -> Iterator[tuple[int, int, list[int]]]:
     """Ranges as reads (at, stop, which of the ranges) of those with at most `near` bytes between them."""
-    order = sorted(range(len(places)), key=lambda number: places[number])
+    order = sorted(range(len(places)), key=places.__getitem__)
     numbers: list[int] = []
     first = stop = 0
     for number in order:

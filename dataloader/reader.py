@@ -116,23 +116,24 @@ class Reader:
         shard = self._shard_of(group)
         local = group - self._first_rows[shard] // self.manifest.rows_per_group
         path = self._paths[shard]
+        rows = min(
+            self.manifest.rows_per_group, self.manifest.num_samples - group * self.manifest.rows_per_group
+        )
+
+        def read(source: pa.NativeFile) -> tuple[pa.Table, int]:
+            footer = self.files.cached(path, lambda: _footer(source))
+            file = pq.ParquetFile(source, metadata=footer, pre_buffer=False, page_checksum_verification=True)
+            if file.num_row_groups <= local or footer.row_group(local).num_rows != rows:
+                raise ValueError(f"it should hold {rows} rows")
+            table = file.read_row_group(local, columns=list(columns), use_threads=False)
+            return table, chunk_bytes(footer.row_group(local), columns)
+
         try:
             # Not memory-mapped: a file cut short under a map kills the process instead of raising.
-            with self.files.opened(path) as source:
-                footer = self.files.cached(path, lambda: _footer(source))
-                file = pq.ParquetFile(
-                    source, metadata=footer, pre_buffer=False, page_checksum_verification=True
-                )
-                expected = min(
-                    self.manifest.rows_per_group,
-                    self.manifest.num_samples - group * self.manifest.rows_per_group,
-                )
-                if file.num_row_groups <= local or footer.row_group(local).num_rows != expected:
-                    raise ValueError(f"it should hold {expected} rows")
-                table = file.read_row_group(local, columns=list(columns), use_threads=False)
+            table, size = self.files.read(path, read)
         except (pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise self._damaged(group, error) from error
-        self.files.count(chunk_bytes(footer.row_group(local), columns))
+        self.files.count(size)
         return table
 
     def _shard_of(self, group: int) -> int:

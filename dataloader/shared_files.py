@@ -6,9 +6,8 @@ once is read once.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -16,7 +15,7 @@ import pyarrow as pa
 from dataloader.node_cache import NodeCache
 
 CACHE_BYTES = 256 << 20
-_IDLE_FILES = 64  # open and not in use: sources may have more files than a process may have open
+_OPEN_FILES = 64  # kept open: sources may have more files than a process may have open
 
 V = TypeVar("V")
 
@@ -42,8 +41,7 @@ class SharedFiles:
         self._node = node
         self._cache: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
         self._making: dict[Any, Future[Any]] = {}
-        self._idle: OrderedDict[str, list[pa.NativeFile]] = OrderedDict()  # the last read path last
-        self._num_idle = 0
+        self._open: OrderedDict[str, pa.NativeFile] = OrderedDict()  # the last read path last
         self._lock = threading.Lock()
 
     def cached(self, key: Any, make: Callable[[], tuple[V, int]]) -> V:
@@ -88,38 +86,27 @@ class SharedFiles:
 
         return self.cached(tuple(key), found)
 
-    @contextmanager
-    def opened(self, path: str) -> Iterator[pa.NativeFile]:
-        """A file that nobody else uses meanwhile. Raises OSError."""
+    def read(self, path: str, read: Callable[[pa.NativeFile], V]) -> V:
+        """What `read` returns of a file, of which threads may read places at once, with `read_at` and as
+        Parquet. It stays open, unless that fails; one that was read long ago is forgotten, and closed when
+        nobody reads it any more. Raises OSError.
+        """
         with self._lock:
-            idle = self._idle.get(path)
-            file = idle.pop() if idle else None
-            self._num_idle -= file is not None
+            file = self._open.get(path)
+            if file is not None:
+                self._open.move_to_end(path)
         if file is None:
             file = self._open_file(path)
+            with self._lock:
+                self._open[path] = file
+                if len(self._open) > _OPEN_FILES:
+                    self._open.popitem(last=False)
         try:
-            yield file
+            return read(file)
         except BaseException:
-            file.close()
+            with self._lock:
+                self._open.pop(path, None)  # it may be another file by then
             raise
-        oldest = None
-        with self._lock:
-            self._idle.setdefault(path, []).append(file)
-            self._idle.move_to_end(path)
-            self._num_idle += 1
-            if self._num_idle > _IDLE_FILES:
-                oldest = self._forget_oldest()
-        if oldest is not None:
-            oldest.close()
-
-    def _forget_oldest(self) -> pa.NativeFile:
-        """Take a file out of those that nobody uses: of the path that was read longest ago."""
-        while True:
-            path, files = next(iter(self._idle.items()))
-            if files:
-                self._num_idle -= 1
-                return files.pop()
-            del self._idle[path]
 
     def count(self, size: int) -> None:
         """Count bytes that were read."""
@@ -127,14 +114,11 @@ class SharedFiles:
             self.bytes_read += size
 
     def close(self) -> None:
-        """Close the files that nobody uses, and forget the cache."""
+        """Forget all files, and the cache."""
         with self._lock:
-            idle, self._idle = self._idle, OrderedDict()
-            self._num_idle = 0
+            self._open.clear()
             self._cache.clear()
             self.cached_bytes = 0
-        for file in (file for files in idle.values() for file in files):
-            file.close()
 
     def _keep(self, key: Any, value: Any, size: int) -> None:
         self._cache[key] = (value, size)

@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -258,6 +259,42 @@ def test_threads_read_side_by_side(tmp_path):
 
     on_threads(work, (0, 4, 8, 12))  # of four row groups in two shards
     assert found == {i: f"id-{i}" for i in (0, 4, 8, 12)}
+
+
+def test_files_stay_open_for_all_threads_a_few_at_most_and_are_opened_anew_after_an_error(tmp_path):
+    opened, closed = [], []
+
+    def open_file(name):
+        file = pa.OSFile(name)
+        opened.append(name)
+        weakref.finalize(file, closed.append, name)
+        return file
+
+    names = [str(tmp_path / str(number)) for number in range(100)]
+    for number in range(100):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 10)
+    files = SharedFiles(open_file=open_file)
+
+    def read(name):
+        return files.read(name, lambda file: file.read_at(1, 5))
+
+    assert read(names[0]) == b"\0"
+    on_threads(lambda _: [read(names[0]) for _ in range(50)], range(4))
+    assert opened == names[:1]
+    assert [read(name)[0] for name in names] == list(range(100))
+    assert opened == names
+    assert closed == names[:36]
+
+    def fail(file):
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        files.read(names[99], fail)
+    read(names[98])
+    read(names[99])
+    assert opened[100:] == names[99:]
+    files.close()
+    assert sorted(closed) == sorted(opened)
 
 
 def test_what_threads_ask_for_at_once_is_read_once(tmp_path):
