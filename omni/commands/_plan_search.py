@@ -149,7 +149,9 @@ def _figures(
 
 
 def _row(found: "Finalist", tokens: int) -> dict[str, Any]:
-    """One of the best, in the domain that samples load most, and why it takes longer than even work there."""
+    """One of the best, in the slowest of its domains that were simulated, and why it takes longer than even
+    work there.
+    """
     from omni.planning.choice import text_of
     from pipeline.causes import causes_of, work_of
 
@@ -178,7 +180,7 @@ def _lines(of: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"{of['layouts']} layouts of the LLM, of which {of['hold_too_much']} hold too much; "
-        f"{of['candidates_simulated']} candidates simulated, in the domain that samples load most:"
+        f"{of['candidates_simulated']} candidates simulated, in domains that samples load most:"
     )
     yield f"\n{'step ms':>10} {'tokens/s':>12}  longer than even work by: keys"
     for row in of["simulated"]:

@@ -11,13 +11,13 @@
 
 Placement, domains, sharing, balance, pairing, passes and what is recomputed are changed, too. All candidates
 take the same samples, whole: the longest of the stream, unless `data.sample_tokens` is less. What is planned
-of a candidate is its first step in the domains that samples load most, as where a run chooses
-(`omni.planning.choose`).
+of a candidate is its first step in the domain that samples load most, at the end in several of them, as where
+a run chooses (`omni.planning.choose`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from dataloader.tokens import SampleMeta
@@ -44,7 +44,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import gains
+from omni.planning.choose import DOMAINS, gains
 from omni.planning.fullest import likely_held
 from omni.planning.layout_question import Question
 from omni.planning.layout_space import (
@@ -208,10 +208,10 @@ class Searching:
             spec = self.resolve(config)
         except ValueError as error:
             return Tried(keys, refused=str(error), beyond=_NEVER)
-        most, held = spec.cluster.memory_bytes, self._least_held(spec).total()
+        most, held = spec.cluster.memory_bytes, self.least_held(spec).total()
         if most is not None and held > most:
             return Tried(keys, refused="holds too much", beyond=held - most)
-        if best is not None and not best.refused and self._bound(spec).ns >= (best.step_ns or 0):
+        if best is not None and not best.refused and self.bound(spec).ns >= (best.step_ns or 0):
             return Tried(keys, refused="takes no less", beyond=_NEVER)
         self.out.simulated += 1
         return self._quick(config, keys)
@@ -222,7 +222,7 @@ class Searching:
         Raises:
             ValueError: if it cannot be.
         """
-        return self._simulated(self.settled(keys), keys)
+        return self._simulated(self.settled(keys), keys, DOMAINS)
 
     def _quick(self, config: Config, keys: Keys) -> Tried:
         """Simulate a candidate as is quick. Where its schedule follows step by step, it is under one that is
@@ -246,13 +246,17 @@ class Searching:
         assert found is not None
         return found
 
-    def _simulated(self, config: Config, keys: Keys) -> Finalist:
-        """Simulate the first step of a candidate in the domain that samples load most."""
+    def _simulated(self, config: Config, keys: Keys, domains: int = 1) -> Finalist:
+        """Simulate the first step of a candidate in so many of the domains that samples load most, of which
+        the slowest counts.
+        """
         spec = self.resolve(config)
-        plan = next(iter(spec.planner.busiest(*self.of.begin)))
-        step_ns = simulate(plan.domain, spec.table, spec.planner.domain.single_queue).makespan_ns
-        most = spec.cluster.memory_bytes
-        beyond = max(0, likely_held(spec, spec.table, plan) - most) if most is not None else 0
+        most, single_queue = spec.cluster.memory_bytes, spec.planner.domain.single_queue
+        plans = islice(spec.planner.busiest(*self.of.begin), domains)
+        steps = [(simulate(plan.domain, spec.table, single_queue).makespan_ns, plan) for plan in plans]
+        step_ns, plan = max(steps, key=lambda step: step[0])
+        held = max(likely_held(spec, spec.table, plan) for _, plan in steps) if most is not None else 0
+        beyond = max(0, held - (most or 0))
         refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB" if beyond else ""
         return Finalist(Tried(keys, step_ns, refused, beyond), spec, plan)
 
@@ -308,7 +312,7 @@ class Searching:
         """A candidate that fits by the closed form, if there is one, with what it holds."""
         while True:
             spec = self.resolve(self.settled(keys))
-            held, most = self._least_held(spec), spec.cluster.memory_bytes
+            held, most = self.least_held(spec), spec.cluster.memory_bytes
             if most is None or held.total() <= most:
                 return keys, spec, held
             leaner = self._leaner(keys, held, most)
@@ -328,7 +332,7 @@ class Searching:
         change = next((option for option in options if option), None)
         return {**keys, **change} if change else None
 
-    def _bound(self, spec: RunSpec) -> Bound:
+    def bound(self, spec: RunSpec) -> Bound:
         """What the first step takes at least, in domains of this size."""
         step, cursor = self.of.begin
         if not self.metas:
@@ -341,7 +345,7 @@ class Searching:
         """About what it takes: no less than the bound, and even work in a pipeline that is filled and emptied
         once, by (stages - 1) / (passes · parts) more (Narayanan et al., arXiv 2104.04473, section 2.2).
         """
-        bound, own = self._bound(spec), spec.arrangement.llm
+        bound, own = self.bound(spec), spec.arrangement.llm
         return max(
             bound.ns, bound.work_ns + bound.work_ns * (own.pp - 1) // (self.passes(spec)[1] * own.parts)
         )
@@ -351,5 +355,6 @@ class Searching:
         tokens = spec.config.data.pass_tokens // (spec.config.packing.divisor or 1)
         return tokens, max(1, self.of.step_tokens // (tokens * spec.arrangement.llm.dp))
 
-    def _least_held(self, spec: RunSpec) -> Parts:
+    def least_held(self, spec: RunSpec) -> Parts:
+        """What the fullest stage holds at least, by a closed form."""
         return least_held(spec, *self.passes(spec), spec.planner.frozen(self.of.begin[0]))
