@@ -4,13 +4,14 @@
         [--jobs N] [--scale] [--quick]
 
 `spaces` are small: 8 H100s, some keys given, and every combination of the others is simulated as the search
-simulates its best: the first step in the domain that samples load most, under the run's schedule. `runs` are
+simulates its best: the first step in the domains that samples load most, under the run's schedule. `runs` are
 Qwen2.5 7B with its ViT of 0.6 B on 64 H100s, and Llama 3 70B with a ViT of 2.4 B on 1,024; a layout at
-random draws every key that is free. It is simulated under one schedule, and if it does not fit under a leaner
-one; another is drawn where it cannot be or fits neither. Only if it takes less than twice what was found is
-it simulated under the run's own schedule. Passes have 1,024 tokens or more in spaces, 4,096 in runs: smaller
-ones take longer, to plan and to run. Samples are those of `longtail`, all items as images, whole. Seconds are
-of the CPU, for the search alone.
+random draws every key that is free, and is drawn again where it cannot be or does not fit. If its lower bound
+is less than what was found, it is simulated, under one schedule or, if it does not fit, a leaner one, and if
+it takes less than twice what was found, under the run's own schedule. Passes have 1,024 tokens or more in
+spaces, 4,096 in runs: smaller ones take longer, to plan and to run. Domains have 256 ranks at most in runs:
+larger ones take minutes to plan. Samples are those of `longtail`, all items as images, whole. Seconds are of
+the CPU, for the search alone.
 
 `--scale` has the 70B on 16,384 ranks: layout, the groups of every rank on each of its axes, and the plan of a
 step of all domains, verified. Seconds and GB are those of the process. `--quick` has two of the spaces, in a
@@ -68,6 +69,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 RUN_SAMPLES = 8192
 LEAST, RUN_LEAST = 1024, 4096  # tokens of a pass
+MOST_RANKS = 256  # of a domain
 FAR = 2
 WITHIN, SECONDS = 1.02, 360
 SCALE, SCALE_SECONDS, SCALE_GB = 16_384, 300, 8
@@ -84,7 +86,9 @@ def found_by_search(question: Question, ranks: int) -> tuple[Finalist, float]:
     """The best that the search finds, and its seconds."""
     begin = time.process_time()
     best = search(question, ranks).found[0]
-    return best, round(time.process_time() - begin, 1)
+    seconds = round(time.process_time() - begin, 1)
+    print(f"found in {seconds} s: {best.step_ns / 1e6:,.1f} ms by {text_of(best.told())}", flush=True)
+    return best, seconds
 
 
 def every(question: Question, ranks: int) -> Iterator[tuple[str, int]]:
@@ -106,30 +110,41 @@ def values_of(searching: Searching, least: int) -> dict[str, list[Any]]:
 
 
 def at_random(name: str, beside: Finalist, count: int, seed: int, jobs: int) -> Iterator[tuple[str, int]]:
-    """Keys and step of so many candidates of a run that fit, each key drawn of its values; the same for any
-    number of processes. What takes `FAR` times the step `beside` them under one schedule is not tried under
-    others.
+    """Keys of so many candidates of a run that fit, each key drawn of its values, with their steps, or 0 for
+    those that a lower bound says to take no less than the candidate `beside` them; the same for any number of
+    processes.
     """
     numbers = itertools.count()
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         while count > 0:
-            draws = [f"{seed}, {next(numbers)}" for _ in range(16)]
-            found = pool.map(_drawn, [name] * len(draws), draws, [FAR * beside.step_ns] * len(draws))
+            draws = [f"{seed}, {next(numbers)}" for _ in range(64)]
+            found = pool.map(_drawn, [name] * len(draws), draws, [beside.step_ns] * len(draws))
             fitting = [each for each in found if each is not None]
             yield from fitting[:count]
             count -= len(fitting)
 
 
-def _drawn(name: str, seed: str, far_ns: int) -> tuple[str, int] | None:
-    """One candidate of a run at random, None if it cannot be or does not fit."""
+def _drawn(name: str, seed: str, found_ns: int) -> tuple[str, int] | None:
+    """One candidate of a run at random, None if it cannot be, does not fit or has larger domains than are
+    drawn. What takes `FAR` times what was found under one schedule is not tried under others.
+    """
     searching, draw = _searching(name), random.Random(seed)
     split = draw.choice(list(searching.space.splits()))
     keys = {key: draw.choice(own) for key, own in values_of(searching, RUN_LEAST).items()}
     keys = {**searching.begun(split), **keys, **split}
+    try:
+        spec = searching.resolve(searching.settled(keys))
+    except ValueError:
+        return None
+    most = spec.cluster.memory_bytes or 0
+    if spec.arrangement.domain_size > MOST_RANKS or searching.least_held(spec).total() > most:
+        return None
+    if searching.bound(spec).ns >= found_ns:
+        return text_of(keys), 0
     tried = searching.attempt(keys)
     if tried.refused or tried.step_ns is None:
         return None
-    return (text_of(keys), tried.step_ns) if tried.step_ns > far_ns else _fitting(searching, keys)
+    return (text_of(keys), tried.step_ns) if tried.step_ns > FAR * found_ns else _fitting(searching, keys)
 
 
 @cache
@@ -148,21 +163,25 @@ def _fitting(searching: Searching, keys: Keys) -> tuple[str, int] | None:
 
 
 def compared(name: str, best: Finalist, seconds: float, others: Iterator[tuple[str, int]]) -> dict[str, Any]:
-    """What was found beside others."""
-    steps = dict(others)
-    least = min(steps, key=lambda keys: steps[keys])
+    """What was found beside others, of which those without a step take no less."""
+    every = dict(others)
+    steps = {keys: step for keys, step in every.items() if step}
+    least_ns = min(steps.values(), default=best.step_ns)
     row = {
         "found_ms": round(best.step_ns / 1e6, 1),
-        "least_ms": round(steps[least] / 1e6, 1),
-        "over": round(best.step_ns / steps[least], 4),
-        "others": len(steps),
+        "least_ms": round(least_ns / 1e6, 1),
+        "over": round(best.step_ns / least_ns, 4),
+        "others": len(every),
+        "no_less_by_bound": len(every) - len(steps),
         "seconds": seconds,
         "keys": text_of(best.told()),
-        "least_keys": least,
+        "least_keys": next((keys for keys, step in steps.items() if step == least_ns), ""),
     }
     others_ms = f"the best of {len(steps):,} others, {row['least_ms']:,.1f} ms"
     print(
-        f"{name:10} {row['found_ms']:10,.1f} ms: {row['over']:.3f} times {others_ms}; {seconds} s", flush=True
+        f"{name:10} {row['found_ms']:10,.1f} ms: {row['over']:.3f} times {others_ms}; {seconds} s; "
+        f"{row['no_less_by_bound']} more take no less by their bound",
+        flush=True,
     )
     return row
 
