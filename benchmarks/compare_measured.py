@@ -14,6 +14,7 @@ measured first, in steps without sleep, and is what starting an op costs on the 
 (`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
 
 120 turns of `pp2`, 12 of `dp2`, 4 of those that sleep: half an hour on two cores.
+12 turns do not tell 15 % from nothing, and the interval of 4 is their least and most.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.

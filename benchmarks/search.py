@@ -6,8 +6,9 @@
 `spaces` are small: 8 H100s, some keys given, and every combination of the others is simulated as the search
 simulates its best: the first step in the domains that samples load most, under the run's schedule. `runs` are
 Qwen2.5 7B with its ViT of 0.6 B on 64 H100s, and Llama 3 70B with a ViT of 2.4 B on 1,024; a layout at
-random draws every key that is free, and is drawn again where it cannot be or does not fit. If its lower bound
-is less than what was found, it is simulated, under one schedule or, if it does not fit, a leaner one, and if
+random draws every key that is free, and is drawn again where it cannot be or does not fit by the closed form
+of memory, or when simulated. If its lower bound is less than what was found, it is simulated,
+under one schedule or, if it does not fit, a leaner one, and if
 it takes less than twice what was found, under the run's own schedule. Passes have 1,024 tokens or more in
 spaces, 4,096 in runs: smaller ones take longer, to plan and to run. Domains have 256 ranks at most in runs:
 larger ones take minutes to plan. Samples are those of `longtail`, all items as images, whole. Seconds are of
@@ -136,7 +137,8 @@ def _drawn(name: str, seed: str, found_ns: int) -> tuple[str, int] | None:
         spec = searching.resolve(searching.settled(keys))
     except ValueError:
         return None
-    most = spec.cluster.memory_bytes or 0
+    most = spec.cluster.memory_bytes
+    assert most is not None, "nothing would be refused"
     if spec.arrangement.domain_size > MOST_RANKS or searching.least_held(spec).total() > most:
         return None
     if searching.bound(spec).ns >= found_ns:
