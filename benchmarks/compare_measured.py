@@ -13,8 +13,8 @@ A pass of the tiny model and its messages take real time, the more the more proc
 measured first, in steps without sleep, and is what starting an op costs on the slow cluster
 (`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
 
-120 turns of `pp2`, 12 of `dp2`, 4 of those that sleep: half an hour on two cores.
-12 turns do not tell 15 % from nothing, and the interval of 4 is their least and most.
+120 turns of two ranks, 4 of those that sleep, whose interval is their least and most: half an hour on two
+cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
@@ -59,8 +59,8 @@ SLEPT = (
     "model.llm.hidden=32", "model.llm.heads=2", "model.llm.kv_heads=2", "model.llm.ffn=64",
     f"{IMAGE}.layers=2", f"{IMAGE}.hidden=32", f"{IMAGE}.ffn=64", "data.microbatch_tokens=512",
 )  # fmt: skip
-MICROBATCHES = 6  # of a replica
-TURNS = {"pp2": 120, "dp2": 12, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
+MICROBATCHES = {"pp2": 4, "dp2": 2, "slept, 4 ranks": 6, "slept, 8 ranks": 6}  # of a replica
+TURNS = {"pp2": 120, "dp2": 120, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
 QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
 QUICK = ("pp2", "slept, 4 ranks")
 FLOPS_PER_RANK = 4e9
@@ -82,13 +82,15 @@ def settings() -> dict[str, tuple[int, Sequence[str], bool]]:
     return {"pp2": (2, (*COMPUTED, "layout.llm.pp=2"), False), "dp2": (2, COMPUTED, False), **slept}
 
 
-def configs_of(folder: Path, ranks: int, keys: Sequence[str], turns: int) -> dict[str, Config]:
-    """The runs of all systems."""
+def configs_of(
+    folder: Path, ranks: int, keys: Sequence[str], microbatches: int, turns: int
+) -> dict[str, Config]:
+    """The runs of all systems, with so many microbatches of a replica."""
     tokens = next(int(key.partition("=")[2]) for key in keys if key.startswith("data.microbatch_tokens"))
     replicas = 2 if "layout.llm.pp=2" not in keys or ranks > 2 else 1
     more = (
         "cluster=cpu", f"launch.ranks={ranks}", "launch.oversubscribe=true", f"{IMAGE}.max_side=128",
-        "data.step_tokens=null", f"data.step_samples={replicas * MICROBATCHES * tokens // LENGTH}",
+        "data.step_tokens=null", f"data.step_samples={replicas * microbatches * tokens // LENGTH}",
         "train.precision=fp32",
     )  # fmt: skip
     found = {}
@@ -200,7 +202,7 @@ def main() -> int:
         write_data(folder / "images", 512)
         for name in names:
             ranks, keys, sleeps = every[name]
-            configs = configs_of(folder, ranks, keys, turns[name])
+            configs = configs_of(folder, ranks, keys, MICROBATCHES[name], turns[name])
             found = slept(folder, configs, turns[name]) if sleeps else measure(configs)
             print("\n".join(f"{name}: {line}" for line in lines(found)), flush=True)
             problems += missed(name, found)

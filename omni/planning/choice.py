@@ -25,17 +25,19 @@ DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens
 CONTEXT = "layout.context"
 MICROBATCH, RECOMPUTE, BESIDE = "data.microbatch_tokens", "model.llm.recompute", "placement.ranks"
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
-LLM_SP, ENCODER_SP, BALANCE, PAIRING = (
+LLM_SP, ENCODER_SP, BALANCE, PAIRING, PACKING = (
     "llm_sp.policy",
     "encoder_sp.policy",
     "balance.policy",
     "pairing.policy",
+    "packing.policy",
 )
 POLICIES: Mapping[str, tuple[str, str]] = {
     LLM_SP: ("uniform", "dynamic"),
     ENCODER_SP: ("none", "dynamic"),
     BALANCE: ("two_constraint", "lpt"),
     PAIRING: ("alike", "in_order"),
+    PACKING: ("first_fit_decreasing", "graded"),
 }
 """The policies that an open key is chosen of; the first is taken where the other gains nothing."""
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from dataloader.packing import PackingPolicy
 from omni.config import Config, ConfigError
-from omni.planning.choice import AUTO, PAIRING, POLICIES, value_of, with_keys
+from omni.planning.choice import AUTO, PACKING, PAIRING, POLICIES, value_of, with_keys
 from omni.policies import KINDS
 from parallel.policy import find
 
@@ -34,7 +34,9 @@ def with_pairing(config: Config) -> Config:
     Raises:
         PolicyError: for a packing that is not registered.
     """
-    needs_order = find(PackingPolicy, config.packing.policy, "packing.policy").encode is not None
+    if config.packing.policy == AUTO:
+        return config
+    needs_order = find(PackingPolicy, config.packing.policy, PACKING).encode is not None
     if value_of(config, PAIRING) != AUTO or not needs_order:
         return config
     return with_keys(config, {PAIRING: POLICIES[PAIRING][1]})

@@ -32,6 +32,7 @@ from omni.planning.choice import (
     LLM_SP,
     LONGEST,
     MICROBATCH,
+    PACKING,
     PACKS,
     PAIRING,
     PASS_TOKENS,
@@ -304,7 +305,7 @@ def _search(
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
         best = found if gains(found, best) else best
-    if PACKS in keys and (start.arrangement.llm.pp > 1 or best.refused):
+    if {PACKS, PACKING} & set(keys) and (start.arrangement.llm.pp > 1 or best.refused):
         whole = with_keys(config, {LONGEST: longest})
         starts = [best]
         if longest <= _budget(given, cuts, sizes[0], longest):  # the first candidate shares nothing
@@ -316,9 +317,10 @@ def _search(
 
 
 def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Tried, list[Tried]]:
-    """Try smaller packs, of the best candidate and of simpler ones that follow it in `starts`. How a pipeline
-    fills and empties shows on a whole step alone, so the first one is simulated: a candidate stands among the
-    others with as much more or less than the best as it takes there.
+    """Try smaller packs, of the best candidate and of simpler ones that follow it in `starts`, and of the
+    best of these packs that grow, as large or the next larger. How a pipeline fills and empties shows on a
+    whole step alone, so the first one is simulated: a candidate stands among the others with as much more or
+    less than the best as it takes there.
     """
 
     def whole_step(own: Keys) -> Tried:
@@ -329,14 +331,20 @@ def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Trie
     for start in starts:
         now = reference if start is starts[0] else whole_step(start.keys)
         found.append(start if start is starts[0] else _as_beside(starts[0], reference, now))
-        own = found[-1]
-        for divisor in DIVISORS:
+        own, larger = found[-1], None
+        for divisor in DIVISORS if PACKS in start.keys else ():
             other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]})
             found.append(_as_beside(starts[0], reference, other))
             if gains(other, now):
-                own, now = found[-1], other
+                own, now, larger = found[-1], other, own
             elif not now.refused:  # while none fits, a smaller one may
                 break
+        for plain in (own, larger) if PACKING in start.keys and config.layout.llm.pp > 1 else ():
+            if plain is not None:
+                other = whole_step({**plain.keys, PACKING: _SECOND[PACKING]})
+                found.append(_as_beside(starts[0], reference, other))
+                if gains(other, now):
+                    own, now = found[-1], other
         if start is starts[0] or not gains(least, now):
             best, least = own, now
     return best, found

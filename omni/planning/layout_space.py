@@ -20,6 +20,7 @@ from omni.planning.choice import (
     BESIDE,
     DOMAIN,
     MICROBATCH,
+    PACKING,
     PACKS,
     PLACEMENT,
     POLICIES,
@@ -72,7 +73,7 @@ class Space:
         values, staged = self.values[key], keys[PP] > 1
         if key == PLACEMENT:
             return tuple(own for own in values if own != keys[key] and (staged or own != STAGE0.name))
-        if key == PARTS and not staged:
+        if key in (PARTS, PACKING) and not staged:
             return ()
         if keys[key] not in values:
             return tuple(values)

@@ -11,6 +11,8 @@ from samples import chart_samples, sized, variation
 
 from dataloader.packing import PackingPolicy
 from dataloader.packing.entrain import ENTRAIN
+from dataloader.packing.first_fit import FIRST_FIT_DECREASING
+from dataloader.packing.graded import GRADED, SHARES
 from dataloader.packing.policy import pack_of
 
 POLICIES = own(PackingPolicy)
@@ -73,6 +75,21 @@ def test_entrain_levels_encoders_and_the_llm_at_once():
         mean(of) / mean(to) for of, to in zip(zip(*plain, strict=True), zip(*level, strict=True), strict=True)
     ]
     assert min(gains) > 5, gains
+
+
+def test_the_first_graded_packs_grow_and_the_others_are_full():
+    costs = sized([(10 + i % 37, 1, 0) for i in range(600)])
+    packs, plain = GRADED(costs, 1000), FIRST_FIT_DECREASING(costs, 1000)
+    held = [int(costs.tokens[list(members)].sum()) for members in packs]
+    for share, tokens in zip(SHARES, held, strict=False):
+        assert 0.9 * share * 1000 < tokens <= share * 1000
+    assert sum(tokens < 900 for tokens in held) <= len(SHARES) + 1
+    assert len(packs) <= len(plain) + len(SHARES)
+
+
+def test_few_samples_are_packed_as_without_grades():
+    costs = sized([(10 + i % 37, 1, 0) for i in range(100)])
+    assert GRADED(costs, 1000) == FIRST_FIT_DECREASING(costs, 1000)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
