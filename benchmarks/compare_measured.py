@@ -59,7 +59,7 @@ SLEPT = (
     "model.llm.hidden=32", "model.llm.heads=2", "model.llm.kv_heads=2", "model.llm.ffn=64",
     f"{IMAGE}.layers=2", f"{IMAGE}.hidden=32", f"{IMAGE}.ffn=64", "data.microbatch_tokens=512",
 )  # fmt: skip
-MICROBATCHES = {"pp2": 4, "dp2": 2, "slept, 4 ranks": 6, "slept, 8 ranks": 6}  # of a replica
+MICROBATCHES = {"pp2": 4, "dp2": 3, "slept, 4 ranks": 6, "slept, 8 ranks": 6}  # of a replica
 TURNS = {"pp2": 120, "dp2": 120, "slept, 4 ranks": 4, "slept, 8 ranks": 4}
 QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
 QUICK = ("pp2", "slept, 4 ranks")
