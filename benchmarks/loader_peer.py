@@ -144,11 +144,10 @@ def _loaded(path: Path, step: int = 128) -> Callable[[], Iterator[Any]]:
 
     index = Index.open(path)
     stream = Stream({"s": SourceSpec(len(index), index.manifest.rows_per_group, 1)}, seed=0)
+    readers = {"s": open_reader(path)}  # for all epochs
 
     def one() -> Iterator[Any]:
-        loader: Loader[Any] = Loader(
-            {"s": open_reader(path)}, ByteTokenizer(), {"image": lambda item: decoded(item.data)}, 1
-        )
+        loader: Loader[Any] = Loader(readers, ByteTokenizer(), {"image": lambda item: decoded(item.data)}, 1)
         for number in range(0, len(index), step):
             ids = stream.take(number, min(step, len(index) - number))[1].tolist()
             metas = [index.meta(i, "s", lambda modality, size: (1, 1)) for i in ids]

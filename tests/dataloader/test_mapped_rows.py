@@ -1,5 +1,6 @@
 """Rows of mapped Arrow files, against pyarrow's own."""
 
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -68,5 +69,6 @@ def test_rows_of_any_batch_come_back_and_a_changed_file_is_refused(tmp_path):
         MappedRows(tmp_path / "rows", SCHEMA, 12, "remedy")
     with open(tmp_path / "rows", "ab") as file:
         file.write(b"x")
+    time.sleep(0.01)  # it is looked at again after a millisecond
     with pytest.raises(DataError, match="was changed while it is in use"):
         mapped.row(0)
