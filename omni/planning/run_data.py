@@ -68,6 +68,9 @@ def open_data(
         if data.sources[name].augment is not None and "image" not in index.manifest.modalities:
             held = ", ".join(index.manifest.modalities) or "texts alone"
             raise ConfigError(f"data.sources.{name}.augment: it has no images, but {held}: leave it out")
+    if not any(source.weight for source in data.sources.values()):
+        of_each = " ".join(f"data.sources.{name}.weight=0" for name in data.sources)
+        raise ConfigError(f"{of_each}: nothing would be drawn: give a source a weight of 1 or more")
     specs = {
         name: SourceSpec(len(index), index.manifest.rows_per_group, data.sources[name].weight)
         for name, index in indexes.items()

@@ -101,6 +101,10 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["model.llm.heads=3"], ["model.llm.heads=3", "hidden=32"]),
         (["data.tokenizer=gpt"], ["data.tokenizer=gpt", "bytes"]),
         (["data.on_long=cut"], ["data.on_long=cut", "error, drop, truncate"]),
+        (
+            ["data.sources.strips.weight=0", "data.sources.docs.weight=0"],
+            ["data.sources.strips.weight=0", "data.sources.docs.weight=0", "give a source a weight"],
+        ),
         (["data.on_error=ignore"], ["data.on_error=ignore", "fail, skip"]),
         (["data.step_samples=4"], ["data.step_tokens=128", "data.step_samples=4", "exactly one"]),
         (["train.precision=fp64"], ["train.precision=fp64", "auto, fp32, bf16"]),
