@@ -183,8 +183,11 @@ def test_a_transparent_colour_of_a_palette_is_white():
     assert decoded[1, 1].tolist() == [10, 20, 30]
 
 
-def test_cmyk_jpeg_falls_back():
-    assert decode_image(pillow_item(Image.new("CMYK", (16, 8)), "JPEG")).shape == (8, 16, 3)
+@pytest.mark.parametrize("colour, shown", [((0, 255, 255, 0), (255, 0, 0)), ((0, 0, 0, 255), (0, 0, 0))])
+def test_cmyk_is_shown_in_its_colours(colour, shown):
+    decoded = decode_image(pillow_item(Image.new("CMYK", (16, 8), colour), "JPEG"))
+    assert decoded.shape == (8, 16, 3)
+    assert np.abs(decoded.astype(int) - shown).max() < 8
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -226,6 +229,13 @@ def png_header(height, width):
     return bytes(data)
 
 
+def webp_header(height, width):
+    data = bytearray(pillow_item(Image.new("RGB", (8, 8)), "WEBP", lossless=True).data)
+    flags = int.from_bytes(data[21:25], "little") & ~0xFFFFFFF
+    data[21:25] = (flags | height - 1 << 14 | width - 1).to_bytes(4, "little")
+    return bytes(data)
+
+
 @pytest.mark.parametrize("stated", [(64, 64), (12_000, 12_000)])
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
 def test_a_header_of_more_than_its_bytes_can_hold_is_refused_before_anything_is_decoded(
@@ -242,6 +252,26 @@ def test_a_header_of_more_than_its_bytes_can_hold_is_refused_before_anything_is_
     why = r"12000x12000 pixels, which take \d+ bytes at least" if stated[0] > 64 else r"says \(64, 64\)"
     with pytest.raises(SampleError, match=why):
         decode_image(Item("image", kind, stated, data))
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
+def test_a_header_unlike_the_metadata_costs_neither_memory_nor_time(kind):
+    data = {"jpeg": jpeg_header, "png": png_header, "webp": webp_header}[kind](12_000, 12_000)
+    code = (
+        "import resource, sys, time; from dataloader.decode import decode_image\n"
+        "from dataloader.format import Item, SampleError\n"
+        "kind, data = sys.argv[1], sys.stdin.buffer.read()\n"
+        "for size in ((64, 64), (64, 65)):\n"
+        "    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
+        "    try: decode_image(Item('image', kind, size, data))\n"
+        "    except SampleError: ms = 1000 * (time.process_time() - start)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, ms)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, kind], input=data, capture_output=True, check=True)
+    kilobytes, ms = map(float, done.stdout.split())
+    assert len(data) < 700
+    assert kilobytes < 50_000
+    assert ms < 10
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"optimize": True}])

@@ -232,6 +232,7 @@ def test_what_is_not_taken_is_told_by_reason_with_its_key(tmp_path):
         *(("not.png", b"not a picture"), ("not.txt", b"x"), ("empty.png", b""), ("empty.txt", b"x")),
         *(("film.mp4", picture), ("film.txt", b"x"), ("latin.txt", b"\xe9"), ("none.txt", b"")),
         *(("places.png", picture), ("places.txt", (PLACEHOLDER * 2).encode())),
+        *(("more.0.png", picture), ("more.1.png", picture), ("more.txt", PLACEHOLDER.encode())),
         *(("../out.png", picture), ("../out.txt", b"x"), ("/abs.txt", b"x")),
     ]
     write_tar(tmp_path / "t.tar", members)
@@ -246,6 +247,7 @@ def test_what_is_not_taken_is_told_by_reason_with_its_key(tmp_path):
         "latin": "bad sample",
         "none": "bad sample",
         "places": "bad sample",
+        "more": "bad sample",
         "../out.png": "outside the archive",
         "../out.txt": "outside the archive",
         "/abs.txt": "outside the archive",

@@ -24,7 +24,7 @@ from omni.commands._jobs import mixture_of_folder
 from omni.compose import compose_config, load_config
 from omni.config import Config, ConfigError
 from omni.data_config import PhaseConfig, SourceConfig
-from omni.planning.mixture import flattened_at, positions, told
+from omni.planning.mixture import flattened_at, positions, repeats, told
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.training.fingerprint import check_fingerprint, fingerprint
@@ -228,6 +228,21 @@ def test_phases_that_cannot_be_drawn_are_refused(base, phases, words):
             lists.update({name: [str(data / file) for file in files] for name, files in lists.items()})
     with pytest.raises(ValueError, match=words):
         prepare_run(config, 2)
+
+
+def test_a_source_that_is_smaller_than_its_share_is_told_of_and_comes_again(base):
+    config = deepcopy(base)
+    config.data.sources["a"].weight = 45
+    config.data.mixture = {"even": PhaseConfig(9, {"a": 1}), "more": PhaseConfig(19, {"b": 30, "a": 7})}
+    notes = list(repeats(config.data, SIZES))
+    assert [re.sub(r": each.*", "", note) for note in notes] == [
+        "data.sources: 45 of 46 samples are of a, which has 30",
+        "data.mixture.more: 30 of 37 samples are of b, which has 20",
+    ]
+    assert "each comes 1.5 times among them. Give it a smaller weight" in notes[0]
+    steps = taken(prepare_run(config, 2))
+    assert all(len(samples) == 5 for samples, _ in steps)
+    assert {i for samples, _ in steps[:8] for of, i in samples if of == "a"} == set(range(30))
 
 
 def test_a_phase_has_a_first_step_and_weights_from_zero_on(base, tmp_path):
