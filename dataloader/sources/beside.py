@@ -1,31 +1,47 @@
 """Items that are files of their own, named by a path beside the text that they belong to."""
 
+import errno
 import os
 import posixpath
-from functools import partial
 
+from dataloader.fetching import Fetcher
 from dataloader.format import SampleError
+from dataloader.shared_files import SharedFiles
 from dataloader.sources.heads import found_item
 from dataloader.sources.recipe import FoundItem, LeftOut, Range
 from dataloader.storage import Storage
+
+_NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # of no file; others may pass, such as a failing disk
+_SHOWN = 200  # characters of a path: a text may stand in its place
 
 
 def item_beside(storage: Storage, folder: str, modality: str, path: str) -> FoundItem | LeftOut:
     """An item by its path below a folder, itself below the root of `storage`, or why it is none, with no key
     yet. A path that leads out of the root, by links too, is not followed.
     """
-    if "://" in path:
-        return LeftOut("", "by URL alone", f"{path[:200]}: download it, and name a file below {storage}")
+    shown = path[:_SHOWN]
+    if "://" in path or path.startswith("data:"):
+        return LeftOut("", "by URL alone", f"{shown}: download it, and name a file below {storage}")
     place = posixpath.normpath(posixpath.join(folder, path))
-    if place.startswith(("/", "../")) or place == ".." or _leads_out(storage, place):
-        return LeftOut("", "outside the root", f"{path} is not below {storage}")
+    no_file = LeftOut("", "no file", f"{shown} is no file below {storage}")
+    fetcher = Fetcher(storage, SharedFiles())
     try:
-        size, _ = storage.identity(place)
-        return found_item(modality, Range(place, 0, size), partial(storage.first, place))
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return LeftOut("", "no file", f"{place} is no file below {storage}")
+        if place.startswith(("/", "../")) or place == ".." or _leads_out(storage, place):
+            return LeftOut("", "outside the root", f"{shown} is not below {storage}")
+        size, _ = fetcher.known(place)
+        return found_item(
+            modality,
+            Range(place, 0, size),
+            lambda count: fetcher.ranges(place, [(0, min(count, size))])[0],
+        )
     except SampleError as error:
-        return LeftOut("", "bad item", f"{path}: {error}")
+        return LeftOut("", "bad item", f"{shown}: {error}")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError):
+        return no_file
+    except OSError as error:
+        if error.errno not in _NO_NAME:
+            raise
+        return no_file
 
 
 def _leads_out(storage: Storage, place: str) -> bool:

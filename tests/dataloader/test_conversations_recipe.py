@@ -81,6 +81,7 @@ def test_what_is_not_taken_is_told(source, tmp_path, hf):
     (source / "link.png").symlink_to(tmp_path / "secret.png")
     (source / "bad.png").write_bytes(b"no picture")
     (source / "folder.png").mkdir()
+    (source / "loop.png").symlink_to("loop.png")
 
     def of(path: str, **more) -> dict:
         return {**LLAVA, "image": path, **more}
@@ -92,6 +93,12 @@ def test_what_is_not_taken_is_told(source, tmp_path, hf):
         "link": of("link.png"),
         "gone": of("gone.png"),
         "folder": of("folder.png"),
+        "long": of("a" * 300),
+        "zero": of("a\0.png"),
+        "surrogate": of("\ud800.png"),
+        "loop": of("loop.png"),
+        "data": of("data:image/png;base64," + "A" * 4000),
+        "link_url": of("https://x/a.png"),
         "bad": of("bad.png"),
         "url": {"messages": [{"role": "user", "content": [{"type": "image", "image": "http://x/a.png"}]}]},
         "film": {**LLAVA, "video": "a.mp4"},
@@ -106,7 +113,8 @@ def test_what_is_not_taken_is_told(source, tmp_path, hf):
     assert build_index(source, tmp_path / "index", "conversations", hf)
     assert left_out(tmp_path / "index") == {
         **dict.fromkeys(("up", "abs", "link"), "outside the root"),
-        **dict.fromkeys(("gone", "folder"), "no file"),
+        **dict.fromkeys(("gone", "folder", "long", "zero", "surrogate", "loop"), "no file"),
+        **dict.fromkeys(("data", "link_url"), "by URL alone"),
         "bad": "bad item",
         **dict.fromkeys(("url", "film", "two", "silent", "none"), "bad sample"),
         "": "damaged file",
