@@ -1,5 +1,6 @@
 """Ranges of files that lie anywhere: neighbours in one read, again where a store fails, and not for ever."""
 
+import io
 import os
 import threading
 import time
@@ -19,8 +20,13 @@ T = TypeVar("T")
 NEAR = 64 << 10  # bytes between ranges that are read with them of a store, where a request costs as much
 ATTEMPT_S = 20.0  # how long one request may take,
 DEADLINE_S = 90.0  # and all that repeat it
+_AHEAD = 8 << 20  # bytes that are read together of a file that is gone through
 _PAUSE_S = 0.1  # before the first repetition; twice as long before each further one
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+class StoreError(OSError):
+    """A store gave no answer, or none but errors, for as long as it was asked."""
 
 
 class Fetcher:
@@ -134,7 +140,7 @@ class Fetcher:
                 if time.monotonic() + pause > end:
                     if isinstance(error, _ShortError):
                         raise
-                    raise OSError(
+                    raise StoreError(
                         f"{name}: the store gave nothing in {self._deadline_s:g} s; at last: "
                         f"{type(error).__name__}: {error}"
                     ) from error
@@ -146,6 +152,48 @@ def _whole(at: int, size: int, content: Any) -> bytes:
     if len(content) != size:
         raise _ShortError(f"from byte {at} on {len(content)} of {size} bytes came")
     return bytes(content)
+
+
+def opened(storage: Storage, name: str, ahead: bool = False) -> Any:
+    """A binary file to seek and read in. Of a store only what is asked for is read, and with `ahead` what
+    follows it; raises as `Fetcher.ranges`.
+    """
+    if storage.is_local:
+        return storage.open(name)
+    file = _StoreFile(Fetcher(storage, SharedFiles()), name)
+    return io.BufferedReader(file, _AHEAD) if ahead else file
+
+
+class _StoreFile(io.RawIOBase):
+    """A file of a store, of which each read is a request that is repeated where it fails."""
+
+    def __init__(self, fetcher: Fetcher, name: str) -> None:
+        self._fetcher = fetcher
+        self._name = name
+        self._size, _ = fetcher.known(name)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = max(0, min(len(buffer), self._size - self._at))
+        (buffer[:size],) = self._fetcher.ranges(self._name, [(self._at, size)])
+        self._at += size
+        return size
+
+    def readall(self) -> bytes:
+        return self.read(max(0, self._size - self._at)) or b""
 
 
 def file_identity(path: str) -> tuple[int, int]:

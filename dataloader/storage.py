@@ -86,13 +86,6 @@ class Storage:
             raise IsADirectoryError(f"{self.locate(name)} is no file")
         return _identity(info)
 
-    def first(self, name: str, count: int) -> bytes:
-        """The first bytes of a file, all if it has fewer."""
-        if self.is_local:
-            with open(self.path(name), "rb") as file:
-                return file.read(count)
-        return bytes(self.fs.cat_file(self.path(name), start=0, end=count))
-
     def listing(self) -> dict[str, tuple[int, str]]:
         """All files below the root by name, in order, with what `identity` says of each."""
         self.fs.invalidate_cache()
@@ -109,13 +102,11 @@ class Storage:
         """The content of a file."""
         return bytes(self.fs.cat_file(self.path(name)))
 
-    def open(self, name: str, ahead: bool = False) -> Any:
-        """A binary file to seek and read in; only what is asked for is fetched, or with `ahead` what follows
-        it, too, to be read from the beginning to the end.
-        """
+    def open(self, name: str) -> Any:
+        """A binary file to seek and read in; only what is asked for is fetched."""
         if self.is_local:
             return open(self.path(name), "rb")
-        return self.fs.open(self.path(name), "rb", cache_type="readahead" if ahead else "none")
+        return self.fs.open(self.path(name), "rb", cache_type="none")
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
         """Write a file of `parts`, which are buffers, one after the other. Its folder is made if need be."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dataloader.chat import ChatTemplate
-from dataloader.fetching import Fetcher
+from dataloader.fetching import Fetcher, opened
 from dataloader.format import DataError
 from dataloader.manifest import TextForm
 from dataloader.recipes.from_messages import form_of, text_of
@@ -67,7 +67,7 @@ class Conversations:
 
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """Chats in their order. A key is a chat's id, or its number; further ones of an id have both."""
-        with storage.open(name, ahead=True) as file:
+        with opened(storage, name) as file:
             content = file.read()
         seen: set[str] = set()
         items: dict[tuple[str, str], _Item] = {}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import Fetcher
+from dataloader.fetching import Fetcher, StoreError, opened
 from dataloader.format import DataError, SampleError
 from dataloader.recipes.parquet_types import is_item, is_list, is_text
 from dataloader.sources.beside import item_beside
@@ -69,10 +69,10 @@ class Parquet(OfBytes):
         """A sample for each row."""
         columns = list(dict.fromkeys([self.text_of, *self._items.values(), *self._of_rows]))
         number = 0
-        with storage.open(name) as file:
+        with opened(storage, name) as file:
             try:
                 parquet = pq.ParquetFile(file)
-                if wrong := self._wrong(parquet.schema_arrow):
+                if wrong := self._wrong(parquet.schema_arrow, columns):
                     yield LeftOut("", "another schema", wrong)
                     return
                 for group in range(parquet.num_row_groups):
@@ -81,6 +81,8 @@ class Parquet(OfBytes):
                         for values in batch.to_pylist():
                             yield self._found(storage, name, group * _ROWS + row, number, values)
                             row, number = row + 1, number + 1
+            except StoreError:
+                raise
             except (pa.ArrowException, OSError, ValueError) as error:
                 yield LeftOut("", "damaged file", f"from row {number} on: {error}")
 
@@ -101,6 +103,8 @@ class Parquet(OfBytes):
         group, row = divmod(place, _ROWS)
         columns = self._columns_of_items if slot else [self.text_of]
         table = fetcher.group(name, group, columns)
+        if wrong := self._wrong(table.schema, columns):
+            raise ValueError(f"{name} is another file: {wrong}")
         if row >= len(table):
             raise ValueError(f"{name}, row group {group}: it has {len(table)} rows")
         values = table.slice(row, 1).to_pylist()[0]
@@ -111,17 +115,15 @@ class Parquet(OfBytes):
             raise ValueError(f"{name}, row group {group}, row {row}: it has no item {slot - 1}")
         return _bytes(items[slot - 1])
 
-    def _wrong(self, schema: pa.Schema) -> str:
-        """What is wrong with a file's columns, if anything."""
+    def _wrong(self, schema: pa.Schema, columns: Sequence[str]) -> str:
+        """What is wrong with those columns of a file, if anything."""
+        if missing := [column for column in columns if column not in schema.names]:
+            return f"it has no column {missing[0]!r}, there are {', '.join(schema.names)}"
         of_items = ((of, self._takes_items) for of in self._items.values())
         for column, takes in ((self.text_of, self._takes_text), *of_items):
-            if column not in schema.names:
-                return f"it has no column {column!r}, there are {', '.join(schema.names)}"
-            kind = schema.field(column).type
-            if not takes(kind):
+            if column in columns and not takes(kind := schema.field(column).type):
                 return f"its column {column!r} is {kind}"
-        missing = [column for column in self._of_rows if column not in schema.names]
-        return f"it has no column {missing[0]!r}" if missing else ""
+        return ""
 
     def _takes_text(self, kind: pa.DataType) -> bool:
         return is_text(kind)

@@ -12,7 +12,7 @@ from typing import IO, Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import Fetcher
+from dataloader.fetching import Fetcher, StoreError, opened
 from dataloader.format import SHARD_SCHEMA, TEXT_COLUMNS, TURNS
 from dataloader.manifest import TextForm
 from dataloader.ranges import NOWHERE, chunks_of, marks_of, places_of
@@ -42,7 +42,7 @@ class Shards(OfBytes):
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """The samples in their order."""
         group = 0
-        with storage.open(name) as file:
+        with opened(storage, name) as file:
             try:
                 shard = pq.ParquetFile(file, page_checksum_verification=True)
                 held, expected = set(shard.schema_arrow.names), set(SHARD_SCHEMA.names)
@@ -52,7 +52,9 @@ class Shards(OfBytes):
                     return
                 for group in range(shard.num_row_groups):
                     yield from self._of_group(file, shard, name, group)
-            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            except StoreError:
+                raise
+            except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 yield LeftOut("", "damaged file", f"from row group {group} on: {error}")
 
     def text(self, raw: bytes, num_items: int) -> Text:
@@ -73,12 +75,12 @@ class Shards(OfBytes):
         if row >= len(table):
             raise ValueError(f"{name}, row group {group}: it has {len(table)} rows")
         values = table.slice(row, 1).to_pylist()[0]
-        if not slot:
-            return _raw(values)
-        if slot > len(values["items"] or ()):
-            raise ValueError(f"{name}, row group {group}, row {row}: it has no item {slot - 1}")
-        data: bytes = values["items"][slot - 1]["data"]
-        return data
+        try:
+            return b"".join([values["items"][slot - 1]["data"]]) if slot else _raw(values)
+        except (LookupError, TypeError) as error:
+            raise ValueError(
+                f"{name}, row group {group}, row {row}: it is another file ({error!r})"
+            ) from error
 
     def _of_group(
         self, file: IO[bytes], shard: pq.ParquetFile, name: str, group: int
@@ -98,6 +100,9 @@ class Shards(OfBytes):
                 )
                 size, crc = tuple(item["size"]), crc_of(item["data"])
                 items.append(FoundItem(item["modality"], item["format"], size, exact, crc))
+            if row["id"] is None or row["text"] is None:
+                yield LeftOut(row["id"] or "", "null", f"of row {number} of row group {group}, id or text")
+                continue
             raw = _raw(row)
             if len(items) >= _SLOTS:
                 yield LeftOut(row["id"], "bad sample", f"it has {len(items)} items")

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
+from dataloader.fetching import opened
 from dataloader.format import DataError, SampleError
 from dataloader.sources.heads import FOREIGN, MODALITIES, found_item
 from dataloader.sources.recipe import Found, FoundItem, LeftOut, OfBytes, Range, Text, placed
@@ -58,7 +59,7 @@ class WebDataset(OfBytes):
     def scan(self, storage: Storage, name: str) -> Iterator[Found | LeftOut]:
         """Samples in the order of their first members; keys are names up to their first dot."""
         samples: dict[str, _Members] = {}
-        with storage.open(name, ahead=True) as file:
+        with opened(storage, name, ahead=True) as file:
             size = file.seek(0, 2)
             file.seek(0)
             try:

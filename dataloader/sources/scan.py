@@ -18,7 +18,9 @@ from typing import Any
 import pyarrow as pa
 from isal.isal_zlib import crc32
 
+from dataloader.fetching import Fetcher
 from dataloader.format import Item, Sample, validate_sample
+from dataloader.shared_files import SharedFiles
 from dataloader.sources.recipe import Found, LeftOut, Range, Recipe, Write, get_recipe
 from dataloader.sources.tables import COUNTS_SCHEMA, SAMPLES_SCHEMA, read_table, write_table
 from dataloader.storage import Storage
@@ -172,8 +174,9 @@ def _place(place: Range, crc: int, files: dict[str, int]) -> dict[str, Any]:
 
 def _others(storage: Storage, files: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """What is known of the files but the first, in their order."""
+    fetcher = Fetcher(storage, SharedFiles())
     for name in list(files)[1:]:
-        yield vars(File(name, *storage.identity(name)))
+        yield vars(File(name, *fetcher.known(name)))
 
 
 def write_part(

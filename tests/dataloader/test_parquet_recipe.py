@@ -98,12 +98,12 @@ def test_what_is_wrong_in_a_file_is_told_by_reason(tmp_path):
         None,
         {"bytes": None, "path": "http://x/a.png"},
         {"bytes": b"no"},
-        *[{"bytes": picture}] * 2,
+        *[{"bytes": picture}] * 3,
     ]
     table = {
-        "text": ["good", "a", "b", "c", None, "same"],
+        "text": ["good", "a", "b", "c", None, "same", "no id"],
         "image": pa.array(images, STRUCT),
-        "id": ["g", "a", "b", "c", "d", "g"],
+        "id": ["g", "a", "b", "c", "d", "g", None],
     }
     source = tmp_path / "source"
     source.mkdir()
@@ -121,12 +121,12 @@ def test_what_is_wrong_in_a_file_is_told_by_reason(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "index" / "left_out.jsonl").read_text().splitlines()]
     assert [(line["file"], line["key"], line["reason"]) for line in lines] == [
         *(("a.parquet", "a", "null"), ("a.parquet", "b", "null"), ("a.parquet", "c", "bad item")),
-        *(("a.parquet", "d", "null"), ("a.parquet", "g", "repeated key")),
+        *(("a.parquet", "d", "null"), ("a.parquet", "g", "repeated key"), ("a.parquet", "None", "null")),
         *(("b.parquet", "", "another schema"), ("c.parquet", "", "another schema")),
         *(("d.parquet", "", "another schema"), ("e.parquet", "", "damaged file")),
     ]
     assert "by path alone: http://x/a.png" in lines[1]["detail"]
-    assert lines[7]["detail"] == "its column 'image' is string"
+    assert lines[8]["detail"] == "its column 'image' is string"
     assert len(Index.open(tmp_path / "index")) == 1
 
 
@@ -145,6 +145,28 @@ def test_another_file_under_its_index_is_found(tmp_path):
         if SAMPLES[i] != SAMPLES[::-1][i]:
             with pytest.raises(UnreadableError):
                 reader.read(i, True, True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"caption": ["x"] * 50}, "it has no column 'images'"),
+        ({"images": [3] * 50, "caption": ["x"] * 50}, "its column 'images' is int64"),
+        ({"images": [[b"x"]] * 50, "caption": [3] * 50}, "its column 'caption' is int64"),
+    ],
+)
+def test_a_file_of_another_schema_under_its_index_is_named(tmp_path, columns, says):
+    file = tmp_path / "s" / "t.parquet"
+    write(file, SAMPLES, pa.list_(STRUCT))
+    assert build_index(tmp_path / "s", tmp_path / "index", RECIPE)
+    reader = PlacedReader(tmp_path / "index")
+    assert reader.read(0, True, True).text == SAMPLES[0].text  # the file is known to be the one
+    reader.files.close()
+    pq.write_table(pa.table(columns), file)
+    text = "caption" in says
+    with pytest.raises(UnreadableError, match=rf"t.parquet is another file: {says}") as error:
+        reader.read(2, text, not text)
+    assert error.value.name == "t.parquet/id-2"
 
 
 def test_a_recipe_without_text_is_refused(tmp_path):

@@ -4,12 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dataset_samples import item_counts, make_sample
 from test_stores import Store, store
 from tiny_bpe import write_tokenizer
 
+from dataloader.format import SHARD_SCHEMA, UnreadableError
 from dataloader.index import Index
 from dataloader.manifest import TextForm
 from dataloader.reader import Reader
@@ -94,3 +96,34 @@ def test_chats_keep_their_turns_and_others_are_refused(own: Path, tmp_path: Path
         build_index(tmp_path / "chats", tmp_path / "other", "shards", keys)
     with pytest.raises(ValueError, match="another schema"):
         build_index(own, tmp_path / "another", recipe, keys)
+
+
+def test_nulls_and_other_types_are_told_with_their_place(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    rows = {"id": ["a", "b", None], "text": ["one", None, "two"], "targets": [None] * 3, "items": [None] * 3}
+    schema = pa.schema([field.with_nullable(True) for field in SHARD_SCHEMA])
+    pq.write_table(pa.table(rows, schema), tmp_path / "s" / "a.parquet")
+    other = pa.table({**rows, "id": list("abc")}, schema).set_column(1, "text", [[1, 2, 3]])
+    pq.write_table(other, tmp_path / "s" / "b.parquet")
+    assert build_index(tmp_path / "s", tmp_path / "index", "shards")
+    lines = [json.loads(line) for line in (tmp_path / "index" / "left_out.jsonl").read_text().splitlines()]
+    assert [(line["file"], line["key"], line["reason"]) for line in lines] == [
+        *(("a.parquet", "b", "null"), ("a.parquet", "", "null"), ("b.parquet", "", "damaged file"))
+    ]
+    assert len(Index.open(tmp_path / "index")) == 1
+
+
+def test_another_file_under_the_index_of_shards_is_named(own: Path, tmp_path: Path) -> None:
+    file = tmp_path / "packed" / "s.parquet"
+    file.parent.mkdir()
+    table = pq.read_table(own / "shard-00000.parquet")
+    pq.write_table(table, file, compression="zstd")
+    assert build_index(file.parent, tmp_path / "index", "shards")
+    reader = PlacedReader(tmp_path / "index")
+    assert reader.read(2, True, True).items == SAMPLES[2].items
+    for columns in ({"x": [1] * 12}, {"text": ["x"] * 12, "targets": [None] * 12, "items": [7] * 12}):
+        reader.files.close()
+        pq.write_table(pa.table(columns), file)
+        for text, items in ((True, False), (False, True)):
+            with pytest.raises(UnreadableError, match=r"another file|not the one that was indexed"):
+                reader.read(2, text, items)

@@ -1,18 +1,21 @@
 """Samples in an object store that fails, stalls, answers with less than was asked for, or has other files."""
 
+import io
 import threading
 import time
 from pathlib import Path
 from typing import ClassVar
 
 import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from dataset_samples import image_bytes, make_sample
 from fsspec.implementations.memory import MemoryFileSystem
 from tars import write_tars
 
 from dataloader.fetching import Fetcher, joined
-from dataloader.format import UnreadableError
+from dataloader.format import PLACEHOLDER, UnreadableError
 from dataloader.index import Index
 from dataloader.loader import Fetch, Loader, _beside_items, _works
 from dataloader.shared_files import SharedFiles
@@ -162,6 +165,66 @@ def test_a_file_that_was_replaced_is_told_by_its_tag(index):
     with pytest.raises(UnreadableError, match=r"00002.tar"):
         reader.read(10, True, True)
     assert len(Store.requests) == 1  # what is not there is not asked for again
+
+
+def parquet_store() -> None:
+    """The texts of the samples as a compressed file of a store."""
+    buffer = io.BytesIO()
+    texts = {"text": [sample.text.replace(PLACEHOLDER, "") for sample in SAMPLES]}
+    pq.write_table(pa.table(texts), buffer, compression="zstd", row_group_size=5)
+    Storage.at("teststore://bucket").write("rows/0.parquet", [buffer.getvalue()])
+
+
+def test_row_groups_of_a_store_that_fails_for_a_while_are_asked_for_again(store, tmp_path, monkeypatch):
+    parquet_store()
+    assert build_index("teststore://bucket/rows", tmp_path / "rows", "parquet")
+    reader = PlacedReader(tmp_path / "rows")
+    reader._fetcher = Fetcher(reader._fetcher.storage, reader.files, attempt_s=0.2, deadline_s=0.5)
+    opens = {"left": 2, "answer": OSError("503 Slow Down")}
+    monkeypatch.setattr(Store, "_open", failing(Store._open, opens))
+    assert reader.read(2, True, False).text.startswith("sample 2")
+    opens["left"] = 9
+    with pytest.raises(UnreadableError, match=r"0.parquet: the store gave nothing in 0.5 s; .*503") as error:
+        reader.read(7, True, False)
+    assert error.value.name == "0.parquet/7"
+
+
+def failing(once, opens):
+    def fail(self, path, *args, **keys):
+        opens["left"] -= 1
+        if opens["left"] >= 0:
+            raise opens["answer"]
+        return once(self, path, *args, **keys)
+
+    return fail
+
+
+@pytest.mark.parametrize("answers", [[OSError("503 Slow Down")] * 2, [7, 0], [0.4]])
+@pytest.mark.parametrize("recipe", ["webdataset", "parquet"])
+def test_an_index_of_a_store_that_fails_for_a_while_lacks_nothing(
+    store, tmp_path, monkeypatch, recipe, answers
+):
+    parquet_store()
+    monkeypatch.setattr(Fetcher.__init__, "__defaults__", (0.1, 20))
+    source = f"teststore://bucket/{'tars' if recipe == 'webdataset' else 'rows'}"
+    Store.answers[:] = answers
+    assert build_index(source, tmp_path / "index", recipe)
+    assert not Store.answers
+    assert len(Index.open(tmp_path / "index")) == 20
+    assert (tmp_path / "index" / "left_out.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize("recipe", ["webdataset", "parquet"])
+def test_an_index_of_a_store_that_does_not_come_back_is_not_built(store, tmp_path, monkeypatch, recipe):
+    parquet_store()
+    monkeypatch.setattr(Fetcher.__init__, "__defaults__", (0.1, 0.3))
+    source = f"teststore://bucket/{'tars' if recipe == 'webdataset' else 'rows'}"
+    Store.answers[:] = [OSError("503 Slow Down")] * 9
+    with pytest.raises(OSError, match=r"the store gave nothing in 0.3 s; .*503 Slow Down"):
+        build_index(source, tmp_path / "index", recipe)
+    assert not (tmp_path / "index").exists()
+    Store.answers.clear()
+    assert build_index(source, tmp_path / "index", recipe)
 
 
 def test_ranges_are_joined_where_little_lies_between():
