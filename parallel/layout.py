@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from math import lcm, prod
+from math import gcd, lcm, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -122,6 +122,12 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
             raise LayoutError(f"layout.llm.{name}={size}: {least}")
 
 
+def nearest_divisor(size: int, *totals: int) -> int:
+    """The number that divides all of `totals` and is nearest to `size`; of two as near the smaller."""
+    whole = gcd(*totals)
+    return min((n for n in range(1, whole + 1) if whole % n == 0), key=lambda n: abs(n - size))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage.
@@ -140,10 +146,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_sizes(vars(self))
-        if self.tp * self.cp * self.dp % self.ep:
+        stage = self.tp * self.cp * self.dp
+        if stage % self.ep:
             raise LayoutError(
-                f"layout.llm.ep={self.ep} does not divide the {self.tp * self.cp * self.dp} ranks of a stage "
-                f"(tp·cp·dp): choose an ep that does"
+                f"layout.llm.ep={self.ep} does not divide the {stage} ranks of a stage "
+                f"(tp·cp·dp): choose an ep that does: {nearest_divisor(self.ep, stage)} is the nearest"
             )
 
     @property
@@ -312,6 +319,21 @@ def arrange(
     for name, tp in encoder_tp.items():
         if tp < 1:
             raise LayoutError(f"layout.encoders.{name}.tp={tp}: an axis has at least one rank")
+    found = _smallest(llm, encoder_tp, placement, encoder_ranks, replicas)
+    if found is not None:
+        return found
+    of = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
+    raise LayoutError(
+        f"{_slots(encoder_tp)}: placement.policy={placement.name}: {of} cannot be divided into equal groups "
+        f"of replicas (dp={llm.dp}) that hold whole tensor-parallel groups of every encoder: choose sizes "
+        f"that divide them{_nearest_slots(llm, encoder_tp, placement, encoder_ranks, replicas)}"
+    )
+
+
+def _smallest(
+    llm: Layout, encoder_tp: Mapping[str, int], placement: PlacementPolicy, encoder_ranks: int, replicas: int
+) -> Arrangement | None:
+    """The arrangement with the smallest domains, None where no domains hold every shared group."""
     slot = lcm(*encoder_tp.values())
     for inside_stages in (True, False):
         for k in range(replicas, llm.dp + 1):
@@ -322,12 +344,23 @@ def arrange(
             home = placement(sizes)
             if _holds_slots(home, slot, sizes, inside_stages):
                 return Arrangement(llm, dict(encoder_tp), placement.name, encoder_ranks, k, home)
-    slots = ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items())
-    of = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
-    raise LayoutError(
-        f"{slots or 'layout'}: {of} cannot be divided into equal groups of replicas (dp={llm.dp}) "
-        f"that hold whole tensor-parallel groups of every encoder: choose sizes that divide them"
-    )
+    return None
+
+
+def _nearest_slots(
+    llm: Layout, encoder_tp: Mapping[str, int], placement: PlacementPolicy, encoder_ranks: int, replicas: int
+) -> str:
+    """Say which smaller encoder layouts are the nearest that would do: they divide heads, too."""
+    most = lcm(*encoder_tp.values())
+    for slot in (n for n in range(most, 0, -1) if most % n == 0):
+        smaller = {name: gcd(tp, slot) for name, tp in encoder_tp.items()}
+        if _smallest(llm, smaller, placement, encoder_ranks, replicas) is not None:
+            return f": {_slots(smaller)} is the nearest"
+    return ""
+
+
+def _slots(encoder_tp: Mapping[str, int]) -> str:
+    return ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items()) or "layout"
 
 
 def _holds_slots(home: tuple[int, int], slot: int, sizes: DomainSizes, inside_stages: bool) -> bool:

@@ -13,6 +13,7 @@ from omni.models.adapters import Lora
 from omni.models.delta import Delta
 from omni.models.latent import Latent
 from ops.names import NORMS
+from parallel.layout import nearest_divisor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,8 @@ def check_divisible(section: str, config: Any, key: str, tp: int, *names: str) -
     for name in names:
         if getattr(config, name) % tp:
             raise ConfigError(
-                f"{key}={tp} does not divide {section}.{name}={getattr(config, name)}: choose a tp that does"
+                f"{key}={tp} does not divide {section}.{name}={getattr(config, name)}: choose a tp that "
+                f"does: {nearest_divisor(tp, *(getattr(config, own) for own in names))} is the nearest"
             )
 
 
@@ -206,7 +208,8 @@ def check_experts(section: str, config: MoEConfig, *, tp: int, ep: int) -> None:
     """
     if config.experts % ep:
         raise ConfigError(
-            f"layout.llm.ep={ep} does not divide {section}.experts={config.experts}: choose an ep that does"
+            f"layout.llm.ep={ep} does not divide {section}.experts={config.experts}: choose an ep that does: "
+            f"{nearest_divisor(ep, config.experts)} is the nearest"
         )
     if config.shared_ffn % tp:
         raise ConfigError(

@@ -9,7 +9,15 @@ from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
 from omni.planning.allocation import ranks_beside
 from ops.device import visible_devices
-from parallel.layout import CONTEXT, Arrangement, Layout, LayoutError, arrange, check_sizes
+from parallel.layout import (
+    CONTEXT,
+    Arrangement,
+    Layout,
+    LayoutError,
+    arrange,
+    check_sizes,
+    nearest_divisor,
+)
 from parallel.placements import PlacementPolicy
 from parallel.policy import find
 from pipeline.builders import SchedulePolicy
@@ -91,7 +99,8 @@ def resolve_layout(
         )
     if domain < 1 or layout.dp % domain:
         raise LayoutError(
-            f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it"
+            f"layout.domain={domain} does not divide the {layout.dp} replicas (dp): choose a divisor of it: "
+            f"{nearest_divisor(domain, layout.dp)} is the nearest"
         )
     return arrange(layout, tp, policy, beside, domain)
 

@@ -13,6 +13,7 @@ from parallel.layout import (
     LayoutError,
     Mesh,
     arrange,
+    nearest_divisor,
     split_evenly,
     stage_layers,
 )
@@ -132,8 +133,35 @@ def test_an_axis_without_ranks_is_refused_by_name(axis):
 
 def test_experts_must_divide_the_ranks_of_a_stage():
     assert Layout(tp=2, dp=3, pp=5, ep=6).world == 30
-    with pytest.raises(LayoutError, match=r"layout.llm.ep=4 does not divide the 6 ranks .*: choose an ep"):
+    with pytest.raises(LayoutError, match=r"layout.llm.ep=4 does not divide the 6 .*: 3 is the nearest"):
         Layout(tp=2, dp=3, pp=5, ep=4)
+
+
+@pytest.mark.parametrize(
+    "size, totals, nearest",
+    [(3, (8,), 2), (5, (12,), 4), (7, (8, 12), 4), (9, (7,), 7), (3, (1,), 1)],
+)
+def test_of_two_divisors_as_near_the_smaller_is_the_nearest(size, totals, nearest):
+    assert nearest_divisor(size, *totals) == nearest
+
+
+@pytest.mark.parametrize(
+    "placement, beside, sizes, tp, nearest",
+    [
+        (STAGE0, 0, {"tp": 2, "pp": 2}, 4, 2),
+        (STAGE0, 0, {"cp": 3, "pp": 2}, 6, 3),
+        (COLOCATED, 0, {"dp": 3}, 4, 1),
+        (DISAGGREGATED, 3, {"pp": 2}, 2, 1),
+    ],
+)
+def test_encoders_that_a_placement_has_no_ranks_for_are_refused_with_the_nearest(
+    placement, beside, sizes, tp, nearest
+):
+    key = "layout.encoders.image.tp"
+    said = f"{key}={tp}: placement.policy={placement.name}: .*: {key}={nearest} is the nearest"
+    with pytest.raises(LayoutError, match=said):
+        arrange(Layout(**sizes), {"image": tp}, placement, beside)
+    arrange(Layout(**sizes), {"image": nearest}, placement, beside)
 
 
 def test_a_layout_is_described_by_the_axes_that_split_it():
