@@ -138,7 +138,7 @@ def main() -> int:
     for problem in problems:
         print(f"missed: {problem}")
     result = {
-        ", ".join(where): {cell.system: cell.as_json().get("figures") or cell.refused for cell in cells}
+        ", ".join(where): {cell.system: cell.as_json().get("simulated") or cell.refused for cell in cells}
         for where, cells in table.items()
     }
     print(json.dumps({"benchmark": "compare", "simulated": result, "missed": problems}))

@@ -106,7 +106,7 @@ def _rows() -> list[Row]:
             "SO400M with 32 B, tp4 pp2, documents", (16, 17), model("qwen3_32b", "vit_so400m", tp=4, pp=2),
             ("system=megatron", "+layout.encoders.image.tp=4"), ("system=mimo_disaggregated",), documents,
             published="1.23 to 1.45 in tokens/s of a GPU",
-            differs="theirs is Qwen3.5-VL-27B, on three sets of documents",
+            differs="theirs is Qwen3.5-VL-27B, on three datasets",
         ),
         Row(
             "disttrain", "encoders on ranks of their own, as many as they need",

@@ -87,17 +87,22 @@ def _table(rows: Sequence[tuple[str, Figures]]) -> Iterator[str]:
         return
     first = rows[0][1].step_s
     titles = (
-        "system", "step ms", "x first", "tokens/s", "MFU",
+        "system", "step ms", "x first", "tokens/s", "MFU", "of text alone",
         *(f"{name} max/mean" for name in rows[0][1].imbalance), "idle",
-        "communication", "GiB", "planning s", "layout, schedule, keys",
+        "communication", "GiB", "GiB sent in node", "GiB sent across", "planning s",
+        "layout, schedule, keys",
     )  # fmt: skip
     yield "<table><tr>" + "".join(f"<th>{_text(title)}</th>" for title in titles) + "</tr>\n"
     for system, found in rows:
-        held = f"{found.held_bytes / GIB:.1f}"
+        held, inside, across = (
+            f"{size / GIB:.1f}"
+            for size in (found.held_bytes, found.sent_inside_bytes, found.sent_across_bytes)
+        )
         values = (
             f"{found.step_s * 1e3:,.1f}", f"{found.step_s / first:.2f}", f"{found.tokens_per_s:,.0f}",
-            f"{found.mfu:.1%}", *(f"{ratio:.2f}" for ratio in found.imbalance.values()), f"{found.idle:.1%}",
-            f"{found.exposed:.1%}", held, f"{found.planning_s:.2f}",
+            f"{found.mfu:.1%}", f"{found.of_text:.1%}",
+            *(f"{ratio:.2f}" for ratio in found.imbalance.values()), f"{found.idle:.1%}",
+            f"{found.exposed:.1%}", held, inside, across, f"{found.planning_s:.2f}",
         )  # fmt: skip
         said = f"{found.layout}; {found.schedule} {found.sets}"
         fits = "" if found.fits else '<b class="unfit">does not fit a device.</b> '

@@ -36,14 +36,16 @@ systems train on the ranks of this machine and on their own data, a step of each
 AS_IT_IS = "as it is"
 _SHARES = ("work", "bubble", "exchange", "messages", "queue", "reducing")
 _TITLES = (
-    f"{'system':24} {'step ms':>10} {'x first':>7} {'tokens/s':>11} {'MFU':>6} {'encoder':>7} {'llm':>5} "
-    f"{'idle':>6} {'comm.':>6} | {'uneven':>6} {'bubble':>6} {'exch.':>6} {'messg.':>6} {'queue':>6} "
-    f"{'reduce':>6} | {'GiB':>6} {'plan s':>6}  schedule, keys"
+    f"{'system':24} {'step ms':>10} {'x first':>7} {'tokens/s':>11} {'MFU':>6} {'of text':>7} "
+    f"{'encoder':>7} {'llm':>5} {'idle':>6} {'comm.':>6} | {'uneven':>6} {'bubble':>6} {'exch.':>6} "
+    f"{'messg.':>6} {'queue':>6} {'reduce':>6} | {'GiB':>6} {'sent':>6} {'across':>6} "
+    f"{'plan s':>6}  schedule, keys"
 )
 _LEGEND = (
-    "simulated. encoder, llm: largest over mean load; idle, comm.: share of the step that ranks wait for "
-    "ranks and for communication;\nuneven to reduce: what the step is longer for than all work over all "
-    "ranks, as shares of it; plan s: CPU of a rank"
+    "simulated. of text: share kept of what a rank of the LLM does with text alone; encoder, llm: largest "
+    "over mean load;\nidle, comm.: share of the step that ranks wait for ranks and for communication; uneven "
+    "to reduce: what the step is longer for\nthan all work over all ranks, as shares of it; GiB: held by the "
+    "fullest rank, sent by the busiest in its node and across\nnodes; plan s: CPU of a rank"
 )
 
 
@@ -245,9 +247,11 @@ def _row(system: str, found: "Figures", first: "Figures") -> str:
     shares = (found.idle, found.exposed, *(found.causes[name] for name in _SHARES))
     idle, exposed, *causes = (f"{share:6.1%}" for share in shares)
     over, ms = found.step_s / first.step_s, found.step_s * 1e3
+    sizes = (found.held_bytes, found.sent_inside_bytes, found.sent_across_bytes)
+    gib = " ".join(f"{size / GIB:6.1f}" for size in sizes)
     return (
         f"{system:24} {ms:10,.1f} {over:7.2f} {found.tokens_per_s:11,.0f} {found.mfu:6.1%} "
-        f"{max(encoders, default=1):7.2f} {llm:5.2f} {idle} {exposed} | {' '.join(causes)} | "
-        f"{found.held_bytes / GIB:6.1f} {found.planning_s:6.2f}  {'does not fit; ' * (not found.fits)}"
+        f"{found.of_text:7.1%} {max(encoders, default=1):7.2f} {llm:5.2f} {idle} {exposed} | "
+        f"{' '.join(causes)} | {gib} {found.planning_s:6.2f}  {'does not fit; ' * (not found.fits)}"
         f"{found.schedule} {found.sets}"
     )

@@ -11,9 +11,9 @@ has after its mixture jumped. What is chosen for each step, such as a schedule, 
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 
-from dataloader.tokens import SampleMeta
+from dataloader.tokens import SampleMeta, length
 from omni.config import Config
 from omni.planning.choice import (
     AUTO,
@@ -28,11 +28,13 @@ from omni.planning.choice import (
 from omni.planning.cut import cut_of
 from omni.planning.layouts import planned_ranks
 from omni.planning.prepare import prepare_run
-from omni.rehearsal.estimate import estimate
+from omni.planning.run_spec import RunSpec
+from omni.rehearsal.estimate import estimate, sent_by_ranks
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy
 from parallel.policy import find
 from pipeline.causes import causes_of, work_of
+from pipeline.costs import simulate
 from pipeline.plan import StepPlan, Taken
 from pipeline.verifier import PlanRefusedError
 
@@ -54,7 +56,9 @@ class Figures:
     `step_s` is that of the slowest domain. `causes` divide it by what takes it, `pipeline.causes`; `idle` and
     `exposed` are what its ranks wait for other ranks, and for communication, on average: all are shares of
     the step. `imbalance` is the largest over the mean planned load by component. `held_bytes` are those of
-    the fullest rank, `fits` says whether its device has them. `planning_s` is what a rank takes to plan the
+    the fullest rank, `fits` says whether its device has them; the rank of the slowest domain that sends most
+    sends so many bytes inside its node and to others. `of_text` is the share that is kept of the throughput
+    that the LLM has by itself, `_of_text`. `planning_s` is what a rank takes to plan the
     step, `preparing_s` what preparing the run takes, choosing included. `sets` are keys beside the system's.
     """
 
@@ -68,6 +72,9 @@ class Figures:
     causes: dict[str, float]
     held_bytes: int
     fits: bool
+    sent_inside_bytes: int
+    sent_across_bytes: int
+    of_text: float
     planning_s: float
     preparing_s: float
     layout: str
@@ -86,8 +93,9 @@ class Cell:
     samples: str = ""
 
     def as_json(self) -> dict[str, object]:
-        """As plain values; what is refused has its reason alone."""
+        """As plain values, figures labelled as simulated; what is refused has its reason alone."""
         values = asdict(self)
+        values["simulated"] = values.pop("figures")
         return {key: value for key, value in values.items() if value not in (None, "")}
 
 
@@ -149,6 +157,8 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     spent = vars(found.spent)
     exposed = sum(ns for name, ns in spent.items() if name not in ("compute_ns", "idle_ns"))
     chosen = first.choice.keys if first.choice else {}
+    sent = sent_by_ranks(spec, found.plan, found.plan.domain.team).values()
+    busiest = max(sent, key=lambda of: of.total)
     figures = Figures(
         step_s=found.step_s,
         tokens_per_s=found.tokens_per_s(),
@@ -160,6 +170,9 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
         causes={name: ns / step_ns for name, ns in zip(vars(causes), astuple(causes), strict=True)},
         held_bytes=found.fullest.bytes,
         fits=most is None or found.fullest.bytes <= most,
+        sent_inside_bytes=busiest.inside,
+        sent_across_bytes=busiest.across,
+        of_text=_of_text(spec, found.plan.taken, found.step_s),
         planning_s=planning_s,
         preparing_s=preparing_s,
         layout=spec.arrangement.describe(),
@@ -168,6 +181,20 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     )
     taken = found.plan.taken
     return figures, f"{len(taken):,} samples, {taken.tokens:,} tokens; {cut_of(spec.planner, taken)}", taken
+
+
+def _of_text(spec: RunSpec, taken: Taken, step_s: float) -> float:
+    """The tokens/s of a rank, over those that a rank of the LLM has where all that encoders take and give is
+    text: the same samples, as long as they are, under the same keys.
+    """
+    world, ranks = spec.planner.world, spec.arrangement
+    metas = (world.meta_of(taken, number) for number in range(len(taken)))
+    texts = [replace(of, items=(), text_tokens=length(of) - of.frame.bos) for of in metas]
+    alone = prepare_run(spec.config, ranks.world, texts)
+    queue = alone.planner.domain.single_queue
+    plans = alone.planner.all_domains(1, 0)
+    text_ns = max(simulate(plan.domain, alone.table, queue).makespan_ns for plan in plans)
+    return text_ns / 1e9 / step_s * ranks.llm.world / ranks.world
 
 
 def comparable(config: Config) -> dict[str, object]:

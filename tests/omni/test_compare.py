@@ -14,7 +14,7 @@ from PIL import Image
 from small import overrides
 
 import hydra_conf
-from dataloader.tokens import ItemMeta, SampleMeta
+from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.__main__ import main
 from omni.commands._compare_page import COLOURS, page
 from omni.commands.compare import evened, known_systems
@@ -25,6 +25,7 @@ from omni.planning.choice import POLICIES, open_keys, value_of, with_keys
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.ablation import KEYS, without_each
 from omni.rehearsal.compare import Cell, Figures, MixedTrace, compare, quickest
+from omni.rehearsal.estimate import sent_by_ranks
 from omni.rehearsal.mixtures import mixed, read_mixtures
 from parallel.layout import LayoutError
 from parallel.placements import DISAGGREGATED
@@ -78,7 +79,24 @@ def test_figures_are_those_of_the_plans_of_all_domains(
     assert sum(found.causes.values()) == pytest.approx(1)
     assert found.causes["even"] == pytest.approx(sum(work) / 8 / max(steps))
     assert 0 < found.idle + found.exposed < 1
+    sent = [of for plan in spec.planner.all_domains(1, 0) for of in sent_by_ranks(spec, plan).values()]
+    assert (found.sent_inside_bytes, found.sent_across_bytes) in {(of.inside, of.across) for of in sent}
+    assert found.sent_inside_bytes > 0
     assert (found.schedule, found.fits, set(found.imbalance)) == ("one_f_one_b", True, {"llm", "image"})
+
+
+def test_what_is_kept_of_text_alone_is_of_the_same_tokens_on_ranks_that_the_llm_has(
+    cells: dict[str, Cell], configs: dict[str, Config]
+) -> None:
+    texts = [replace(meta, items=(), text_tokens=length(meta) - 1) for meta in TRACE]
+    own = {name: configs[name] for name in ("megatron", "disttrain")}
+    alone = {cell.system: cell for cell in compare(own, {"": MixedTrace(texts)}, lambda what: None)}
+    step, text = (figures_of(of["megatron"]).step_s for of in (cells, alone))
+    assert figures_of(cells["megatron"]).of_text == pytest.approx(text / step)
+    assert text < step
+    assert figures_of(alone["megatron"]).of_text == pytest.approx(1)
+    (beside,) = re.findall(r"placement.ranks=(\d+)", figures_of(alone["disttrain"]).sets)
+    assert figures_of(alone["disttrain"]).of_text == pytest.approx((9 - int(beside)) / 9)
 
 
 def test_ranks_beside_are_allocated_and_what_cannot_be_is_refused(cells: dict[str, Cell]) -> None:
@@ -225,7 +243,7 @@ def test_the_command_prints_a_row_for_each_system_and_mixture(
 def test_json_has_figures_or_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_compare("--systems", "megatron,disttrain", "--json", "launch.ranks=2") == 0
     first, second = json.loads(capsys.readouterr().out)
-    assert first["figures"]["step_s"] > 0
+    assert first["simulated"]["step_s"] > 0
     assert set(second) == {"mixture", "system", "refused"}
 
 
