@@ -1,10 +1,10 @@
 """Encoder work inserted evenly, on demand: before each forward of 1F1B an equal quantum (`joint_uniform`).
 
-MegaScale-Omni (2605.08962, abstract) inserts encoder work uniformly into the pipeline. If every forward
-brought the work of its own microbatch, whose items differ, stages would wait for each other by that
-difference. So encoder work stands in one row, in the order of microbatches, and a slot takes the next part of
-the row, whatever microbatch that is for. Two stages, four microbatches, each with one quantum (`w` to `z`)
-for either stage:
+This is how we read the joint pipeline of MegaScale-Omni (arXiv 2605.08962), of which the abstract says that
+it withstands changing workloads. If every forward brought the work of its own microbatch, whose items differ,
+stages would wait for each other by that difference. So encoder work stands in one row, in the order of
+microbatches, and a slot takes the next part of the row, whatever microbatch that is for. Two stages,
+four microbatches, each with one quantum (`w` to `z`) for either stage:
 
     stage 0   w 0 x 1 a W y 2 b X z 3 c Y d Z
     stage 1   w x 0 a y 1 b W z 2 c X 3 d Y Z        (digits are forwards, letters their backwards)
