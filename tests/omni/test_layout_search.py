@@ -127,11 +127,20 @@ def test_what_is_written_is_rehearsed(tmp_path: Path) -> None:
     assert main(["rehearse", "--dry", *again]) == 0
 
 
-def test_the_best_are_told_with_what_binds_them(capsys: pytest.CaptureFixture) -> None:
-    more = ("layout.llm.tp=1", "cluster.price_per_hour=2", "--tokens", "1e9")
+def test_the_best_are_told_with_what_binds_them(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    picture = tmp_path / "best.svg"
+    more = ("layout.llm.tp=1", "cluster.price_per_hour=2", "--tokens", "1e9", "--draw", str(picture))
     assert main(["plan", "--search", *LINE, *WRITTEN[1:], *more]) == 0
     out = capsys.readouterr().out
-    for said in ("4 ranks of h100", "candidates simulated", "twice the ranks", "days, ", "keys: layout.llm"):
+    for said in (
+        "4 ranks of h100",
+        "candidates simulated",
+        "twice the ranks",
+        "days, ",
+        "in all",
+        "keys: layout.llm",
+    ):
         assert said in out
+    assert "(simulated)" in picture.read_text()
     assert main(["plan", "--search", "--ops", *LINE]) == 2
     assert "--ops is of one layout" in capsys.readouterr().err
