@@ -157,7 +157,7 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     spent = vars(found.spent)
     exposed = sum(ns for name, ns in spent.items() if name not in ("compute_ns", "idle_ns"))
     chosen = first.choice.keys if first.choice else {}
-    sent = sent_by_ranks(spec, found.plan, found.plan.domain.team).values()
+    sent = sent_by_ranks(spec, found.plan).values()
     busiest = max(sent, key=lambda of: of.total)
     figures = Figures(
         step_s=found.step_s,

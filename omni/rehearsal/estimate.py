@@ -108,9 +108,7 @@ def mean_spent(timeline: Timeline, table: CostTable) -> SimulatedSpent:
     return SimulatedSpent(*(sum(of) // len(each) for of in zip(*each, strict=True)))
 
 
-def sent_by_ranks(spec: RunSpec, plan: StepPlan, every: int = 1) -> dict[int, Sent]:
-    """Return what each rank of a plan's domain sends in the step, by its number in the world, or of
-    one in `every` of them.
-    """
-    ranks = spec.arrangement.domain_ranks(plan.number)[::every]
+def sent_by_ranks(spec: RunSpec, plan: StepPlan) -> dict[int, Sent]:
+    """Return what each rank of a plan's domain sends in the step, by its number in the world."""
+    ranks = spec.arrangement.domain_ranks(plan.number)
     return {rank: sum(traffic(spec, rank_work(spec, plan, rank)).values(), NOTHING) for rank in ranks}
