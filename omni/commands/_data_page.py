@@ -1,4 +1,4 @@
-"""Datasets as one HTML page that needs nothing beside it: totals, lengths, and samples with their items.
+"""Datasets as one HTML page that needs nothing beside it: totals, lengths, drops, and samples with items.
 
 What carries loss is marked. All that data says is escaped, and the page forbids a browser to run or to fetch
 anything, so that a sample can show itself and do no more.
@@ -19,6 +19,7 @@ from dataloader.sources.reader import open_reader
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import text_tokens
 from dataloader.visible import visible
+from omni.commands._datasets import left_out_of
 from pipeline.histograms import svg
 
 _TYPES = {
@@ -38,6 +39,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; paddi
 mark { background: #bfe8bf; }
 b { background: #fff; border: 1px solid #999; padding: 0 0.3em; font-weight: normal; }
 figure { display: inline-block; margin: 0.5em 1em 0 0; vertical-align: top; }
+td, th { text-align: left; padding: 0 1em 0 0; vertical-align: top; }
 figcaption { color: #555; font-size: 0.85em; }
 img { max-width: 28em; max-height: 28em; image-rendering: auto; border: 1px solid #ddd; }
 </style></head><body>
@@ -76,19 +78,41 @@ def _dataset(path: Path, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
         f"recipe {index.manifest.recipe or 'not named'}",
     ]
     yield f"<h1>{_text(str(path))}</h1><p>{_text(', '.join(said))}</p>\n"
+    yield _left_out(path)
     metas = [index.meta(i, "", lambda modality, size: (0, 0)) for i in range(len(index))]
     histograms = [("text tokens of a sample", [meta.text_tokens for meta in metas])]
-    histograms += [
-        (f"{modality}: size, the largest side of an item", [max(item.size) for item in of if item.size])
-        for modality in totals.items
-        for of in [[item for meta in metas for item in meta.items if item.modality == modality]]
-    ]
+    for modality in totals.items:
+        sizes = [item.size for meta in metas for item in meta.items if item.modality == modality]
+        histograms.append((f"{modality}: size, the largest side of an item", [max(of) for of in sizes if of]))
     yield svg(histograms)
     count = min(samples, len(index))
-    for number in range(count):
-        i = number * len(index) // count
-        yield from _sample(i, reader.read(i, text=True, items=True), tokenizer)
+    numbers = [number * len(index) // count for number in range(count)]
+    drawn = [reader.read(i, text=True, items=True) for i in numbers]
+    payload = sum(metas[i].bytes for i in numbers)
+    if drawn:
+        yield f"<p>{_text(_told(drawn, tokenizer, reader.files.bytes_read, payload))}</p>\n"
+    for i, sample in zip(numbers, drawn, strict=True):
+        yield from _sample(i, sample, tokenizer)
     reader.files.close()
+
+
+def _left_out(path: Path) -> str:
+    rows = "".join(
+        f"<tr><td>{_text(reason)}</td><td>{count:,}</td><td>{_text(first)}</td></tr>\n"
+        for reason, count, first in left_out_of(path)
+    )
+    return f"<table><tr><th>left out</th><th>times</th><th>the first</th></tr>\n{rows}</table>\n" * bool(rows)
+
+
+def _told(drawn: Sequence[Sample], tokenizer: Tokenizer, read: int, payload: int) -> str:
+    """What carries loss of samples that were drawn, and what was read for their texts and items."""
+    marked = [characters_with_loss(sample, tokenizer)[1:] for sample in drawn]
+    loss, tokens = (sum(of) for of in zip(*marked, strict=True))
+    return (
+        f"{len(drawn)} samples, drawn evenly: {loss:,} of {tokens:,} tokens carry loss "
+        f"({loss / max(1, tokens):.1%}); {read:,} bytes were read for {payload:,} of their texts and items "
+        f"({read / max(1, payload):.2f} times)"
+    )
 
 
 def _sample(i: int, sample: Sample, tokenizer: Tokenizer) -> Iterator[str]:

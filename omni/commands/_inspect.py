@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from dataloader.visible import visible
-from omni.commands._datasets import datasets_in
+from omni.commands._datasets import datasets_in, left_out_of
 from omni.commands._index import chosen
 
 
@@ -42,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
             markup=False,
             highlight=False,
         )
+        for reason, count, first in left_out_of(path):
+            told = f"left out: {count:,} for {visible(reason)}, first {visible(first)}"
+            console.print(told, markup=False, highlight=False)
         lengths = [index.meta(i, "", lambda modality, size: (0, 0)).text_tokens for i in range(len(index))]
         histogram = Table("text tokens", "samples", "")
         buckets = [0] * (max(lengths).bit_length() + 1)

@@ -13,6 +13,7 @@ import pytest
 from dataset_samples import image_bytes
 from PIL import Image
 from sound import encoded, tone
+from tars import write_tar
 from test_data_recipes import omni_data
 
 from dataloader.format import PLACEHOLDER, Item, Sample
@@ -79,6 +80,10 @@ def test_a_page_shows_items_and_what_carries_loss_and_runs_nothing(written):
     assert page.texts["b"] == ["item 0", "item 1"]
     assert '"><img src=x onerror=alert(1)>' in page.texts["h2"]
     assert "sample 0: 5 of 56 tokens carry loss" in page.texts["p"]
+    assert any(
+        said.startswith("2 samples, drawn evenly: 21 of 72 tokens carry loss (29.2%); ")
+        for said in page.texts["p"]
+    )
     assert next(of["content"] for tag, of in page.tags if tag == "meta" and "content" in of).startswith(
         "default-src 'none';"
     )
@@ -94,6 +99,22 @@ def test_samples_are_spread_over_a_dataset_and_a_lost_one_is_named(tmp_path, cap
     assert omni_data("inspect", tmp_path / "no", "--html", tmp_path / "none.html") == 1
     assert "is not a dataset" in capsys.readouterr().err
     assert not (tmp_path / "none.html").exists()
+
+
+def test_what_an_index_left_out_and_what_is_read_for_samples_are_told(tmp_path, capsys):
+    bad = [(f"{i}.{of}", content) for i in "ab" for of, content in (("png", b"<i>"), ("txt", b"x"))]
+    write_tar(tmp_path / "t.tar", [("good.png", PICTURE), ("good.txt", b"seen"), *bad, ("c.png", PICTURE)])
+    assert omni_data("index", tmp_path / "t.tar", "--out", tmp_path / "set", "--recipe", "webdataset") == 0
+    assert omni_data("inspect", tmp_path / "set", "--html", tmp_path / "page.html") == 0
+    page = Page((tmp_path / "page.html").read_text())
+    cells = page.texts["td"]
+    assert (cells[:2], cells[3:5]) == (["bad item", "2"], ["no text", "1"])
+    assert cells[2].startswith("t.tar a: ")
+    payload = len(PICTURE) + len("seen")
+    assert any(f"{payload} bytes were read for {payload} of their texts" in said for said in page.texts["p"])
+    capsys.readouterr()
+    assert omni_data("inspect", tmp_path / "set") == 0
+    assert "left out: 2 for bad item, first t.tar a: " in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow  # it starts a browser
