@@ -3,8 +3,8 @@
     python benchmarks/loader.py [--quick]
 
 CPU seconds are those of all threads, so that other jobs disturb them little; they are measured in turn, and
-the least of several rounds is taken. Decoders that sleep 20 ms and files that answer after 50 ms show what
-threads do at once, whatever else the machine does. Steps of 1 s slept, of 16 images of such a tar each,
+the least of several rounds is taken. Decoders that sleep 20 ms and a store that answers after 50 ms show what
+threads do at once, whatever else the machine does. Steps of 1 s slept, of 16 images of such a store each,
 show how long training would wait for data with 2 threads, if it is planned as far ahead as by a run. What
 replicas read is counted: each has a cache of its own, and of n of them each reads every n-th sample of a
 stream. The last line is JSON, and the exit code 1 where a target is missed.
@@ -21,13 +21,15 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import simplejpeg
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
 from dataloader.decode import decode_image
@@ -40,6 +42,7 @@ from dataloader.reader import Reader
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import open_reader
+from dataloader.storage import Storage
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
@@ -90,10 +93,9 @@ def fetch_of(path: Path, ids: Sequence[int]) -> Fetch:
     return Fetch(tuple(("s", meta) for meta in metas), items, tuple(meta.bytes for meta in metas))
 
 
-def load(path: Path, ids: Sequence[int], prepare: Callable[[Item], Any], threads: int, **files: Any) -> float:
+def load(path: Path, ids: Sequence[int], prepare: Callable[[Item], Any], threads: int) -> float:
     """Load samples once, and return the wall seconds it took."""
-    reader = Reader(path, SharedFiles(**files))
-    loader: Loader[Any] = Loader({"s": reader}, ByteTokenizer(), {"image": prepare}, threads)
+    loader: Loader[Any] = Loader({"s": open_reader(path)}, ByteTokenizer(), {"image": prepare}, threads)
     start = time.perf_counter()
     loader.submit(0, fetch_of(path, ids))
     fetched = loader.get(0, 600)
@@ -154,58 +156,62 @@ def measure_decoders(folder: Path) -> float:
     return one / four
 
 
-class Slow(io.FileIO):
-    """A file whose every read takes as long as that of a store far away."""
+class SlowStore(MemoryFileSystem):  # type: ignore[misc]
+    """A store of which every request takes as long as that of one far away."""
 
-    def readinto(self, room: Any) -> int:
+    protocol = "slow"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("slow://", "memory://")))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         """Wait, and read."""
         time.sleep(LATENCY_S)
-        return super().readinto(room) or 0
+        return bytes(super().cat_file(path, start, end, **kwargs))
 
-    def read(self, size: int | None = -1) -> bytes:
-        """Wait, and read."""
-        time.sleep(LATENCY_S)
-        return super().read(size) or b""
+
+def far_away(path: Path, items: Sequence[Item], count: int) -> Path:
+    """Index a tar of so many pictures with a short text each, which lies in a slow store."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as tar:
+        for i in range(count):
+            for ending, part in (("jpg", items[i % len(items)].data), ("txt", f"picture {i}".encode())):
+                info = tarfile.TarInfo(f"{i:05}.{ending}")
+                info.size = len(part)
+                tar.addfile(info, io.BytesIO(part))
+    fsspec.register_implementation("slow", SlowStore, clobber=True)
+    Storage.at(f"slow://{path.name}").write("0.tar", [content.getvalue()])
+    build_index(f"slow://{path.name}", path, "webdataset")
+    return path
 
 
 def measure_files(folder: Path, samples: int) -> float:
-    """How much faster eight threads are than one, with files that answer late."""
-    item = Item("image", "jpeg", (8, 8), photo(8, 8, 0))
-    path = write_images(folder / "far", [item], 32 * samples)
-    ids = [32 * i for i in range(samples)]  # of one row group each
+    """How much faster eight threads are than one, with a store that answers late."""
+    path = far_away(folder / "far", [Item("image", "jpeg", (8, 8), photo(8, 8, 0))], samples)
 
     def ready(item: Item) -> ItemArrays:
         return ItemArrays(np.zeros(1), np.zeros(1))
 
-    one, eight = (
-        load(path, ids, ready, threads, open_file=lambda name: pa.PythonFile(Slow(name), "r"))
-        for threads in (1, 8)
-    )
+    one, eight = (load(path, range(samples), ready, threads) for threads in (1, 8))
     return one / eight
 
 
 def measure_waiting(folder: Path, rounds: int, steps: int) -> float:
     """The least share of slept steps, in several rounds, that is spent waiting for what two threads load from
-    a tar that answers late. The first step, which every run waits for, does not count.
+    a store that answers late. The first step, which every run waits for, does not count.
     """
     encoder = ViTEncoder(ViTConfig())
     items = [Item("image", "jpeg", (HEIGHT, WIDTH), photo(HEIGHT, WIDTH, seed)) for seed in range(16)]
-    (folder / "tars").mkdir()
-    with tarfile.open(folder / "tars/0.tar", "w") as tar:
-        for i in range(IMAGES_OF_STEP * (steps + 1)):
-            for ending, content in (("jpg", items[i % 16].data), ("txt", f"picture {i}".encode())):
-                info = tarfile.TarInfo(f"{i:05}.{ending}")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    path = folder / "tars_index"
-    build_index(folder / "tars", path, "webdataset")
+    path = far_away(folder / "waiting", items, IMAGES_OF_STEP * (steps + 1))
     return min(_waited(path, encoder, steps) for _ in range(rounds))
 
 
 def _waited(path: Path, encoder: ViTEncoder, steps: int) -> float:
-    files = SharedFiles(open_file=lambda name: pa.PythonFile(Slow(name), "r"))
     prepare = {"image": lambda item: prepare_item(encoder, item)}
-    loader: Loader[Any] = Loader({"s": open_reader(path, files)}, ByteTokenizer(), prepare, 2)
+    loader: Loader[Any] = Loader({"s": open_reader(path)}, ByteTokenizer(), prepare, 2)
 
     def submit(step: int) -> None:
         if step <= steps:
