@@ -108,6 +108,20 @@ class WorldPlanner:
                 items.append((modality, of[place], tokens))
         return costing.phases(taken.lengths, items)
 
+    def truncated(self, taken: Taken) -> list[int]:
+        """Return which samples of a step, by number in it, are trained on as a prefix: those that would be
+        dropped if long ones were.
+        """
+        if self.budget.on_long != "truncate":
+            return []
+        lengths, longest = self.samples_at(taken.cursor).lengths, self.budget.longest
+        sources, ids = np.array(taken.source, np.int64), np.array(taken.ids, np.int64)
+        found = np.zeros(len(taken), np.bool_)
+        for number in sorted(set(taken.source)):
+            of = sources == number
+            found[of] = lengths(taken.sources[number], ids[of], longest, "drop") == 0
+        return np.flatnonzero(found).tolist()
+
     def metas_in(self, taken: Taken, groups: Sequence[int], group: int) -> dict[int, SampleMeta]:
         """Return the metadata of the samples that go to a group, by number in the step; `groups` are those
         that all go to.

@@ -112,6 +112,7 @@ def metrics_of(
         "data/pack_fill": tokens / capacity if capacity else 0.0,
         "data/skipped/too_long": progression.dropped,
         "data/skipped/bad_item": progression.bad_samples,
+        "data/truncated": progression.truncated,
         "optim/skipped_steps": progression.skipped_steps,
         "health/restarts": restarts(),
         "plan/ms": prepared.plan_s * 1e3,

@@ -26,6 +26,7 @@ COUNTERS = {
     "tokens": "tokens",
     "skipped_steps": "skipped_steps",
     "dropped": "dropped",
+    "truncated": "truncated",
     "bad_samples": "tombstones",  # checkpoints have called them so since the first
 }
 """What runs through the whole training and is saved with it, by the names that checkpoints have."""
@@ -45,6 +46,7 @@ class Progression:
     tokens: int = 0
     skipped_steps: int = 0
     dropped: int = 0
+    truncated: int = 0
     bad_samples: int = 0
     skipped_in_a_row: int = 0
     sound: bool = True
@@ -58,12 +60,19 @@ class Progression:
         """Go on from a checkpoint."""
         self.step, self.cursor = manifest["step"], manifest["cursor"]
         for name, key in COUNTERS.items():
-            setattr(self, name, manifest["progression"][key])
+            setattr(self, name, manifest["progression"].get(key, 0))  # which earlier versions did not count
 
     def advance(
-        self, plan: StepPlan, totals: StepTotals, lost: int, updated: bool, max_error_share: float
+        self,
+        plan: StepPlan,
+        totals: StepTotals,
+        lost: int,
+        truncated: int,
+        updated: bool,
+        max_error_share: float,
     ) -> None:
-        """Count what a step did, which `lost` so many samples to bad data, and move on in the stream.
+        """Count what a step did, which `lost` so many samples to bad data and had so many `truncated`, and
+        move on in the stream.
 
         Raises:
             BadDataError: if more than this share of the samples so far had bad items.
@@ -72,6 +81,7 @@ class Progression:
         self.tokens += plan.taken.tokens
         self.skipped_steps += not updated
         self.dropped += len(plan.taken.skipped)
+        self.truncated += truncated
         self.bad_samples += lost
         self.skipped_in_a_row = 0 if updated else self.skipped_in_a_row + 1
         if totals.num_targets:  # a step without changes nothing

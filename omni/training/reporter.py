@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,7 +31,7 @@ from omni.training.progression import Progression
 from omni.training.slowness import Slowest
 from omni.training.transcriptions import lines_of, summed_up
 from parallel.warmup import Warmed
-from pipeline.plan import StepPlan
+from pipeline.plan import StepPlan, Taken
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class _Untold:
 
 
 NUM_SLOWEST = 5
+NUM_NAMED = 3  # samples that were too long
+LEFT_OUT = ("data/skipped/too_long", "data/truncated", "data/skipped/bad_item")
 SLOWEST_STEPS = 100  # the last steps, of each of which the slowest sample is recorded
 
 
@@ -161,7 +163,7 @@ class Reporter:
         if self.samples is not None:
             append_line(self.samples, _record(plan))
         self._say_schedule(plan)
-        self._say_left_out()
+        self._say_left_out(taken, metrics)
         for alert in self.alerts.step(metrics | heldout):
             self._alert(alert)
         if slow_rank is not None and slow_rank.is_slow:
@@ -209,6 +211,7 @@ class Reporter:
             "loss/train": self.loss,
             "data/skipped/too_long": self.progression.dropped,
             "data/skipped/bad_item": self.progression.bad_samples,
+            "data/truncated": self.progression.truncated,
             "mem/peak_gb/by_rank": [peak / 1e9 for peak in peaks],
             "perf/save_s/all": round(self.saves_s, 3),
             "plan/schedule": dict(self.schedules),
@@ -235,8 +238,9 @@ class Reporter:
         if slowest := self._slowest():
             named = (f"{of['source']} {of['sample']} ({of['planned_ms']:.3g} ms)" for of in slowest)
             self.progress.note(f"slowest samples of the last steps (planned, forward): {', '.join(named)}")
-        if self._left_out:
-            self.progress.note(f"left out so far: {self._left_out}")
+        left_out = (self.progression.dropped, self.progression.truncated, self.progression.bad_samples)
+        if any(left_out):
+            self.progress.note(f"left out so far: {_left_out(*left_out)}")
         self.progress.close()
         self.tracker.finish(exit_code)
         self.slowest.close()
@@ -265,22 +269,27 @@ class Reporter:
             )
         self.schedules[chosen] += 1
 
-    def _say_left_out(self) -> None:
-        """Say that samples are left out: of the first one, and then whenever they have doubled."""
-        count = self.progression.dropped + self.progression.bad_samples
-        if count >= max(1, 2 * self.left_out_said):
-            self.left_out_said = count
-            self.progress.note(f"left out so far: {self._left_out}")
+    def _say_left_out(self, taken: Taken, metrics: Mapping[str, float]) -> None:
+        """Say that samples are left out or truncated: of the first one, and then whenever they have doubled.
+        Those of this step that were too long are named, a few at most.
+        """
+        dropped, truncated, bad = (int(metrics[name]) for name in LEFT_OUT)
+        if dropped + truncated + bad >= max(1, 2 * self.left_out_said):
+            self.left_out_said = dropped + truncated + bad
+            cut = self.spec.planner.world.truncated(taken)
+            long = [*taken.skipped, *((taken.sources[taken.source[n]], taken.ids[n]) for n in cut)]
+            named = ", ".join(f"{source} {sample}" for source, sample in long[:NUM_NAMED])
+            more = f" and {len(long) - NUM_NAMED} more" if len(long) > NUM_NAMED else ""
+            of_step = f"; too long in this step: {named}{more}" if long else ""
+            self.progress.note(f"left out so far: {_left_out(dropped, truncated, bad)}{of_step}")
 
-    @property
-    def _left_out(self) -> str:
-        dropped, bad = self.progression.dropped, self.progression.bad_samples
-        if not dropped and not bad:
-            return ""
-        return (
-            f"{dropped} samples that are too long or have an item that its encoder does not take "
-            f"(data.on_long), {bad} with a bad item (data.on_error)"
-        )
+
+def _left_out(dropped: int, truncated: int, bad: int) -> str:
+    cut = f" and {truncated} truncated" if truncated else ""
+    return (
+        f"{dropped} samples that are too long or have an item that its encoder does not take{cut} "
+        f"(data.on_long), {bad} with a bad item (data.on_error)"
+    )
 
 
 def _tracker(spec: RunSpec, folder: RunFolder, resumed: int | None) -> Trackers:

@@ -285,7 +285,9 @@ class Trainer:
         idle_ns = idle_of(laps, plan.domain, self.rank.position)
         passes = done.passes if self.config.costs.learn else ()
         self.telling.spent = Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table)
-        self.progression.advance(plan, totals, done.lost, updated, self.config.data.max_error_share)
+        truncated = len(self.spec.planner.world.truncated(plan.taken))
+        most = self.config.data.max_error_share
+        self.progression.advance(plan, totals, done.lost, truncated, updated, most)
         self.watchdog.beat()
 
     def check_updates(self, totals: StepTotals) -> None:

@@ -548,13 +548,19 @@ def test_a_sample_with_an_image_that_the_encoder_cannot_take_counts_as_too_long(
         assert (cut.text_tokens, cut.items, cut.truncated) == (2, (), True)
 
 
-def test_a_run_over_such_an_image_goes_on_without_it(tmp_path):
-    own = [*data_keys(wide(tmp_path / "wide")), "train.steps=4", "launch.ranks=1", "data.on_long=drop"]
+@pytest.mark.parametrize(
+    ("policy", "metric"), [("drop", "data/skipped/too_long"), ("truncate", "data/truncated")]
+)
+def test_a_run_over_such_an_image_goes_on_without_it_and_names_it(tmp_path, policy, metric):
+    own = [*data_keys(wide(tmp_path / "wide")), "train.steps=4", "launch.ranks=1", f"data.on_long={policy}"]
     heldout = [f"+data.heldout.odd.path={tmp_path / 'wide'}", "train.eval_every=4"]
     result = train([*own, *heldout, "model.encoders.image.max_side=12"], tmp_path)
     assert result.code == 0, result.err
-    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert last["data/skipped/too_long"] >= 1
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    last, counts = metrics[-1], {"data/skipped/too_long", "data/truncated"}
+    assert {name for name in counts if last[name]} == {metric}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())[metric] == last[metric]
+    assert "too long in this step: strips 3" in " ".join(result.out.split())
     assert math.isfinite(last["loss/eval/odd"])
 
 

@@ -586,6 +586,17 @@ def test_long_samples_are_dropped_and_named():
             assert sample.length == length(meta_of(sample.source, sample.id)) <= 16
 
 
+@pytest.mark.parametrize("on_long", ["drop", "truncate"])
+def test_samples_that_are_truncated_are_known_of_a_step(on_long):
+    plan = takes_long(on_long)[0]
+    taken = plan.taken
+    samples = [(taken.sources[source], i) for source, i in zip(taken.source, taken.ids, strict=True)]
+    long = [number for number, sample in enumerate(samples) if length(meta_of(*sample)) > 16]
+    assert bool(long) == (on_long == "truncate")
+    budget = Budget(microbatch_tokens=16, step_tokens=None, step_samples=20, on_long=on_long)
+    assert planner(2, budget=budget).world.truncated(taken) == long
+
+
 def test_long_samples_are_truncated_and_their_cut_items_left_out():
     plans = takes_long("truncate")
     assert sum(len(plan.domain.samples) for plan in plans) == 20

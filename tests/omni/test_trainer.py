@@ -389,7 +389,7 @@ def _skips(rank: int, config: Config, updated: list[bool]) -> list[int]:
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
         for each in updated:
-            trainer.progression.advance(done.prepared.plan, done.totals, 0, each, 1.0)
+            trainer.progression.advance(done.prepared.plan, done.totals, 0, 0, each, 1.0)
             trainer.check_updates(done.totals)
             out.append(trainer.progression.skipped_in_a_row)
     return out
