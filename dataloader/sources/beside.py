@@ -23,7 +23,7 @@ def item_beside(storage: Storage, folder: str, modality: str, path: str) -> Foun
     if "://" in path or path.startswith("data:"):
         return LeftOut("", "by URL alone", f"{shown}: download it, and name a file below {storage}")
     place = posixpath.normpath(posixpath.join(folder, path))
-    no_file = LeftOut("", "no file", f"{shown} is no file below {storage}")
+    no_file = LeftOut("", "no file", f"{place[:_SHOWN]} is no file below {storage}")
     fetcher = Fetcher(storage, SharedFiles())
     try:
         if place.startswith(("/", "../")) or place == ".." or _leads_out(storage, place):
