@@ -54,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     from omni.compose import compose_config
     from omni.config import ConfigError
     from omni.planning.balance_table import TITLES, best, choices, scored, text_of, usable
-    from omni.planning.layouts import planned_ranks, resolve_layout
     from parallel.policy import registered
 
     if args.samples < 1:
@@ -62,12 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.draw is not None and args.draw.suffix != ".svg":
         raise ConfigError(f"--draw {args.draw}: histograms are drawn as .svg")
     config = compose_config(args.overrides, args.config_dir)
-    ranks = planned_ranks(config.launch)
-    arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks)
-    replicas, config.placement.ranks = arrangement.llm.dp, arrangement.encoder_ranks or None
-    if config.cluster.device == "cuda" and config.train.precision == "auto":
-        config.train.precision = "bf16"
-    config.data.step_tokens, config.data.step_samples = None, args.samples * replicas
+    ranks, replicas = sized(config, args.samples)
     trace = samples_of(config, args.data, args.samples * replicas)
     domains = [size for size in _doubling(_MOST_DOMAIN) if replicas % size == 0]
     policies, broken = usable(registered(BalancePolicy.group))
@@ -92,6 +86,19 @@ def run(args: argparse.Namespace) -> int:
     if args.draw is not None:
         draw(args.draw, step)
     return 0
+
+
+def sized(config: "Config", samples: int) -> tuple[int, int]:
+    """Give a configuration a step of so many samples of a replica; return its ranks and replicas."""
+    from omni.planning.layouts import planned_ranks, resolve_layout
+
+    ranks = planned_ranks(config.launch)
+    arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), ranks)
+    config.placement.ranks = arrangement.encoder_ranks or None
+    if config.cluster.device == "cuda" and config.train.precision == "auto":
+        config.train.precision = "bf16"
+    config.data.step_tokens, config.data.step_samples = None, samples * arrangement.llm.dp
+    return ranks, arrangement.llm.dp
 
 
 def samples_of(config: "Config", data: str, count: int) -> "list[SampleMeta]":
@@ -142,10 +149,15 @@ def draw(path: Path, step: "Step") -> None:
     from infra.run_folder import write_text
     from pipeline.histograms import svg
 
-    drawn = [("tokens of a sample in the LLM", list(step.taken.lengths))]
-    for name, column in zip(step.costs.components, step.costs.ns.T, strict=True):
-        drawn.append((f"{name}: microseconds of a sample's forward", (column // 1000).tolist()))
-    write_text(path, svg(drawn))
+    write_text(path, svg([("tokens of a sample in the LLM", list(step.taken.lengths)), *costs_of(step)]))
+
+
+def costs_of(step: "Step") -> list[tuple[str, list[int]]]:
+    """Titled values of a histogram for each component: what the samples of a step cost."""
+    return [
+        (f"{name}: microseconds of a sample's forward", (column // 1000).tolist())
+        for name, column in zip(step.costs.components, step.costs.ns.T, strict=True)
+    ]
 
 
 def _doubling(most: int) -> Iterable[int]:

@@ -22,6 +22,9 @@ from dataloader.visible import visible
 from omni.commands._datasets import left_out_of
 from pipeline.histograms import svg
 
+Histograms = Sequence[tuple[str, Sequence[int]]]
+"""Titled values, of which `svg` draws how they are spread."""
+
 _TYPES = {
     "jpeg": "image/jpeg", "png": "image/png", "webp": "image/webp",
     "wav": "audio/wav", "flac": "audio/flac", "mp3": "audio/mpeg", "ogg": "audio/ogg",
@@ -47,11 +50,12 @@ img { max-width: 28em; max-height: 28em; image-rendering: auto; border: 1px soli
 _FOOT = "</body></html>\n"
 
 
-def page(datasets: Sequence[tuple[Path, Tokenizer]], samples: int) -> str:
-    """The page of datasets, each with the tokenizer that it was built with, and of so many samples of each,
-    spread evenly. Raises DataError for what is no dataset or cannot be read.
+def page(datasets: Sequence[tuple[Path, Tokenizer, Histograms]], samples: int) -> str:
+    """The page of datasets, each with the tokenizer that it was built with and histograms to draw below its
+    own, and of so many samples of each, spread evenly. Raises DataError for what is no dataset or cannot be
+    read.
     """
-    return _HEAD + "".join(part for path, own in datasets for part in _dataset(path, own, samples)) + _FOOT
+    return _HEAD + "".join(part for of in datasets for part in _dataset(*of, samples)) + _FOOT
 
 
 def characters_with_loss(sample: Sample, tokenizer: Tokenizer) -> tuple[npt.NDArray[np.bool_], int, int]:
@@ -67,7 +71,7 @@ def characters_with_loss(sample: Sample, tokenizer: Tokenizer) -> tuple[npt.NDAr
     return loss, int(tokens.targets.sum()), len(tokens.ids)
 
 
-def _dataset(path: Path, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+def _dataset(path: Path, tokenizer: Tokenizer, more: Histograms, samples: int) -> Iterator[str]:
     index, reader = Index.open(path, tokenizer), open_reader(path, tokenizer=tokenizer)
     totals = index.manifest.totals
     said = [
@@ -84,7 +88,7 @@ def _dataset(path: Path, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
     for modality in totals.items:
         sizes = [item.size for meta in metas for item in meta.items if item.modality == modality]
         histograms.append((f"{modality}: size, the largest side of an item", [max(of) for of in sizes if of]))
-    yield svg(histograms)
+    yield svg([*histograms, *more])
     count = min(samples, len(index))
     numbers = [number * len(index) // count for number in range(count)]
     drawn = [reader.read(i, text=True, items=True) for i in numbers]

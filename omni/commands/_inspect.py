@@ -1,11 +1,14 @@
 """`omni data inspect`: what is in a dataset, on the screen or as a page."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from dataloader.visible import visible
 from omni.commands._datasets import datasets_in, left_out_of
 from omni.commands._index import chosen
+
+_COSTED = 1024  # samples of the step whose costs are drawn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,20 +18,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="write a page with pictures, recordings and what carries loss instead"
     )
+    parser.add_argument(
+        "--costs",
+        nargs="+",
+        metavar="KEY",
+        help="with --html: draw what samples cost a run of this configuration, such as experiment=llama3_70b",
+    )
     parser.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write; 0. Raises DataError for what is no dataset, or cannot be read."""
+    """Print or write; 0. Raises ValueError for a user's mistake, such as what is no dataset."""
     from rich.console import Console
     from rich.table import Table
 
     from dataloader.index import Index
     from dataloader.sources.reader import open_reader
     from dataloader.tokenizer import get_tokenizer
+    from omni.config import ConfigError
 
     if args.html:
         return _write_page(args)
+    if args.costs:
+        raise ConfigError(f"--costs {' '.join(args.costs)}: costs are drawn on a page: add --html FILE")
     console = Console()
     tokenizer = get_tokenizer(chosen(args.tokenizer)) if args.tokenizer else None
     for path in datasets_in(args.paths):
@@ -75,10 +87,28 @@ def _write_page(args: argparse.Namespace) -> int:
 
     paths = datasets_in(args.paths)
     of_each = [get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer)) for path in paths]
-    text = page(list(zip(paths, of_each, strict=True)), args.samples)
+    costs = [_costs(path, args.costs) if args.costs else [] for path in paths]
+    text = page(list(zip(paths, of_each, costs, strict=True)), args.samples)
     Path(args.html).write_text(text, encoding="utf-8")
     print(f"{args.html}: {len(paths)} datasets, {len(text.encode()):,} bytes")
     return 0
+
+
+def _costs(path: Path, overrides: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Titled values of a histogram for each component: what samples of a dataset cost a run that trains on
+    nothing else.
+    """
+    from omni.commands._balance import costs_of, samples_of, sized
+    from omni.compose import compose_config
+    from omni.planning.balance_score import step_of
+    from omni.planning.balance_table import NO_SHARING, Choice, planner_of
+
+    config = compose_config(overrides)
+    ranks, replicas = sized(config, 1)
+    config.data.step_samples = -(-_COSTED // replicas) * replicas
+    trace = samples_of(config, str(path.resolve()), 0)
+    planner = planner_of(config, ranks, trace, Choice("two_constraint", NO_SHARING, 1, 1))
+    return costs_of(step_of(planner))
 
 
 def _short(text: str) -> str:

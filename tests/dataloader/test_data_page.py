@@ -117,6 +117,20 @@ def test_what_an_index_left_out_and_what_is_read_for_samples_are_told(tmp_path, 
     assert "left out: 2 for bad item, first t.tar a: " in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_samples_cost_a_run_is_drawn_where_a_configuration_is_given(tmp_path, capsys):
+    with DatasetWriter(tmp_path / "set", ByteTokenizer()) as writer:
+        writer.add(Sample("picture", f"seen {PLACEHOLDER}", (Item("image", "png", (8, 16), PICTURE),)))
+        writer.add(Sample("plain", "nothing but text"))
+    costs = ("--costs", "experiment=quickstart")
+    assert omni_data("inspect", tmp_path / "set", "--html", tmp_path / "page.html", *costs) == 0
+    titles = Page((tmp_path / "page.html").read_text()).texts["text"]
+    assert [of for of in titles if "forward" in of] == [
+        f"{name}: microseconds of a sample's forward" for name in ("llm", "image")
+    ]
+    assert omni_data("inspect", tmp_path / "set", *costs) == 1
+    assert "--costs experiment=quickstart: costs are drawn on a page: add --html" in capsys.readouterr().err
+
+
 @pytest.mark.slow  # it starts a browser
 def test_a_browser_draws_the_page(written, tmp_path):
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
