@@ -41,6 +41,14 @@ NOT_RUN = {
     "omni parity --against models/qwen": "needs a published model: tests/omni/test_against.py",
     "omni checkpoint export runs/tuned": "needs a published model: tests/omni/test_open_models.py",
     "omni checkpoint export runs/adapted": "needs a published model: tests/omni/test_lora.py",
+    "omni data build --recipe quickstart_chat": "minutes: tests/e2e/test_quickstart_chat.py",
+    "omni train experiment=quickstart_chat run.dir=runs/chat": "minutes: tests/e2e/test_quickstart_chat.py",
+    "omni checkpoint export runs/chat ": "minutes: tests/e2e/test_quickstart_chat.py",
+    "omni generate runs/chat ": "minutes: tests/e2e/test_quickstart_chat.py",
+    "omni data build --recipe quickstart_open": "minutes: tests/e2e/test_quickstart_open.py",
+    "omni train experiment=quickstart_open run.dir=runs/open": "minutes: tests/e2e/test_quickstart_open.py",
+    "omni checkpoint export runs/open ": "minutes: tests/e2e/test_quickstart_open.py",
+    "omni generate runs/open ": "minutes: tests/e2e/test_quickstart_open.py",
     "omni train -m hydra/launcher=slurm": "needs Slurm: tests/e2e/test_slurm.py",
     "omni train -m hydra/launcher=ray": "needs Ray: tests/e2e/test_ray.py",
     "omni train '+model.encoders.radar": "an encoder of the reader's own: tests/examples",
@@ -65,21 +73,30 @@ _TINY = (
 _TWO = f"{_TINY} train.steps=2"
 _ONE = "launch.ranks=1"
 
+_FEWER = "launch.ranks=128"
 _LLAMA = "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024"
 
 # Appended to those that run by themselves and would take long.
 LESS = {
-    _LLAMA: "data.step_tokens=262144",
-    f"{_LLAMA} layout=tp8_pp4,tp8_cp2_pp4".replace("plan", "plan -m"): "data.step_tokens=262144",
-    f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": "data.step_tokens=262144",
+    _LLAMA: f"{_FEWER} data.step_tokens=65536",
+    f"{_LLAMA} layout=tp8_pp4,tp8_cp2_pp4".replace("plan", "plan -m"): f"{_FEWER} data.step_tokens=65536",
+    f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": f"{_FEWER} data.step_tokens=65536",
     f"{_LLAMA} data.step_tokens=8388608 system=megatron": "data.step_tokens=1048576",
-    "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": "data.step_tokens=8192",
+    f"{_LLAMA} system=multiplexed data.step_tokens=262144,4194304 pipeline=encode_first,joint".replace(
+        "plan", "plan -m"
+    ): f"{_FEWER} data.step_tokens=65536,131072",
+    "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": f"{_FEWER} data.step_tokens=8192",
+    "omni plan --trace longtail model=llama3_1b_so400m model/llm=deepseek_v3 model/encoder=internvit_6b "
+    "'~experiment' cluster=h100 cluster.memory_bytes=null launch.ranks=64 layout.llm.tp=2 layout.llm.pp=4 "
+    "layout.llm.ep=16 data.microbatch_tokens=8192 data.step_tokens=262144 data.on_long=truncate "
+    "train.steps=1 optim.lr=1e-4": "data.step_tokens=65536",
     "omni compare launch.ranks=4 layout=pp2": "data.step_tokens=2048 --systems megatron,dhp",
     "omni compare --trace longtail --mixtures 1:9,9:1 experiment=llama3_70b layout=tp8_pp4 "
     "launch.ranks=128 data.step_tokens=2097152": "data.step_tokens=65536 --systems megatron,disttrain",
     "omni compare --ablate --systems omni --trace longtail --mixtures 1:9,9:1 cluster.memory_bytes=null "
     "experiment=llama3_70b layout=tp8_pp4 launch.ranks=128 "
-    "data.step_tokens=2097152": "data.step_tokens=65536",
+    "data.step_tokens=2097152": "launch.ranks=64 data.step_tokens=32768 --mixtures 1:9",
+    "omni data balance longtail experiment=llama3_70b launch.ranks=1024": "launch.ranks=64",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",
 }
@@ -96,22 +113,6 @@ RANKS = {
     "omni eval runs/mine '~data.heldout.docs' +data.heldout.mine.path=data/mine --out mine.json": "",
     "omni generate runs/mine --prompt 'one two'": "--tokens 2",
     "omni generate runs/mine --prompt 'one two' --prompt seven --tokens 64": "--tokens 2",
-    "omni data build --recipe quickstart_chat --out data/quickstart_chat": "",
-    "omni train experiment=quickstart_chat run.dir=runs/chat": "tracking=jsonl train.steps=2 "
-    "train.eval_every=0 data.heldout.chats.samples=2 data.heldout.chats.generate=2 "
-    "data.heldout.chats.generate_tokens=4 data.step_tokens=256 train.timeout_s=60 launch.ranks=1",
-    "omni checkpoint export runs/chat --as hf --out models/chat": "",
-    "omni generate runs/chat --messages data/quickstart_chat/questions.jsonl --out answers.jsonl": (
-        "--tokens 2"
-    ),
-    "omni data build --recipe quickstart_open --out data/quickstart_open": "",
-    "omni train experiment=quickstart_open run.dir=runs/open": "tracking=jsonl train.steps=2 "
-    "train.eval_every=0 data.heldout.strips.samples=2 data.heldout.strips.generate=2 "
-    "data.heldout.strips.generate_tokens=4 data.step_tokens=256 train.timeout_s=60 launch.ranks=1",
-    "omni checkpoint export runs/open --as hf --out models/open": "",
-    "omni generate runs/open --messages data/quickstart_open/questions.jsonl --out answers.jsonl": (
-        "--tokens 2"
-    ),
     "omni data remix runs/mine --from 4001 --add web=data/mine --weight web=2": "",
     "omni status runs/mine": "",
     "omni timeline runs/mine": "",

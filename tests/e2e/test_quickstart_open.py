@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from documented import pages, split
 from PIL import Image
 from runs import Running
 
@@ -22,12 +23,18 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ref
 DATA, QUESTIONS = "data/quickstart_open", 20
 LIMIT_S = 1500  # of minutes on a machine of its own
 # It is evaluated once, after the last step, on a part of what is held out.
-ASKED_ONCE = ("train.eval_every=1000", "data.heldout.strips.samples=100", "data.heldout.strips.generate=100")
+ASKED_ONCE = (
+    "tracking=jsonl",
+    "train.eval_every=1000",
+    "data.heldout.strips.samples=100",
+    "data.heldout.strips.generate=100",
+)
+# As the page prints them.
 STEPS = (
-    ("data", "build", "--recipe", "quickstart_open", "--out", DATA),
-    ("train", "experiment=quickstart_open", "run.dir=runs/open", "tracking=jsonl", *ASKED_ONCE),
-    ("checkpoint", "export", "runs/open", "--as", "hf", "--out", "models/open"),
-    ("generate", "runs/open", "--messages", f"{DATA}/questions.jsonl", "--out", "answers.jsonl"),
+    f"omni data build --recipe quickstart_open --out {DATA}",
+    "omni train experiment=quickstart_open run.dir=runs/open",
+    "omni checkpoint export runs/open --as hf --out models/open",
+    f"omni generate runs/open --messages {DATA}/questions.jsonl --out answers.jsonl",
 )
 
 
@@ -82,8 +89,11 @@ def test_the_recipe_is_built_once_and_transformers_loads_its_model(
 
 @pytest.mark.slow  # it trains for minutes
 def test_a_tuned_folder_reads_pictures_in_transformers_as_it_does_here(tmp_path: Path) -> None:
+    printed = {command for found in pages().values() for command in found}
     for step in STEPS:
-        done = Running(["-m", "omni", *step], tmp_path).finish(LIMIT_S)
+        assert step in printed
+        more = ASKED_ONCE if step.startswith("omni train") else ()
+        done = Running(["-m", *split(step), *more], tmp_path).finish(LIMIT_S)
         assert done.code == 0, f"{step}\n{done.out[-2000:]}\n{done.err[-4000:]}"
     losses = [line["loss/train"] for line in read_metrics(tmp_path / "runs/open/metrics.jsonl")]
     assert losses[-1] < losses[0] / 10
