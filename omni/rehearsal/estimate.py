@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 from dataloader.tokens import SampleMeta
 from omni.planning.bound import Bound, step_bound
-from omni.planning.fullest import Peak, fullest_in_team, fullest_team
+from omni.planning.fullest import Peak, fullest_in_team, fullest_team, remembering
 from omni.planning.loads import largest, mean_loads, planned_sums, trained_flops
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
@@ -110,5 +110,6 @@ def mean_spent(timeline: Timeline, table: CostTable) -> SimulatedSpent:
 
 def sent_by_ranks(spec: RunSpec, plan: StepPlan) -> dict[int, Sent]:
     """Return what each rank of a plan's domain sends in the step, by its number in the world."""
-    ranks = spec.arrangement.domain_ranks(plan.number)
-    return {rank: sum(traffic(spec, rank_work(spec, plan, rank)).values(), NOTHING) for rank in ranks}
+    ranks, asked_once = spec.arrangement.domain_ranks(plan.number), remembering(spec)
+    works = (rank_work(asked_once, plan, rank) for rank in ranks)
+    return {work.rank: sum(traffic(spec, work).values(), NOTHING) for work in works}

@@ -21,10 +21,11 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ref
 
 DATA, QUESTIONS = "data/quickstart_chat", 20
 LIMIT_S = 1500  # of minutes on a machine of its own
-# It is evaluated once, after the last step, on a part of what is held out.
+# Fewer steps than by default, which suffice; evaluated once, after the last, on a part of what is held out.
 ASKED_ONCE = (
     "tracking=jsonl",
-    "train.eval_every=800",
+    "train.steps=400",
+    "train.eval_every=400",
     "data.heldout.chats.samples=100",
     "data.heldout.chats.generate=100",
 )
