@@ -14,7 +14,7 @@ measured first, in steps without sleep, and is what starting an op costs on the 
 (`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
 
 120 turns of two ranks. Ranks that sleep take seconds for a step: all systems have 2 turns, then `omni` and
-the four quickest 12 more, which alone are judged. Half an hour on two cores.
+the three quickest 12 more, which alone are judged. Half an hour on two cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
@@ -65,7 +65,7 @@ MICROBATCHES = {"pp2": 4, "dp2": 3, "slept, 4 ranks": 6, "slept, 8 ranks": 6}  #
 TURNS = {"pp2": 120, "dp2": 120, "slept, 4 ranks": 12, "slept, 8 ranks": 12}
 QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
 FIRST_TURNS = 2  # of all systems on ranks that sleep
-FINALISTS = 4  # of them beside omni
+FINALISTS = 3  # of them beside omni
 QUICK = ("pp2", "slept, 4 ranks")
 FLOPS_PER_RANK = 4e9
 """Of a slept cluster, by the number of its ranks: with more ranks than cores they hold each other up, and the
