@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from omni.rehearsal.estimate import Estimate
 
 DAY_S = 86_400
+_SEARCHES = 3  # with ever more memory to spare
 _OTHERS = (("half the ranks", 1, 2), ("twice the ranks", 2, 1))
 _LEFT_OUT = ("run", "choice", "tracking")  # of a configuration that is written: of one run alone
 
@@ -33,8 +34,6 @@ def run_search(arguments: argparse.Namespace) -> int:
     from omni.config import ConfigError
     from omni.planning.layout_question import question_of
     from omni.planning.layouts import planned_ranks
-    from omni.planning.no_layout import check_found
-    from omni.planning.search import search
     from omni.rehearsal.stand_in_data import use_trace
 
     for option in ("domain", "ops", "framework", "multirun"):
@@ -49,9 +48,7 @@ def run_search(arguments: argparse.Namespace) -> int:
             use_trace(config, arguments.trace, Path(folder) / "trace")
         question = question_of(config, given)
         with signs_of_life(lambda: f"searching layouts of {ranks:,} ranks"):
-            out = search(question, ranks)
-            check_found(question, ranks, out)
-            best, whole = _whole(question, out.found, ranks)
+            out, best, whole = _found(question, ranks)
             others = dict(_others(question, best, ranks))
         if arguments.draw:
             _draw(arguments.draw, out.found)
@@ -65,32 +62,45 @@ def run_search(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _whole(question: "Question", found: "Sequence[Finalist]", ranks: int) -> "tuple[Finalist, Estimate]":
-    """The first of the best layouts whose step fits in all domains, and that step.
+def _found(question: "Question", ranks: int) -> "tuple[Search, Finalist, Estimate]":
+    """Search. Return with it the first of the best layouts whose step fits in all domains, and that step. A
+    search plans few domains: where another holds more than there is, it is done again, and as much is left
+    free as that one holds beyond those.
 
     Raises:
-        ConfigError: where none fits: of the best, naming the component and keys that would make it less.
+        ConfigError: where no layout can be, or none fits: of the best, naming the component and keys that
+            would make it less.
     """
     from omni.config import ConfigError
     from omni.planning.choice import text_of
     from omni.planning.fullest import check_memory
     from omni.planning.nearest import nearest_text
+    from omni.planning.no_layout import check_found
+    from omni.planning.search import search
     from omni.rehearsal.estimate import estimate
 
-    refused: ValueError | None = None
-    for each in found:
-        whole = estimate(each.spec, each.spec.planner.all_domains(*question.begin))
-        try:
-            check_memory(each.spec, whole.fullest)
-        except ValueError as error:
-            refused = refused or error
-        else:
-            return each, whole
-    assert refused is not None
-    raise ConfigError(
-        f"launch.ranks={ranks}: no layout that was tried fits. Of that which comes nearest "
-        f"({text_of(found[0].told())}) {refused} {nearest_text(found[0].spec, *question.begin)}"
-    )
+    refused, spare = "", 0
+    for _ in range(_SEARCHES):
+        out, unseen = search(question, ranks, spare), list[int]()
+        if not refused:
+            check_found(question, ranks, out)
+        for each in out.found:
+            whole = estimate(each.spec, each.spec.planner.all_domains(*question.begin))
+            try:
+                check_memory(each.spec, whole.fullest)
+            except ValueError as error:
+                refused = refused or (
+                    f"launch.ranks={ranks}: no layout that was tried fits. Of that which comes nearest "
+                    f"({text_of(each.told())}) {error} {nearest_text(each.spec, *question.begin)}"
+                )
+                if each.seen <= (each.spec.cluster.memory_bytes or 0):
+                    unseen.append(whole.fullest.bytes - each.seen)
+            else:
+                return out, each, whole
+        if not unseen or max(unseen) <= spare:
+            break
+        spare = max(unseen)
+    raise ConfigError(refused)
 
 
 def _others(question: "Question", best: "Finalist", ranks: int) -> "Iterator[tuple[str, Finalist | str]]":

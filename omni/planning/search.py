@@ -76,11 +76,14 @@ LEAN_PASS = 2048  # tokens, below which passes are not made smaller so that a ca
 
 @dataclass(frozen=True)
 class Finalist:
-    """A candidate with its run, and the plan of the domain that samples load most."""
+    """A candidate with its run, and the plan of the slowest domain that was simulated. The one that samples
+    load most, which is all that a search sees of most candidates, holds `seen` bytes.
+    """
 
     tried: Tried
     spec: RunSpec
     plan: StepPlan
+    seen: int = 0
 
     @property
     def step_ns(self) -> int:
@@ -110,9 +113,11 @@ class Search:
     simulated: int = 0
 
 
-def search(question: Question, ranks: int) -> Search:
-    """Search the layouts of so many ranks."""
-    searching = Searching(question, ranks)
+def search(question: Question, ranks: int, spare: int = 0) -> Search:
+    """Search the layouts of so many ranks, on each of which `spare` bytes are to stay free: domains that are
+    not planned for a candidate may hold more than those that are.
+    """
+    searching = Searching(question, ranks, spare)
     searching.go(SIMULATED, CHANGES)
     return searching.out
 
@@ -134,8 +139,8 @@ def _place(tried: Tried) -> tuple[bool, int, int]:
 class Searching:
     """A search under way: what was tried, by the text of its keys."""
 
-    def __init__(self, question: Question, ranks: int) -> None:
-        self.of, self.ranks, self.space = question, ranks, question.space(ranks)
+    def __init__(self, question: Question, ranks: int, spare: int = 0) -> None:
+        self.of, self.ranks, self.space, self.spare = question, ranks, question.space(ranks), spare
         self.out, self.tried = Search(), dict[str, Tried]()
         self.metas: list[SampleMeta] = []
 
@@ -151,6 +156,10 @@ class Searching:
         """Prepare a candidate."""
         return self.of.resolve(config, self.ranks)
 
+    def room(self, spec: RunSpec) -> int | None:
+        """Bytes that a rank may hold."""
+        return None if spec.cluster.memory_bytes is None else spec.cluster.memory_bytes - self.spare
+
     def layouts(self) -> list[Keys]:
         """The layouts that fit by the closed form, by what their steps take by another; of those that take
         about as long, those whose domains have fewer ranks come first.
@@ -163,7 +172,7 @@ class Searching:
             except ValueError as error:
                 self.out.refused = self.out.refused or str(error)
                 continue
-            most = spec.cluster.memory_bytes
+            most = self.room(spec)
             if most is not None and held.total() > most:
                 self.out.pruned.append((keys, held))
             else:
@@ -208,7 +217,7 @@ class Searching:
             spec = self.resolve(config)
         except ValueError as error:
             return Tried(keys, refused=str(error), beyond=_NEVER)
-        most, held = spec.cluster.memory_bytes, self.least_held(spec).total()
+        most, held = self.room(spec), self.least_held(spec).total()
         if most is not None and held > most:
             return Tried(keys, refused="holds too much", beyond=held - most)
         if best is not None and not best.refused and self.bound(spec).ns >= (best.step_ns or 0):
@@ -251,14 +260,14 @@ class Searching:
         the slowest counts.
         """
         spec = self.resolve(config)
-        most, single_queue = spec.cluster.memory_bytes, spec.planner.domain.single_queue
+        most, single_queue = self.room(spec), spec.planner.domain.single_queue
         plans = islice(spec.planner.busiest(*self.of.begin), domains)
         steps = [(simulate(plan.domain, spec.table, single_queue).makespan_ns, plan) for plan in plans]
         step_ns, plan = max(steps, key=lambda step: step[0])
-        held = max(likely_held(spec, spec.table, plan) for _, plan in steps) if most is not None else 0
-        beyond = max(0, held - (most or 0))
+        held = [0] if most is None else [likely_held(spec, spec.table, plan) for _, plan in steps]
+        beyond = max(0, max(held) - (most or 0))
         refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB" if beyond else ""
-        return Finalist(Tried(keys, step_ns, refused, beyond), spec, plan)
+        return Finalist(Tried(keys, step_ns, refused, beyond), spec, plan, held[0])
 
     def settled(self, keys: Keys) -> Config:
         """The configuration of a candidate: domains as large as replicas divide, and microbatches as large as
@@ -312,7 +321,7 @@ class Searching:
         """A candidate that fits by the closed form, if there is one, with what it holds."""
         while True:
             spec = self.resolve(self.settled(keys))
-            held, most = self.least_held(spec), spec.cluster.memory_bytes
+            held, most = self.least_held(spec), self.room(spec)
             if most is None or held.total() <= most:
                 return keys, spec, held
             leaner = self._leaner(keys, held, most)
