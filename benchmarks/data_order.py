@@ -6,7 +6,8 @@ The same 2,000 samples are written as datasets of their own, and as files of oth
 where they lie. For each of these, and several worlds and layouts, the samples of steps are compared with
 those of one rank on the datasets; of the first steps CRCs of all that loaders hand out: token ids, labels,
 masks, values and positions of items, as the ranks of all domains fetch them. Steps go on in other worlds from
-where they were, with the phases of the mixture that a checkpoint then knows.
+where they were, with the phases of the mixture that a checkpoint then knows. Chats have tokens that a
+template writes: their tensors are compared with those of datasets of the same chats.
 
 The mixture changes on the way: at step 200 a source is added, at 300 all are weighted anew, at 400 one in a
 hundred samples is removed by its id (in a quick run at 80, 120 and 160). Beyond the first steps CRCs are
@@ -37,9 +38,12 @@ from PIL import Image
 
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.loader import Fetch, Loader
+from dataloader.recipes.from_messages import build_from_messages
+from dataloader.recipes.quickstart_chat import write_tokenizer
+from dataloader.recipes.quickstart_open import IMAGE, SPECIAL, TEMPLATE
 from dataloader.sources.build import build_index
 from dataloader.sources.reader import open_reader
-from dataloader.tokenizer import ByteTokenizer
+from dataloader.tokenizer import ByteTokenizer, get_tokenizer
 from dataloader.tokens import tokenize
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
@@ -71,7 +75,10 @@ RECIPES: dict[str, Any] = {
     "webdataset": "webdataset",
     "parquet": {"name": "parquet", "text": "text", "image": "images"},
     "interleaved": {"name": "interleaved", "texts": "text", "images": "images"},
+    "own shards of chats": None,
+    "conversations": "conversations",
 }
+CHATS = ("own shards of chats", "conversations")
 Drawn = list[tuple[str, int]]
 
 
@@ -129,13 +136,44 @@ def _in_turn(one: Sample) -> Iterator[str | bytes]:
         yield text
 
 
+def write_chats(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write samples as chats: about the pictures, if there are any, somebody is told the text."""
+    (folder / "images").mkdir(parents=True)
+    with (folder / "chats.jsonl").open("w") as file:
+        for one in samples:
+            names = [f"images/{one.id}_{k}.{item.format}" for k, item in enumerate(one.items)]
+            for name, item in zip(names, one.items, strict=True):
+                (folder / name).write_bytes(item.data)
+            asked = {"from": "human", "value": "<image>" * len(names) + "Tell."}
+            told = {"from": "gpt", "value": one.text.replace(PLACEHOLDER, "")}
+            file.write(json.dumps({"id": one.id, "images": names, "conversations": [asked, told]}) + "\n")
+
+
+def tokenizer_of(folder: Path, recipe: str) -> Any:
+    """The tokenizer of a recipe: bytes, of chats one with a template."""
+    if recipe not in CHATS:
+        return "bytes"
+    own = folder / "tokenizer"
+    if not own.exists():
+        own.mkdir()
+        write_tokenizer(own, [sample("a", 0).text], SPECIAL, TEMPLATE)
+    return {"name": "hf", "path": str(own), "item": IMAGE}
+
+
 def prepare(folder: Path, recipe: str) -> dict[str, Path]:
     """Write the sources as a recipe has them, and index them. Returns what runs name, by source."""
-    paths = {}
+    paths, tokenizer = {}, tokenizer_of(folder, recipe)
     for source, size in SIZES.items():
         samples = [sample(source, i) for i in range(size)]
         paths[source] = folder / recipe.replace(" ", "_") / source
-        if RECIPES[recipe] is None:
+        if recipe in CHATS:
+            files = folder / f"files_{recipe}" / source
+            write_chats(files, samples)
+            if RECIPES[recipe] is None:
+                build_from_messages(files / "chats.jsonl", paths[source], get_tokenizer(tokenizer))
+            else:
+                build_index(files, paths[source], RECIPES[recipe], tokenizer)
+        elif RECIPES[recipe] is None:
             write_dataset(paths[source], samples)
         else:
             files = folder / f"files_{recipe}" / source
@@ -149,11 +187,11 @@ def removed(source: str) -> set[int]:
     return set(random.Random(source).sample(range(SIZES[source]), SIZES[source] // 100))
 
 
-def lists_of(folder: Path, paths: Mapping[str, Path]) -> dict[str, str]:
+def lists_of(folder: Path, paths: Mapping[str, Path], tokenizer: Any) -> dict[str, str]:
     """Write the ids of the samples that are removed, by source, as the recipe of `paths` names them."""
     lists = {}
     for source, path in paths.items():
-        reader = open_reader(path)
+        reader = open_reader(path, tokenizer=get_tokenizer(tokenizer))
         lists[source] = str(folder / f"{source}.txt")
         ids = (reader.read(i, False, False).id for i in removed(source))
         Path(lists[source]).write_text("\n".join(ids))
@@ -165,6 +203,7 @@ def spec_of(
     world: int,
     changes: Sequence[int],
     lists: Mapping[str, str],
+    tokenizer: Any,
     known: Mapping[int, int] | None = None,
     begin: tuple[int, int] | None = None,
 ) -> RunSpec:
@@ -185,6 +224,7 @@ def spec_of(
         *WORLDS[world],
     ]
     config = compose_config(line)
+    config.data.tokenizer = tokenizer
     phases = [
         PhaseConfig(changes[0], ADDED),
         PhaseConfig(changes[1], REWEIGHTED),
@@ -222,7 +262,7 @@ class Handed:
 
     def __init__(self, spec: RunSpec, paths: Mapping[str, Path], workers: int) -> None:
         self.spec = spec
-        self.readers = {name: open_reader(path) for name, path in paths.items()}
+        self.readers = {name: open_reader(path, tokenizer=spec.tokenizer) for name, path in paths.items()}
         self.prepare = {e.modality: partial(prepare_item, e) for e in spec.encoders.values()}
         self.workers = workers
         self.loader = Loader(self.readers, spec.tokenizer, self.prepare, workers) if workers else None
@@ -312,12 +352,12 @@ def measure(folder: Path, steps: int, loaded: int, resumes: int, changes: Sequen
     rng = random.Random(0)
     differ: list[str] = []
     expected: list[Drawn] = []
-    crcs: list[int] = []
+    crcs: dict[bool, list[int]] = {}
     compared = 0
     for recipe in RECIPES:
-        paths = prepare(folder, recipe)
-        lists = lists_of(folder, paths)
-        specs = {world: spec_of(paths, world, changes, lists) for world in WORLDS}
+        paths, tokenizer = prepare(folder, recipe), tokenizer_of(folder, recipe)
+        lists = lists_of(folder, paths, tokenizer)
+        specs = {world: spec_of(paths, world, changes, lists, tokenizer) for world in WORLDS}
         for world, spec in specs.items():
             found, cursors = drawn(spec, steps)
             workers = WORKERS if world == 4 else (2,)
@@ -328,20 +368,19 @@ def measure(folder: Path, steps: int, loaded: int, resumes: int, changes: Sequen
                 handed = Handed(spec, paths, number)
                 own = [handed.crc(step + 1, cursors[step]) for step in handed_of]
                 handed.close()
-                crcs = crcs or own
                 compared += len(handed_of)
-                if own != crcs:
+                if own != crcs.setdefault(recipe in CHATS, own):
                     differ.append(f"tensors: {recipe}, {world} ranks, {number} workers")
         for step in sorted(rng.sample(range(1, steps - 20), resumes)):
             before, after = rng.sample(list(WORLDS), 2)
             cursor = specs[before].planner.cursor_of(step + 1)
             begun = positions(specs[before].config.data)
             known = {first: start for first, start in begun.items() if first <= step}
-            resumed = spec_of(paths, after, changes, lists, known, (step + 1, cursor))
+            resumed = spec_of(paths, after, changes, lists, tokenizer, known, (step + 1, cursor))
             if drawn(resumed, 20, cursor)[0] != expected[step : step + 20]:
                 differ.append(f"resumed at {step}: {recipe}, {before} to {after} ranks")
-    first = spec_of(paths, 1, changes, lists)
-    differ += wrong_epochs(expected, with_removed(first, steps), changes[2])
+        if recipe == "own shards":
+            differ += wrong_epochs(expected, with_removed(specs[1], steps), changes[2])
     return {
         "recipes": list(RECIPES), "worlds": list(WORLDS), "workers": list(WORKERS), "steps": steps,
         "source_added": changes[0], "reweighted": changes[1], "removed": changes[2],
