@@ -48,7 +48,7 @@ def run_search(arguments: argparse.Namespace) -> int:
             use_trace(config, arguments.trace, Path(folder) / "trace")
         question = question_of(config, given)
         with signs_of_life(lambda: f"searching layouts of {ranks:,} ranks"):
-            out, best, whole = _found(question, ranks)
+            out, best, whole = found_whole(question, ranks)
             others = dict(_others(question, best, ranks))
         if arguments.draw:
             _draw(arguments.draw, out.found)
@@ -62,7 +62,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _found(question: "Question", ranks: int) -> "tuple[Search, Finalist, Estimate]":
+def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Estimate]":
     """Search. Return with it the first of the best layouts whose step fits in all domains, and that step. A
     search plans few domains: where another holds more than there is, it is done again, and as much is left
     free as that one holds beyond those.
