@@ -149,14 +149,17 @@ def draw(path: Path, step: "Step") -> None:
     from infra.run_folder import write_text
     from pipeline.histograms import svg
 
-    write_text(path, svg([("tokens of a sample in the LLM", list(step.taken.lengths)), *costs_of(step)]))
+    write_text(path, svg(histograms_of(step)))
 
 
-def costs_of(step: "Step") -> list[tuple[str, list[int]]]:
-    """Titled values of a histogram for each component: what the samples of a step cost."""
+def histograms_of(step: "Step") -> list[tuple[str, list[int]]]:
+    """Titled values: how long the samples of a step are, as a run takes them, and what each component's
+    forward of them costs.
+    """
+    costs = zip(step.costs.components, step.costs.ns.T, strict=True)
     return [
-        (f"{name}: microseconds of a sample's forward", (column // 1000).tolist())
-        for name, column in zip(step.costs.components, step.costs.ns.T, strict=True)
+        ("tokens of a sample in the LLM", list(step.taken.lengths)),
+        *((f"{name}: microseconds of a sample's forward", (of // 1000).tolist()) for name, of in costs),
     ]
 
 

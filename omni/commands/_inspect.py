@@ -95,10 +95,10 @@ def _write_page(args: argparse.Namespace) -> int:
 
 
 def _costs(path: Path, overrides: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Titled values of a histogram for each component: what samples of a dataset cost a run that trains on
-    nothing else.
+    """Titled values of histograms: what the first thousand samples or so of a dataset, as long as a run takes
+    them that trains on nothing else, cost each of its components.
     """
-    from omni.commands._balance import costs_of, samples_of, sized
+    from omni.commands._balance import histograms_of, samples_of, sized
     from omni.compose import compose_config
     from omni.planning.balance_score import step_of
     from omni.planning.balance_table import NO_SHARING, Choice, planner_of
@@ -108,7 +108,9 @@ def _costs(path: Path, overrides: Sequence[str]) -> list[tuple[str, list[int]]]:
     config.data.step_samples = -(-_COSTED // replicas) * replicas
     trace = samples_of(config, str(path.resolve()), 0)
     planner = planner_of(config, ranks, trace, Choice("two_constraint", NO_SHARING, 1, 1))
-    return costs_of(step_of(planner))
+    step = step_of(planner)
+    (title, lengths), *costs = histograms_of(step)
+    return [(f"{title}, of the first {len(lengths):,} that a run takes", lengths), *costs]
 
 
 def _short(text: str) -> str:

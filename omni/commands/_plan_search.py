@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
@@ -64,8 +65,8 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Estimate]":
     """Search. Return with it the first of the best layouts whose step fits in all domains, and that step. A
-    search plans few domains: where another holds more than there is, it is done again, and as much is left
-    free as that one holds beyond those.
+    search plans few domains: where another holds more than there is, it is done again, which is told on
+    stderr, and as much is left free as that one holds beyond those. Candidates of all searches are counted.
 
     Raises:
         ConfigError: where no layout can be, or none fits: of the best, naming the component and keys that
@@ -74,14 +75,19 @@ def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Es
     from omni.config import ConfigError
     from omni.planning.choice import text_of
     from omni.planning.fullest import check_memory
+    from omni.planning.memory_advice import GIB
     from omni.planning.nearest import nearest_text
     from omni.planning.no_layout import check_found
     from omni.planning.search import search
     from omni.rehearsal.estimate import estimate
 
-    refused, spare = "", 0
+    refused, spare, simulated = "", 0, 0
     for _ in range(_SEARCHES):
+        if spare:
+            told = f"{spare / GIB:.1f} GiB more than those that were planned: searching with as much to spare"
+            print(f"note: in a layout that was found another domain holds {told}", file=sys.stderr)
         out, unseen = search(question, ranks, spare), list[int]()
+        simulated = out.simulated = out.simulated + simulated
         if not refused:
             check_found(question, ranks, out)
         for each in out.found:
