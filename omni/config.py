@@ -39,7 +39,8 @@ class ModelConfig:
 @dataclass
 class LLMLayoutConfig:
     """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
-    `parts` parts of the LLM, in turn: they take no ranks of their own.
+    `parts` parts of the LLM, in turn: they take no ranks of their own. `zero` is the stage of ZeRO: 1 divides
+    the optimizer's state among replicas, 2 gradients too, 3 weights too.
     """
 
     tp: int = 1
@@ -48,6 +49,7 @@ class LLMLayoutConfig:
     pp: int = 1
     ep: int = 1
     parts: int = 1
+    zero: int = 1
 
 
 @dataclass

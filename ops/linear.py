@@ -20,6 +20,14 @@ def add_weight_gradient(inputs: torch.Tensor, grads: torch.Tensor, total: torch.
         total.add_(grads.t().matmul(inputs))
 
 
+def weight_gradient(inputs: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
+    """The same gradient by itself, [m, n] in fp32 (fp64 of fp64)."""
+    exact = torch.promote_types(grads.dtype, torch.float32)
+    if grads.is_cuda and grads.dtype != exact:
+        return torch.mm(grads.t(), inputs, out_dtype=exact)
+    return grads.t().matmul(inputs).to(exact)
+
+
 def linear_flops(tokens: int, inputs: int, outputs: int) -> int:
     """Forward FLOPs of a linear layer."""
     return 2 * tokens * inputs * outputs

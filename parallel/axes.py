@@ -4,6 +4,8 @@ tp        ranks that share layers            pool    members that share sequence
 dp_cp     replicas of dense weights          ep      ranks among which experts are divided
 expt_dp   replicas of an expert              embd    the two ends of the pipeline, if both hold the embedding
 tp_dp_cp  all ranks of a stage               pp      the stages of a pipeline
+partition the ranks of a pool, of which each holds a partition of matrices
+domains   replicas of a partition
 """
 
 from collections.abc import Mapping
@@ -20,6 +22,8 @@ _LLM: Mapping[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pool": ("cp", "replica"),
     "dp_cp": ("cp", "dp"),
+    "partition": ("cp", "replica"),
+    "domains": ("domain",),
     "tp_dp_cp": ("tp", "cp", "dp"),
     "pp": ("pp",),
 }

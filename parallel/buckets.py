@@ -11,7 +11,7 @@ from math import lcm
 
 from parallel.work import FP32, Collective, Weight, all_gather, all_reduce, merged, reduce_scatter
 
-REPLICAS, EXPERT_REPLICAS, ENDS = "dp_cp", "expt_dp", "embd"
+REPLICAS, EXPERT_REPLICAS, PARTITION_REPLICAS, ENDS = "dp_cp", "expt_dp", "domains", "embd"
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,11 @@ def buckets(weights: Sequence[Weight], ranks: int) -> Buckets:
 
 def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
     """Divide the parameters that learn by the axis that their gradients are reduced over."""
-    by_axis: dict[str, list[Weight]] = {REPLICAS: [], EXPERT_REPLICAS: []}
+    by_axis: dict[str, list[Weight]] = {REPLICAS: [], EXPERT_REPLICAS: [], PARTITION_REPLICAS: []}
     for weight in weights:
         if not weight.frozen:
-            by_axis[EXPERT_REPLICAS if weight.expert else REPLICAS].append(weight)
+            axis = PARTITION_REPLICAS if weight.partition else EXPERT_REPLICAS if weight.expert else REPLICAS
+            by_axis[axis].append(weight)
     return {axis: own for axis, own in by_axis.items() if own}
 
 
@@ -89,5 +90,9 @@ def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int)
     laid = [(axis, n, size // n) for axis, n, own in shares for size in buckets(own, n).sizes]
     reduced = (reduce_scatter(axis, share * FP32, n) for axis, n, share in laid)
     # Experts have an optimizer of their own, and each of the two has all weights gathered when it is done.
-    gathered = (all_gather(axis, share * element, n, len(divided)) for axis, n, share in laid)
+    times = len(divided.keys() - {PARTITION_REPLICAS})
+    gathered = (
+        all_gather(axis, share * element, n, 1 if axis == PARTITION_REPLICAS else times)
+        for axis, n, share in laid
+    )
     return merged(chain(sums, *ends, *reduced, *gathered))

@@ -31,7 +31,9 @@ class Groups:
     `forward` and `backward` connect the stages of this rank's pipeline, `ship` and `back` all ranks of its
     domain: one for each direction of each traffic, so that neither can block the other. `components` holds
     the groups of the components that live on this rank; the `pool` of each connects the ranks that share its
-    sequences. What ranks tell each other beside goes through `parallel.control`.
+    sequences. Where the LLM's weights are partitioned, `partition` connects the same ranks for these, and
+    `domains` those that hold the same partitions. What ranks tell each other beside goes through
+    `parallel.control`.
     """
 
     world: dist.ProcessGroup
@@ -158,12 +160,18 @@ class _Counter(_Maker):
 def _llm_collection(
     maker: _Maker, arrangement: Arrangement, llm: Staged, forward: dist.ProcessGroup
 ) -> ProcessGroupCollection | None:
-    """The groups megatron asks for, and `pool`, which is ours: megatron sees no context parallelism. Of the
-    pipeline it learns which stage this is; messages between stages are the engine's.
+    """The groups megatron asks for, and `pool`, `partition` and `domains`, which are ours: megatron sees no
+    context parallelism. Of the pipeline it learns which stage this is; messages between stages are the
+    engine's.
     """
     mesh, experts = arrangement.mesh, arrangement.expert_mesh
     pg = _collection(maker, mesh)
     pg.pool = maker.axes(mesh, "cp", "replica", fresh=True)
+    pg.partition = pg.domains = None
+    if arrangement.partitions > 1:
+        # Of its own: weights are gathered while sequences are exchanged.
+        pg.partition = maker.axes(mesh, "cp", "replica", fresh=True)
+        pg.domains = maker.axes(mesh, "domain")
     pg.pp, pg.mp = forward, maker.places(mesh, "tp", "pp")
     pg.expt_tp = maker.axes(experts)
     pg.tp_ep_pp = maker.places(experts, "ep", "pp")
@@ -188,6 +196,7 @@ def _llm_collection(
 
 def _encoder_collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection | None:
     pg = _collection(maker, mesh)
+    pg.partition = pg.domains = None
     pg.pool = maker.axes(mesh, "slot", fresh=True)
     pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.tp_ep_pp = pg.embd = pg.pos_embd = maker.axes(mesh)
     pg.mp = pg.tp

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from parallel.placements import DomainSizes, PlacementPolicy
 
 CONTEXT = 4096  # tokens
+MOST_ZERO = 3
 
 
 class LayoutError(ValueError):
@@ -118,8 +119,16 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
     """
     for name, size in sizes.items():
         if size is not None and size < 1:
-            least = "a stage holds at least one part" if name == "parts" else "an axis has at least one rank"
+            least = {
+                "parts": "a stage holds at least one part",
+                "zero": "1 divides the state of the optimizer among replicas, which all layouts do",
+            }.get(name, "an axis has at least one rank")
             raise LayoutError(f"layout.llm.{name}={size}: {least}")
+    if (zero := sizes.get("zero") or 1) > MOST_ZERO:
+        raise LayoutError(
+            f"layout.llm.zero={zero}: 1 divides the state of the optimizer among replicas, 2 gradients too, "
+            f"{MOST_ZERO} weights too"
+        )
 
 
 def nearest_divisor(size: int, *totals: int) -> int:
@@ -134,6 +143,8 @@ class Layout:
 
     The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp. They
     take as long as can be for tokens of sequences of `context` tokens, which decide what attention costs.
+    `zero` says what replicas divide among them (ZeRO): 1 the state of the optimizer, 2 gradients too, over
+    the pool, 3 weights too.
     """
 
     tp: int = 1
@@ -142,6 +153,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     parts: int = 1
+    zero: int = 1
     context: int = CONTEXT
 
     def __post_init__(self) -> None:
@@ -217,6 +229,11 @@ class Arrangement:
     def pool(self) -> int:
         """Ranks of a stage of a domain that may share sequences: cp · replicas, each of tp ranks."""
         return self.llm.cp * self.replicas
+
+    @property
+    def partitions(self) -> int:
+        """Ranks among which each matrix of the LLM's layers is divided by ZeRO-2 or 3, 1 without."""
+        return self.pool if self.llm.zero > 1 else 1
 
     @property
     def stage_size(self) -> int:

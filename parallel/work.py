@@ -111,7 +111,7 @@ def even_load(
 
 @dataclass(frozen=True)
 class Collective:
-    """`calls` collectives of one kind over an axis, such as "tp", "pool", "ep", "dp_cp" or "embd".
+    """`calls` collectives of one kind over an axis of `parallel.axes`, such as "tp", "pool" or "ep".
 
     In each call a rank sends `bytes` to others. `to` divides them over the members of the axis where `kind`
     is "all_to_all"; elsewhere they go to the next of a ring.
@@ -181,7 +181,8 @@ class Weight:
     Over the replicas of the component; of an `expert`, over those of the experts. That of a `partial` one is
     first summed over tensor-parallel ranks, which see different tokens. A `tied` one is summed over the two
     ends of the pipeline as well, and has a bucket of its own. A `frozen` one never learns: it has no
-    gradient, no bucket and no state of an optimizer.
+    gradient, no bucket and no state of an optimizer. A `matrix` is that of a linear, which ZeRO may
+    partition; a `partition` is what a rank then holds of one, and its replicas are other domains.
     """
 
     elements: int
@@ -189,6 +190,8 @@ class Weight:
     partial: bool = False
     tied: bool = False
     frozen: bool = False
+    matrix: bool = False
+    partition: bool = False
 
 
 class Block(Protocol):

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from omni.models.adapters import A, B, Lora
-from omni.models.weight_gradients import gathered
+from omni.models.weight_gradients import gathered, scattered
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear
+from parallel.partitions import whole_of
 
 
 def adapt(module: torch.nn.Module, lora: Lora | None) -> None:
@@ -48,13 +49,21 @@ def _adapt(linear: Any, lora: Lora) -> None:
 
 
 def _adapted(
-    linear: Any, scale: float, first: bool, *, input: torch.Tensor, weight: torch.Tensor, **settings: Any
+    linear: Any,
+    scale: float,
+    first: bool,
+    *,
+    input: torch.Tensor,
+    weight: torch.nn.Parameter,
+    **settings: Any,
 ) -> torch.Tensor:
     """Stand in for megatron's product: `input` [t, 1, in] → [T, 1, out]."""
     settings |= {"scale": scale, "first": first, "group": linear.tp_group}
     settings["divides_tokens"] = linear.config.sequence_parallel
+    settings["weight"] = weight
+    whole = whole_of(weight, back=False)
     output: torch.Tensor = _Adapted.apply(
-        settings, input, weight, settings["bias"], linear.lora_a, linear.lora_b
+        settings, input, whole, settings["bias"], linear.lora_a, linear.lora_b
     )
     return output
 
@@ -79,28 +88,28 @@ class _Adapted(torch.autograd.Function):
             output.add_(bias)
         output.flatten(0, -2).addmm_(inner.flatten(0, -2), b.t())
         ctx.settings, ctx.learns = settings, ctx.needs_input_grad[4]
-        ctx.save_for_backward(weight, a, b, *((input, inner) if ctx.learns else ()))
+        ctx.save_for_backward(a, b, *((input, inner) if ctx.learns else ()))
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        weight, a, b, *kept = ctx.saved_tensors
+        a, b, *kept = ctx.saved_tensors
         settings, grad = ctx.settings, grads[0].contiguous()
         group, first = settings["group"], settings["first"]
         gathers = settings["sequence_parallel"]  # of a first linear only
         rows = grad.flatten(0, -2)
         grad_inner, grad_a, grad_b = rows.matmul(b).mul_(settings["scale"]), None, None
         if first and group.size() > 1:
-            grad_inner = _scattered(grad_inner, group) if gathers else _summed(grad_inner, group)
+            grad_inner = scattered(grad_inner, group) if gathers else _summed(grad_inner, group)
         if ctx.learns:
             input, inner = kept
             inner = inner.flatten(0, -2)
             if not first and not settings["divides_tokens"] and group.size() > 1:
                 inner = _summed(inner, group)
             grad_b = rows.t().matmul(inner)
-        grad_input = grad.matmul(weight)
+        grad_input = grad.matmul(whole_of(settings["weight"], back=True))
         if gathers:
-            grad_input = _scattered(grad_input, group)
+            grad_input = scattered(grad_input, group)
         elif settings["allreduce_dgrad"]:
             _summed(grad_input, group)
         grad_input.flatten(0, -2).addmm_(grad_inner, a)
@@ -113,10 +122,3 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks, in place."""
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, of which each gets its share of the first dimension."""
-    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
-    dist.reduce_scatter_tensor(own, tensor, group=group)
-    return own

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from omni.models.expert_moments import Routed, most_in_backward, most_in_forward, products
 from omni.models.forward_moments import Tape, attention_half, expert_half
 from omni.models.layer_moments import WeightGradient, Weights, half_products, most_of_products
-from omni.models.pieces import Linears, plain
+from omni.models.pieces import Linears
 from omni.models.stack import (
     BETWEEN,
     Stack,
@@ -115,7 +115,7 @@ class ExpertStack:
             for count in (i * o, *((o,) if dense.bias else ()))
         )
         gate = (Weight(dense.hidden, partial=dense.splits_tokens),) if self.shared_gate else ()
-        shared = (*gate, *plain(*(i * o // dense.tp for i, o in self._shared())))
+        shared = (*gate, *(Weight(i * o // dense.tp, matrix=True) for i, o in self._shared()))
         ahead = (*dense.attention_weights(), *dense.ahead_norm())
         return (*ahead, *router, *expert * self.local, *shared, *dense.after_norms())
 

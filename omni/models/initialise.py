@@ -38,12 +38,12 @@ def initialise(
             continue
         if name.endswith((".A_log", ".dt_bias")):
             drawn = _decays(name, shape, torch.Generator().manual_seed(_seed(seed, component, name)))
-            parameter.copy_(named.region.cut(drawn))
+            parameter.copy_(named.cut(drawn))
             continue
         if name.endswith((A, B)):
             most = 0.0 if name.endswith(B) else shape[1] ** -0.5
             generator = torch.Generator().manual_seed(_seed(seed, component, name))
-            parameter.copy_(named.region.cut(torch.empty(shape).uniform_(-most, most, generator=generator)))
+            parameter.copy_(named.cut(torch.empty(shape).uniform_(-most, most, generator=generator)))
             continue
         if parameter.dim() < 2:
             # The norm of a delta net's heads multiplies by its weight, whatever the others do.
@@ -55,7 +55,7 @@ def initialise(
             std /= math.sqrt(2 * num_layers)
         generator = torch.Generator().manual_seed(_seed(seed, component, name))
         drawn = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(named.region.cut(drawn))
+        parameter.copy_(named.cut(drawn))
 
 
 def _decays(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Latent:
     def weights(self, tp: int, norms: int, partial: bool) -> tuple[Weight, ...]:
         """Parameters on one of `tp` ranks, each norm with so many vectors; `partial` as for `Weight`."""
         whole = tuple(Weight(i * o, partial=partial) for i, o in self.compressing())
-        divided = tuple(Weight(i * o // tp) for i, o in self.linears()[len(whole) :])
+        divided = tuple(Weight(i * o // tp, matrix=True) for i, o in self.linears()[len(whole) :])
         ranks = (self.q_rank, self.kv_rank) if self.q_rank else (self.kv_rank,)
         normed = tuple(Weight(rank, partial=partial) for rank in ranks for _ in range(norms))
         return (*whole, *normed, *divided)

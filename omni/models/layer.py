@@ -93,7 +93,7 @@ class Layer(LayerSizes):
     def summed_linear(self, inputs: int, bias: int) -> tuple[Weight, ...]:
         """A linear whose sums are scattered, with a bias that is added to each rank's tokens."""
         biases = (Weight(bias, partial=self.splits_tokens),) if bias else ()
-        return (*plain(inputs * self.hidden), *biases)
+        return (*linear_weights(inputs, self.hidden, 0), *biases)
 
     def puts_off_gradient(self, later: bool) -> bool:
         """Whether the gradient of the layer's output waits, if those of weights are made `later`: not where

@@ -127,10 +127,12 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     return stage_layers(tuple(costs), output + config.mtp * further, layout.pp, layout.parts)
 
 
-def llm_work(config: LLMConfig, vocab_size: int, layout: Layout, element: int) -> tuple[LLMPart, ...]:
-    """State the work of a rank in each part of the LLM."""
+def llm_work(
+    config: LLMConfig, vocab_size: int, layout: Layout, element: int, pool: int = 1
+) -> tuple[LLMPart, ...]:
+    """State the work of a rank in each part of the LLM, of a stage with a `pool` of so many members."""
     vocabulary = padded_vocabulary(config, vocab_size)
     layers = llm_parts(config, vocab_size, layout)
     return tuple(
-        llm_part(config, vocabulary, layers, number, layout, element) for number in range(len(layers))
+        llm_part(config, vocabulary, layers, number, layout, element, pool) for number in range(len(layers))
     )

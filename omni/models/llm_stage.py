@@ -26,6 +26,7 @@ from omni.models.moe import (
     moe_settings,
     update_expert_bias,
 )
+from omni.models.partition_modules import partition_layers
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from parallel.layout import Layout
@@ -113,6 +114,7 @@ class LLMStage:
             more=moe_settings(config.mixture, groups.ep.size(), dtype, device) if config.mixture else None,
         )
         self.groups = groups
+        self.zero = layout.zero
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(config, vocab_size)
@@ -150,8 +152,13 @@ class LLMStage:
             position_embedding_type="none",
             share_embeddings_and_output_weights=config.tied,
             pg_collection=groups,
-        ).to(self.device)
+        )
         adapt(model, Lora.of(config.lora))
+        if groups.partition is not None:
+            # Before anything is on the device, which might not hold it whole.
+            mark_parallel(model)
+            partition_layers(model.decoder.layers, groups.partition, config.recompute, stays=self.zero == 2)
+        model.to(self.device)
         put_off_in(model.decoder, self.deferral)
         forget_passes(model.decoder)
         numbering = Numbering(

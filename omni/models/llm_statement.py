@@ -13,6 +13,7 @@ from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
 from omni.models.layer import FIRST
 from omni.models.layer_sizes import llm_layers, windowed
+from omni.models.partitions import Partitioned
 from omni.models.stack import Stack
 from omni.models.vocabulary import Losses, WordEmbedding
 from ops.delta_shape import DeltaHeads
@@ -30,6 +31,7 @@ from parallel.work import (
     Weight,
     Work,
     all_reduce,
+    merged,
 )
 
 
@@ -69,7 +71,8 @@ def _of_layers(stack: Stack | ExpertStack, layers: int, windowed: int, held: boo
 @dataclass(frozen=True)
 class LLMPart:
     """A part of the LLM on one rank: layers, after the embedding in the first, before losses in the last and,
-    after these, what predicts `further` tokens.
+    after these, what predicts `further` tokens. Matrices of its layers are in `partitions`, by ZeRO's stage
+    `zero`.
     """
 
     stacks: tuple[Stack | ExpertStack, ...]
@@ -77,6 +80,8 @@ class LLMPart:
     norm: FinalNorm | None = None
     losses: Losses | None = None
     further: tuple[Block, ...] = ()
+    partitions: int = 1
+    zero: int = 1
 
     @property
     def _stacks(self) -> tuple[Stack | ExpertStack, ...]:
@@ -131,7 +136,17 @@ class LLMPart:
 
     @cached_property
     def _chain(self) -> Chain:
-        return self._chained(self.stacks)
+        return self._chained([self._partitioned(stack, stack) for stack in self.stacks])
+
+    def _partitioned(self, stack: Stack | ExpertStack, block: Block) -> Block:
+        """Layers as a `block` states them, with matrices in partitions if they are."""
+        return Partitioned(stack, block, self.partitions, self.zero) if self.partitions > 1 else block
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of matrices that ZeRO-2 makes whole for a step, beside their partitions."""
+        of = (Partitioned(stack, stack, self.partitions, self.zero) for stack in self.stacks)
+        return sum(own.whole_bytes() for own in of) if self.partitions > 1 and self.zero == 2 else 0
 
     @cached_property
     def _apart(self) -> tuple[Stack | ExpertStack, ...]:
@@ -167,7 +182,8 @@ class LLMPart:
         # The gradient that came in a message may be put off: then what is put off stands for the output.
         dense = last.dense if isinstance(last, ExpertStack) else last
         stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)
-        chain = self._chained([_Beside(stack, waits) for stack in (*others, last)])
+        beside = [self._partitioned(stack, _Beside(stack, waits)) for stack in (*others, last)]
+        chain = self._chained(beside)
         return chain.backward(load, grad, self.row_bytes(load) * stays)
 
     def input_bytes(self, load: Load) -> int:
@@ -191,7 +207,13 @@ class LLMPart:
         routers = [stack for stack in self._stacks if isinstance(stack, ExpertStack)]
         counts = sum(stack.layers * stack.experts for stack in routers) * INDEX
         counted = all_reduce("tp_dp_cp", counts, ranks.get("tp_dp_cp", 1)) if counts else ()
-        return (*reduction(self.weights(), ranks, self.element), *counted)
+        once = (
+            one
+            for stack in self.stacks
+            if self.partitions > 1 and self.zero == 2
+            for one in Partitioned(stack, stack, self.partitions, self.zero).gathered()
+        )
+        return (*reduction(self.weights(), ranks, self.element), *merged(once), *counted)
 
     def row_bytes(self, load: Load) -> int:
         """Bytes of what it passes on to the next part: the stream between layers."""
@@ -199,9 +221,17 @@ class LLMPart:
 
 
 def llm_part(
-    config: LLMConfig, vocabulary: int, layers: Sequence[int], number: int, layout: Layout, element: int
+    config: LLMConfig,
+    vocabulary: int,
+    layers: Sequence[int],
+    number: int,
+    layout: Layout,
+    element: int,
+    pool: int = 1,
 ) -> LLMPart:
-    """State part `number` of an LLM whose parts have so many `layers` each; `vocabulary` is padded."""
+    """State part `number` of an LLM whose parts have so many `layers` each; `vocabulary` is padded. ZeRO
+    divides matrices over a `pool` of so many members.
+    """
     tp, ids = layout.tp, vocabulary // layout.tp
     first, last = number == 0, number == len(layers) - 1
     # The last part looks up what is further ahead, too. A rank that holds both ends has one embedding.
@@ -223,6 +253,8 @@ def llm_part(
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),
+        partitions=pool if layout.zero > 1 else 1,
+        zero=layout.zero,
     )
 
 

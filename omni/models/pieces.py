@@ -14,7 +14,7 @@ def plain(*elements: int) -> tuple[Weight, ...]:
 
 def linear_weights(inputs: int, outputs: int, bias: int) -> tuple[Weight, ...]:
     """A linear layer's weight and, unless it has none, its bias of so many elements."""
-    return plain(inputs * outputs, bias) if bias else plain(inputs * outputs)
+    return (Weight(inputs * outputs, matrix=True), *plain(*(bias,) * bool(bias)))
 
 
 def norm_weights(hidden: int, norm: str, partial: bool = False) -> tuple[Weight, ...]:

@@ -17,6 +17,7 @@ import torch
 from omni.models.adapters import A, B
 from omni.models.moe import expert_name
 from parallel.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from parallel.partitions import partition_of
 
 TIED = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"(?<=layers\.)(\d+)")
@@ -76,7 +77,8 @@ class Numbering:
 
 @dataclass(frozen=True)
 class Named:
-    """A parameter by its canonical name, and which part of it this rank holds.
+    """A parameter by its canonical name, and which part of it this rank holds: of the elements of its region
+    those from `first`, all but for a partition.
 
     Ranks of a replica may hold the same: those of the first and the last part a tied embedding,
     tensor-parallel ranks what is not divided among them. `copy` is (0, 0) for the first of these, and tells
@@ -86,8 +88,14 @@ class Named:
     name: str
     parameter: torch.nn.Parameter
     region: Region
+    first: int
     copy: tuple[int, int]
     is_expert: bool
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds out of the full tensor."""
+        own = self.region.cut(full).reshape(-1)[self.first :][: self.parameter.numel()]
+        return own.view(self.parameter.shape)
 
     @property
     def is_copy(self) -> bool:
@@ -122,21 +130,23 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
         canonical = canonical_name(name, numbering)
         is_expert = not getattr(parameter, "allreduce", True)
         size, rank = (1, 0) if is_expert else (numbering.tp_size, numbering.tp_rank)
+        place = partition_of(parameter)
+        held, first = (parameter.shape, 0) if place is None else (place.shape, place.first)
         if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-            shape = tuple(parameter.shape) or (1,)  # a scalar is an element like any other
+            shape = tuple(held) or (1,)  # a scalar is an element like any other
             region = Region(shape, 0, ((0, shape[0]),))
         else:
             # Each rank holds its part of the gate, then its part of what the gate lets through.
             parts = 2 if gated and "linear_fc1" in name else 1
             dim = int(vars(parameter)["partition_dim"])
-            held = parameter.shape[dim] // parts
-            full = list(parameter.shape)
+            each = held[dim] // parts
+            full = list(held)
             full[dim] *= size
-            runs = tuple((part * held * size + rank * held, held) for part in range(parts))
+            runs = tuple((part * each * size + rank * each, each) for part in range(parts))
             region = Region(tuple(full), dim, runs)
         of_parts = numbering.first_layer if canonical == TIED else 0
         copy = (of_parts, rank if region.is_whole else 0)
-        yield Named(canonical, parameter, region, copy, is_expert)
+        yield Named(canonical, parameter, region, first, copy, is_expert)
 
 
 def all_parameters(

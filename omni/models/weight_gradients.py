@@ -10,7 +10,8 @@ the weight one.
 Only megatron's parallel linears put off: attention, feed-forward, shared expert, experts one after the other.
 Everything else is computed in the input pass: norms, biases, the router (narrow), embedding and output, plain
 torch linears of an encoder, Transformer Engine's grouped experts. Where nothing is put off, megatron's own
-code runs. Frozen weights have nothing to put off.
+code runs. Frozen weights have nothing to put off. A weight that is a partition of a matrix is gathered for
+each pass and not kept from one to the other; its gradient is scattered as it is made.
 
 Memory: input and output gradient of each linear live until `PendingProducts.run` has used them; with
 recomputation, that is when the recomputed inputs go. Under sequence parallelism the input is kept
@@ -29,13 +30,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ops.linear import add_weight_gradient
+from omni.models.adapters import A
+from ops.linear import add_weight_gradient, weight_gradient
 from parallel.megatron import (
     ColumnParallelLinear,
     LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
     get_global_memory_buffer,
 )
+from parallel.partitions import partition_of, whole_of
 
 # Without what asks for autocast, which nothing here uses: a tenth of what a small layer costs the host.
 _FORWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.forward)
@@ -57,7 +60,11 @@ class _Product:
     def add(self) -> None:
         inputs = self.inputs if self.group is None else gathered(self.inputs, self.group)
         rows, columns = (x.contiguous().flatten(0, -2) for x in (self.grads, inputs))
-        add_weight_gradient(columns, rows, vars(self.weight)["main_grad"])
+        place = partition_of(self.weight)
+        if place is None:
+            add_weight_gradient(columns, rows, vars(self.weight)["main_grad"])
+        else:
+            place.part.scatter(self.weight, weight_gradient(columns, rows))
 
 
 def gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -68,6 +75,13 @@ def gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, inputs.dtype, "mpu")
     dist.all_gather_into_tensor(whole, inputs.contiguous(), group=group)
     return whole
+
+
+def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the ranks of a group, of which each gets its share of the first dimension."""
+    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    dist.reduce_scatter_tensor(own, tensor, group=group)
+    return own
 
 
 class PendingProducts:
@@ -115,11 +129,12 @@ class Deferral:
 
 def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
     """Let the parallel linears of `module` put their weight gradients off when `deferral` says so, and have
-    the product add them to `main_grad`.
+    the product add them to `main_grad`. Those with adapters have products of their own.
     """
     for part in module.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
-            part._forward_impl = partial(_linear, part._forward_impl, deferral)
+            if not hasattr(part, A):
+                part._forward_impl = partial(_linear, part._forward_impl, deferral)
             _without_regions(part)
 
 
@@ -142,10 +157,12 @@ def _linear(
     weight: torch.nn.Parameter,
     **settings: Any,
 ) -> torch.Tensor:
-    if not weight.requires_grad:
+    is_partition = partition_of(weight) is not None
+    if not weight.requires_grad and not is_partition:
         return megatron(input=input, weight=weight, **settings)
     output: torch.Tensor = _Linear.apply(
         deferral,
+        whole_of(weight, back=False) if is_partition else None,
         input,
         weight,
         settings["bias"],
@@ -160,31 +177,39 @@ def _linear(
 
 
 class _Linear(torch.autograd.Function):
-    """megatron's linear, whose backward pass may put the weight's gradient off."""
+    """megatron's linear, whose backward pass may put the weight's gradient off. `whole` is the matrix of a
+    weight that is a partition, else None: it is not kept, and gathered again on the way back.
+    """
 
     @staticmethod
-    def forward(ctx: Any, deferral: Deferral, *inputs: Any) -> torch.Tensor:
+    def forward(ctx: Any, deferral: Deferral, whole: torch.Tensor | None, *inputs: Any) -> torch.Tensor:
+        input, weight, *settings = inputs
         ctx.deferral = deferral
         # The parameter itself: hooks on saved tensors, which move them, bring back another object.
-        ctx.weight = inputs[1]
-        output: torch.Tensor = _FORWARD(ctx, *inputs)
+        ctx.weight, ctx.learns = weight, ctx.needs_input_grad[3]
+        output: torch.Tensor = _FORWARD(ctx, input, weight if whole is None else whole, *settings)
+        if whole is not None:
+            ctx.save_for_backward(*(input,) * ctx.learns)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pending = ctx.deferral.pending
-        if pending is None:
-            return (None, *_BACKWARD(ctx, *grads))
-        inputs, weight = ctx.saved_tensors[0], ctx.weight
+        pending, weight = ctx.deferral.pending, ctx.weight
+        if pending is None and partition_of(weight) is None:
+            return (None, None, *_BACKWARD(ctx, *grads))
         (grad,) = grads
         group = ctx.tp_group if ctx.sequence_parallel else None
-        # Detached: what made the input holds the input and the gradient of a layer that was recomputed.
-        pending.put_off(_Product(weight, inputs.detach(), grad, group))
-        grad_input = grad.matmul(weight)
+        grad_input = grad.matmul(whole_of(weight, back=True))
         if ctx.allreduce_dgrad:
             dist.all_reduce(grad_input, group=ctx.tp_group)
         elif group is not None:
-            whole, grad_input = grad_input, torch.empty_like(inputs)
-            dist.reduce_scatter_tensor(grad_input, whole, group=group)
+            grad_input = scattered(grad_input, group)
+        if ctx.learns:
+            # Detached: what made the input holds the input and the gradient of a layer that was recomputed.
+            product = _Product(weight, ctx.saved_tensors[0].detach(), grad, group)
+            if pending is not None:
+                pending.put_off(product)
+            else:
+                product.add()
         grad_bias = grad.contiguous().flatten(0, -2).sum(0) if ctx.use_bias else None
-        return (None, grad_input, None, grad_bias, *[None] * 6)
+        return (None, None, grad_input, None, grad_bias, *[None] * 6)

@@ -119,7 +119,8 @@ def _can_be(
     if dp % domain:
         return False
     try:
-        arrange(Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts), slots, placement, rest, domain)
+        layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts, own.zero)
+        arrange(layout, slots, placement, rest, domain)
     except LayoutError:
         return False
     return True

@@ -91,7 +91,7 @@ def resolve_layout(
     context = CONTEXT if config.context is None else config.context  # null: until one is chosen
     if context < 1:
         raise LayoutError(f"layout.context={context}: a sequence has at least one token")
-    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, context)
+    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, sizes.zero, context)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
+from omni.models.llm_statement import LLMPart
 from omni.planning.rank_work import RankWork
 from omni.planning.workload import Workload
 from parallel.axes import group_of
@@ -139,6 +140,7 @@ def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) 
     # Main weights for those of half precision, and two moments.
     copies = (spec.element < FP32) + 2 * learns
     weights = part.weights()
+    held["weights", name] += part.whole_bytes if isinstance(part, LLMPart) else 0
     held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * spec.element
     for axis, own in by_replicas(weights).items():
         ranks = group_of(spec.arrangement, None if name == LLM else name, axis, rank)

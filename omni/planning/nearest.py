@@ -105,7 +105,7 @@ def _of_llm(spec: RunSpec, keys: Keys) -> float:
     except ValueError:
         return inf
     layout, tokens = arrangement.llm, config.data.pass_tokens // arrangement.llm.cp
-    parts = llm_work(config.model.llm, spec.tokenizer.vocab_size, layout, spec.element)
+    parts = llm_work(config.model.llm, spec.tokenizer.vocab_size, layout, spec.element, arrangement.pool)
     held, copies = [], FP32 * (2 + (spec.element < FP32))
     for part, passes in ((parts[0], layout.pp), (parts[-1], 1)):
         optimizer = copies * sum(w.elements for w in part.weights() if not w.frozen) / layout.dp

@@ -20,7 +20,7 @@ def part_work(
     """State the work of a rank of every part of the LLM and every encoder, with `element` bytes a number."""
     parts: dict[str, Part] = {
         part_name(LLM, number): part
-        for number, part in enumerate(llm_work(llm, vocab_size, arrangement.llm, element))
+        for number, part in enumerate(llm_work(llm, vocab_size, arrangement.llm, element, arrangement.pool))
     }
     for name, encoder in encoders.items():
         with naming(name):

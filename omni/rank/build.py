@@ -225,5 +225,5 @@ def _build_optimizers(spec: RunSpec, modules: Modules, groups: Groups) -> dict[s
             own = groups.components[name]
             components[name] = ComponentOptimizer(name, modules[name], own, spec.config.optim)
         else:
-            attend_optimizer_setup()
+            attend_optimizer_setup(1 + (name == LLM and spec.arrangement.partitions > 1))
     return components

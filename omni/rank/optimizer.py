@@ -8,7 +8,8 @@ a step has one point where the host learns what happened.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from omni.config import ConfigError
+from omni.models.partition_modules import forget_whole, settle_partitions
 from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
 from omni.rank.totals import StepTotals
@@ -30,20 +32,36 @@ from parallel.megatron import (
     finalize_model_grads,
     get_megatron_optimizer,
 )
+from parallel.partitions import partition_of
 
 
 def _nothing_to_do(**unused: object) -> None:
     pass
 
 
-def attend_optimizer_setup() -> None:
-    """Stand in for a ComponentOptimizer on a rank that the component does not live on.
+def attend_optimizer_setup(optimizers: int) -> None:
+    """Stand in for a ComponentOptimizer on a rank that the component does not live on, whose ranks make so
+    many of megatron's: one more where its weights are partitioned.
 
     megatron-core gathers the settings of parameter groups over the whole world, once for weights that all
     ranks of a stage hold and once for experts, whatever groups it is given.
     """
-    for _ in range(2):
+    for _ in range(2 * optimizers):
         dist.all_gather_object([None] * dist.get_world_size(), [])
+
+
+@contextlib.contextmanager
+def _learning_alone(own: Collection[torch.nn.Parameter], of: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Have megatron see these of the parameters alone: it takes what learns."""
+    ids = {id(parameter) for parameter in own}
+    others = [parameter for parameter in of if id(parameter) not in ids]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_()
 
 
 @contextlib.contextmanager
@@ -62,7 +80,8 @@ class ComponentOptimizer:
     """One component's gradients and AdamW state, sharded over its data-parallel ranks.
 
     `modules` are the parts of the component that this rank holds, by number. Gradients of each are reduced by
-    themselves, all weights are updated at once.
+    themselves, all weights are updated at once. Weights that are partitions have replicas of their own, hence
+    buffers and an optimizer of their own.
     """
 
     def __init__(
@@ -80,14 +99,28 @@ class ComponentOptimizer:
         self.groups_of_parts.embd = None
         # All, but for a component with adapters.
         self.learning = [parameter for parameter in self.parameters if parameter.requires_grad]
-        self.wrapped = {part: _with_buffers(name, module, groups) for part, module in modules.items()}
         # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
-        self.optimizers = _adamw(list(self.wrapped.values()), groups, config)
-        has_experts = any(not getattr(p, "allreduce", True) for p in self.learning)
+        whole = [parameter for parameter in self.learning if partition_of(parameter) is None]
+        self.wrapped, self.optimizers = self._buffers_of(whole, groups, config)
+        self.partitions: dict[int, DistributedDataParallel] = {}
+        if groups.partition is not None:
+            partitions = [parameter for parameter in self.learning if partition_of(parameter) is not None]
+            self.partitions, more = self._buffers_of(partitions, _of_partitions(groups), config)
+            self.optimizers += more
+
+    def _buffers_of(
+        self, own: Sequence[torch.nn.Parameter], groups: ProcessGroupCollection, config: OptimConfig
+    ) -> tuple[dict[int, DistributedDataParallel], list[Any]]:
+        """Give some parameters, in all parts, buffers that are reduced over `groups`, and optimizers."""
+        with _learning_alone(own, self.learning):
+            wrapped = {part: _with_buffers(self.name, of, groups) for part, of in self.modules.items()}
+            optimizers = _adamw(list(wrapped.values()), groups, config)
+        has_experts = any(not getattr(parameter, "allreduce", True) for parameter in own)
         if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
             # One rank would send its gradients and weights to itself.
-            for ddp in self.wrapped.values():
+            for ddp in wrapped.values():
                 ddp.start_grad_sync = ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
+        return wrapped, optimizers
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -96,17 +129,15 @@ class ComponentOptimizer:
 
     def copies(self) -> Iterator[Copy]:
         """Yield the weights that ranks hold copies of: those of experts have other ranks than the rest."""
-        for name, is_expert, group in (
-            (self.name, False, self.groups.dp_cp),
-            (f"{self.name}, experts", True, self.groups.expt_dp),
-        ):
-            own = [p for p in self.parameters if getattr(p, "allreduce", True) != is_expert]
-            if own:
-                yield Copy(name, own, group)
+        of_kinds: dict[str, list[torch.nn.Parameter]] = defaultdict(list)
+        for parameter in self.parameters:
+            of_kinds[_kind(parameter)].append(parameter)
+        for kind, own in of_kinds.items():
+            yield Copy(f"{self.name}, {kind}" if kind else self.name, own, self._replicas(own[0]))
 
     def clear(self) -> None:
         """Set all gradients to zero."""
-        for ddp in self.wrapped.values():
+        for ddp in (*self.wrapped.values(), *self.partitions.values()):
             ddp.zero_grad_buffer()
 
     def main_weights(self) -> dict[torch.nn.Parameter, tuple[Any, torch.nn.Parameter]]:
@@ -136,14 +167,24 @@ class ComponentOptimizer:
         They are all in one stage, so this waits for no other stage, and parts may be reduced in any order
         that these ranks agree on.
         """
-        ddp = self.wrapped[part]
+        ddp, partitions = self.wrapped[part], self.partitions.get(part)
         with _in_flight(ddp):
             ddp.start_grad_sync()
-        return partial(self._end_reduction, ddp)
+        if partitions is not None:
+            settle_partitions(self.modules[part])
+            with _in_flight(partitions):
+                partitions.start_grad_sync()
+        return partial(self._end_reduction, ddp, partitions)
 
-    def _end_reduction(self, ddp: DistributedDataParallel) -> None:
+    def _end_reduction(
+        self, ddp: DistributedDataParallel, partitions: DistributedDataParallel | None
+    ) -> None:
         with _in_flight(ddp):
             finalize_model_grads([ddp], pg_collection=self.groups_of_parts)
+        if partitions is not None:
+            # What megatron finalises beside is done.
+            with _in_flight(partitions):
+                partitions.finish_grad_sync()
 
     def tie(self) -> None:
         """Sum the gradients of an embedding that the first and the last stage hold a copy of each.
@@ -161,8 +202,14 @@ class ComponentOptimizer:
 
     def gather_weights(self) -> None:
         """Gather the weights of all parts from the ranks that have updated or loaded a shard of them."""
-        for ddp in self.wrapped.values():
+        self._forget_whole()
+        for ddp in (*self.wrapped.values(), *self.partitions.values()):
             ddp.start_param_sync(force_sync=True)
+
+    def _forget_whole(self) -> None:
+        """Let go of matrices that were gathered of partitions: these change."""
+        for module in self.modules.values():
+            forget_whole(module)
 
     def base_shards(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor]]:
         """Return what this rank loads and saves of each parameter that never learns, which all its replicas
@@ -190,7 +237,12 @@ class ComponentOptimizer:
 
     def _replicas(self, parameter: torch.nn.Parameter) -> dist.ProcessGroup:
         """The ranks that hold copies of a parameter."""
-        return self.groups.dp_cp if getattr(parameter, "allreduce", True) else self.groups.expt_dp
+        of_kinds: dict[str, dist.ProcessGroup] = {
+            "": self.groups.dp_cp,
+            "experts": self.groups.expt_dp,
+            "partitions": self.groups.domains,
+        }
+        return of_kinds[_kind(parameter)]
 
     def _share(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
         """How many elements of a parameter each replica loads, and the first of this one's."""
@@ -214,6 +266,7 @@ class ComponentOptimizer:
 
     def update(self, lr: float) -> None:
         """Take one AdamW step with the prepared gradients and gather the new weights."""
+        self._forget_whole()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -223,6 +276,20 @@ class ComponentOptimizer:
         """Freeze or thaw all weights that ever learn; a frozen component computes no weight gradients."""
         for parameter in self.learning:
             parameter.requires_grad_(trainable)
+
+
+def _kind(parameter: torch.nn.Parameter) -> str:
+    """Parameters of one kind have the same replicas: "" for those that all ranks of a stage hold."""
+    if partition_of(parameter) is not None:
+        return "partitions"
+    return "" if getattr(parameter, "allreduce", True) else "experts"
+
+
+def _of_partitions(groups: ProcessGroupCollection) -> ProcessGroupCollection:
+    """The groups that partitions are reduced over: their replicas are the domains."""
+    own = copy(groups)
+    own.dp = own.dp_cp = own.intra_dp_cp = groups.domains
+    return own
 
 
 def _with_buffers(

@@ -192,12 +192,13 @@ def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) ->
         if named.parameter in base:
             start, shard = base[named.parameter]
             if len(shard):
+                start += named.first
                 yield Owned(named.name, named.region, start, shard, {}, named.copy, learns=False)
             continue
         if named.parameter not in owned:
             continue
         inner, main = owned[named.parameter]
-        start = inner._get_model_param_range_map(named.parameter)["param"].start
+        start = named.first + inner._get_model_param_range_map(named.parameter)["param"].start
         adam = inner.optimizer.state.get(main, {})
         yield Owned(named.name, named.region, start, main, adam, named.copy)
 
