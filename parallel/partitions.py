@@ -2,13 +2,12 @@
 and 3.
 
 Each of the n members of a pool holds a *partition* of a matrix, an n-th of its elements in the order of
-memory, with the gradient and the optimizer state of that alone. In stage 3 a matrix is whole only while a
-pass needs it: a forward gathers it, and so does a backward. In stage 2 it stays whole from its first pass in
-a step to the update. In both, gradients are scattered as each backward makes them, so none is ever held whole
-beside the one that is under way.
+memory, with the gradient and the optimizer state of that alone. In ZeRO-3 a matrix is whole only while a pass
+needs it: a forward gathers it, and so does a backward. In ZeRO-2 it stays whole from its first pass in a step
+to the update. In both, gradients are scattered as each backward makes them.
 
 Matrices are gathered layer by layer, one layer ahead of the pass, and a scatter is waited for when the next
-begins: both move while products run.
+begins, or the pass ends: both move while products run.
 
 Invariant: all members run the same passes of a part in the same order, and each pass takes every partitioned
 matrix of a layer once. Plans see to it: ranks that communicate inside layers share their passes' order.
@@ -46,13 +45,13 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
 class PartitionedPart:
     """The partitioned matrices of one part of a component on one member of `group`.
 
-    In stage 2 matrices `stay` whole until `forget`. Where layers are `recomputed`, what a recomputation has
+    In ZeRO-2 matrices stay whole until `forget`. Where layers are `recomputed`, what a recomputation has
     gathered serves the backward that it was made for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, stays: bool, recomputed: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, zero: int, *, recomputed: bool) -> None:
         self.group = group
-        self.stays = stays
+        self.stays = zero == 2
         self.recomputed = recomputed
         self.layers: list[list[torch.nn.Parameter]] = []
         # By layer and matrix: the whole matrix, and what to wait for before it is used.

@@ -63,6 +63,10 @@ class Stage(Protocol):
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
+    def settle(self) -> None:
+        """Wait for what a backward pass, or gradients that it put off, may have left on its way."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepInputs:

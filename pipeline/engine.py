@@ -155,6 +155,9 @@ class _RunningStep:
             self.pending.pop((op.kind, op.index, op.part)).run()
         else:
             self.handlers[op.kind](op)
+        if op.kind is Kind.BACKWARD:
+            assert self.engine.stage is not None
+            self.engine.stage.settle()
 
     # Encoders.
 

@@ -33,6 +33,7 @@ from parallel.layout import Layout
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
+from parallel.partitions import PartitionedPart
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class LLMStage:
         )
         self.groups = groups
         self.zero = layout.zero
+        self.partitioned: list[PartitionedPart] = []
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(config, vocab_size)
@@ -157,7 +159,9 @@ class LLMStage:
         if groups.partition is not None:
             # Before anything is on the device, which might not hold it whole.
             mark_parallel(model)
-            partition_layers(model.decoder.layers, groups.partition, config.recompute, stays=self.zero == 2)
+            own = PartitionedPart(groups.partition, self.zero, recomputed=config.recompute == "full")
+            partition_layers(model.decoder.layers, own)
+            self.partitioned.append(own)
         model.to(self.device)
         put_off_in(model.decoder, self.deferral)
         forget_passes(model.decoder)
@@ -244,6 +248,11 @@ class LLMStage:
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
         return self.deferral.weights_later()
+
+    def settle(self) -> None:
+        """Wait for the gradient of a partition that is on its way."""
+        for part in self.partitioned:
+            part.settle()
 
     def balance_experts(self, learns: bool) -> None:
         """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.

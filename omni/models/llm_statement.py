@@ -183,8 +183,11 @@ class LLMPart:
         dense = last.dense if isinstance(last, ExpertStack) else last
         stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)
         beside = [self._partitioned(stack, _Beside(stack, waits)) for stack in (*others, last)]
-        chain = self._chained(beside)
-        return chain.backward(load, grad, self.row_bytes(load) * stays)
+        work = self._chained(beside).backward(load, grad, self.row_bytes(load) * stays)
+        first = beside[0]
+        if work.last and isinstance(first, Partitioned) and grad is not Grad.INPUT:
+            return replace(work, last=work.last + first.left(load))
+        return work
 
     def input_bytes(self, load: Load) -> int:
         """Rotation, ids, and what each target needs."""

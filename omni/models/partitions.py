@@ -80,6 +80,16 @@ class Partitioned:
         sizes = sorted(one.elements for one in self.matrices() if not one.frozen and not load.frozen)[-2:]
         return FP32 * (sum(sizes) + sum(sizes[:1]) // self.ranks)
 
+    def left(self, load: Load) -> int:
+        """Bytes of the gradient that is still on its way when a backward has come through all layers: that of
+        the first linear.
+        """
+        own = self.layers.dense if isinstance(self.layers, ExpertStack) else self.layers
+        inputs, outputs = own.attention_linears()[0]
+        elements = inputs * outputs // own.tp
+        learns = not load.frozen and own.lora is None and elements % self.ranks == 0
+        return (elements + elements // self.ranks) * FP32 * learns
+
     def forward(self, load: Load) -> Work:
         """Of the layers, with what is gathered."""
         work = self.block.forward(load)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from omni.config import ConfigError
-from omni.models.partition_modules import forget_whole, settle_partitions
+from omni.models.partition_modules import forget_whole
 from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
 from omni.rank.totals import StepTotals
@@ -171,7 +171,6 @@ class ComponentOptimizer:
         with _in_flight(ddp):
             ddp.start_grad_sync()
         if partitions is not None:
-            settle_partitions(self.modules[part])
             with _in_flight(partitions):
                 partitions.start_grad_sync()
         return partial(self._end_reduction, ddp, partitions)

@@ -12,7 +12,7 @@ from omni.planning.rank_work import RankWork
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
 from parallel.axes import group_of
-from parallel.buckets import ENDS, EXPERT_REPLICAS, REPLICAS
+from parallel.buckets import ENDS, EXPERT_REPLICAS, PARTITION_REPLICAS, REPLICAS
 from parallel.transports import hops, node_map
 from parallel.work import Collective
 from pipeline.ops import COMPUTE, Kind, Op
@@ -67,7 +67,8 @@ def _carrier(spec: RunSpec, encoder: str | None, axis: str, rank: int) -> str:
 
 def _update_calls(spec: RunSpec, work: RankWork, component: str, number: int) -> Iterator[Call]:
     encoder = None if component == LLM else component
-    axes = ("tp", REPLICAS) if encoder else ("tp", REPLICAS, EXPERT_REPLICAS, ENDS, "tp_dp_cp")
+    of_llm = (EXPERT_REPLICAS, PARTITION_REPLICAS, "partition", ENDS, "tp_dp_cp")
+    axes = ("tp", REPLICAS, *(() if encoder else of_llm))
     ranks = {axis: len(group_of(spec.arrangement, encoder, axis, work.rank)) for axis in axes}
     yield from _of_part(spec, work, component, work.components[component][number].reduction(ranks))
 
