@@ -38,8 +38,9 @@ class WorkCost:
     part of the backward for inputs. Layers exchange shared sequences `exchanges` times in a forward and
     `back_exchanges` times in a backward, each time in and out. What ranks of a layer tell each other
     otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves of a backward.
-    Reducing gradients and gathering weights, once a step, takes `reduce_ns`. A forward keeps `kept_token`
-    bytes for each token until its backward.
+    Gathering partitioned matrices and scattering their gradients takes what `moved` says of these three, in
+    nanoseconds, behind compute but for a first layer's. Reducing gradients and gathering weights, once a
+    step, takes `reduce_ns`. A forward keeps `kept_token` bytes for each token until its backward.
     """
 
     stated: Laws
@@ -48,6 +49,7 @@ class WorkCost:
     forward_talk: Talk = Talk()
     input_talk: Talk = Talk()
     weight_talk: Talk = Talk()
+    moved: tuple[int, int, int] = (0, 0, 0)
     reduce_ns: int = 0
     kept_token: int = 0
     learnt: Laws | None = None
@@ -69,13 +71,23 @@ class WorkCost:
 
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass; what a layer exchanges takes `exchange_ns`."""
-        return self.compute_ns(tokens, squares) + self.talk_ns(tokens, exchange_ns)
+        compute_ns = self.compute_ns(tokens, squares)
+        return compute_ns + self.talk_ns(tokens, exchange_ns) + self.exposed_ns(compute_ns)
 
     def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
         """Nanoseconds of the backward pass or a half of it. Gradients are exchanged once, whatever they take
         to compute.
         """
-        return self.compute_ns(tokens, squares, grad) + self.talk_ns(tokens, exchange_ns, grad)
+        compute_ns = self.compute_ns(tokens, squares, grad)
+        return compute_ns + self.talk_ns(tokens, exchange_ns, grad) + self.exposed_ns(compute_ns, grad)
+
+    def exposed_ns(self, compute_ns: int, grad: Grad | None = None) -> int:
+        """Nanoseconds that a pass which computes for `compute_ns` waits for partitions: those of a layer at
+        least, and what takes longer than compute.
+        """
+        forward, input_, weight = self.moved
+        ns = {None: forward, Grad.INPUT: input_, Grad.WEIGHT: weight}.get(grad, input_ + weight)
+        return max(ns // max(1, self.exchanges), ns - compute_ns)
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
@@ -212,7 +224,9 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
     square_fs = _fs(of_squares, cluster.attention)
     back_fs = _fs(back_squares - again * of_squares, cluster.attention_backward) + again * square_fs
     sizes = {name: axis.ranks for name, axis in axes.items()}
-    forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks_by_axis(part, axes))
+    talks = talks_by_axis(part, axes)
+    moved = tuple(of.pop("partition", Talk()).fixed_ns for of in talks)
+    forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks)
     return WorkCost(
         Laws(
             forward=_law(forward, cluster, square_fs, passes=1),
@@ -224,6 +238,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         forward_talk=forward_talk,
         input_talk=input_talk,
         weight_talk=weight_talk,
+        moved=(moved[0], moved[1], moved[2]),
         reduce_ns=collectives_ns(part.reduction(sizes), axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
     )

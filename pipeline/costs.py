@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from parallel.cluster import Link
-from parallel.costs import CostTable
+from parallel.costs import CostTable, WorkCost
 from parallel.learning import Sample
+from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
 from pipeline.rules.memory import Kept
@@ -71,8 +72,14 @@ def measured(
             part, share = part_of(domain, table, rank, op)
             assert share is not None
             direction = domain.made_by(op)
-            talk = table.parts[part].talk_ns(share.tokens, share.exchange_ns, direction) if talks else 0
+            talk = _talk_ns(table.parts[part], share, direction) if talks else 0
             yield Sample(part, direction, share.tokens, share.squares, busy_ns - talk)
+
+
+def _talk_ns(cost: WorkCost, share: Share, grad: Grad | None) -> int:
+    """What the layers of a pass communicate, as far as the pass waits for it."""
+    compute_ns = cost.compute_ns(share.tokens, share.squares, grad)
+    return cost.talk_ns(share.tokens, share.exchange_ns, grad) + cost.exposed_ns(compute_ns, grad)
 
 
 def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
@@ -127,7 +134,7 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> SimulatedSpent:
             assert share is not None
             computed += compute_ns(rank, op)
             grad = timeline.domain.made_by(op)
-            layers += table.parts[part].talk_ns(share.tokens, share.exchange_ns, grad)
+            layers += _talk_ns(table.parts[part], share, grad)
         elif op.kind is Kind.WAIT:
             assert transfer is not None
             moving = max(0, min(event.end_ns, transfer.done) - max(event.start_ns, transfer.start))

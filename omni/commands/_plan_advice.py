@@ -39,8 +39,9 @@ def advice(spec: RunSpec, found: Estimate, cursor: int) -> Iterator[str]:
     )
     yield from _uneven(found)
     if layers >= WASTED:
-        tp = spec.arrangement.llm.tp
-        yield f"\ncollectives inside layers take {layers:.0%} of the step: try a smaller layout.llm.tp={tp}"
+        llm = spec.arrangement.llm
+        smaller = f"a smaller layout.llm.tp={llm.tp}" if llm.tp > 1 else f"a lower layout.llm.zero={llm.zero}"
+        yield f"\ncollectives inside layers take {layers:.0%} of the step: try {smaller}"
     if found.over_best >= FAR:
         yield f"\nthe step takes {found.over_best:.2f} times the best possible one"
         yield from _why(spec, found)

@@ -150,6 +150,8 @@ _CARRIES = {
     "tp": "layers",
     "pool": "sequences shared in attention",
     "dp_cp": "gradients and weights",
+    "partition": "matrices of layers and their gradients (ZeRO)",
+    "domains": "gradients and weights of partitions",
     "embd": "gradients of the embedding, tied to the output",
     "ep": "tokens to experts and back",
     "expt_dp": "gradients and weights of experts",

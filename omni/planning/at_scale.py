@@ -74,10 +74,14 @@ def _entries(spec: RunSpec, part: str) -> int:
     replicated = ("cp", "dp") if "cp" in mesh.sizes else ("dp",)
     replicas = len(mesh.group(mesh.ranks[0], *replicated))
     weights = work.weights()
-    own = sum(not weight.expert and not weight.partial for weight in weights)
+    partitions = sum(weight.partition for weight in weights)
+    own = sum(not (weight.expert or weight.partial or weight.partition) for weight in weights)
     shared = sum(not weight.expert and weight.partial for weight in weights)
     experts = sum(weight.expert for weight in weights)
     pieces = work.tp * own + shared + work.tp * (replicas - 1)
+    if partitions:
+        pool = spec.arrangement.partitions
+        pieces += work.tp * pool * (partitions + replicas // pool - 1)
     if experts:
         copies = max(1, replicas * work.tp // work.ep)
         pieces += work.ep * (experts + copies - 1)

@@ -29,10 +29,12 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from parallel.layout import Layout
+from parallel.layout import MOST_ZERO, Layout
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0
 
-TP, CP, PP, EP, PARTS, DP = (f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "parts", "dp"))
+TP, CP, PP, EP, PARTS, ZERO, DP = (
+    f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "parts", "zero", "dp")
+)
 PASS = "pass"
 """Tokens of a pack, from which `data.microbatch_tokens` and `packing.divisor` follow."""
 MOST_EP, MOST_PARTS = 64, 4
@@ -129,6 +131,7 @@ def space_of(
         **sizes,
         **{key: names for key, names in POLICIES.items() if value_of(config, key) == AUTO},
         PLACEMENT: _PLACEMENTS if encoders else _PLACEMENTS[:1],
+        ZERO: list(range(1, MOST_ZERO + 1)),
     }
     fixed = set(given) | ({PASS} if {MICROBATCH, PACKS} <= set(given) else set())
     if PLACEMENT in fixed or BESIDE in fixed:

@@ -88,6 +88,8 @@ def resolve_layout(
                 + f": {max(copy, round((world - beside) / copy) * copy) + beside} is the nearest"
             )
         dp = (world - beside) // copy
+    if config.domain is None and sizes.zero > 1 and sizes.cp == 1:
+        domain = next((n for n in range(2, dp + 1) if dp % n == 0), 1)  # a pool that can divide something
     context = CONTEXT if config.context is None else config.context  # null: until one is chosen
     if context < 1:
         raise LayoutError(f"layout.context={context}: a sequence has at least one token")
@@ -119,6 +121,7 @@ def check_layout(
         ConfigError, LayoutError: naming the key, the value and the remedy.
     """
     check_llm_layout(llm, arrangement.llm, vocab_size)
+    check_zero(arrangement)
     for name, tp in arrangement.encoder_tp.items():
         if tp > 1:
             with naming(name):
@@ -130,6 +133,24 @@ def check_layout(
             check_llm_layout(llm, layout, vocab_size)
         except ValueError as error:
             raise LayoutError(f"launch.layouts[{number}]: {error}") from error
+
+
+def check_zero(arrangement: Arrangement) -> None:
+    """Refuse to divide weights or gradients over pools of one rank.
+
+    Raises:
+        LayoutError: with the nearest domain that has more.
+    """
+    zero, dp = arrangement.llm.zero, arrangement.llm.dp
+    if zero == 1 or arrangement.pool > 1:
+        return
+    least = next((n for n in range(2, dp + 1) if dp % n == 0), None)
+    larger = f"layout.domain={least}" if least else "launch.ranks so that there are replicas"
+    raise LayoutError(
+        f"layout.llm.zero={zero} divides what a pool's ranks hold, the cp={arrangement.llm.cp} of each of "
+        f"layout.domain={arrangement.replicas} replicas, and one rank has nothing to divide: set {larger}, "
+        "or zero=1"
+    )
 
 
 def check_parts(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule: SchedulePolicy) -> None:

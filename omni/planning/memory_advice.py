@@ -6,6 +6,7 @@ from dataclasses import fields
 from omni.models.llm import NAME as LLM
 from omni.planning.memory import BETWEEN, by_kind
 from omni.planning.run_spec import RunSpec
+from parallel.layout import MOST_ZERO
 
 GIB = 1 << 30
 STATE = ("weights", "gradients", "optimizer")
@@ -56,9 +57,10 @@ def remedy(spec: RunSpec, parts: Parts, most: int) -> str:
 
 def _less_state(spec: RunSpec, component: str) -> str:
     """The remedy where what is kept for each parameter of a component fills memory."""
-    sizes, ranks = spec.config.layout.llm, spec.arrangement.world
+    sizes, ranks, dp = spec.config.layout.llm, spec.arrangement.world, spec.arrangement.llm.dp
     if component == LLM:
-        return f"Raise layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={ranks}."
+        zero = f"layout.llm.zero={sizes.zero}, " if sizes.zero < MOST_ZERO and dp > 1 else ""
+        return f"Raise {zero}layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={ranks}."
     tp = spec.arrangement.encoder_tp[component]
     return f"Raise layout.encoders.{component}.tp={tp}, or launch.ranks={ranks}."
 

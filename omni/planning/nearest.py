@@ -108,7 +108,9 @@ def _of_llm(spec: RunSpec, keys: Keys) -> float:
     parts = llm_work(config.model.llm, spec.tokenizer.vocab_size, layout, spec.element, arrangement.pool)
     held, copies = [], FP32 * (2 + (spec.element < FP32))
     for part, passes in ((parts[0], layout.pp), (parts[-1], 1)):
-        optimizer = copies * sum(w.elements for w in part.weights() if not w.frozen) / layout.dp
+        replicas = {True: arrangement.num_domains, False: layout.dp}
+        learns = (w for w in part.weights() if not w.frozen)
+        optimizer = copies * sum(w.elements / replicas[w.partition] for w in learns)
         kept = part.forward(full_load(part, tokens)).kept
         held.append(_state(spec.element, part) + optimizer + passes * kept)
     return max(held)

@@ -53,6 +53,7 @@ from omni.planning.layout_space import (
     PARTS,
     PASS,
     TP,
+    ZERO,
     encoder_tp,
 )
 from omni.planning.least_held import least_held
@@ -309,6 +310,7 @@ class Searching:
             RECOMPUTE: usual,
             EP: 1,
             PARTS: 1,
+            ZERO: 1,
             **{key: names[key.endswith("_sp.policy")] for key, names in POLICIES.items()},
         }
         for key in map(encoder_tp, self.of.encoders):  # slots of ranks that share layers anyway plan quickest
@@ -332,7 +334,8 @@ class Searching:
     def _leaner(self, keys: Keys, held: Parts, most: int) -> Keys | None:
         """A candidate that holds less of that which there is most of; None if there is none."""
         state, next_of = by_component(held, *STATE), self.space.next_of
-        of_state = (next_of(EP if name == LLM else encoder_tp(name), keys) for name in state)
+        own = ((EP, ZERO) if name == LLM else (encoder_tp(name),) for name in state)
+        of_state = (next_of(key, keys) for key in chain.from_iterable(own))
         of_passes = (
             {RECOMPUTE: "full"} if keys.get(RECOMPUTE) not in (None, "full") else None,
             {PASS: keys[PASS] // 2} if keys.get(PASS, 0) > LEAN_PASS else None,

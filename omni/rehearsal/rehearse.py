@@ -37,6 +37,7 @@ from omni.rehearsal.stand_in_data import stand_in
 from omni.rehearsal.stand_ins import even_routing, saving_all, stand_ins
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection, get_global_memory_buffer
+from parallel.partitions import partition_of
 from parallel.transports import node_map
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
@@ -45,7 +46,7 @@ from pipeline.stopwatch import Stopwatch
 
 _CPU = torch.device("cpu")
 # Groups by what they carry. One that carries several things has the first of their names.
-_CARRIERS = ("tp", "pool", "dp_cp", "ep", "expt_dp", "tp_dp_cp", "embd")
+_CARRIERS = ("tp", "pool", "dp_cp", "partition", "domains", "ep", "expt_dp", "tp_dp_cp", "embd")
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ def owned_shards(spec: RunSpec, rank: int) -> dict[str, tuple[Piece, bool]]:
 def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
     """Whether a rank before this one holds the same part of a parameter."""
     replicas = groups.expt_dp if named.is_expert else groups.dp_cp
+    if partition_of(named.parameter) is not None:
+        replicas = groups.domains
     return bool(replicas.rank() > 0) or named.is_copy
 
 
