@@ -108,7 +108,7 @@ def open_keys(config: Config) -> list[str]:
 def unchosen(config: Config) -> Config:
     """Return a configuration whose open keys are as if nothing were to be shared."""
     plain = {
-        DOMAIN: 1,
+        DOMAIN: None,  # the least
         PACKS: 1,
         CONTEXT: None,
         LONGEST: None,

@@ -95,7 +95,7 @@ def prepare_run(
     def resolve(config: Config, ranks: int = world) -> RunSpec:
         return _resolve(config, ranks, encoders, tokenizer, data, framework)
 
-    alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: 1})
+    alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: None})
     slots, cursor = arrangement.encoder_tp, begin[1]
     beside = allocated(plain.placement, plain.layout, world, slots, partial(resolve, alone), cursor)
     spec = choose(with_keys(config, beside), world, data.mixture.samples_at(cursor), resolve, begin)

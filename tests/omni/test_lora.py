@@ -57,7 +57,7 @@ def draw_all(module: torch.nn.Module, **of: Any) -> None:
             if named.name.endswith(B):
                 seed = int.from_bytes(hashlib.sha256(named.name.encode()).digest()[:4], "big")
                 drawn = torch.randn(named.region.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-                named.parameter.copy_(named.region.cut(drawn))
+                named.parameter.copy_(named.cut(drawn))
 
 
 def trained(
@@ -153,6 +153,7 @@ MORE = {
     "tp2 pp2 joint": {"layout.llm.tp": 2, "layout.llm.pp": 2, "pipeline.policy": "joint"},
     "tp2 full": {"layout.llm.tp": 2, "model.llm.recompute": "full"},
     "pp2 zero bubble": {"layout.llm.pp": 2, "pipeline.policy": "zero_bubble_h1"},
+    "zero3 full": {"layout.domain": 2, "layout.llm.zero": 3, "model.llm.recompute": "full"},
     "tp2 chunks": {"layout.llm.tp": 2, "model.llm.loss_chunk": 16},
 }
 
@@ -166,7 +167,7 @@ def one(ranks: RankPool, data, published, tmp_path_factory):
 @pytest.mark.parametrize(
     "layout",
     [
-        *("one", "tp2", "pp2", "cp2", "tp2 pp2 joint", "tp2 full"),
+        *("one", "tp2", "pp2", "cp2", "tp2 pp2 joint", "tp2 full", "zero3 full"),
         *(pytest.param(of, marks=pytest.mark.slow) for of in ("pp2 zero bubble", "tp2 chunks", "tp2 dp2")),
     ],
 )

@@ -51,6 +51,7 @@ LAYOUTS = {
     "ep2": {"layout.llm.ep": 2},
     "tp2 dp2": {"layout.llm.tp": 2},
     "shared": {"layout.domain": 2, "llm_sp.policy": "all"},
+    "zero3": {"layout.domain": 2, "layout.llm.zero": 3},
     "cp2 dynamic": {"layout.llm.cp": 2, "llm_sp.policy": "dynamic", **FREE},
     "joint": {"layout.llm.pp": 2, "pipeline.policy": "joint"},
 }
@@ -204,6 +205,7 @@ SHORT = [
     ("gemma3_text", "tp2 dp2"),
     ("llama tied", "pp2"),
     ("llama odd", "tp2"),
+    ("llama all biases", "zero3"),
 ]
 LONG = [(family, "one") for family in FAMILIES if family != "qwen2"]
 LONG += [(family, "tp2") for family in ("llama tied", "qwen2", "qwen3_moe")]
@@ -218,7 +220,7 @@ LONG += [
 LONG += [("gemma3_text", "pp2"), ("gemma3_text", "cp2"), ("llama all biases", "tp2 dp2")]
 LONG += [("qwen3", "tp2 dp2"), ("llama 3.1", "pp2"), ("qwen2 yarn", "tp2"), ("qwen2 windows", "pp2")]
 LONG += [("qwen2 odd", "tp2 dp2"), ("qwen2 odd", "pp2"), ("llama odd", "joint")]
-LONG += [("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
+LONG += [("qwen2_moe", "zero3"), ("qwen3_moe", "pp2"), ("qwen3", "cp2"), ("mixtral", "ep2")]
 CASES = [*SHORT, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 
 

@@ -46,7 +46,7 @@ FUSED = f"{SPARSE} fused"
 SHARED = {"layout.domain": 2, "llm_sp.policy": "all"}
 TP2, PP2, CP2, EP2 = ({f"layout.llm.{axis}": 2} for axis in ("tp", "pp", "cp", "ep"))
 SHORT = [(DENSE, 1, {}), (DENSE, 4, TP2 | CP2), (FUSED, 2, SHARED | EP2), (NEXT, 2, TP2)]
-LONG = [(DENSE, 2, TP2), (DENSE, 2, PP2), (DENSE, 2, SHARED)]
+LONG = [(DENSE, 2, TP2), (DENSE, 2, PP2), (DENSE, 2, SHARED), (SPARSE, 2, {**SHARED, "layout.llm.zero": 3})]
 LONG += [
     (SPARSE, 1, {}),
     (SPARSE, 2, SHARED | EP2),
