@@ -156,7 +156,7 @@ class LLMStage:
             pg_collection=groups,
         )
         adapt(model, Lora.of(config.lora))
-        if groups.partition is not None:
+        if self.zero > 1:
             # Before anything is on the device, which might not hold it whole.
             mark_parallel(model)
             own = PartitionedPart(groups.partition, self.zero, recomputed=config.recompute == "full")
