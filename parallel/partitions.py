@@ -16,7 +16,7 @@ Example: a matrix of 6 × 4 over 2 members. Member 0 holds elements 0 to 11 as a
 elements 12 to 23.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,13 @@ import torch.distributed as dist
 @dataclass(frozen=True)
 class Partition:
     """What a parameter is a partition of: `shape` is the matrix's, `first` the number of its first element
-    there, `layer` and `part` are where it is gathered.
+    there. It is matrix `number` of a `layer` of a `part`.
     """
 
     shape: tuple[int, ...]
     first: int
     layer: int
+    number: int
     part: "PartitionedPart"
 
 
@@ -53,19 +54,21 @@ class PartitionedPart:
         self.group = group
         self.stays = zero == 2
         self.recomputed = recomputed
-        self.layers: list[list[torch.nn.Parameter]] = []
-        # By layer and matrix: the whole matrix, and what to wait for before it is used.
-        self.whole: dict[int, dict[torch.nn.Parameter, tuple[torch.Tensor, Any]]] = {}
+        # Modules rather than weights: to move a module may make parameters anew.
+        self.layers: list[list[torch.nn.Module]] = []
+        # By layer and number: the whole matrix, and what to wait for before it is used.
+        self.whole: dict[int, dict[int, tuple[torch.Tensor, Any]]] = {}
         # A gradient on its way: what to wait for, what arrives, where it is added, and what leaves.
         self.leaving: tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def divide(self, layer: Sequence[tuple[torch.nn.Module, str]]) -> None:
-        """Replace matrices of the next layer, each an attribute of a module, by this member's partitions. One
-        that has no equal partitions stays whole.
+    def divide(self, linears: Iterable[torch.nn.Module]) -> None:
+        """Replace the weights of the next layer's `linears` by this member's partitions. One that has no
+        equal partitions stays whole.
         """
-        own = []
-        for module, name in layer:
-            matrix = getattr(module, name)
+        own: list[torch.nn.Module] = []
+        for module in linears:
+            matrix = module.weight
+            assert isinstance(matrix, torch.nn.Parameter)
             if matrix.numel() % self.group.size():
                 continue
             size = matrix.numel() // self.group.size()
@@ -74,10 +77,10 @@ class PartitionedPart:
             parameter = torch.nn.Parameter(held, requires_grad=matrix.requires_grad)
             for key, value in vars(matrix).items():
                 setattr(parameter, key, value)
-            place = Partition(tuple(matrix.shape), first, len(self.layers), self)
+            place = Partition(tuple(matrix.shape), first, len(self.layers), len(own), self)
             parameter.partition = place  # type: ignore[attr-defined]
-            setattr(module, name, parameter)
-            own.append(parameter)
+            module.weight = parameter
+            own.append(module)
         self.layers.append(own)
 
     def gather(self, weight: torch.nn.Parameter, *, back: bool) -> torch.Tensor:
@@ -91,13 +94,13 @@ class PartitionedPart:
         self._start(place.layer)
         self._start(place.layer + (-1 if back or again else 1))
         own = self.whole[place.layer]
-        matrix, work = own[weight]
+        matrix, work = own[place.number]
         if work is not None:
             work.wait()
         if self.stays or again:
-            own[weight] = matrix, None
+            own[place.number] = matrix, None
         else:
-            del own[weight]
+            del own[place.number]
             if not own:
                 del self.whole[place.layer]
         return matrix
@@ -107,13 +110,15 @@ class PartitionedPart:
         if layer in self.whole or not 0 <= layer < len(self.layers) or not self.layers[layer]:
             return
         self.whole[layer] = own = {}
-        for weight in self.layers[layer]:
+        for number, module in enumerate(self.layers[layer]):
+            weight = module.weight
+            assert isinstance(weight, torch.Tensor)
             place = partition_of(weight)
             assert place is not None
             matrix = weight.new_empty(place.shape, requires_grad=False)
             held = weight.detach().view(-1)
             work = dist.all_gather_into_tensor(matrix.view(-1), held, group=self.group, async_op=True)
-            own[weight] = matrix, work
+            own[number] = matrix, work
 
     def scatter(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Sum the gradient [as the whole matrix], fp32, over the members and add this one's part to the

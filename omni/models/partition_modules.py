@@ -15,7 +15,7 @@ def partition_layers(layers: Iterable[torch.nn.Module], part: PartitionedPart) -
     """Leave this rank its partitions of the matrices of a part's layers, which `mark_parallel` has seen."""
     for layer in layers:
         linears = (of for of in layer.modules() if isinstance(of, ColumnParallelLinear | RowParallelLinear))
-        part.divide([(own, "weight") for own in linears if getattr(own.weight, "allreduce", True)])
+        part.divide(own for own in linears if getattr(own.weight, "allreduce", True))
 
 
 def forget_whole(module: torch.nn.Module) -> None:

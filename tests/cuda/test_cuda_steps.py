@@ -83,3 +83,16 @@ def test_rows_that_enter_at_several_layers_wait_for_no_shape(gpu: FakeGPU, folde
     line = overrides(folder / "mixed", folder / "run", "model.llm.layers=2", *taps)
     for rank in (0, 1):
         assert not unexpected(gpu.run(run_line, line, 2, rank).findings)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_partitions_are_gathered_and_scattered_without_a_wait(gpu: FakeGPU, folder: Path, zero: int) -> None:
+    more = [f"layout.llm.zero={zero}", "layout.domain=2", "layout.llm.pp=2", "model.llm.recompute=full"]
+    line = overrides(
+        folder / "mixed", folder / "run", *more, "pipeline=zero_bubble_h1", "train.precision=bf16"
+    )
+    for rank in (0, 3):
+        found = gpu.run(run_line, line, 4, rank)
+        assert not unexpected(found.findings)
+        assert not found.unknown
+        assert ("llm partition", "reduce_scatter") in found.footprint.traffic
