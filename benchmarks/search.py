@@ -56,6 +56,7 @@ _COMMON = (
 )  # fmt: skip
 _SMALL = (
     "model=llama3_1b_so400m", "data.step_tokens=262144", "data.sample_tokens=8192", "layout.llm.parts=1",
+    "layout.llm.zero=1",
     "balance=two_constraint", "pairing=alike", "model.encoders.image.recompute=none",
     "+layout.encoders.image.tp=1",
 )  # fmt: skip
