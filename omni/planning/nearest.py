@@ -3,7 +3,8 @@
 Llama 3 405B on 8 H100s needs 283 GiB a rank for weights and gradients alone, however it is divided; the
 nearest that fits is `launch.ranks=128 layout.llm.tp=8 layout.llm.pp=16 model.llm.recompute=full`. Nearer is
 what needs fewer ranks, then what changes fewer keys, then what divides the LLM less. Candidates double the
-ranks, `tp` within a node and `pp`. Sizes alone say about what a rank holds of the LLM: on the fewest ranks
+ranks, `tp` within a node and `pp`, and divide matrices by ZeRO-3, in domains of a node where those that there
+are have nothing to divide. Sizes alone say about what a rank holds of the LLM: on the fewest ranks
 for which that fits, the likeliest candidate is planned, then the `NEARER` nearest, all domains of the step.
 So what is named fits; something nearer may fit, too.
 """
@@ -16,20 +17,21 @@ from typing import Any
 
 from omni.config import Config, EncoderLayoutConfig
 from omni.models.llm import llm_work
-from omni.planning.choice import RECOMPUTE, Keys, text_of, with_keys
+from omni.planning.choice import DOMAIN, RECOMPUTE, Keys, text_of, with_keys
 from omni.planning.fullest import Peak, fullest_rank
 from omni.planning.layouts import check_layout, resolve_layout
 from omni.planning.memory_advice import GIB
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from parallel.costs import full_load
+from parallel.layout import MOST_ZERO
 from parallel.work import FP32, Part
 from pipeline.verifier import PlanRefusedError
 
 MOST_RANKS = 1 << 17
 WORLDS = 8  # whose likeliest candidate is planned
 NEARER = 4  # candidates that are nearer than one that fits and are planned
-RANKS, DP, TP, PP = "launch.ranks", "layout.llm.dp", "layout.llm.tp", "layout.llm.pp"
+RANKS, DP, TP, PP, ZERO = "launch.ranks", *(f"layout.llm.{key}" for key in ("dp", "tp", "pp", "zero"))
 
 
 def nearest(spec: RunSpec, step: int, cursor: int) -> tuple[Keys, Peak] | None:
@@ -76,15 +78,20 @@ def _candidates(spec: RunSpec, ranks: int, encoders: Keys) -> list[tuple[float, 
     the least that a rank would hold.
     """
     config, llm = spec.config, spec.config.layout.llm
-    now = {RANKS: spec.arrangement.world, TP: llm.tp, PP: llm.pp, RECOMPUTE: config.model.llm.recompute}
+    recompute = config.model.llm.recompute
+    now = {RANKS: spec.arrangement.world, TP: llm.tp, PP: llm.pp, ZERO: llm.zero, RECOMPUTE: recompute}
     found: list[tuple[int, int, float, Keys]] = []
     sizes = product(
         _doublings(llm.tp, max(spec.cluster.ranks_per_node, llm.tp)),
         _doublings(llm.pp, config.model.llm.layers),
     )
-    for (tp, pp), recompute in product(sizes, dict.fromkeys((now[RECOMPUTE], "full"))):
-        wanted = {RANKS: ranks, TP: tp, PP: pp, RECOMPUTE: recompute}
+    zeros, recomputed = dict.fromkeys((llm.zero, MOST_ZERO)), dict.fromkeys((recompute, "full"))
+    for (tp, pp), zero, recompute in product(sizes, zeros, recomputed):
+        wanted = {RANKS: ranks, TP: tp, PP: pp, ZERO: zero, RECOMPUTE: recompute}
         keys: dict[str, Any] = {key: value for key, value in wanted.items() if now[key] != value}
+        if ZERO in keys and spec.arrangement.pool == 1:
+            replicas = (ranks - spec.arrangement.encoder_ranks) // (tp * llm.cp * pp)
+            keys[DOMAIN] = gcd(replicas, max(1, spec.cluster.ranks_per_node // (tp * llm.cp)))
         if llm.dp is not None and keys.keys() & {RANKS, TP, PP}:
             keys[DP] = None
         keys |= encoders
@@ -147,7 +154,7 @@ def _changed(spec: RunSpec, keys: Keys) -> Config:
     config.choice.ranks = None
     layout, llm = config.layout, config.layout.llm
     layout.encoders |= {name: EncoderLayoutConfig(tp=keys[key]) for name, key in encoders.items()}
-    if llm.dp is None and layout.domain is not None:
+    if llm.dp is None and layout.domain is not None and DOMAIN not in keys:
         ranks = keys.get(RANKS, spec.arrangement.world) - spec.arrangement.encoder_ranks
         layout.domain = gcd(layout.domain, ranks // (llm.tp * llm.cp * llm.pp))
     return config

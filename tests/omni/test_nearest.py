@@ -63,6 +63,20 @@ def test_what_is_named_fits_and_nothing_on_fewer_ranks_does(tmp_path: Path, shar
                 assert least > held, layout
 
 
+@pytest.mark.parametrize(("domain", "keys"), [(8, {}), (1, {"layout.domain": 8})])
+def test_zero_is_named_in_a_domain_that_has_something_to_divide(
+    tmp_path: Path, domain: int, keys: dict[str, int]
+) -> None:
+    """Of a model of one layer with one head, which nothing else divides."""
+    one = ("model.llm.layers=1", "model.llm.heads=1", "model.llm.kv_heads=1", "model.llm.recompute=full")
+    line = (*one, "launch.ranks=8", f"layout.domain={domain}")
+    held = most(run_of(tmp_path / "all", *line, "layout.domain=8", "layout.llm.zero=3"))
+    found = nearest(run_of(tmp_path, *line, f"cluster.memory_bytes={held}"), 1, 0)
+    assert found is not None
+    assert found[0] == {"layout.llm.zero": 3, **keys}
+    assert found[1].bytes <= held
+
+
 def test_nothing_is_named_where_nothing_fits(tmp_path: Path) -> None:
     spec = run_of(tmp_path, "launch.ranks=1", "cluster.memory_bytes=1000")
     assert nearest(spec, 1, 0) is None
