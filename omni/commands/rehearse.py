@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omni.planning.run_spec import RunSpec
     from omni.rehearsal.footprint import Footprint
     from omni.rehearsal.launches import Launches
+    from omni.rehearsal.meetings import Call
     from omni.rehearsal.rehearse import Rehearsal
     from parallel.cluster import Cluster
 
@@ -28,10 +29,13 @@ beside what the analytic model says. Each expert is taken to get the same share 
 rank holds most is found without being asked, by the model; --rank asks for others.
 With --device cuda the tensors are a GPU's, of which none is needed: prints what each kind of op launches and
 is bound by, at the speeds of `cluster`, and exits with 1 if the host would wait where it is not known to.
+With --domain all ranks of a domain run, one after the other, and whether they meet is all that is printed: in
+each group the same collectives in the same order, and none that waits for another for ever. If not, 1.
 Overrides as for `omni train`; launch.ranks is two unless given.
 
   omni rehearse --dry --rank 37 --trace balanced experiment=llama3_70b
   omni rehearse --dry --device cuda model=llama3_1b_so400m layout=pp2 cluster=h100
+  omni rehearse --dry --domain 0 launch.ranks=4 layout.llm.tp=2
 """
 
 
@@ -43,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rank", help="ranks, such as 37 or 0,37,127 (default: the one that holds most, by the model)"
     )
+    parser.add_argument("--domain", type=int, metavar="N", help="whether all ranks of domain N meet")
     parser.add_argument("--step", type=int, default=1, help="which step to run (default 1)")
     add_trace(parser)
     parser.add_argument(
@@ -56,11 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rehearse and print. Returns 1 if the verifier refuses the plan or the host waits where it must not, 2
-    for a user's mistake.
+    """Rehearse and print. Returns 1 if the verifier refuses the plan, the host waits where it must not or
+    ranks do not meet, 2 for a user's mistake.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors need no device, whatever this machine has
-    from omni.rehearsal.findings import DynamicShapeError, unexpected
+    from omni.rehearsal.findings import DynamicShapeError
     from pipeline.verifier import PlanRefusedError
 
     bad: list[object] = []
@@ -79,12 +84,18 @@ def run(arguments: argparse.Namespace) -> int:
         if config.cluster.device == "cpu":
             config.cluster.queues = "one"  # as GPUs have it
         what = f"rank {arguments.rank}" if ranks else "the fullest rank"
+        if arguments.domain is not None:
+            if ranks is not None or arguments.json:
+                raise ValueError(
+                    "--domain runs all ranks of it and prints no figures: leave --rank and --json out"
+                )
+            what = f"domain {arguments.domain}"
         with tempfile.TemporaryDirectory() as folder, signs_of_life(lambda: f"rehearsing {what}"):
             if arguments.trace:
                 use_trace(config, arguments.trace, Path(folder) / "trace")
-            for rehearsal, text in _rehearse(config, ranks, arguments):
+            for text, findings in _rehearse(config, ranks, arguments):
                 print(text, flush=True)
-                bad += unexpected(rehearsal.findings)
+                bad += findings
     except DynamicShapeError as error:
         bad.append(error)
     except PlanRefusedError as error:
@@ -108,7 +119,8 @@ def _ranks(text: str | None) -> list[int] | None:
 
 def _rehearse(
     config: "Config", ranks: list[int] | None, arguments: argparse.Namespace
-) -> Iterator[tuple["Rehearsal", str]]:
+) -> Iterator[tuple[str, Sequence[object]]]:
+    """Yield what to print, and what must not be."""
     from omni.commands.plan import plan_of_step
     from omni.config import ConfigError
     from omni.planning.layouts import planned_ranks
@@ -123,13 +135,19 @@ def _rehearse(
     import torch
 
     from omni.planning.fullest import fullest_rank
+    from omni.rehearsal.findings import unexpected
     from omni.rehearsal.footprint_model import model_footprint
     from omni.rehearsal.rehearse import rehearse
 
     step = arguments.step
     if step < 1:
         raise ConfigError(f"--step {step}: steps begin at 1")
-    if ranks is None:
+    world = spec.arrangement
+    if arguments.domain is not None:
+        if not 0 <= arguments.domain < world.num_domains:
+            raise ConfigError(f"--domain {arguments.domain}: there are domains 0 to {world.num_domains - 1}")
+        ranks = list(world.domain_ranks(arguments.domain))
+    elif ranks is None:
         all_domains = spec.planner.all_domains(step, spec.planner.cursor_of(step))
         ranks = [fullest_rank(spec, all_domains).rank]
         print(f"rank {ranks[0]} holds most of all, by the model", file=sys.stderr)
@@ -142,14 +160,29 @@ def _rehearse(
     for plan in plans.values():
         spec.planner.verify(plan)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if arguments.domain is not None:
+        plan = plans[arguments.domain]
+        yield _meeting(arguments.domain, {rank: rehearse(spec, plan, rank, device).calls for rank in ranks})
+        return
     for rank in ranks:
         plan = plans[spec.arrangement.domain(rank)]
         rehearsal = rehearse(spec, plan, rank, device)
         modelled = model_footprint(spec, plan, rank)
         if arguments.json:
-            yield rehearsal, json.dumps(figures(rehearsal, modelled, spec.cluster))
+            text = json.dumps(figures(rehearsal, modelled, spec.cluster))
         else:
-            yield rehearsal, "\n".join(_lines(spec, rehearsal, modelled))
+            text = "\n".join(_lines(spec, rehearsal, modelled))
+        yield text, unexpected(rehearsal.findings)
+
+
+def _meeting(domain: int, calls: "Mapping[int, Sequence[Call]]") -> tuple[str, list[str]]:
+    """Say whether the ranks of a domain meet in what they issue, and where they do not."""
+    from omni.rehearsal.meetings import by_group, stuck, unequal
+
+    counted = f"{sum(map(len, calls.values())):,} collectives and messages in {len(by_group(calls)):,} groups"
+    wrong = [*unequal(calls)] or [*stuck(calls)]
+    met = "do not meet" if wrong else "all meet"
+    return f"domain {domain}: {len(calls)} ranks issue {counted}, and {met}", wrong
 
 
 def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "Cluster") -> dict[str, object]:

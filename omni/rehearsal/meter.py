@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from omni.planning.memory import KINDS
 from omni.rehearsal.footprint import NOTHING, Sent, Traffic, ring, send
+from omni.rehearsal.meetings import RECEIVE, SEND, Call
 from pipeline.ops import Op
 from pipeline.rules.lists import ENCODES
 
@@ -57,6 +58,7 @@ class Meter(TorchDispatchMode):
         self.total = self.most = 0
         self.encoding: dict[Op, int] = {}  # the most bytes during each pass of an encoder
         self.sent: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
+        self.calls: list[Call] = []
         self._zeros: int | None = None  # the storage that the last operation put out, if it is of zeros
         self._held: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
 
@@ -92,6 +94,7 @@ class Meter(TorchDispatchMode):
         self.labels = labels
         self.peak, self.most, self.at = dict(self.live), self.total, self.where
         self.sent.clear()
+        self.calls.clear()
         self.encoding.clear()
 
     def traffic(self) -> Traffic:
@@ -139,12 +142,15 @@ class Meter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         group = next(g for a in args if (g := _group(a)) is not None)
-        if group.size() == 1 or name in ("recv_", "barrier"):
+        if group.size() == 1 or name == "barrier":
             return
         ranks = dist.get_process_group_ranks(group)
-        collective, messages = _messages(name, args, ranks, ranks[group.rank()])
-        label = self.labels.get(group.group_name, "other")
-        self.sent[label, collective] += send(self.nodes, ranks[group.rank()], messages)
+        me, label = ranks[group.rank()], self.labels.get(group.group_name, "other")
+        self.calls.append(_call(name, args, ranks, me, label, str(self.where)))
+        if name == "recv_":
+            return
+        collective, messages = _messages(name, args, ranks, me)
+        self.sent[label, collective] += send(self.nodes, me, messages)
 
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
@@ -178,6 +184,24 @@ def _messages(name: str, args: tuple[Any, ...], ranks: list[int], me: int) -> tu
             counts = splits or [len(outgoing) // n] * n
             return "all_to_all", {to: rows * row for to, rows in zip(ranks, counts, strict=True)}
     raise AssertionError(f"{name} sends bytes that nobody counts")
+
+
+def _call(name: str, args: tuple[Any, ...], ranks: list[int], me: int, label: str, where: str) -> Call:
+    """What a rank issues, as its peers must."""
+    group = tuple(ranks)
+    if name in ("send", "recv_"):
+        pair, size = tuple(sorted((me, ranks[args[2]]))), (_bytes(args[0]),)
+        if name == "send":
+            return Call(label, pair, SEND, size, (), where)
+        return Call(label, pair, RECEIVE, (), size, where)
+    collective, messages = _messages(name, args, ranks, me)
+    if name != "alltoall_base_":
+        return Call(label, group, collective, tuple(messages.values()), (), where)
+    arriving, splits = args[0], args[3]
+    row = _bytes(arriving) // max(1, len(arriving))
+    counts = splits or [len(arriving) // len(ranks)] * len(ranks)
+    sent = tuple(messages[rank] for rank in ranks)
+    return Call(label, group, collective, sent, tuple(rows * row for rows in counts), where)
 
 
 def _with_nothing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

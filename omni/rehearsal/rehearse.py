@@ -31,6 +31,7 @@ from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.instruments import Instruments
 from omni.rehearsal.launches import Launches
+from omni.rehearsal.meetings import Call
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.recorder import Recorder
 from omni.rehearsal.stand_in_data import stand_in
@@ -54,7 +55,8 @@ class Rehearsal:
     """One rank's dry run of a step; `build_s` and `step_s` are seconds of CPU that it took.
 
     On device "cuda", `launches` tells by phase what a GPU would run, `findings` counts what costs one there;
-    calls of operators that are `unknown` to `kernels.py` count as one launch each.
+    calls of operators that are `unknown` to `kernels.py` count as one launch each. `calls` are its
+    collectives and messages in the order in which it issued them.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class Rehearsal:
     launches: Mapping[str, Launches] = field(default_factory=dict)
     findings: Mapping[Finding, int] = field(default_factory=dict)
     unknown: Mapping[str, int] = field(default_factory=dict)
+    calls: Sequence[Call] = ()
 
 
 def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _CPU) -> Rehearsal:
@@ -91,10 +94,10 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
             built = time.process_time()
             seen.start(group_labels(own.groups))
             _update(own, plan, execute(own, plan, inputs))
-            footprint = _footprint(own, seen.meter)
+            footprint, calls = _footprint(own, seen.meter), tuple(seen.meter.calls)
             if seen.recorder is not None:
                 _checkpoint(own, seen)
-    rehearsal = Rehearsal(rank, footprint, built - start, time.process_time() - built)
+    rehearsal = Rehearsal(rank, footprint, built - start, time.process_time() - built, calls=calls)
     if seen.recorder is None:
         return rehearsal
     recorder = seen.recorder
