@@ -40,7 +40,7 @@ class ModelConfig:
 class LLMLayoutConfig:
     """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
     `parts` parts of the LLM, in turn: they take no ranks of their own. `zero` is the stage of ZeRO: 1 divides
-    the optimizer's state among replicas, 2 gradients too, 3 weights too.
+    the optimizer's state among replicas, 2 gradients too, 3 weights too, and null leaves it to be chosen.
     """
 
     tp: int = 1
@@ -49,7 +49,7 @@ class LLMLayoutConfig:
     pp: int = 1
     ep: int = 1
     parts: int = 1
-    zero: int = 1
+    zero: int | None = 1
 
 
 @dataclass

@@ -119,7 +119,7 @@ def _can_be(
     if dp % domain:
         return False
     try:
-        layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts, own.zero)
+        layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts, own.zero or 1)
         arrange(layout, slots, placement, rest, domain)
     except LayoutError:
         return False

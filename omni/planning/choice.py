@@ -1,10 +1,10 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
-A key is open where `layout.domain`, `layout.context`, `packing.divisor` or `data.microbatch_tokens` is null,
-where `model.llm.recompute` is `auto`, or where a section of `POLICIES` has the policy `auto`; then
-`data.sample_tokens` is open, too, unless it is given. `system=omni`, the default, leaves
-open all that are neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses
-for each step. Where a placement takes ranks, `placement.ranks` is open if it is null:
+A key is open where `layout.domain`, `layout.context`, `layout.llm.zero`, `packing.divisor` or
+`data.microbatch_tokens` is null, where `model.llm.recompute` is `auto`, or where a section of `POLICIES` has
+the policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni`, the default,
+leaves open all that are neither of the model nor of the data. Its schedule is `auto` as well, a policy that
+chooses for each step. Where a placement takes ranks, `placement.ranks` is open if it is null:
 `omni.planning.allocation` settles it before anything is chosen.
 """
 
@@ -22,7 +22,7 @@ from parallel.policy import find
 AUTO = "auto"
 SCHEDULE, PLACEMENT = "pipeline.policy", "placement.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
-CONTEXT = "layout.context"
+CONTEXT, ZERO = "layout.context", "layout.llm.zero"
 MICROBATCH, RECOMPUTE, BESIDE = "data.microbatch_tokens", "model.llm.recompute", "placement.ranks"
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING, PACKING = (
@@ -97,7 +97,7 @@ def text_of(keys: Keys) -> str:
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
-    keys = [key for key in (DOMAIN, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
+    keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
     keys += [key for key in (RECOMPUTE, *POLICIES) if value_of(config, key) == AUTO]
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
@@ -109,6 +109,7 @@ def unchosen(config: Config) -> Config:
     """Return a configuration whose open keys are as if nothing were to be shared."""
     plain = {
         DOMAIN: None,  # the least
+        ZERO: 1,
         PACKS: 1,
         CONTEXT: None,
         LONGEST: None,
@@ -145,7 +146,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     """Return a configuration, composed of a saved one and overrides, with what had been chosen and is neither
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
-    empty = {DOMAIN: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
+    empty = {DOMAIN: 1, ZERO: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]

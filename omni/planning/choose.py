@@ -38,6 +38,7 @@ from omni.planning.choice import (
     PASS_TOKENS,
     POLICIES,
     RECOMPUTE,
+    ZERO,
     Keys,
     RunChoice,
     Tried,
@@ -52,6 +53,7 @@ from omni.planning.choice import (
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
 from parallel.layout import CONTEXT as ANY_CONTEXT
+from parallel.layout import MOST_ZERO
 from parallel.policies import SharingPolicy
 from parallel.policy import find
 from pipeline.costs import simulate
@@ -221,18 +223,30 @@ def _search_all(
     lengths: Ints,
     attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
-    """Search by what the LLM recomputes, if that is open: the usual; where its best candidate does not fit as
-    it is, or not with other packs, what holds least, in domains of any size again, since where none fits
-    large ones look best; and at the best of these, if it has the usual, what takes least.
+    """Search by what the LLM recomputes and what of it is divided, if these are open: the usual; where none
+    fits, with weights and gradients divided (ZeRO-3); where the best candidate does not fit as it is, or not
+    with other packs, what holds least, in domains of any size again, since where none fits large ones look
+    best; and at the best of these, if it has the usual, what takes least.
     """
     usual, least, quickest = recomputed(config.model.llm)
-    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual)
+    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual, 1)
+    pools = [size for size in sizes if size * start.arrangement.llm.cp > 1] if ZERO in keys else []
+
+    def tries(recompute: str, zero: int) -> None:
+        nonlocal best
+        own = pools if zero > 1 else sizes
+        other, others = _search(config, keys, start, own, longest, lengths, attempt, recompute, zero)
+        tried.extend(others)
+        best = other if gains(other, best) else best
+
+    if best.refused and pools:
+        tries(usual, MOST_ZERO)
     if RECOMPUTE not in keys:
         return best, tried
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
-        lean, others = _search(config, keys, start, sizes, longest, lengths, attempt, least)
-        tried += others
-        best = lean if gains(lean, best) else best
+        tries(least, 1)
+        if best.refused and pools:
+            tries(least, MOST_ZERO)
     if best.keys[RECOMPUTE] == usual != quickest:
         # On one whole step, as packs are compared.
         own = {**best.keys, RECOMPUTE: quickest}
@@ -254,6 +268,7 @@ def _search(
     lengths: Ints,
     attempt: Try,
     recompute: str,
+    zero: int,
 ) -> tuple[Tried, list[Tried]]:
     """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
 
@@ -270,6 +285,7 @@ def _search(
             MICROBATCH: budget,
             PACKS: 1 if given else budget // PASS_TOKENS,
             RECOMPUTE: recompute,
+            ZERO: zero,
             CONTEXT: _context(np.minimum(lengths, longest)) if start.arrangement.llm.pp > 1 else ANY_CONTEXT,
         }
         own = {key: fixed[key] for key in keys if key in fixed}
@@ -283,7 +299,7 @@ def _search(
 
     first = list(of_size(sizes[0]))
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
-    if len(first) == len(sizes) == 1 and not others and not {PACKS, RECOMPUTE} & set(keys):
+    if len(first) == len(sizes) == 1 and not others and not {PACKS, RECOMPUTE, ZERO} & set(keys):
         return Tried(first[0]), []
     best, worse = None, 0
     for size in sizes:

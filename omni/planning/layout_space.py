@@ -25,6 +25,7 @@ from omni.planning.choice import (
     PLACEMENT,
     POLICIES,
     RECOMPUTE,
+    ZERO,
     Keys,
     value_of,
     with_keys,
@@ -32,9 +33,7 @@ from omni.planning.choice import (
 from parallel.layout import MOST_ZERO, Layout
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0
 
-TP, CP, PP, EP, PARTS, ZERO, DP = (
-    f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "parts", "zero", "dp")
-)
+TP, CP, PP, EP, PARTS, DP = (f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "parts", "dp"))
 PASS = "pass"
 """Tokens of a pack, from which `data.microbatch_tokens` and `packing.divisor` follow."""
 MOST_EP, MOST_PARTS = 64, 4

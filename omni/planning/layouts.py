@@ -88,12 +88,12 @@ def resolve_layout(
                 + f": {max(copy, round((world - beside) / copy) * copy) + beside} is the nearest"
             )
         dp = (world - beside) // copy
-    if config.domain is None and sizes.zero > 1 and sizes.cp == 1:
+    if config.domain is None and (sizes.zero or 1) > 1 and sizes.cp == 1:
         domain = next((n for n in range(2, dp + 1) if dp % n == 0), 1)  # a pool that can divide something
     context = CONTEXT if config.context is None else config.context  # null: until one is chosen
     if context < 1:
         raise LayoutError(f"layout.context={context}: a sequence has at least one token")
-    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, sizes.zero, context)
+    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, sizes.zero or 1, context)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
@@ -129,7 +129,7 @@ def check_layout(
     for number, sizes in enumerate(others):
         try:
             check_sizes(vars(sizes))
-            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep})
+            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep, "zero": sizes.zero or 1})
             check_llm_layout(llm, layout, vocab_size)
         except ValueError as error:
             raise LayoutError(f"launch.layouts[{number}]: {error}") from error

@@ -59,7 +59,8 @@ def _less_state(spec: RunSpec, component: str) -> str:
     """The remedy where what is kept for each parameter of a component fills memory."""
     sizes, ranks, dp = spec.config.layout.llm, spec.arrangement.world, spec.arrangement.llm.dp
     if component == LLM:
-        zero = f"layout.llm.zero={sizes.zero}, " if sizes.zero < MOST_ZERO and dp > 1 else ""
+        stage = spec.arrangement.llm.zero
+        zero = f"layout.llm.zero={stage}, " if stage < MOST_ZERO and dp > 1 else ""
         return f"Raise {zero}layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={ranks}."
     tp = spec.arrangement.encoder_tp[component]
     return f"Raise layout.encoders.{component}.tp={tp}, or launch.ranks={ranks}."

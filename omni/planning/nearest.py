@@ -17,7 +17,7 @@ from typing import Any
 
 from omni.config import Config, EncoderLayoutConfig
 from omni.models.llm import llm_work
-from omni.planning.choice import DOMAIN, RECOMPUTE, Keys, text_of, with_keys
+from omni.planning.choice import DOMAIN, RECOMPUTE, ZERO, Keys, text_of, with_keys
 from omni.planning.fullest import Peak, fullest_rank
 from omni.planning.layouts import check_layout, resolve_layout
 from omni.planning.memory_advice import GIB
@@ -31,7 +31,7 @@ from pipeline.verifier import PlanRefusedError
 MOST_RANKS = 1 << 17
 WORLDS = 8  # whose likeliest candidate is planned
 NEARER = 4  # candidates that are nearer than one that fits and are planned
-RANKS, DP, TP, PP, ZERO = "launch.ranks", *(f"layout.llm.{key}" for key in ("dp", "tp", "pp", "zero"))
+RANKS, DP, TP, PP = "launch.ranks", "layout.llm.dp", "layout.llm.tp", "layout.llm.pp"
 
 
 def nearest(spec: RunSpec, step: int, cursor: int) -> tuple[Keys, Peak] | None:
@@ -79,13 +79,14 @@ def _candidates(spec: RunSpec, ranks: int, encoders: Keys) -> list[tuple[float, 
     """
     config, llm = spec.config, spec.config.layout.llm
     recompute = config.model.llm.recompute
-    now = {RANKS: spec.arrangement.world, TP: llm.tp, PP: llm.pp, ZERO: llm.zero, RECOMPUTE: recompute}
+    zero_now = spec.arrangement.llm.zero
+    now = {RANKS: spec.arrangement.world, TP: llm.tp, PP: llm.pp, ZERO: zero_now, RECOMPUTE: recompute}
     found: list[tuple[int, int, float, Keys]] = []
     sizes = product(
         _doublings(llm.tp, max(spec.cluster.ranks_per_node, llm.tp)),
         _doublings(llm.pp, config.model.llm.layers),
     )
-    zeros, recomputed = dict.fromkeys((llm.zero, MOST_ZERO)), dict.fromkeys((recompute, "full"))
+    zeros, recomputed = dict.fromkeys((zero_now, MOST_ZERO)), dict.fromkeys((recompute, "full"))
     for (tp, pp), zero, recompute in product(sizes, zeros, recomputed):
         wanted = {RANKS: ranks, TP: tp, PP: pp, ZERO: zero, RECOMPUTE: recompute}
         keys: dict[str, Any] = {key: value for key, value in wanted.items() if now[key] != value}

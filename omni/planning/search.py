@@ -37,6 +37,7 @@ from omni.planning.choice import (
     POLICIES,
     RECOMPUTE,
     SCHEDULE,
+    ZERO,
     Keys,
     Tried,
     recomputed,
@@ -53,7 +54,6 @@ from omni.planning.layout_space import (
     PARTS,
     PASS,
     TP,
-    ZERO,
     encoder_tp,
 )
 from omni.planning.least_held import least_held

@@ -159,6 +159,29 @@ def test_the_llm_recomputes_what_fits_and_takes_least():
     assert "selective" not in recomputed(replace(ample.model.llm, window=16))
 
 
+def test_weights_are_divided_where_nothing_else_fits():
+    """Of wide layers with short samples, which hold little beside weights, gradients and moments."""
+    wide = ("model.llm.hidden=256", "model.llm.ffn=2048", "data.sample_tokens=64", "pipeline=one_f_one_b")
+
+    def held(*more):
+        made = prepared(*wide, *more, trace=trace_of())
+        return max(map(made.planner.holds, made.planner.all_domains(1, 0)))
+
+    whole, divided = held("layout.llm.zero=1"), held("layout.llm.zero=3", "layout.domain=4")
+    assert divided < 0.8 * whole
+    tight = (*wide, f"cluster.memory_bytes={(2 * divided + whole) // 3}")
+    spec = prepared(*tight, trace=trace_of())
+    assert spec.config.layout.llm.zero == spec.arrangement.llm.zero == 3
+    assert spec.arrangement.pool > 1
+    assert not spec.choice.best.refused
+    assert all(map(spec.planner.fits, spec.planner.all_domains(1, 0)))
+    assert "layout.llm.zero=3" in next(iter(spec.choice.lines()))
+    assert reopened(spec.config, 8).layout.llm.zero is None
+    assert prepared(*tight, "layout.llm.zero=1", trace=trace_of()).choice.best.refused
+    assert prepared(*wide, trace=trace_of()).config.layout.llm.zero == 1, "where there is room, nothing is"
+    assert prepared(*tight, ranks=1, trace=trace_of()).config.layout.llm.zero == 1, "one rank divides nothing"
+
+
 def test_what_holds_least_is_tried_in_domains_of_any_size(monkeypatch):
     monkeypatch.setattr("omni.planning.prepare.fits", lambda spec, table, plan: False)
     monkeypatch.setattr("omni.planning.prepare.holds", lambda spec, plan: 10**6 // plan.domain.num_ranks)
