@@ -92,8 +92,10 @@ class _Cost:
         return self.token * tokens + self.square * tokens * tokens
 
     def alone(self, tokens: Floats, ways: Floats) -> Floats:
-        """Nanoseconds of a pass of each of some sequences alone, shared by so many ranks each [n]."""
-        return self.each(tokens) / ways + self.fixed
+        """Nanoseconds of a pass of each of some sequences alone, shared by so many ranks each [n]: whole
+        ones, as a plan's.
+        """
+        return np.floor(self.each(tokens) / ways + self.fixed)
 
 
 def _cost(cost: WorkCost, *grads: Grad | None) -> _Cost:
@@ -210,7 +212,7 @@ class _Bounding:
 
     def _chain(self, costs: Sequence[_Cost]) -> Floats:
         """Nanoseconds of passes of each sample alone, one after the other [n]."""
-        return sum(costs, _Cost()).alone(self.tokens, self.ways)
+        return sum((cost.alone(self.tokens, self.ways) for cost in costs), np.zeros_like(self.tokens))
 
     def _hops(self, count: int) -> Floats:
         """Nanoseconds of so many messages of each sample alone between parts of different stages [n]."""
