@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from parity_matrix import Case, named
 from parity_runs import configure, write_data
-from small import with_values
+from small import overrides, with_values
 
 from omni.__main__ import main
 from omni.commands.plan import plan_of_step
@@ -213,11 +213,11 @@ def test_a_rank_that_errs_is_found(folder: Path, plant: Plant, group: str) -> No
     assert any(f"group {group}" in line or f" {group}" in line for line in lines), lines
 
 
-def test_the_command_says_whether_a_domain_meets(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["rehearse", "--dry", "--domain", "0", "system=multiplexed", "launch.ranks=2", "layout.llm.tp=2"]
-    assert main(line) == 0
+def test_the_command_says_whether_a_domain_meets(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = overrides(folder / "mixed", folder / "run", "launch.ranks=2", "layout.llm.tp=2")
+    assert main(["rehearse", "--dry", "--domain", "0", *line]) == 0
     assert "domain 0: 2 ranks issue" in capsys.readouterr().out
-    assert main([*line[:3], "7", *line[4:]]) == 2
+    assert main(["rehearse", "--dry", "--domain", "7", *line]) == 2
     assert "--domain 7: there are domains 0 to 0" in capsys.readouterr().err
-    assert main([*line, "--rank", "1"]) == 2
+    assert main(["rehearse", "--dry", "--domain", "0", "--rank", "1", *line]) == 2
     assert "leave --rank and --json out" in capsys.readouterr().err
