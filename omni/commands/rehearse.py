@@ -161,8 +161,9 @@ def _rehearse(
         spec.planner.verify(plan)
     device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
     if arguments.domain is not None:
-        plan = plans[arguments.domain]
-        yield _meeting(arguments.domain, {rank: rehearse(spec, plan, rank, device).calls for rank in ranks})
+        done = [rehearse(spec, plans[arguments.domain], rank, device) for rank in ranks]
+        text, wrong = _meeting(arguments.domain, {each.rank: each.calls for each in done})
+        yield text, [*wrong, *dict.fromkeys(one for each in done for one in unexpected(each.findings))]
         return
     for rank in ranks:
         plan = plans[spec.arrangement.domain(rank)]

@@ -143,10 +143,16 @@ class LLMPart:
         return Partitioned(stack, block, self.partitions, self.zero) if self.partitions > 1 else block
 
     @property
+    def _whole(self) -> tuple[Partitioned, ...]:
+        """Layers whose matrices ZeRO-2 makes whole once a step."""
+        if self.partitions == 1 or self.zero != 2:
+            return ()
+        return tuple(Partitioned(stack, stack, self.partitions, self.zero) for stack in self.stacks)
+
+    @property
     def whole_bytes(self) -> int:
         """Bytes of matrices that ZeRO-2 makes whole for a step, beside their partitions."""
-        of = (Partitioned(stack, stack, self.partitions, self.zero) for stack in self.stacks)
-        return sum(own.whole_bytes() for own in of) if self.partitions > 1 and self.zero == 2 else 0
+        return sum(layers.whole_bytes() for layers in self._whole)
 
     @cached_property
     def _apart(self) -> tuple[Stack | ExpertStack, ...]:
@@ -210,12 +216,7 @@ class LLMPart:
         routers = [stack for stack in self._stacks if isinstance(stack, ExpertStack)]
         counts = sum(stack.layers * stack.experts for stack in routers) * INDEX
         counted = all_reduce("tp_dp_cp", counts, ranks.get("tp_dp_cp", 1)) if counts else ()
-        once = (
-            one
-            for stack in self.stacks
-            if self.partitions > 1 and self.zero == 2
-            for one in Partitioned(stack, stack, self.partitions, self.zero).gathered()
-        )
+        once = (one for layers in self._whole for one in layers.gathered())
         return (*reduction(self.weights(), ranks, self.element), *merged(once), *counted)
 
     def row_bytes(self, load: Load) -> int:

@@ -17,7 +17,8 @@ from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
-from omni.rank.optimizer import ComponentOptimizer, JointOptimizer, attend_optimizer_setup
+from omni.rank.optimizer import ComponentOptimizer, JointOptimizer
+from omni.rank.sharded_adamw import attend_optimizer_setup
 from omni.rank.state import MOMENTS, Names, owned
 from ops.device import dtype_of
 from parallel.copies import Copy

@@ -9,7 +9,7 @@ a step has one point where the host learns what happened.
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain
@@ -18,50 +18,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from omni.config import ConfigError
 from omni.models.partition_modules import forget_whole
 from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
+from omni.rank.sharded_adamw import sharded_adamw
 from omni.rank.totals import StepTotals
 from parallel.copies import Copy
 from parallel.megatron import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
-    OptimizerConfig,
     ProcessGroupCollection,
     finalize_model_grads,
-    get_megatron_optimizer,
 )
 from parallel.partitions import partition_of
-
-
-def _nothing_to_do(**unused: object) -> None:
-    pass
-
-
-def attend_optimizer_setup(optimizers: int) -> None:
-    """Stand in for a ComponentOptimizer on a rank that the component does not live on, whose ranks make so
-    many of megatron's: one more where its weights are partitioned.
-
-    megatron-core gathers the settings of parameter groups over the whole world, once for weights that all
-    ranks of a stage hold and once for experts, whatever groups it is given.
-    """
-    for _ in range(2 * optimizers):
-        dist.all_gather_object([None] * dist.get_world_size(), [])
-
-
-@contextlib.contextmanager
-def _learning_alone(own: Collection[torch.nn.Parameter], of: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Have megatron see these of the parameters alone: it takes what learns."""
-    ids = {id(parameter) for parameter in own}
-    others = [parameter for parameter in of if id(parameter) not in ids]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in others:
-            parameter.requires_grad_()
 
 
 @contextlib.contextmanager
@@ -101,26 +69,12 @@ class ComponentOptimizer:
         self.learning = [parameter for parameter in self.parameters if parameter.requires_grad]
         # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
         whole = [parameter for parameter in self.learning if partition_of(parameter) is None]
-        self.wrapped, self.optimizers = self._buffers_of(whole, groups, config)
+        self.wrapped, self.optimizers = sharded_adamw(name, modules, whole, groups, config)
         self.partitions: dict[int, DistributedDataParallel] = {}
         if groups.partition is not None:
             partitions = [parameter for parameter in self.learning if partition_of(parameter) is not None]
-            self.partitions, more = self._buffers_of(partitions, _of_partitions(groups), config)
+            self.partitions, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
             self.optimizers += more
-
-    def _buffers_of(
-        self, own: Sequence[torch.nn.Parameter], groups: ProcessGroupCollection, config: OptimConfig
-    ) -> tuple[dict[int, DistributedDataParallel], list[Any]]:
-        """Give some parameters, in all parts, buffers that are reduced over `groups`, and optimizers."""
-        with _learning_alone(own, self.learning):
-            wrapped = {part: _with_buffers(self.name, of, groups) for part, of in self.modules.items()}
-            optimizers = _adamw(list(wrapped.values()), groups, config)
-        has_experts = any(not getattr(parameter, "allreduce", True) for parameter in own)
-        if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
-            # One rank would send its gradients and weights to itself.
-            for ddp in wrapped.values():
-                ddp.start_grad_sync = ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
-        return wrapped, optimizers
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -289,58 +243,6 @@ def _of_partitions(groups: ProcessGroupCollection) -> ProcessGroupCollection:
     own = copy(groups)
     own.dp = own.dp_cp = own.intra_dp_cp = groups.domains
     return own
-
-
-def _with_buffers(
-    name: str, module: torch.nn.Module, groups: ProcessGroupCollection
-) -> DistributedDataParallel:
-    """Give a module of component `name` the buffers that its gradients are summed and reduced in."""
-    transformer_config: Any = module.config
-    if not transformer_config.calculate_per_token_loss:
-        raise ConfigError(
-            f"component {name}: its module's config has calculate_per_token_loss=False, and megatron "
-            "would average its gradients over ranks: make it with transformer_config, or set it"
-        )
-    settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
-        # A rank without items would not start its buckets, and its peers would wait: REDUCE ops do.
-        overlap_grad_reduce=False,
-        grad_reduce_in_fp32=True,
-    )
-    return DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
-
-
-def _adamw(
-    modules: list[DistributedDataParallel], groups: ProcessGroupCollection, config: OptimConfig
-) -> list[Any]:
-    """Return megatron's optimizers of the modules, which divide their state over the replicas."""
-    bf16 = any(parameter.dtype is torch.bfloat16 for module in modules for parameter in module.parameters())
-    chained = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            clip_grad=0.0,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=True,
-        ),
-        modules,
-        use_gloo_process_groups=False,
-        pg_collection=groups,
-    )
-    optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
-    for optimizer in optimizers:
-        inner = type(optimizer.optimizer)
-        assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
-        for group in optimizer.param_groups:
-            # megatron leaves both to its training script: without this, norms and biases would decay.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["fused"] = True
-    return optimizers
 
 
 class JointOptimizer:
