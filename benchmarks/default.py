@@ -120,7 +120,9 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
 
 def bound_ns(planner: Planner, taken: Taken) -> int:
     """The best possible step of these samples, whatever ranks share them, reductions left out."""
-    parts = {name: replace(cost, reduce_ns=0) for name, cost in planner.domain.table.parts.items()}
+    parts = {
+        name: replace(cost, reduce_ns=0, gather_ns=0) for name, cost in planner.domain.table.parts.items()
+    }
     own = planner.with_table(replace(planner.domain.table, parts=parts))
     metas = [own.world.kept(taken.sources[s], i) for s, i in zip(taken.source, taken.ids, strict=True)]
     return step_bound(metas, own.domain, any_domain=True).ns

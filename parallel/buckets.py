@@ -1,7 +1,7 @@
 """How gradients and weights of a component are laid out and reduced, once a step.
 
 megatron-core's distributed optimizer keeps gradients in buckets, divided over the replicas: each bucket is
-reduce-scattered, each rank updates its share, and weights are gathered.
+reduce-scattered, each rank updates its share, and weights are gathered, bucket by bucket.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from math import lcm
 
 from parallel.work import FP32, Collective, Weight, all_gather, all_reduce, merged, reduce_scatter
 
+LEAST = 40_000_000  # elements
 REPLICAS, EXPERT_REPLICAS, PARTITION_REPLICAS, ENDS = "dp_cp", "expt_dp", "domains", "embd"
 
 
@@ -38,10 +39,17 @@ class Buckets:
         return owned
 
 
-def buckets(weights: Sequence[Weight], ranks: int) -> Buckets:
+def least_bucket(replicas: int) -> int:
+    """Elements that a bucket of what so many replicas hold has at least, unless parameters run out: enough
+    for each to send a share worth a message. megatron-core's own default.
+    """
+    return max(LEAST, LEAST // 40 * replicas)
+
+
+def buckets(weights: Sequence[Weight], ranks: int, least: int) -> Buckets:
     """Lay parameters, last first, so that each begins at a multiple of 64 and buckets divide over `ranks`.
 
-    A tied parameter has a bucket of its own.
+    A bucket is full with `least` elements. A tied parameter has a bucket of its own.
     """
     sizes: list[int] = []
     runs = []
@@ -59,11 +67,23 @@ def buckets(weights: Sequence[Weight], ranks: int) -> Buckets:
             close()
         runs.append((len(sizes), filled, filled + weight.elements))
         filled += weight.elements
-        if weight.tied:
+        if weight.tied or filled >= least:
             close()
     if filled:
         close()
     return Buckets(tuple(sizes), tuple(runs))
+
+
+def laid_out(weights: Sequence[Weight], ranks: Mapping[str, int]) -> dict[str, Buckets]:
+    """Lay the parameters that learn, by the axis that their gradients are reduced over; `ranks` are the sizes
+    of axes, 1 where one is left out.
+    """
+    # Experts are laid in buckets of the size of the others.
+    least = {axis: least_bucket(ranks.get(axis, 1)) for axis in (REPLICAS, PARTITION_REPLICAS)}
+    return {
+        axis: buckets(own, ranks.get(axis, 1), least.get(axis, least[REPLICAS]))
+        for axis, own in by_replicas(weights).items()
+    }
 
 
 def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
@@ -85,14 +105,8 @@ def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int)
     partial = sum(weight.elements for weight in weights if weight.partial)
     sums = all_reduce("tp", partial * FP32, ranks.get("tp", 1)) if partial else ()
     ends = (all_reduce(ENDS, w.elements * FP32, ranks.get(ENDS, 1)) for w in weights if w.tied)
-    divided = by_replicas(weights)
-    shares = ((axis, ranks.get(axis, 1), own) for axis, own in divided.items())
-    laid = [(axis, n, size // n) for axis, n, own in shares for size in buckets(own, n).sizes]
+    axes = ((axis, ranks.get(axis, 1), own) for axis, own in laid_out(weights, ranks).items())
+    laid = [(axis, n, size // n) for axis, n, own in axes for size in own.sizes]
     reduced = (reduce_scatter(axis, share * FP32, n) for axis, n, share in laid)
-    # Experts have an optimizer of their own, and each of the two has all weights gathered when it is done.
-    times = len(divided.keys() - {PARTITION_REPLICAS})
-    gathered = (
-        all_gather(axis, share * element, n, 1 if axis == PARTITION_REPLICAS else times)
-        for axis, n, share in laid
-    )
+    gathered = (all_gather(axis, share * element, n) for axis, n, share in laid)
     return merged(chain(sums, *ends, *reduced, *gathered))

@@ -39,8 +39,9 @@ class WorkCost:
     `back_exchanges` times in a backward, each time in and out. What ranks of a layer tell each other
     otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves of a backward.
     Gathering partitioned matrices and scattering their gradients takes what `moved` says of these three, in
-    nanoseconds, behind compute but for a first layer's. Reducing gradients and gathering weights, once a
-    step, takes `reduce_ns`. A forward keeps `kept_token` bytes for each token until its backward.
+    nanoseconds, behind compute but for a first layer's. Reducing gradients, once a step, takes `reduce_ns`,
+    and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. A forward keeps
+    `kept_token` bytes for each token until its backward.
     """
 
     stated: Laws
@@ -51,6 +52,8 @@ class WorkCost:
     weight_talk: Talk = Talk()
     moved: tuple[int, int, int] = (0, 0, 0)
     reduce_ns: int = 0
+    gather_ns: int = 0
+    pieces: int = 1
     kept_token: int = 0
     learnt: Laws | None = None
 
@@ -68,6 +71,21 @@ class WorkCost:
         layers communicate apart.
         """
         return self.laws.ns(tokens, squares, direction)
+
+    def gathered_behind_ns(self, forward_ns: int) -> int:
+        """Nanoseconds of gathering weights that a forward hides: all but the first piece's."""
+        return min(forward_ns, self.gather_ns) * (self.pieces - 1) // max(1, self.pieces)
+
+    def reduced_behind_ns(self, backward_ns: int) -> int:
+        """Nanoseconds of reducing gradients that a backward hides which makes the last of them: a piece is
+        reduced when the pass has left the layer in front of it, and two are still left at the end.
+        """
+        return min(backward_ns, self.reduce_ns) * max(0, self.pieces - 2) // max(1, self.pieces)
+
+    @property
+    def reduced_after_ns(self) -> int:
+        """Nanoseconds of reducing gradients that follow the last backward whatever that takes."""
+        return self.reduce_ns - self.reduced_behind_ns(self.reduce_ns)
 
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass; what a layer exchanges takes `exchange_ns`."""
@@ -227,6 +245,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
     talks = talks_by_axis(part, axes)
     moved = tuple(of.pop("partition", Talk()).fixed_ns for of in talks)
     forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks)
+    once = part.reduction(sizes)
     return WorkCost(
         Laws(
             forward=_law(forward, cluster, square_fs, passes=1),
@@ -239,7 +258,9 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         input_talk=input_talk,
         weight_talk=weight_talk,
         moved=(moved[0], moved[1], moved[2]),
-        reduce_ns=collectives_ns(part.reduction(sizes), axes),
+        reduce_ns=collectives_ns([one for one in once if one.kind != "all_gather"], axes),
+        pieces=sum(one.calls for one in once if one.kind == "reduce_scatter") if part.by_layer else 1,
+        gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
     )
 

@@ -64,7 +64,9 @@ def overlapped(cost: WorkCost, part: Part, axes: Axes, overlap: Overlap) -> Work
         forward_talk=forward,
         input_talk=input_,
         weight_talk=weight,
-        reduce_ns=other + before + behind,
+        reduce_ns=other + behind,
+        gather_ns=before,
+        pieces=1,
     )
 
 

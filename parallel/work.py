@@ -261,6 +261,11 @@ class Part(Block, Protocol):
         """Ranks that share its experts."""
         ...
 
+    @property
+    def by_layer(self) -> bool:
+        """Whether updated weights arrive, and gradients are reduced, layer by layer behind passes."""
+        ...
+
     def input_bytes(self, load: Load) -> int:
         """Bytes of the input tensors of a pass, which a rank holds throughout a step."""
         ...
@@ -274,7 +279,9 @@ class Part(Block, Protocol):
         ...
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
-        """Return the collectives of the end of a step; `ranks` are the sizes of axes, 1 if left out."""
+        """Return the collectives that a step needs once: those that reduce gradients, and all-gathers of
+        updated weights. `ranks` are the sizes of axes, 1 if left out.
+        """
         ...
 
 

@@ -63,6 +63,10 @@ class Stage(Protocol):
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
+    def closing(self, part: int) -> AbstractContextManager[None]:
+        """The backward inside the block makes the last gradients of a part: they may be reduced meanwhile."""
+        ...
+
     def settle(self) -> None:
         """Wait for what a backward pass, or gradients that it put off, may have left on its way."""
         ...

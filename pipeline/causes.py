@@ -7,7 +7,7 @@ The slowest domain is timed again and again, each time with one thing more, from
     exchange    of shared sequences
     messages    between stages, and rows
     queue       waiting because everything stands in one queue, and issuing
-    reducing    gradients, as far as nothing hides that
+    reducing    gradients, and gathering weights, as far as nothing hides that
 
 Work is compute with the collectives that its layers need in any case (tensor and sequence parallelism). What
 each thing adds is exact for this order of adding; another order would divide what they share otherwise.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from parallel.costs import CostTable
-from pipeline.costs import Costs, part_of, plan_costs
+from pipeline.costs import Costs, part_of, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Op
 from pipeline.simulator import ComputeCost, run
@@ -48,7 +48,7 @@ def causes_of(domain: DomainPlan, table: CostTable, even_ns: float, single_queue
         run(domain, unreduced, lambda op: 0).makespan_ns,
         run(domain, unreduced, message_ns).makespan_ns,
         unreduced_ns(domain, table, single_queue),
-        run(domain, *plan_costs(domain, table), single_queue, table.issue_ns).makespan_ns,
+        simulate(domain, table, single_queue).makespan_ns,
     ]
     return Causes(even_ns, *(after - before for before, after in pairwise(upto)))
 
@@ -61,8 +61,8 @@ def work_of(domain: DomainPlan, table: CostTable) -> list[int]:
 
 
 def unreduced_ns(domain: DomainPlan, table: CostTable, single_queue: bool) -> int:
-    """What a domain's step takes were reductions free: waiting for one, and for what stands behind it in a
-    queue, is then none.
+    """What a domain's step takes were reductions and gathering free: waiting for one, and for what stands
+    behind it in a queue, is then none.
     """
     compute_ns, message_ns = without_reductions(domain, table)
     return run(domain, compute_ns, message_ns, single_queue, table.issue_ns).makespan_ns

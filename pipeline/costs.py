@@ -14,6 +14,7 @@ from parallel.learning import Sample
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
+from pipeline.reductions import closing
 from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
@@ -52,6 +53,52 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
         return table.message_ns(most // domain.tp)
 
     return compute, message
+
+
+def arrivals(domain: DomainPlan, table: CostTable) -> ComputeCost:
+    """Return when a forward may begin at a position, for its weights: from the start of the step on they are
+    gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass.
+    """
+
+    compute_ns, _ = plan_costs(domain, table)
+    order = sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at))
+
+    @cache
+    def of_team(team: int) -> dict[str, int]:
+        found, now = {}, 0
+        for number, part in order:
+            op = Op(Kind.REDUCE, number, part=part)
+            if team in domain.reducing(op):
+                name, _ = part_of(domain, table, team * domain.team, op)
+                now += table.parts[name].gather_ns
+                found[name] = now
+        return found
+
+    def arrival(rank: int, op: Op) -> int:
+        of_llm = op.kind is Kind.FORWARD
+        name = table.llm_part(domain.llm, op.part) if of_llm else domain.chunks[op.index].component
+        arrived = of_team(rank // domain.team).get(name, 0)
+        return arrived and arrived - table.parts[name].gathered_behind_ns(compute_ns(rank, op))
+
+    return arrival
+
+
+def begun_before(domain: DomainPlan, table: CostTable) -> ComputeCost:
+    """Return how long before its place in the list a REDUCE has begun at a position."""
+    compute_ns, _ = plan_costs(domain, table)
+
+    @cache
+    def of_team(team: int) -> dict[int, Op]:
+        return {op.part: op for op in closing(domain, team)}
+
+    def before(rank: int, op: Op) -> int:
+        last = of_team(rank // domain.team).get(op.part) if op.index == domain.llm else None
+        if last is None:
+            return 0
+        part = table.parts[table.llm_part(domain.llm, op.part)]
+        return part.reduced_behind_ns(compute_ns(rank, last))
+
+    return before
 
 
 def _guess_ns(domain: DomainPlan, m: int, link: Link, row_bytes: int) -> int:
@@ -109,12 +156,14 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 @dataclass(frozen=True)
 class SimulatedSpent:
     """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
-    standing by while gradients are reduced, while rows travel (`boundary_ns`) and while messages between
-    parts do, of issuing and taking in all that, and of idling until other ranks come.
+    waiting for updated weights, of standing by while gradients are reduced, while rows travel (`boundary_ns`)
+    and while messages between parts do, of issuing and taking in all that, and of idling until other ranks
+    come.
     """
 
     compute_ns: int
     layers_ns: int
+    weights_ns: int
     reducing_ns: int
     boundary_ns: int
     messages_ns: int
@@ -142,10 +191,12 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> SimulatedSpent:
             boundary += moving * (op.on in COLLECTIVE)
             messages += moving * (op.on in POINT_TO_POINT)
     issuing = table.issue_ns * sum(op.kind not in COMPUTE for op in timeline.domain.ops[team])
-    idle = timeline.makespan_ns - computed - reducing - boundary - messages - issuing
-    return SimulatedSpent(computed - layers, layers, reducing, boundary, messages, issuing, idle)
+    weights = sum(timeline.weights_ns[team].values())
+    idle = timeline.makespan_ns - computed - weights - reducing - boundary - messages - issuing
+    return SimulatedSpent(computed - layers, layers, weights, reducing, boundary, messages, issuing, idle)
 
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
-    """Time a planned domain with a cost table. The result is simulated, not measured."""
-    return run(domain, *plan_costs(domain, table), single_fifo=single_fifo, issue_ns=table.issue_ns)
+    """Time a planned domain with a cost table, after another step. The result is simulated, not measured."""
+    behind = arrivals(domain, table), begun_before(domain, table)
+    return run(domain, *plan_costs(domain, table), single_fifo, table.issue_ns, behind)

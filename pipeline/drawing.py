@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
-from pipeline.laps import DATA, END, HOST, PEERS, PLAN, SAVE, Lap, cause_of
+from pipeline.laps import DATA, END, HOST, PEERS, PLAN, SAVE, WEIGHTS, Lap, cause_of
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
 from pipeline.simulator import Timeline
 
@@ -41,6 +41,7 @@ _IDLE = {
     PLAN: "#f0c9dd",
     SAVE: "#d5e8d4",
     HOST: "#dcdcdc",
+    WEIGHTS: "#d7ecdf",
     END: "#efefef",
 }
 _SHOWN = {**COLOURS, **{f"waits for {cause}": colour for cause, colour in _IDLE.items()}}
@@ -83,8 +84,13 @@ def rows_of(timeline: Timeline, names: Sequence[str]) -> list[Track]:
 
 
 def _spans(timeline: Timeline, team: int) -> Iterator[Bar]:
-    for event, transfer in zip(timeline.events[team], timeline.transfers[team], strict=True):
+    events = zip(timeline.events[team], timeline.transfers[team], strict=True)
+    for at, (event, transfer) in enumerate(events):
         op, start = event.op, event.start_ns
+        if at in timeline.weights_ns[team]:
+            arrived = start + timeline.weights_ns[team][at]
+            yield from _span(WAITING, op, start, arrived, WEIGHTS)
+            start = arrived
         if op.kind in ISSUED:
             continue
         if op.kind is Kind.WAIT:

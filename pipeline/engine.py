@@ -9,6 +9,7 @@ Shapes: T tokens of a microbatch, R rows, D width of the LLM.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -26,9 +27,10 @@ from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, PutOff, Stage, StepInputs
 from pipeline.domain_plan import EMBEDDING
-from pipeline.laps import HOST
-from pipeline.ops import BACKWARDS, COLLECTIVE, Kind, Op
+from pipeline.laps import HOST, WEIGHTS
+from pipeline.ops import BACKWARDS, COLLECTIVE, FORWARDS, Kind, Op
 from pipeline.plan import StepPlan
+from pipeline.reductions import closing
 from pipeline.stopwatch import Stopwatch, Timing, timings_of
 
 
@@ -56,8 +58,9 @@ class Engine:
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
     `reducers` start reductions for REDUCE ops, by number of the component and part, and return what the WAIT
-    for them calls to end them. `on_op` hears of every op
-    before it runs, so that a watchdog can say where a rank stands.
+    for them calls to end them. `arrivals`, by the same numbers, wait for the updated weights that a forward
+    begins with, and say whether any were still on their way. `on_op` hears of every op before it runs, so
+    that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Engine:
         groups: Groups,
         device: torch.device,
         reducers: Mapping[tuple[int, int], Callable[[], Callable[[], None]]],
+        arrivals: Mapping[tuple[int, int], Callable[[], bool]],
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
@@ -84,6 +88,7 @@ class Engine:
         self.groups = groups
         self.device = device
         self.reducers = reducers
+        self.arrivals = arrivals
         self.timeout_s = timeout_s
         self.lanes = {Kind.SHIP: Lane(device), Kind.RETURN: Lane(device)}
         self.on_op = on_op
@@ -102,6 +107,8 @@ class Engine:
         with torch.set_grad_enabled(plan.train):
             for op in plan.domain.ops_of(self.position):
                 self.on_op(op)
+                if op.kind in FORWARDS and self.arrivals[step.held(op)]():
+                    watch.done(WEIGHTS)
                 step.do(op)
                 watch.done(op)
         step.assert_nothing_left()
@@ -118,6 +125,7 @@ class _RunningStep:
         self.inputs = inputs
         self.position = engine.position
         self.with_rows = domain.parts_with_rows(engine.position)
+        self.closing = closing(domain, engine.position // domain.team)
         self.llm_learns = plan.trains(plan.components[domain.llm])
         ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
@@ -149,6 +157,12 @@ class _RunningStep:
             Kind.WAIT: self.wait,
             Kind.REDUCE: self.reduce,
         }
+
+    def held(self, op: Op) -> tuple[int, int]:
+        """The numbers of the component and of the part whose weights a forward takes."""
+        if op.kind is Kind.FORWARD:
+            return self.domain.llm, op.part
+        return self.plan.components.index(self.domain.chunks[op.index].component), 0
 
     def do(self, op: Op) -> None:
         if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
@@ -318,7 +332,8 @@ class _RunningStep:
         assert stage is not None
         received, output = self.passes.pop((m, part))
         grad = None if part == self.domain.num_parts - 1 else self.inbox.pop((Kind.RECV_BACKWARD, m, part))
-        self.go_back(op, stage, output, grad)
+        with stage.closing(part) if op in self.closing else nullcontext():
+            self.go_back(op, stage, output, grad)
         if received is not None:
             assert received.grad is not None
             self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)

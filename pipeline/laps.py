@@ -11,14 +11,16 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
 
 # Laps beside ops: waiting for the step to be prepared, waiting for the plan of the next one, what else the
-# host does before the first op, and what follows the last one until all ranks know the step's totals.
-DATA, PLAN, HOST, END = "data", "plan", "host", "end"
+# host does before the first op, waiting for weights of the last update in front of the first pass that needs
+# them, and what follows the last op until all ranks know the step's totals.
+DATA, PLAN, HOST, WEIGHTS, END = "data", "plan", "host", "weights", "end"
 SAVE = "save"  # of the step before: no part of a step's time
 PEERS = "peers"
 CAUSES = (
     DATA,
     PLAN,
     HOST,
+    WEIGHTS,
     *map(str, (Kind.SHIP, Kind.RETURN)),
     *map(str, (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.SEND_FORWARD, Kind.SEND_BACKWARD)),
     PEERS,
@@ -29,8 +31,8 @@ CAUSES = (
 
 
 class Lap(NamedTuple):
-    """An op, or one of DATA, PLAN, SAVE, HOST and END, in nanoseconds since the step's start on this rank;
-    `busy_ns` of it, at most the whole, the rank did not stand still.
+    """An op, or one of DATA, PLAN, SAVE, HOST, WEIGHTS and END, in nanoseconds since the step's start on this
+    rank; `busy_ns` of it, at most the whole, the rank did not stand still.
     """
 
     what: Op | str

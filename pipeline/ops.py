@@ -30,6 +30,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.ENCODE, Kind.ENCODE_BACKWARD, Kind.FORWARD, Kind.BACKWARD})
+FORWARDS = frozenset({Kind.ENCODE, Kind.FORWARD})
 BACKWARDS = frozenset({Kind.ENCODE_BACKWARD, Kind.BACKWARD})
 COLLECTIVE = frozenset({Kind.SHIP, Kind.RETURN})
 POINT_TO_POINT = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})

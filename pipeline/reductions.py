@@ -1,11 +1,14 @@
 """Where reductions of gradients begin: as soon as a team has all gradients that they sum.
 
 A reduction is issued there and waited for at the end of the list, so it hides behind what is left to compute:
-that of the LLM behind the backwards of encoders, that of a rank's last part behind those of its first.
+that of the LLM behind the backwards of encoders, that of a rank's last part behind those of its first. Where
+it follows a backward at once, it begins behind that, layer by layer (`closing`).
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -45,6 +48,29 @@ def _of_team(
         out += [*ops[before : place + 1], op]
         before = place + 1
     return out + ops[before:]
+
+
+def closing(domain: DomainPlan, team: int) -> frozenset[Op]:
+    """Return the backwards of a team behind which the reduction of their part begins: those of the LLM,
+    whole, that the REDUCE follows at once, on all ranks that run them together.
+
+    Only the collectives of its own layers then stand between what the verifier proved and what runs, and all
+    that take part in these run the same layers beside the same reductions: none can wait for the other.
+    """
+    if not domain.holds[team]:
+        return frozenset()
+    found: set[Op] | None = None
+    party = {rank // domain.team for rank in domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)}
+    for own in party:
+        backwards = {
+            before
+            for before, op in pairwise(domain.ops[own])
+            if op == Op(Kind.REDUCE, domain.llm, part=before.part)
+            and before.kind is Kind.BACKWARD
+            and before.grad is Grad.BOTH
+        }
+        found = backwards if found is None else found & backwards
+    return frozenset(found or ())
 
 
 def _complete(ops: Sequence[Op], domain: DomainPlan, components: Sequence[str]) -> dict[Pair, int]:

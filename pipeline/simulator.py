@@ -7,7 +7,9 @@ RETURN. Ranks whose layers communicate (tensor, sequence, expert parallelism) ru
 when all of them have come to it and takes the time of the slowest, a transfer on a channel of their own. A
 REDUCE is issued by all that hold the part; those of a rank run one after the other, and all complete in the
 plan's order: other domains take part, and if each domain can run to the end with the reductions in one order,
-all of them can together. With `single_fifo` a rank has one channel for everything, the strictest thing a GPU
+all of them can together. Weights of the last update are still being gathered when the lists begin: a forward
+begins when those of its part have arrived, and a reduction may have begun behind the backward in front of it.
+With `single_fifo` a rank has one channel for everything, the strictest thing a GPU
 may do.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
@@ -15,18 +17,24 @@ hang, whatever the op times; so one run proves it. Lists that run with one chann
 several too.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipeline.channels import Channel, Channels, Name, Queue, Transfer
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COLLECTIVE, ISSUED, Kind, Op
+from pipeline.ops import COLLECTIVE, FORWARDS, ISSUED, Kind, Op
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]
 
+Behind = tuple[ComputeCost, ComputeCost]
+
 _ALONE, _TOGETHER, _ISSUE, _WAIT = range(4)
+
+
+def _nothing(rank: int, op: Op) -> int:
+    return 0
 
 
 class StuckError(Exception):
@@ -45,13 +53,15 @@ class OpEvent:
 @dataclass(frozen=True)
 class Timeline:
     """What happened: `ends_ns[t]` are when the ops of team t ended, each having begun when the one before
-    it ended, and `transfers[t]` what each of these ops took part in, None for what the team did alone. All
-    times are simulated nanoseconds.
+    it ended, and `transfers[t]` what each of these ops took part in, None for what the team did alone;
+    `weights_ns[t]` is how long ops waited for weights, by their place in the list. All times are simulated
+    nanoseconds.
     """
 
     domain: DomainPlan
     ends_ns: tuple[tuple[int, ...], ...]
     transfers: tuple[tuple[Transfer | None, ...], ...]
+    weights_ns: tuple[Mapping[int, int], ...]
 
     @cached_property
     def events(self) -> tuple[tuple[OpEvent, ...], ...]:
@@ -72,8 +82,10 @@ class Timeline:
         return sum(e.end_ns - e.start_ns for e in events if e.op.kind is Kind.WAIT)
 
 
-_Running = tuple[int, int, Transfer | None, Queue | None]
-"""What running an op takes: how it runs, its time if it runs alone, what it takes part in, in which queue."""
+_Running = tuple[int, int, Transfer | None, Queue | None, int]
+"""What running an op takes: how it runs, its time if it runs alone, what it takes part in, in which queue; of
+a forward when the weights are there that it begins with, of a REDUCE how much earlier it began.
+"""
 
 
 def run(
@@ -82,16 +94,19 @@ def run(
     message_ns: MessageCost,
     single_fifo: bool = False,
     issue_ns: int = 0,
+    behind: Behind = (_nothing, _nothing),
 ) -> Timeline:
     """Run the lists of all teams of a domain to the end.
 
     `compute_ns` gives the time of a compute op or a REDUCE at a position, `message_ns` that of what else an
-    op issues, of which a rank itself spends `issue_ns` on issuing it, and as much on taking in what came.
+    op issues, of which a rank itself spends `issue_ns` on issuing it, and as much on taking in what came;
+    `behind` says when a position has the weights that a forward begins with, from the start unless given, and
+    how long before its place a REDUCE began, behind the backward in front of it.
 
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.
     """
-    return _Simulation(domain, compute_ns, message_ns, single_fifo, issue_ns).run()
+    return _Simulation(domain, compute_ns, message_ns, single_fifo, issue_ns, behind).run()
 
 
 class _Simulation:
@@ -102,10 +117,12 @@ class _Simulation:
         message_ns: MessageCost,
         single_fifo: bool,
         issue_ns: int,
+        behind: Behind,
     ) -> None:
         self.domain = domain
         self.single_fifo, self.issue_ns = single_fifo, issue_ns
         self.compute_ns, self.message_ns = compute_ns, message_ns
+        self.arrival_ns, self.before_ns = behind
         self.local = [route is not None and route.is_local for route in domain.routes]
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
         self.nothing.done = 0
@@ -119,20 +136,23 @@ class _Simulation:
                 reduction.behind, before = before, reduction
         self.complete: list[Transfer] = []
         self.ends: list[list[int]] = [[] for _ in self.programs]
+        self.weights_ns: list[dict[int, int]] = [{} for _ in self.programs]
 
     def _program(self, team: int) -> Iterator[_Running]:
         issued: dict[tuple[Kind | None, int, int], Transfer] = {}
         for op in self.domain.ops[team]:
             kind = op.kind
             if kind is Kind.WAIT:
-                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.part)), None
+                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.part)), None, 0
             elif kind in COLLECTIVE and self.local[op.index]:
                 issued[kind, op.index, op.part] = self.nothing
-                yield _ALONE, self.issue_ns, None, None
+                yield _ALONE, self.issue_ns, None, None, 0
             elif kind in ISSUED:
                 transfer, queue = self._issuing(op, team)
                 issued[kind, op.index, op.part] = transfer
-                yield _ISSUE, self.issue_ns, transfer, queue
+                reduces = kind is Kind.REDUCE
+                before = self.before_ns(team * self.domain.team, op) if reduces else 0
+                yield _ISSUE, self.issue_ns, transfer, queue, before
             else:
                 yield self._computing(op, team)
 
@@ -167,10 +187,12 @@ class _Simulation:
 
     def _computing(self, op: Op, team: int) -> _Running:
         kind = op.kind
-        ns = self.compute_ns(team * self.domain.team, op)
+        rank = team * self.domain.team
+        ns = self.compute_ns(rank, op)
+        arrival = self.arrival_ns(rank, op) if kind in FORWARDS else 0
         channel = self.channels.compute(op, team)
         if channel is None:
-            return _ALONE, ns, None, None
+            return _ALONE, ns, None, None, arrival
         self._check_part(channel, op, team)
         key: Name = (kind, op.index, op.part, op.grad)
         transfer = channel.transfers.get(key)
@@ -179,7 +201,7 @@ class _Simulation:
         transfer.ns = max(transfer.ns, ns)
         # What a team does by itself waits for nobody, unless it stands in one queue with everything.
         alone = len(channel.teams) == 1 and not self.single_fifo
-        return _ALONE if alone else _TOGETHER, ns, transfer, channel.queues[team]
+        return _ALONE if alone else _TOGETHER, ns, transfer, channel.queues[team], arrival
 
     def run(self) -> Timeline:
         runnable = list(range(len(self.programs)))
@@ -191,15 +213,18 @@ class _Simulation:
         stuck = [t for t, program in enumerate(self.programs) if len(self.ends[t]) < len(program)]
         if stuck:
             raise StuckError("; ".join(self._describe(team, len(self.ends[team])) for team in stuck))
-        transfers = tuple(tuple([transfer for _, _, transfer, _ in steps]) for steps in self.programs)
-        return Timeline(self.domain, tuple(map(tuple, self.ends)), transfers)
+        transfers = tuple(tuple([transfer for _, _, transfer, _, _ in steps]) for steps in self.programs)
+        return Timeline(self.domain, tuple(map(tuple, self.ends)), transfers, tuple(self.weights_ns))
 
     def _advance(self, team: int) -> None:
         """Run a team's ops until one must wait."""
         program, ends = self.programs[team], self.ends[team]
         now = ends[-1] if ends else 0
         for at in range(len(ends), len(program)):
-            how, ns, transfer, queue = program[at]
+            how, ns, transfer, queue, shift = program[at]
+            if how != _ISSUE and shift > now and at not in self.weights_ns[team]:
+                self.weights_ns[team][at] = shift - now
+                now = shift
             if how == _ALONE:
                 if transfer is not None:
                     transfer.start = now
@@ -208,7 +233,7 @@ class _Simulation:
                 raise StuckError(self._never_issued(team, at))
             elif how == _ISSUE:
                 now += ns
-                self._issue(transfer, queue, now)
+                self._issue(transfer, queue, now - shift)
             elif transfer.done >= 0:
                 now = max(now, transfer.done) + (ns if how == _WAIT else 0)
             else:

@@ -20,6 +20,7 @@ _LETTERS = {
 _SPENT = {
     "compute": "compute_ns",
     "collectives inside layers": "layers_ns",
+    "waiting for updated weights": "weights_ns",
     "boundary": "boundary_ns",
     "messages between parts": "messages_ns",
     "reduction of gradients": "reducing_ns",

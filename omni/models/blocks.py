@@ -284,6 +284,11 @@ class EncoderPart:
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
 
+    @property
+    def by_layer(self) -> bool:
+        """Any module may be an encoder: its layers are not known."""
+        return False
+
     def shared_bytes(self, load: Load) -> int:
         """None: an encoder is one part."""
         return 0

@@ -3,8 +3,8 @@
 Shapes: T tokens, D width.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -117,6 +117,8 @@ class LLMStage:
         self.groups = groups
         self.zero = layout.zero
         self.partitioned: list[PartitionedPart] = []
+        # A set of its own, because hooks of layers that held the stage would keep it alive for good.
+        self.closed = set[int]()
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(config, vocab_size)
@@ -245,6 +247,26 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
+    def follow(self, came: Callable[[int, int], object], left: Callable[[int, int], object]) -> None:
+        """Have `came` called with a part and a layer of it, counted from the part's first, when a forward
+        comes to the layer, and `left` when a backward that is `closing` the part has left those behind it.
+        """
+        for number, part in self.parts.items():
+            for at, layer in enumerate(part.model.decoder.layers):
+                leave = partial(_leave, self.closed, left, number, at)
+                layer.register_forward_pre_hook(
+                    partial(_come, partial(came, number, at), leave), with_kwargs=True
+                )
+
+    @contextmanager
+    def closing(self, part: int) -> Iterator[None]:
+        """The backward inside the block makes the last gradients of a part."""
+        self.closed.add(part)
+        try:
+            yield
+        finally:
+            self.closed.clear()
+
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
         return self.deferral.weights_later()
@@ -281,6 +303,26 @@ class LLMStage:
         """Load this stage's state from what was saved, of other stages too."""
         for part in self.parts.values():
             load_expert_biases(part.model, part.numbering.first_layer, saved)
+
+
+def _come(
+    came: Callable[[], object],
+    leave: Callable[[torch.Tensor], None],
+    layer: torch.nn.Module,
+    args: tuple[torch.Tensor, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    came()
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if hidden.requires_grad:
+        hidden.register_hook(leave)
+
+
+def _leave(
+    closed: Collection[int], left: Callable[[int, int], object], part: int, layer: int, grad: torch.Tensor
+) -> None:
+    if part in closed:
+        left(part, layer)
 
 
 def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

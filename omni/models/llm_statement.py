@@ -201,6 +201,11 @@ class LLMPart:
         targets = load.targets * (3 * INDEX + FP32) + load.targets // self.stacks[0].tp * INDEX
         return self.shared_bytes(load) + ids + (targets if self.losses else 0)
 
+    @property
+    def by_layer(self) -> bool:
+        """The stage follows passes through its layers."""
+        return True
+
     def shared_bytes(self, load: Load) -> int:
         """The rotation."""
         return load.tokens * self.head_dim * self.element

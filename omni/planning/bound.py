@@ -158,7 +158,7 @@ class _Bounding:
             [_cost(of, Grad.INPUT) for of in costs],
         )
         self.weights = [_cost(of, Grad.WEIGHT) if len(half) > 1 else _Cost() for of in costs]
-        self.reduce_ns = [of.reduce_ns for of in costs]
+        self.reduced_ns = [of.reduced_after_ns for of in costs]
         self.encodings = [
             self._encoding(metas, modality, name) for modality, name in planner.encoders.items()
         ]
@@ -340,8 +340,8 @@ class _Bounding:
         """What is reduced after the last pass through any of these, at least; nothing where one is frozen."""
         if self.frozen:
             return 0.0
-        of_parts = [self.reduce_ns[part] for part in parts]
-        return float(min([*of_parts, *(self.table.parts[name].reduce_ns for name in encoders)], default=0))
+        of_encoders = [self.table.parts[name].reduced_after_ns for name in encoders]
+        return float(min([*(self.reduced_ns[part] for part in parts), *of_encoders], default=0))
 
 
 def least_of_most(jobs: Floats, places: int) -> Floats:

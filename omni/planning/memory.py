@@ -19,7 +19,7 @@ from omni.planning.rank_work import RankWork
 from omni.planning.workload import Workload
 from parallel.axes import group_of
 from parallel.boundary import Route
-from parallel.buckets import buckets, by_replicas
+from parallel.buckets import REPLICAS, by_replicas, laid_out
 from parallel.work import FP32, INDEX, Grad, Part
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.rules.lists import ENCODES
@@ -142,9 +142,13 @@ def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) 
     weights = part.weights()
     held["weights", name] += part.whole_bytes if isinstance(part, LLMPart) else 0
     held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * spec.element
-    for axis, own in by_replicas(weights).items():
-        ranks = group_of(spec.arrangement, None if name == LLM else name, axis, rank)
-        laid = buckets(own, len(ranks))
+    groups = {
+        axis: group_of(spec.arrangement, None if name == LLM else name, axis, rank)
+        for axis in (REPLICAS, *by_replicas(weights))
+    }
+    sizes = {axis: len(ranks) for axis, ranks in groups.items()}
+    for axis, laid in laid_out(weights, sizes).items():
+        ranks = groups[axis]
         held["weights", name] += laid.total * spec.element
         held["gradients", name] += laid.total * FP32
         held["optimizer", name] += laid.owned(ranks.index(rank), len(ranks)) * copies * FP32

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from weakref import ref
 
 import torch
 
@@ -18,6 +19,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer
+from omni.rank.part_buckets import FRONT
 from omni.rank.sharded_adamw import attend_optimizer_setup
 from omni.rank.state import MOMENTS, Names, owned
 from ops.device import dtype_of
@@ -93,6 +95,30 @@ def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callabl
     return end
 
 
+def _arrive(component: ComponentOptimizer, part: int, groups: Groups, layer: int = FRONT) -> bool:
+    """Wait for the weights that a pass needs up to a layer, and return whether any were on their way."""
+    with waiting(f"the weights of {component.name}", groups.world):
+        return component.buckets[part].arrive(layer)
+
+
+def _follow(stage: LLMStage, llm: ComponentOptimizer, groups: Groups) -> None:
+    """Have layers of the LLM wait for their weights, and reduce their gradients behind the last backward."""
+    if not any(own.buckets for own in llm.buckets.values()):
+        return
+    found = ref(llm)  # which has the layers: held by their hooks it would not go, nor would its groups
+
+    def came(part: int, layer: int) -> None:
+        if (own := found()) is not None:
+            _arrive(own, part, groups, layer)
+
+    def left(part: int, layer: int) -> None:
+        if (own := found()) is not None:
+            with waiting(f"the gradients of {own.name}", groups.world):
+                own.buckets[part].reduce_behind(layer)
+
+    stage.follow(came, left)
+
+
 def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[Op | str], None]) -> Rank:
     """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
     config, arrangement = spec.config, spec.arrangement
@@ -103,7 +129,15 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
     stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None
     modules, names = _build_modules(spec, stage, groups, dtype, device)
-    components = _build_optimizers(spec, modules, groups)
+    components = _build_optimizers(spec, modules, stage, groups)
+    if stage is not None:
+        _follow(stage, components[LLM], groups)
+    parts = {
+        (number, part): (components[name], part)
+        for number, name in enumerate(spec.components)
+        if name in components
+        for part in modules[name]
+    }
     domain = arrangement.domain(rank)
     ranks = arrangement.domain_ranks(domain)
     position = ranks.index(rank)
@@ -131,12 +165,8 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             },
             groups=groups,
             device=device,
-            reducers={
-                (number, part): partial(_reduce, components[name], part, groups)
-                for number, name in enumerate(spec.components)
-                if name in components
-                for part in modules[name]
-            },
+            reducers={at: partial(_reduce, *of, groups) for at, of in parts.items()},
+            arrivals={at: partial(_arrive, *of, groups) for at, of in parts.items()},
             timeout_s=config.train.timeout_s,
             on_op=note,
         ),
@@ -218,13 +248,17 @@ def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) 
     )
 
 
-def _build_optimizers(spec: RunSpec, modules: Modules, groups: Groups) -> dict[str, ComponentOptimizer]:
+def _build_optimizers(
+    spec: RunSpec, modules: Modules, stage: LLMStage | None, groups: Groups
+) -> dict[str, ComponentOptimizer]:
     """Build those of this rank's components; every rank has a part in building each."""
     components = {}
     for name in spec.components:
         if name in modules:
             own = groups.components[name]
-            components[name] = ComponentOptimizer(name, modules[name], own, spec.config.optim)
+            parts = stage.parts if stage is not None and name == LLM else {}
+            layers = {part: of.model.decoder.layers for part, of in parts.items()}
+            components[name] = ComponentOptimizer(name, modules[name], own, spec.config.optim, layers)
         else:
             attend_optimizer_setup(1 + (name == LLM and spec.arrangement.partitions > 1))
     return components

@@ -1,9 +1,13 @@
-"""Gradients of all components, from their reduction to one update.
+"""Gradients of all components, from their reduction to one update, and weights on their way back from it.
 
 Losses are sums and so are gradients: each component sums its own over its own groups, and all are divided
 once, by the number of target tokens of the whole step. One norm over all components clips them. The number
 of targets, the losses and the squared norms of all components travel in one reduction (`StepTotals`), so that
 a step has one point where the host learns what happened.
+
+Each rank updates its shard of the weights, and gathers those of its peers behind the next step's first
+passes: component by component, the LLM last, bucket by bucket (`part_buckets.py`). Invariant: a pass comes to
+a layer when its weights have arrived, and whatever else reads weights calls `arrive` first.
 """
 
 import contextlib
@@ -13,14 +17,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from omni.models.llm import NAME as LLM
 from omni.models.partition_modules import forget_whole
 from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
+from omni.rank.part_buckets import PartBuckets, in_flight
 from omni.rank.sharded_adamw import sharded_adamw
 from omni.rank.totals import StepTotals
 from parallel.copies import Copy
@@ -32,24 +39,12 @@ from parallel.megatron import (
 from parallel.partitions import partition_of
 
 
-@contextlib.contextmanager
-def _in_flight(ddp: DistributedDataParallel) -> Iterator[None]:
-    """Have megatron start a reduction and wait for it apart: only inside, because during a backward its hooks
-    would start reductions by themselves, and miss gradients of weights that are put off.
-    """
-    ddp.ddp_config.overlap_grad_reduce = True
-    try:
-        yield
-    finally:
-        ddp.ddp_config.overlap_grad_reduce = False
-
-
 class ComponentOptimizer:
     """One component's gradients and AdamW state, sharded over its data-parallel ranks.
 
     `modules` are the parts of the component that this rank holds, by number. Gradients of each are reduced by
     themselves, all weights are updated at once. Weights that are partitions have replicas of their own, hence
-    buffers and an optimizer of their own.
+    buffers and an optimizer of their own. `layers` are those of a part that say when a pass comes and leaves.
     """
 
     def __init__(
@@ -58,6 +53,7 @@ class ComponentOptimizer:
         modules: Mapping[int, torch.nn.Module],
         groups: ProcessGroupCollection,
         config: OptimConfig,
+        layers: Mapping[int, Sequence[torch.nn.Module]] = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.modules = dict(modules)
@@ -69,12 +65,15 @@ class ComponentOptimizer:
         self.learning = [parameter for parameter in self.parameters if parameter.requires_grad]
         # One for what all ranks of a stage hold, one for experts: their gradients have other groups.
         whole = [parameter for parameter in self.learning if partition_of(parameter) is None]
-        self.wrapped, self.optimizers = sharded_adamw(name, modules, whole, groups, config)
-        self.partitions: dict[int, DistributedDataParallel] = {}
+        wrapped, self.optimizers = sharded_adamw(name, modules, whole, groups, config)
+        divided: dict[int, DistributedDataParallel] = {}
         if groups.partition is not None:
             partitions = [parameter for parameter in self.learning if partition_of(parameter) is not None]
-            self.partitions, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
+            divided, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
             self.optimizers += more
+        self.buckets = {
+            part: PartBuckets(ddp, divided.get(part), layers.get(part, ())) for part, ddp in wrapped.items()
+        }
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -89,9 +88,13 @@ class ComponentOptimizer:
         for kind, own in of_kinds.items():
             yield Copy(f"{self.name}, {kind}" if kind else self.name, own, self._replicas(own[0]))
 
+    def _buffers(self) -> Iterator[DistributedDataParallel]:
+        """megatron's buffers of all parts."""
+        return (ddp for buckets in self.buckets.values() for ddp in buckets.ddps)
+
     def clear(self) -> None:
         """Set all gradients to zero."""
-        for ddp in (*self.wrapped.values(), *self.partitions.values()):
+        for ddp in self._buffers():
             ddp.zero_grad_buffer()
 
     def main_weights(self) -> dict[torch.nn.Parameter, tuple[Any, torch.nn.Parameter]]:
@@ -121,23 +124,16 @@ class ComponentOptimizer:
         They are all in one stage, so this waits for no other stage, and parts may be reduced in any order
         that these ranks agree on.
         """
-        ddp, partitions = self.wrapped[part], self.partitions.get(part)
-        with _in_flight(ddp):
-            ddp.start_grad_sync()
-        if partitions is not None:
-            with _in_flight(partitions):
-                partitions.start_grad_sync()
-        return partial(self._end_reduction, ddp, partitions)
+        self.buckets[part].reduce()
+        return partial(self._end_reduction, *self.buckets[part].ddps)
 
-    def _end_reduction(
-        self, ddp: DistributedDataParallel, partitions: DistributedDataParallel | None
-    ) -> None:
-        with _in_flight(ddp):
+    def _end_reduction(self, ddp: DistributedDataParallel, *partitions: DistributedDataParallel) -> None:
+        with in_flight(ddp):
             finalize_model_grads([ddp], pg_collection=self.groups_of_parts)
-        if partitions is not None:
+        for other in partitions:
             # What megatron finalises beside is done.
-            with _in_flight(partitions):
-                partitions.finish_grad_sync()
+            with in_flight(other):
+                other.finish_grad_sync()
 
     def tie(self) -> None:
         """Sum the gradients of an embedding that the first and the last stage hold a copy of each.
@@ -154,10 +150,17 @@ class ComponentOptimizer:
                 dist.all_reduce(vars(parameter)["main_grad"], group=group)
 
     def gather_weights(self) -> None:
-        """Gather the weights of all parts from the ranks that have updated or loaded a shard of them."""
+        """Start to gather the weights of all parts, one after the other, from the ranks that have updated or
+        loaded a shard of them.
+        """
         self._forget_whole()
-        for ddp in (*self.wrapped.values(), *self.partitions.values()):
-            ddp.start_param_sync(force_sync=True)
+        for part in sorted(self.modules):
+            self.buckets[part].gather()
+
+    def arrive(self) -> None:
+        """Wait for all weights that are still being gathered."""
+        for buckets in self.buckets.values():
+            buckets.arrive(buckets.last)
 
     def _forget_whole(self) -> None:
         """Let go of matrices that were gathered of partitions: these change."""
@@ -218,12 +221,16 @@ class ComponentOptimizer:
             torch._foreach_mul_(grads, factor)
 
     def update(self, lr: float) -> None:
-        """Take one AdamW step with the prepared gradients and gather the new weights."""
-        self._forget_whole()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step_with_ready_grads()
+        """Take one AdamW step with the prepared gradients, and start to gather the new weights."""
+        with contextlib.ExitStack() as stack:
+            # Without this each optimizer would gather all weights, and wait for them.
+            for ddp in self._buffers():
+                stack.enter_context(in_flight(ddp))
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step_with_ready_grads()
+        self.gather_weights()
 
     def set_trainable(self, trainable: bool) -> None:
         """Freeze or thaw all weights that ever learn; a frozen component computes no weight gradients."""
@@ -274,6 +281,11 @@ class JointOptimizer:
             component.clear()
         self.frozen = frozen
 
+    def arrive(self) -> None:
+        """Wait for all weights that are still being gathered."""
+        for component in self.components.values():
+            component.arrive()
+
     def tie(self) -> None:
         """Sum gradients of tied embeddings over the stages that share them, after a step's reductions."""
         for name in self.names:
@@ -305,10 +317,11 @@ class JointOptimizer:
         if not math.isfinite(norm):
             return False
         clip = min(1.0, self.clip / (norm + 1e-6)) if self.clip > 0 else 1.0
-        for name, component in self.components.items():
-            if name not in self.frozen:
-                component.scale(clip / totals.num_targets)
-                component.update(self.learning_rate(name, step))
+        training = [name for name in self.components if name not in self.frozen]
+        # The LLM last: its weights are gathered while encoders run.
+        for name in sorted(training, key=lambda name: name == LLM):
+            self.components[name].scale(clip / totals.num_targets)
+            self.components[name].update(self.learning_rate(name, step))
         return True
 
     def learning_rate(self, name: str, step: int) -> float:

@@ -4,6 +4,7 @@ AdamW's state over the replicas.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from omni.config import ConfigError
 from omni.optim_config import OptimConfig
+from parallel.buckets import least_bucket
 from parallel.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -48,12 +50,8 @@ def sharded_adamw(
     if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
         # One rank would send its gradients and weights to itself.
         for ddp in wrapped.values():
-            ddp.start_grad_sync = ddp.finish_grad_sync = ddp.start_param_sync = _nothing_to_do
+            ddp.bucket_groups, ddp.expert_parallel_bucket_groups = [], []
     return wrapped, optimizers
-
-
-def _nothing_to_do(**unused: object) -> None:
-    pass
 
 
 @contextlib.contextmanager
@@ -85,11 +83,26 @@ def _with_buffers(
         )
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
-        # A rank without items would not start its buckets, and its peers would wait: REDUCE ops do.
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=True,  # or it has one bucket
+        bucket_size=least_bucket(groups.dp_cp.size()),
         grad_reduce_in_fp32=True,
     )
-    return DistributedDataParallel(transformer_config, settings, module, pg_collection=groups)
+    own = copy(groups)
+    own.pp = _First()
+    ddp = DistributedDataParallel(transformer_config, settings, module, pg_collection=own)
+    # A rank without items would not start its buckets, and its peers would wait: we start them.
+    settings.overlap_grad_reduce = False
+    return ddp
+
+
+class _First:
+    """Stands in for a group of stages: megatron has one bucket on all but the first of them."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
 
 
 def _adamw(

@@ -112,10 +112,12 @@ def read_state(
 def spread_weights(components: Mapping[str, ComponentOptimizer]) -> None:
     """Let all ranks compute with the weights that each has read its shards of. All ranks call it."""
     for optimizer in components.values():
+        optimizer.arrive()
         for inner in optimizer.optimizers:
             inner._copy_main_params_to_model_params()
         optimizer.gather_weights()
         optimizer.gather_base()
+        optimizer.arrive()
 
 
 @dataclass(frozen=True)

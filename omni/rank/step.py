@@ -32,8 +32,8 @@ def waiting_at(rank: Rank, where: str, group: dist.ProcessGroup) -> Iterator[Non
 def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | None = None) -> StepResult:
     """Run this rank's ops of a plan that is verified and agreed on, timed by `watch` if it is given.
 
-    If the plan trains, gradients of the step before are cleared first, and afterwards every rank has its
-    shards of the summed gradients.
+    If the plan trains, gradients of the step before are cleared first, and afterwards every rank has all
+    weights, and its shards of the summed gradients.
 
     Raises:
         StallError: if a peer does not answer in time.
@@ -46,6 +46,8 @@ def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | N
     except Exception as error:
         error.add_note(f"rank {rank.rank} was in step {plan.step}")
         raise
+    with waiting_at(rank, f"step {plan.step}: weights that no pass took", rank.groups.world):
+        rank.optimizer.arrive()
     with waiting_at(rank, f"step {plan.step}: gradients of tied embeddings", rank.groups.world):
         rank.optimizer.tie()
     return result
@@ -80,7 +82,8 @@ def learn_totals(
 
 
 def update(rank: Rank, plan: StepPlan, totals: StepTotals) -> bool:
-    """Update weights and the bias of experts. Returns False, with nothing changed, for a bad norm.
+    """Update weights and the bias of experts, and start to gather the weights: whoever reads them before the
+    next step lets them arrive. Returns False, with nothing changed, for a bad norm.
 
     Raises:
         StallError: if a peer does not answer in time.

@@ -36,7 +36,7 @@ from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.bad_samples import BadSamples
 from omni.rank.build import Rank, build_rank
-from omni.rank.step import execute, learn_totals, update
+from omni.rank.step import execute, learn_totals, update, waiting_at
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Ahead, Prepared
 from omni.training.augmenting import augmenting_of
@@ -230,7 +230,9 @@ class Trainer:
         return prepared
 
     def end(self) -> None:
-        """Tell of the last step that is done, and hear all that is left to hear."""
+        """Let the last update's weights arrive, tell of the last step, and hear all that is left to hear."""
+        with waiting_at(self.rank, f"step {self.step}: weights of the last update", self.rank.groups.world):
+            self.rank.optimizer.arrive()
         if self.telling.spent is not None:
             self.hear(self.step - 1)
             self.telling.tell(self.step, None, None)

@@ -35,6 +35,7 @@ def flip_at(trainer: Trainer, step: int, component: str, bit: int) -> None:
 
     def flipping(plan: Any, inputs: Any, watch: Any = None) -> Any:
         if plan.step == step:
+            trainer.rank.optimizer.arrive()
             weight = trainer.rank.components[component].parameters[0]
             bits = weight.data.view(torch.int32).view(-1)
             bits[-1] ^= 1 << bit

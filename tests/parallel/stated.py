@@ -24,6 +24,7 @@ class Stated:
     token_bytes: int = 0
     ep: int = 0
     layers: int = 0
+    by_layer: bool = False
     element: int = 4
     head_dim: int = 8
     window: None = None

@@ -175,11 +175,12 @@ def test_balancing_counts_what_more_tokens_communicate():
 
 def test_a_reduction_takes_every_bucket_over_its_own_replicas():
     _, table = divided(NEAR)
-    # Partial sums over tp, the tied one over the ends; buckets scattered, and gathered by both optimizers.
+    # Partial sums over tp, the tied one over the ends; buckets scattered, and gathered once.
     sums = NEAR.message_ns(2 * 3 * 128 * 4 // 4) + FAR.message_ns(256 * 4)
-    dense = [3 * FAR.message_ns(size // 2 * 4) for size in (256, 1408)]
-    experts = 3 * NEAR.message_ns(512 // 2 * 4)
-    assert table.parts["part"].reduce_ns == sums + sum(dense) + experts
+    dense = sum(FAR.message_ns(size // 2 * 4) for size in (256, 1408))
+    experts = NEAR.message_ns(512 // 2 * 4)
+    assert table.parts["part"].reduce_ns == sums + dense + experts
+    assert table.parts["part"].gather_ns == dense + experts
 
 
 def test_a_table_says_what_a_forward_keeps():

@@ -44,6 +44,9 @@ def test_a_message_and_a_reduction_count_where_nothing_hides_them():
     domain = make_plan(2, 1, [], "one_f_one_b").domain
     found = divided(domain, table(2, message_ns=5, reduce_ns=7))
     assert (found["messages"], found["reducing"]) == (2 * 5, 7)
+    # The first stage waits for its weights; those of the second are there when its output is.
+    found = divided(domain, table(2, message_ns=5, reduce_ns=7, gather_ns=12))
+    assert found["reducing"] == 7 + 12
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "encode_first", "joint"])

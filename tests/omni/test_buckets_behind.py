@@ -1,0 +1,115 @@
+"""Weights arrive behind the next step's forwards, gradients are reduced behind the last backwards: bucket by
+bucket, none before or after its time.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import RankPool
+from small import overrides, write_mixed
+from test_trainer import make_trainer
+
+from omni.compose import compose_config
+from omni.config import Config
+from omni.rank.part_buckets import FRONT, PartBuckets
+from omni.training.trainer import Trainer
+from parallel import buckets
+from pipeline.engine import _RunningStep
+from pipeline.ops import Kind, Op
+
+FROZEN = "+optim.components.image.frozen=true"
+LAYOUTS = {
+    "dp2": (2, []),
+    "dp2, encoders frozen": (2, [FROZEN]),
+    "recomputed": (2, [FROZEN, "model.llm.recompute=full"]),
+    "pp2, two parts a stage": (4, ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline=interleaved"]),
+    "tp2": (4, [FROZEN, "layout.llm.tp=2"]),
+    "shared": (4, [FROZEN, "layout.domain=2", "llm_sp=all"]),
+    "experts": (4, [FROZEN, "model.llm.moe={experts: 4, topk: 2, ffn: 48}", "layout.llm.ep=2"]),
+    "zero 2": (4, [FROZEN, "layout.domain=2", "layout.llm.zero=2"]),
+    "tied": (2, [FROZEN, "model.llm.tied=true"]),
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("buckets") / "mixed"
+    write_mixed(path)
+    return path
+
+
+class Watched:
+    """What a rank's buckets do in a run: `held` are all parts, `after` those of which weights are under way
+    after each update; `early` says which pass ran without weights; `behind` counts the buckets of each
+    reduction of the LLM that began before its op; `losses` are of each step.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, components = trainer, trainer.rank.components
+        self.held = {(name, part): own for name, of in components.items() for part, own in of.buckets.items()}
+        self.after: list[set[tuple[str, int]]] = []
+        self.early: list[str] = []
+        self.behind: list[int] = []
+        self.losses: list[float] = []
+        for part, of in trainer.rank.stage.parts.items() if trainer.rank.stage else ():
+            for at, layer in enumerate(of.model.decoder.layers):
+                layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
+
+    def _at(self, own: PartBuckets, layer: int) -> Any:
+        def check(*unused: Any) -> None:
+            if own.coming and (own.coming[0].layer <= layer or layer == own.last):
+                self.early.append(f"layer {layer}")
+
+        return check
+
+    def doing(self, step: _RunningStep, op: Op) -> None:
+        number, part = step.held(op) if op.kind in (Kind.ENCODE, Kind.FORWARD) else (op.index, op.part)
+        own = self.held.get((step.plan.components[number], part)) if op.kind in _WATCHED else None
+        if own is not None and op.kind is Kind.REDUCE and number == step.domain.llm:
+            self.behind.append(len(own.buckets) - len(own.left))
+        elif own is not None and op.kind is not Kind.REDUCE and own.coming and own.coming[0].layer == FRONT:
+            self.early.append(str(op))
+
+    def updated(self, done: Any) -> None:
+        self.after.append({at for at, own in self.held.items() if own.coming})
+        self.losses.append(float(done.totals.loss))
+
+
+_WATCHED = (Kind.ENCODE, Kind.FORWARD, Kind.REDUCE)
+
+
+def _train(rank: int, config: Config, world: int, least: int) -> dict[str, Any]:
+    patch = pytest.MonkeyPatch()
+    with patch.context() as patched:
+        patched.setattr(buckets, "LEAST", least)
+        trainer = make_trainer(rank, config, world)
+        watched, update, do = Watched(trainer), trainer.update, _RunningStep.do
+        patched.setattr(_RunningStep, "do", lambda step, op: (watched.doing(step, op), do(step, op)))
+        patched.setattr(trainer, "update", lambda done: (update(done), watched.updated(done)))
+        trainer.run()
+    frozen = trainer.rank.optimizer.frozen
+    several = {at for at, own in watched.held.items() if own.buckets and at[0] not in frozen}
+    left = [at for at, own in watched.held.items() if own.coming]
+    counts = [len(own.buckets) for (name, _), own in watched.held.items() if name == "llm"]
+    return {**vars(watched), "held": several, "left": left, "counts": counts, "trainer": None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buckets_travel_behind_passes_and_change_nothing(
+    ranks: RankPool, data: Path, tmp_path: Path, layout: str
+) -> None:
+    world, keys = LAYOUTS[layout]
+    found = {}
+    for name, least in (("one", 40_000_000), ("many", 400)):
+        config = compose_config(overrides(data, tmp_path / name, "train.steps=3", *keys))
+        found[name] = ranks.run(world, _train, config, world, least)
+    for one, many in zip(found["one"], found["many"], strict=True):
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-6)
+        assert many["after"] == [many["held"]] * 3
+        assert not many["early"]
+        assert not many["left"]
+        assert min(many["counts"]) > max(one["counts"])
+        # Where nothing is issued between the last backward and the reduction, most of it has begun.
+        if FROZEN in keys:
+            assert min(many["behind"]) > 0
