@@ -162,6 +162,7 @@ def _stall(rank: int, config: Config, at: str) -> str:
             done = trainer.run_step(prepared)
             if at == "update":
                 trainer.update(done)
+                trainer.end()
         except StallError as error:
             return str(error)
         finally:
@@ -176,7 +177,7 @@ def _stall(rank: int, config: Config, at: str) -> str:
         (["layout=pp2"], "ops", r"rank 0 waited at wait\(\w+ \d\) of step 1"),
         (["layout=pp2"], "sharing", "all ranks waited at step 0: plans and times"),
         ([], "reductions", "rank 0 waited at the gradients of llm"),
-        ([], "update", "rank 0 waited at step 1: update"),
+        ([], "update", "rank 0 waited at step 1: weights of the last update"),
     ],
 )
 def test_a_rank_that_waits_too_long_says_for_whom(
