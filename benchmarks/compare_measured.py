@@ -13,8 +13,8 @@ A pass of the tiny model and its messages take real time, the more the more proc
 measured first, in steps without sleep, and is what starting an op costs on the slow cluster
 (`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
 
-120 turns of two ranks. Ranks that sleep take seconds for a step: all systems have 2 turns, then `omni` and
-the three quickest 12 more, which alone are judged. Half an hour on two cores.
+All systems have a few turns, then `omni` and the three quickest many more, which alone are judged: 10 and 120
+on two ranks, 2 and 12 on ranks that sleep, which take seconds for a step. Half an hour on two cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import starmap
 from pathlib import Path
 
@@ -44,7 +45,7 @@ from omni.planning.choice import with_keys
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.compare import comparable
 from omni.training.ahead import Prepared
-from omni.training.side_by_side import alternate, interval, over
+from omni.training.side_by_side import WARMUP, alternate, interval, over
 from omni.training.trainer import Trainer
 from parallel.work import Grad
 from pipeline.costs import plan_costs
@@ -64,9 +65,10 @@ SLEPT = (
 MICROBATCHES = {"pp2": 4, "dp2": 3, "slept, 4 ranks": 6, "slept, 8 ranks": 6}  # of a replica
 TURNS = {"pp2": 120, "dp2": 120, "slept, 4 ranks": 12, "slept, 8 ranks": 12}
 QUICK_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}
-FIRST_TURNS = 2  # of all systems on ranks that sleep
+FIRST_TURNS = {"pp2": 10, "dp2": 10, "slept, 4 ranks": 2, "slept, 8 ranks": 2}  # of all systems
 FINALISTS = 3  # of them beside omni
 QUICK = ("pp2", "slept, 4 ranks")
+REAL_TURNS = 2
 FLOPS_PER_RANK = 4e9
 """Of a slept cluster, by the number of its ranks: with more ranks than cores they hold each other up, and the
 longer passes are, the smaller that is."""
@@ -163,12 +165,34 @@ def turns_of(folder: Path, ready: Mapping[str, Config], turns: int, sleeps: bool
 def real_pass_ns(folder: Path, config: Config) -> int:
     """What a pass of the tiny model takes, with its messages, while all ranks share the cores."""
     ready = prepare_run(with_keys(config, comparable(config)), config.launch.ranks or 0).config
-    seconds, passes = turns_of(folder, {"real": ready}, FIRST_TURNS, sleeps=False)
+    seconds, passes = turns_of(folder, {"real": ready}, REAL_TURNS, sleeps=False)
     return int(interval(seconds["real"])[0] * 1e9) // passes
 
 
-def slept(folder: Path, configs: Mapping[str, Config], turns: int) -> Iterator[list[MeasuredSystem]]:
-    """Measure systems on ranks that sleep: all of them, then for `turns` omni and the quickest."""
+def finalists(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Omni and the quickest beside it, by their least turns: what holds the machine up for one turn must not
+    keep a system out.
+    """
+    return [OMNI, *sorted(seconds.keys() - {OMNI}, key=lambda name: min(seconds[name]))[:FINALISTS]]
+
+
+def computed(configs: Mapping[str, Config], first: int, turns: int) -> Iterator[list[MeasuredSystem]]:
+    """Measure systems that compute: all of them for `first` turns, then for `turns` the finalists."""
+
+    def of(config: Config, turns: int) -> Config:
+        return replace(config, train=replace(config.train, steps=WARMUP + turns))
+
+    found = measure({name: of(config, first) for name, config in configs.items()})
+    yield found
+    seconds = {own.system: own.seconds for own in found if own.seconds}
+    if OMNI in seconds and turns > first:
+        yield measure({name: of(configs[name], turns) for name in finalists(seconds)})
+
+
+def slept(
+    folder: Path, configs: Mapping[str, Config], first: int, turns: int
+) -> Iterator[list[MeasuredSystem]]:
+    """Measure systems on ranks that sleep: all of them for `first` turns, then for `turns` the finalists."""
     ready, refused = dict[str, Config](), list[MeasuredSystem]()
     real_ns = real_pass_ns(folder, configs[PLAIN])
     print(f"a real pass of {configs[PLAIN].launch.ranks} ranks: {real_ns / 1e6:.1f} ms", flush=True)
@@ -179,14 +203,12 @@ def slept(folder: Path, configs: Mapping[str, Config], turns: int) -> Iterator[l
             ready[name] = prepare_run(config, config.launch.ranks or 0).config
         except ValueError as error:
             refused.append(MeasuredSystem(name, refused=str(error)))
-    seconds, _ = turns_of(folder, ready, FIRST_TURNS, sleeps=True)
+    seconds, _ = turns_of(folder, ready, first, sleeps=True)
     yield [*starmap(MeasuredSystem, seconds.items()), *refused]
     if OMNI not in ready:
         return
-    # By its least turn: what holds the machine up for one of two turns must not keep a system out.
-    quickest = sorted((name for name in ready if name != OMNI), key=lambda name: min(seconds[name]))
-    finalists = {name: ready[name] for name in (OMNI, *quickest[:FINALISTS])}
-    yield [*starmap(MeasuredSystem, turns_of(folder, finalists, turns, sleeps=True)[0].items())]
+    last = {name: ready[name] for name in finalists(seconds)}
+    yield [*starmap(MeasuredSystem, turns_of(folder, last, turns, sleeps=True)[0].items())]
 
 
 def missed(setting: str, found: Sequence[MeasuredSystem]) -> Iterator[str]:
@@ -219,7 +241,8 @@ def main() -> int:
         for name in names:
             ranks, keys, sleeps = every[name]
             configs = configs_of(folder, ranks, keys, MICROBATCHES[name], turns[name])
-            for found in slept(folder, configs, turns[name]) if sleeps else [measure(configs)]:
+            counts = FIRST_TURNS[name], turns[name]
+            for found in slept(folder, configs, *counts) if sleeps else computed(configs, *counts):
                 print("\n".join(f"{name}: {line}" for line in lines(found)), flush=True)
                 rounds = table.setdefault(name, [])
                 rounds.append({of.system: [*of.seconds] or of.refused for of in found})
