@@ -16,8 +16,9 @@ class Transfer:
     """What teams take part in together: a message, a collective, compute whose layers communicate.
 
     All of them give it the same `name`. It completes once it is first in line at all `teams`: it runs from
-    `start` to `done`, -1 before. `came` are, for each team that has issued it, when and in which queue;
-    `ready` counts those where it is first. `behind` is what must be complete before, for reductions.
+    `start` to `done`, -1 before. `came` are, for each team that has issued it, when, how much earlier it
+    began, and in which queue; `ready` counts those where it is first. `behind` is what must be complete
+    before, for reductions.
     """
 
     __slots__ = ("behind", "came", "done", "name", "ns", "ready", "start", "teams", "waiting")
@@ -25,7 +26,7 @@ class Transfer:
     def __init__(self, name: Name, teams: tuple[int, ...], ns: int = 0) -> None:
         self.name, self.teams, self.ns = name, teams, ns
         self.start, self.done, self.ready = -1, -1, 0
-        self.came: list[tuple[int, Queue]] = []
+        self.came: list[tuple[int, int, Queue]] = []
         self.behind: Transfer | None = None
         self.waiting: list[int] = []
 
@@ -41,6 +42,11 @@ class Queue:
         self.team = team
         self.transfers: list[Transfer] = []
         self.head = self.free = 0
+
+    def free_for(self, before: int) -> int:
+        """Return when the first in line may begin: behind a backward so long before that ends."""
+        behind = self.head > 0 and self.transfers[self.head - 1].name[0] is Kind.BACKWARD
+        return self.free - before * behind
 
 
 class Channel:

@@ -95,8 +95,11 @@ def begun_before(domain: DomainPlan, table: CostTable) -> ComputeCost:
         last = of_team(rank // domain.team).get(op.part) if op.index == domain.llm else None
         if last is None:
             return 0
-        part = table.parts[table.llm_part(domain.llm, op.part)]
-        return part.reduced_behind_ns(compute_ns(rank, last))
+        name, share = part_of(domain, table, rank, last)
+        assert share is not None
+        # What layers tell each other takes the same links.
+        alone_ns = compute_ns(rank, last) - _talk_ns(table.parts[name], share, last.grad)
+        return table.parts[name].reduced_behind_ns(alone_ns)
 
     return before
 

@@ -233,7 +233,7 @@ class _Simulation:
                 raise StuckError(self._never_issued(team, at))
             elif how == _ISSUE:
                 now += ns
-                self._issue(transfer, queue, now - shift)
+                self._issue(transfer, queue, now, shift)
             elif transfer.done >= 0:
                 now = max(now, transfer.done) + (ns if how == _WAIT else 0)
             else:
@@ -243,9 +243,9 @@ class _Simulation:
                 return
             ends.append(now)
 
-    def _issue(self, transfer: Transfer, queue: Queue | None, now: int) -> None:
+    def _issue(self, transfer: Transfer, queue: Queue | None, now: int, before: int = 0) -> None:
         assert queue is not None
-        transfer.came.append((now, queue))
+        transfer.came.append((now, before, queue))
         queue.transfers.append(transfer)
         if len(queue.transfers) == queue.head + 1:
             self._is_first(transfer)
@@ -267,11 +267,11 @@ class _Simulation:
             if done_before < 0:
                 held.append(transfer)
                 continue
-            for now, queue in transfer.came:
-                start = max(start, now, queue.free)
+            for now, before, queue in transfer.came:
+                start = max(start, now - before, queue.free_for(before))
             transfer.start, transfer.done = start, max(start + transfer.ns, done_before)
             done.append(transfer)
-            for _, queue in transfer.came:
+            for *_, queue in transfer.came:
                 queue.free = transfer.done
                 queue.head += 1
                 if queue.head < len(queue.transfers):
@@ -292,7 +292,7 @@ class _Simulation:
         op, transfer = self.domain.ops[team][at], self.programs[team][at][2]
         text = f"position {team * self.domain.team} stands at op {at}, {op}"
         assert transfer is not None
-        came = {queue.team for _, queue in transfer.came}
+        came = {queue.team for *_, queue in transfer.came}
         missing = [other * self.domain.team for other in transfer.teams if other not in came]
         if missing:
             return f"{text}, waiting for position {', '.join(map(str, missing))} to take part"

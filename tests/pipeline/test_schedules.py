@@ -389,6 +389,26 @@ def test_a_pass_begins_when_its_weights_have_arrived():
         assert sum(vars(spent).values()) == timeline.makespan_ns
 
 
+@pytest.mark.parametrize("shape", [Shape(1), Shape(1, pool=2, party=2)])
+@pytest.mark.parametrize("single_fifo", [False, True])
+def test_a_reduction_behind_the_last_backward_leaves_its_last_pieces(shape, single_fifo):
+    def step(reduce_ns: int, pieces: int, frozen: tuple[str, ...]) -> int:
+        domain = make_plan(shape, 3, [Work("image", 2, (0,), (2,))], "encode_first", frozen).domain
+        cost = work_cost(0, 0, 100, reduce_ns=reduce_ns, pieces=pieces, forward_talk=Talk(fixed_ns=7))
+        parts = {"llm/0": cost, "image": work_cost(0, 0, 0), "audio": work_cost(0, 0, 0)}
+        table_ = CostTable(0, parts, Links(FREE, FREE), 0, COMPONENTS)
+        return simulate(domain, table_, single_fifo).makespan_ns
+
+    encoders = ("audio", "image")
+    free = step(0, 10, encoders)
+    # Two of ten pieces, or what a backward of 200 does not hide of eight; of one piece or two all.
+    assert step(50, 10, encoders) == free + 10
+    assert step(1000, 10, encoders) == free + 1000 - 160
+    assert step(50, 2, encoders) == step(50, 1, encoders) == free + 50
+    # Rows on their way back stand between the two: nothing is hidden.
+    assert step(50, 10, ()) == free + 50
+
+
 @pytest.mark.parametrize("issue_ns", [0, 3])
 def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(issue_ns):
     work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
