@@ -92,6 +92,7 @@ def measure(
                 squares = {name: square for name, square in by_name if name not in optimizer.frozen}
                 gradients = collect(trainer, partial(_gradient, done.totals.num_targets))
             trainer.update(done)
+    trainer.rank.optimizer.arrive()
     weights = collect(trainer, lambda own: own.main.detach())
     buffers = collect_buffers(trainer)
     trainer.control.barrier("the end")

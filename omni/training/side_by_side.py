@@ -66,6 +66,7 @@ def _timed(trainer: Trainer, ahead: Ahead, step: int, before: Hook | None) -> tu
     dist.barrier()
     begin = time.perf_counter()
     trainer.update(trainer.run_step(prepared))
+    trainer.rank.optimizer.arrive()  # not behind the next system's step
     dist.barrier()
     return time.perf_counter() - begin, tuple(prepared.plan.taken.ids)
 

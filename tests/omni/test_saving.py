@@ -166,6 +166,7 @@ def _train_spoiled(rank: int, config: Config, at: int) -> str:
 
     def run_step(prepared, watch):  # type: ignore[no-untyped-def]
         if prepared.plan.step == at:
+            trainer.rank.optimizer.arrive()
             for parameter in trainer.rank.components["llm"].parameters:
                 parameter.data.fill_(math.nan)
         return original(prepared, watch)
