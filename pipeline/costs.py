@@ -55,12 +55,11 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
     return compute, message
 
 
-def arrivals(domain: DomainPlan, table: CostTable) -> ComputeCost:
+def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
     """Return when a forward may begin at a position, for its weights: from the start of the step on they are
     gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass.
     """
 
-    compute_ns, _ = plan_costs(domain, table)
     order = sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at))
 
     @cache
@@ -83,13 +82,16 @@ def arrivals(domain: DomainPlan, table: CostTable) -> ComputeCost:
     return arrival
 
 
-def begun_before(domain: DomainPlan, table: CostTable) -> ComputeCost:
+def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
     """Return how long before its place in the list a REDUCE has begun at a position."""
-    compute_ns, _ = plan_costs(domain, table)
 
     @cache
+    def of_party(first: int, last: int) -> dict[int, Op]:
+        return {op.part: op for op in closing(domain, first // domain.team)}
+
     def of_team(team: int) -> dict[int, Op]:
-        return {op.part: op for op in closing(domain, team)}
+        party = domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)
+        return of_party(party[0], party[-1]) if domain.holds[team] else {}
 
     def before(rank: int, op: Op) -> int:
         last = of_team(rank // domain.team).get(op.part) if op.index == domain.llm else None
@@ -201,5 +203,6 @@ def spent_on(timeline: Timeline, table: CostTable, rank: int) -> SimulatedSpent:
 
 def simulate(domain: DomainPlan, table: CostTable, single_fifo: bool = False) -> Timeline:
     """Time a planned domain with a cost table, after another step. The result is simulated, not measured."""
-    behind = arrivals(domain, table), begun_before(domain, table)
-    return run(domain, *plan_costs(domain, table), single_fifo, table.issue_ns, behind)
+    compute_ns, message_ns = plan_costs(domain, table)
+    behind = arrivals(domain, table, compute_ns), begun_before(domain, table, compute_ns)
+    return run(domain, compute_ns, message_ns, single_fifo, table.issue_ns, behind)

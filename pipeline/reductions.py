@@ -59,18 +59,21 @@ def closing(domain: DomainPlan, team: int) -> frozenset[Op]:
     """
     if not domain.holds[team]:
         return frozenset()
-    found: set[Op] | None = None
-    party = {rank // domain.team for rank in domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)}
-    for own in party:
-        backwards = {
-            before
-            for before, op in pairwise(domain.ops[own])
-            if op == Op(Kind.REDUCE, domain.llm, part=before.part)
-            and before.kind is Kind.BACKWARD
-            and before.grad is Grad.BOTH
-        }
-        found = backwards if found is None else found & backwards
-    return frozenset(found or ())
+    party = domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)
+    teams = range(party[0] // domain.team, party[-1] // domain.team + 1)
+    return frozenset.intersection(*(in_front(domain, own) for own in teams))
+
+
+def in_front(domain: DomainPlan, team: int) -> frozenset[Op]:
+    """Return the whole backwards of the LLM that the REDUCE of their part follows at once, of a team."""
+    return frozenset(
+        before
+        for before, op in pairwise(domain.ops[team])
+        if op.kind is Kind.REDUCE
+        and before.kind is Kind.BACKWARD
+        and before.grad is Grad.BOTH
+        and (op.index, op.part) == (domain.llm, before.part)
+    )
 
 
 def _complete(ops: Sequence[Op], domain: DomainPlan, components: Sequence[str]) -> dict[Pair, int]:

@@ -123,6 +123,7 @@ class _Simulation:
         self.single_fifo, self.issue_ns = single_fifo, issue_ns
         self.compute_ns, self.message_ns = compute_ns, message_ns
         self.arrival_ns, self.before_ns = behind
+        self.begun = set[tuple[int, int | str]]()  # teams, with the part of the LLM or the encoder
         self.local = [route is not None and route.is_local for route in domain.routes]
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
         self.nothing.done = 0
@@ -189,7 +190,12 @@ class _Simulation:
         kind = op.kind
         rank = team * self.domain.team
         ns = self.compute_ns(rank, op)
-        arrival = self.arrival_ns(rank, op) if kind in FORWARDS else 0
+        arrival = 0
+        if kind in FORWARDS:
+            begins = team, op.part if kind is Kind.FORWARD else self.domain.chunks[op.index].component
+            if begins not in self.begun:  # when the first pass is through, all weights are there
+                self.begun.add(begins)
+                arrival = self.arrival_ns(rank, op)
         channel = self.channels.compute(op, team)
         if channel is None:
             return _ALONE, ns, None, None, arrival
