@@ -105,16 +105,20 @@ def _follow(stage: LLMStage, llm: ComponentOptimizer, groups: Groups) -> None:
     """Have layers of the LLM wait for their weights, and reduce their gradients behind the last backward."""
     if not any(own.buckets for own in llm.buckets.values()):
         return
-    found = ref(llm)  # which has the layers: held by their hooks it would not go, nor would its groups
+    # Held by hooks, of layers and in graphs that live for long, neither would ever go.
+    llm_of, groups_of = ref(llm), ref(groups)
 
     def came(part: int, layer: int) -> None:
-        if (own := found()) is not None:
-            _arrive(own, part, groups, layer)
+        own, every = llm_of(), groups_of()
+        if own is not None and every is not None:
+            _arrive(own, part, every, layer)
 
     def left(part: int, layer: int) -> None:
-        if (own := found()) is not None:
-            with waiting(f"the gradients of {own.name}", groups.world):
-                own.buckets[part].reduce_behind(layer)
+        own, every = llm_of(), groups_of()
+        assert own is not None
+        assert every is not None
+        with waiting(f"the gradients of {own.name}", every.world):
+            own.buckets[part].reduce_behind(layer)
 
     stage.follow(came, left)
 
