@@ -46,15 +46,17 @@ class Watched:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, components = trainer, trainer.rank.components
+        components = trainer.rank.components
         self.held = {(name, part): own for name, of in components.items() for part, own in of.buckets.items()}
         self.after: list[set[tuple[str, int]]] = []
         self.early: list[str] = []
         self.behind: list[int] = []
         self.losses: list[float] = []
-        for part, of in trainer.rank.stage.parts.items() if trainer.rank.stage else ():
-            for at, layer in enumerate(of.model.decoder.layers):
-                layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
+        self.hooks = [
+            layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
+            for part, of in (trainer.rank.stage.parts.items() if trainer.rank.stage else ())
+            for at, layer in enumerate(of.model.decoder.layers)
+        ]
 
     def _at(self, own: PartBuckets, layer: int) -> Any:
         def check(*unused: Any) -> None:
@@ -88,11 +90,13 @@ def _train(rank: int, config: Config, world: int, least: int) -> dict[str, Any]:
         patched.setattr(_RunningStep, "do", lambda step, op: (watched.doing(step, op), do(step, op)))
         patched.setattr(trainer, "update", lambda done: (update(done), watched.updated(done)))
         trainer.run()
+    for hook in watched.hooks:
+        hook.remove()  # it holds the buckets, and a graph that lives for long may hold the layer
     frozen = trainer.rank.optimizer.frozen
     several = {at for at, own in watched.held.items() if own.buckets and at[0] not in frozen}
     left = [at for at, own in watched.held.items() if own.coming]
     counts = [len(own.buckets) for (name, _), own in watched.held.items() if name == "llm"]
-    return {**vars(watched), "held": several, "left": left, "counts": counts, "trainer": None}
+    return {**vars(watched), "held": several, "left": left, "counts": counts, "hooks": None}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
