@@ -61,6 +61,7 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
     loaded.reduce(0)()
     loaded.gradients()
     loaded.update(0.5)
+    loaded.arrive()
     return {
         name: (weights[name], float(p.detach().float().mean()))
         for name, p in loaded.modules[0].named_parameters()

@@ -205,6 +205,7 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.main.grad) for shard in owned(component, {0: numbering})]
     component.update(0.01)
+    component.arrive()
     weights = [placed(shard, shard.main) for shard in owned(component, {0: numbering})]
     return {
         "at": (groups.dp.rank(), groups.tp.rank()),
@@ -330,6 +331,7 @@ def two_stages(rank: int) -> dict[str, Any]:
     busiest = update_expert_bias(block, groups, 1.0)
     component.gradients()
     component.update(0.1)
+    component.arrive()
     return {
         "moved": all(not torch.equal(before[name], p) for name, p in block.named_parameters()),
         "busiest": busiest,
