@@ -57,9 +57,9 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
 
 def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
     """Return when a forward may begin at a position, for its weights: from the start of the step on they are
-    gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass.
+    gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass. Rows
+    that are shipped meanwhile are not held up by it, not even in one queue.
     """
-
     order = sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at))
 
     @cache
