@@ -14,7 +14,7 @@ measured first, in steps without sleep, and is what starting an op costs on the 
 (`cluster.op_overhead_ns`): whatever chooses knows it, and ranks sleep that much less.
 
 All systems have a few turns, then `omni` and the three quickest many more, which alone are judged: 10 and 120
-on two ranks, 2 and 12 on ranks that sleep, which take seconds for a step. Half an hour on two cores.
+on two ranks, 2 and 12 on ranks that sleep, which take seconds for a step. Half an hour at most on two cores.
 
 A step is timed as `omni.training.side_by_side` says. Leaves with 1 where, in some layout, `omni` is neither
 the quickest nor within the 95 % interval of its ratio to that. The last line is JSON.
