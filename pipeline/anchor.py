@@ -64,7 +64,7 @@ class Stage(Protocol):
         ...
 
     def closing(self, part: int) -> AbstractContextManager[None]:
-        """The backward inside the block makes the last gradients of a part: they may be reduced meanwhile."""
+        """What runs inside the block makes the last gradients of a part: they may be reduced meanwhile."""
         ...
 
     def settle(self) -> None:

@@ -60,24 +60,20 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
     gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass. Rows
     that are shipped meanwhile are not held up by it, not even in one queue.
     """
-    order = sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at))
-
-    @cache
-    def of_team(team: int) -> dict[str, int]:
-        found, now = {}, 0
-        for number, part in order:
-            op = Op(Kind.REDUCE, number, part=part)
-            if team in domain.reducing(op):
-                name, _ = part_of(domain, table, team * domain.team, op)
-                now += table.parts[name].gather_ns
-                found[name] = now
-        return found
+    arrived: list[dict[str, int]] = [{} for _ in domain.teams]
+    now = [0] * len(arrived)
+    for number, part in sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at)):
+        op = Op(Kind.REDUCE, number, part=part)
+        name, _ = part_of(domain, table, 0, op)
+        for team in domain.reducing(op):
+            now[team] += table.parts[name].gather_ns
+            arrived[team][name] = now[team]
 
     def arrival(rank: int, op: Op) -> int:
         of_llm = op.kind is Kind.FORWARD
         name = table.llm_part(domain.llm, op.part) if of_llm else domain.chunks[op.index].component
-        arrived = of_team(rank // domain.team).get(name, 0)
-        return arrived and arrived - table.parts[name].gathered_behind_ns(compute_ns(rank, op))
+        ns = arrived[rank // domain.team].get(name, 0)
+        return ns and ns - table.parts[name].gathered_behind_ns(compute_ns(rank, op))
 
     return arrival
 

@@ -9,7 +9,7 @@ Shapes: T tokens of a microbatch, R rows, D width of the LLM.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -166,7 +166,8 @@ class _RunningStep:
 
     def do(self, op: Op) -> None:
         if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
-            self.pending.pop((op.kind, op.index, op.part)).run()
+            with self.closes(op):
+                self.pending.pop((op.kind, op.index, op.part)).run()
         else:
             self.handlers[op.kind](op)
         if op.kind is Kind.BACKWARD:
@@ -332,11 +333,18 @@ class _RunningStep:
         assert stage is not None
         received, output = self.passes.pop((m, part))
         grad = None if part == self.domain.num_parts - 1 else self.inbox.pop((Kind.RECV_BACKWARD, m, part))
-        with stage.closing(part) if op in self.closing else nullcontext():
+        with self.closes(op):
             self.go_back(op, stage, output, grad)
         if received is not None:
             assert received.grad is not None
             self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)
+
+    def closes(self, op: Op) -> AbstractContextManager[None]:
+        """Around what makes the last gradients of a part of the LLM: they may be reduced meanwhile."""
+        if op not in self.closing:
+            return nullcontext()
+        assert self.engine.stage is not None
+        return self.engine.stage.closing(op.part)
 
     # Communication.
 

@@ -9,7 +9,8 @@
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
   no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
-- A reduction is issued where it stands and waited for at the end. Gradients of weights stay where they stand.
+- A reduction is issued where it stands and waited for at the end. The LLM's that follows a backward comes in
+  front of what that sends, as it begins behind the backward. Gradients of weights stay where they stand.
 """
 
 from collections import defaultdict, deque
@@ -60,7 +61,7 @@ class _Expanded:
         places: list[dict[_Flight, int]],
         made: dict[_Fields, Op],
     ) -> None:
-        self.domain, self.order, self.places = domain, order, places
+        self.domain, self.order, self.places = domain, deque(order), places
         self.made = made  # teams share the ops that are equal
         self.rank = team * domain.team
         self.parts = domain.holds[team]
@@ -98,7 +99,8 @@ class _Expanded:
         for kind in self.receives:
             self.receive(kind)
         self.ship_ready()
-        for op in self.order:
+        while self.order:
+            op = self.order.popleft()
             if op.kind is Kind.FORWARD:
                 self.forward(op)
             elif op.kind is Kind.REDUCE:
@@ -142,6 +144,8 @@ class _Expanded:
         m, part = op.index, op.part
         self.take(Kind.RECV_BACKWARD, m, part, (Kind.BACKWARD, m, part + 1))
         self.run_op(op)
+        while self.order and (self.order[0].kind, self.order[0].index) == (Kind.REDUCE, self.domain.llm):
+            self.issue(Kind.REDUCE, self.domain.llm, self.order.popleft().part)
         if part and part - 1 not in self.parts:
             self.send(Kind.SEND_BACKWARD, m, part, (Kind.BACKWARD, m, part - 1))
         self.unpassed[m] -= 1

@@ -51,8 +51,8 @@ def _of_team(
 
 
 def closing(domain: DomainPlan, team: int) -> frozenset[Op]:
-    """Return the backwards of a team behind which the reduction of their part begins: those of the LLM,
-    whole, that the REDUCE follows at once, on all ranks that run them together.
+    """Return the backwards of a team behind which the reduction of their part begins: those of the LLM, whole
+    or for weights, that the REDUCE follows at once, on all ranks that run them together.
 
     Only the collectives of its own layers then stand between what the verifier proved and what runs, and all
     that take part in these run the same layers beside the same reductions: none can wait for the other.
@@ -65,13 +65,13 @@ def closing(domain: DomainPlan, team: int) -> frozenset[Op]:
 
 
 def in_front(domain: DomainPlan, team: int) -> frozenset[Op]:
-    """Return the whole backwards of the LLM that the REDUCE of their part follows at once, of a team."""
+    """Return the backwards of the LLM that the REDUCE of their part follows at once, of a team."""
     return frozenset(
         before
         for before, op in pairwise(domain.ops[team])
         if op.kind is Kind.REDUCE
         and before.kind is Kind.BACKWARD
-        and before.grad is Grad.BOTH
+        and before.grad is not Grad.INPUT
         and (op.index, op.part) == (domain.llm, before.part)
     )
 

@@ -249,18 +249,22 @@ class LLMStage:
 
     def follow(self, came: Callable[[int, int], object], left: Callable[[int, int], object]) -> None:
         """Have `came` called with a part and a layer of it, counted from the part's first, when a forward
-        comes to the layer, and `left` when a backward that is `closing` the part has left those behind it.
+        comes to the layer, and `left` when a backward that is `closing` the part, or the gradients of weights
+        that it put off, have left those behind it.
         """
+        leaves = dict[torch.nn.Parameter, Callable[[], None]]()
         for number, part in self.parts.items():
             for at, layer in enumerate(part.model.decoder.layers):
                 leave = partial(_leave, self.closed, left, number, at)
+                leaves |= dict.fromkeys(layer.parameters(), leave)
                 layer.register_forward_pre_hook(
                     partial(_come, partial(came, number, at), leave), with_kwargs=True
                 )
+        self.deferral.comes_to = lambda weight: leaves[weight]()
 
     @contextmanager
     def closing(self, part: int) -> Iterator[None]:
-        """The backward inside the block makes the last gradients of a part."""
+        """What runs inside the block makes the last gradients of a part."""
         self.closed.add(part)
         try:
             yield
@@ -307,7 +311,7 @@ class LLMStage:
 
 def _come(
     came: Callable[[], object],
-    leave: Callable[[torch.Tensor], None],
+    leave: Callable[[], None],
     layer: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
     kwargs: dict[str, Any],
@@ -315,12 +319,10 @@ def _come(
     came()
     hidden = args[0] if args else kwargs["hidden_states"]
     if hidden.requires_grad:
-        hidden.register_hook(leave)
+        hidden.register_hook(lambda grad: leave())
 
 
-def _leave(
-    closed: Collection[int], left: Callable[[int, int], object], part: int, layer: int, grad: torch.Tensor
-) -> None:
+def _leave(closed: Collection[int], left: Callable[[int, int], object], part: int, layer: int) -> None:
     if part in closed:
         left(part, layer)
 

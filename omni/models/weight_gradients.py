@@ -85,10 +85,13 @@ def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class PendingProducts:
-    """The gradients of weights that one backward pass has put off."""
+    """The gradients of weights that one backward pass has put off. `comes_to` is called with each weight
+    before its gradient is made.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, comes_to: Callable[[torch.nn.Parameter], object] | None = None) -> None:
         self._products: deque[_Product] = deque()
+        self._comes_to = comes_to
 
     def __len__(self) -> int:
         return len(self._products)
@@ -104,23 +107,28 @@ class PendingProducts:
         With sequence parallelism it communicates: all ranks of the tensor-parallel group run it.
         """
         while self._products:
-            self._products.popleft().add()
+            product = self._products.popleft()
+            if self._comes_to is not None:
+                self._comes_to(product.weight)
+            product.add()
 
 
 class Deferral:
     """Where the linears of a module learn whether the backward pass under way puts off.
 
     It belongs to the module, not to a thread: on GPUs, autograd runs backward passes on threads of its own.
+    `comes_to` is called with each weight before a gradient of it is made that was put off.
     """
 
     def __init__(self) -> None:
         self.pending: PendingProducts | None = None
+        self.comes_to: Callable[[torch.nn.Parameter], object] | None = None
 
     @contextmanager
     def weights_later(self) -> Iterator[PendingProducts]:
         """Put off in the backward passes of the `with` block, which are run in it to their end."""
         assert self.pending is None, "a backward pass inside another"
-        self.pending = pending = PendingProducts()
+        self.pending = pending = PendingProducts(self.comes_to)
         try:
             yield pending
         finally:

@@ -14,7 +14,7 @@ from parallel.costs import CostTable
 from pipeline.builders import SchedulePolicy
 from pipeline.builders.one_queue.moves import moves_of, queue_ns
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
-from pipeline.costs import plan_costs, plan_memory, simulate
+from pipeline.costs import begun_before, plan_costs, plan_memory, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind
 from pipeline.simulator import Timeline
@@ -73,7 +73,10 @@ def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, 
     """Return what a step takes of lists that ran freely, and these: with one queue a rank if there is one."""
     if not single_queue:
         return simulate(free.domain, table).makespan_ns, free.domain
-    moves = moves_of(free)
+    compute_ns, _ = plan_costs(free.domain, table)
+    moves = moves_of(free, begun_before(free.domain, table, compute_ns))
     orders = orders_of(free, moves)
     lists = tuple(map(tuple, in_orders(free.domain, orders)))
-    return queue_ns(moves, orders, table.issue_ns), replace(free.domain, ops=lists)
+    ns = queue_ns(moves, orders, table.issue_ns)
+    assert ns is not None
+    return ns, replace(free.domain, ops=lists)

@@ -37,7 +37,7 @@ from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.schedule import candidates_of, lean_of
-from pipeline.costs import plan_costs, plan_memory
+from pipeline.costs import begun_before, plan_costs, plan_memory
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
@@ -273,7 +273,9 @@ class DomainPlanner:
         """Make op lists safe where all communication of a rank shares one queue, if it does."""
         if not self.single_queue:
             return domain
-        return replace(domain, ops=tuple(map(tuple, serialise(domain, *plan_costs(domain, self.table)))))
+        costs = plan_costs(domain, self.table)
+        lists = serialise(domain, *costs, begun_before(domain, self.table, costs[0]))
+        return replace(domain, ops=tuple(map(tuple, lists)))
 
     def _with_routes(self, domain: DomainPlan, ranks: Sequence[int]) -> DomainPlan:
         """Plan the way of every microbatch's rows over a domain of global `ranks`."""

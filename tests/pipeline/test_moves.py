@@ -7,11 +7,14 @@ import pytest
 from domain_plans import BUILDERS
 from random_domains import random_domain
 
-from pipeline.builders.one_queue.moves import moves_of, queue_ns
+from pipeline.builders.one_queue.moves import moves_of, queue_ns, reduced_early
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
 from pipeline.costs import Costs
-from pipeline.simulator import run
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import Op
+from pipeline.reductions import in_front
+from pipeline.simulator import ComputeCost, StuckError, nothing, run
 
 
 def costly(costs: Costs) -> Costs:
@@ -20,17 +23,36 @@ def costly(costs: Costs) -> Costs:
     return lambda rank, op: compute_ns(rank, op) + 1, lambda op: message_ns(op) + 1
 
 
+def begun_before(domain: DomainPlan, ns: int) -> ComputeCost:
+    """A reduction begins so long before its place where it follows a backward at once."""
+
+    def before(rank: int, op: Op) -> int:
+        return ns * any(
+            (op.index, op.part) == (domain.llm, own.part) for own in in_front(domain, rank // domain.team)
+        )
+
+    return before
+
+
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -> None:
-    """Whether ranks compute alone or together, and whatever issuing takes them."""
+    """Whether ranks compute alone or together, whatever issuing takes them, and if reductions go on behind
+    backwards.
+    """
     for number in range(12):
         random = Random(f"{schedule}/{number}")
         plan, costs = random_domain(random, BUILDERS[schedule])
         costs = costly(costs)
         domain, issue_ns = plan.domain, random.choice((0, 0, 3))
         timeline = run_freely(domain, *costs)
-        moves = moves_of(timeline)
-        for orders in (orders_of(timeline, moves), meet(moves, 0), meet(moves, 1)):
+        begun = random.choice((0, 7, 40))
+        moves = moves_of(timeline, lambda rank, op, ns=begun: ns)
+        late = meet(moves, 1)
+        for orders in (orders_of(timeline, moves), meet(moves, 0), late, reduced_early(moves, late)):
             lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, orders))))
-            wanted = run(lists, *costs, single_fifo=True, issue_ns=issue_ns).makespan_ns
+            own = nothing, begun_before(lists, begun)
+            try:
+                wanted = run(lists, *costs, single_fifo=True, issue_ns=issue_ns, behind=own).makespan_ns
+            except StuckError:
+                wanted = None
             assert queue_ns(moves, orders, issue_ns) == wanted, number

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pipeline.channels import Transfer
 from pipeline.ops import COMPUTE as COMPUTES
 from pipeline.ops import Kind
-from pipeline.simulator import Timeline
+from pipeline.reductions import in_front
+from pipeline.simulator import ComputeCost, Timeline, nothing
 
 # What an op is here; a wait for a reduction is the last one.
 COMPUTE, ISSUE, RECEIVE, REDUCE, WAIT, WAIT_REDUCED = range(6)
@@ -24,7 +25,8 @@ class Moves:
     its nanoseconds. By transfer, `issues` and `uses` say how much compute of the team stands before it comes
     to it and before it waits for it; a receive needs no data, so it may come at once. Receives are also
     listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together` says
-    whether some of its compute is a transfer as well.
+    whether some of its compute is a transfer as well. `goes_behind` has by place the reductions that follow a
+    backward at once: if they do so in an order, they begin behind it, so many nanoseconds before it ends.
     """
 
     kinds: list[int]
@@ -35,27 +37,36 @@ class Moves:
     receives: list[int]
     last_pass: int
     computes_together: bool
+    goes_behind: dict[int, int]
 
 
-def moves_of(timeline: Timeline) -> list[Moves]:
-    """Return the moves of every team of a timeline, which ran with a queue for each communicator."""
+def moves_of(timeline: Timeline, before_ns: ComputeCost = nothing) -> list[Moves]:
+    """Return the moves of every team of a timeline, which ran with a queue for each communicator. A REDUCE
+    begins behind a backward that it follows at once, `before_ns` before that ends.
+    """
     return [
-        _moves(timeline, team, transfers, ends)
+        _moves(timeline, team, transfers, ends, before_ns)
         for team, (transfers, ends) in enumerate(zip(timeline.transfers, timeline.ends_ns, strict=True))
     ]
 
 
 def _moves(
-    timeline: Timeline, team: int, transfers: tuple[Transfer | None, ...], ends: Sequence[int]
+    timeline: Timeline,
+    team: int,
+    transfers: tuple[Transfer | None, ...],
+    ends: Sequence[int],
+    before_ns: ComputeCost,
 ) -> Moves:
     kinds: list[int] = []
     takes: list[int] = []
     issues: dict[Transfer, int] = {}
     uses: dict[Transfer, int] = {}
     receives: list[int] = []
+    goes_behind: dict[int, int] = {}
     before = began = 0
     last_pass, together = -1, False
-    for at, (op, transfer, end) in enumerate(zip(timeline.domain.ops[team], transfers, ends, strict=True)):
+    ops, front = timeline.domain.ops[team], in_front(timeline.domain, team)
+    for at, (op, transfer, end) in enumerate(zip(ops, transfers, ends, strict=True)):
         kind, ns = op.kind, 0
         what = COMPUTE if kind in COMPUTES else _OTHER.get(kind, ISSUE)
         if what == COMPUTE:
@@ -73,16 +84,36 @@ def _moves(
             if what == RECEIVE:
                 issues[transfer] = 0
                 receives.append(at)
+            elif what == REDUCE and at and ops[at - 1] in front:
+                goes_behind[at] = before_ns(team * timeline.domain.team, op)
         kinds.append(what)
         takes.append(ns)
         before += ns
         began = end
-    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together)
+    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, goes_behind)
 
 
-def queue_ns(moves: Sequence[Moves], orders: Sequence[Sequence[int]], issue_ns: int = 0) -> int:
+def reduced_early(moves: Sequence[Moves], orders: Orders) -> Orders:
+    """Return orders in which reductions that may go on behind a backward follow it at once, those of a team
+    in one order as before.
+    """
+    return [_reduced_early(of, order) for of, order in zip(moves, orders, strict=True)]
+
+
+def _reduced_early(moves: Moves, order: list[int]) -> list[int]:
+    early = set[int]()
+    for at in (at for at in order if moves.kinds[at] == REDUCE):
+        if at not in moves.goes_behind:
+            break
+        early.add(at)
+    rest = (at for at in order if at not in early)
+    return [one for at in rest for one in ((at, at + 1) if at + 1 in early else (at,))]
+
+
+def queue_ns(moves: Sequence[Moves], orders: Sequence[Sequence[int]], issue_ns: int = 0) -> int | None:
     """Return the simulated nanoseconds of lists in these orders with one queue a rank: what
-    `pipeline.simulator.run` says of them with `single_fifo`, but for what is free: that takes 1 ns.
+    `pipeline.simulator.run` says of them with `single_fifo`, but for what is free: that takes 1 ns. None of
+    lists that get stuck.
     """
     return _OneQueue(moves, orders, issue_ns).run()
 
@@ -97,12 +128,14 @@ class _OneQueue:
         self.at = [0] * len(moves)  # what follows the op at the head of the queue, in the order of the team
         self.now = [0] * len(moves)
         self.free = [0] * len(moves)  # when all that was issued before is complete
+        self.goes_back = [False] * len(moves)  # whether the last of that was a backward
         self.first: dict[Transfer, int] = {}  # teams with the transfer at the head of their queue
         self.times: dict[Transfer, tuple[int, int]] = {}  # start and end of what is complete
+        self.behind = [0] * len(moves)  # how long before its place the reduction at the head began
         self.complete: list[Transfer] = []
 
-    def run(self) -> int:
-        """Run to the end and return when that is."""
+    def run(self) -> int | None:
+        """Run to the end and return when that is, None if they get stuck."""
         held: list[Transfer] = []
         for team in range(len(self.moves)):
             self.walk(team)
@@ -116,7 +149,8 @@ class _OneQueue:
             if held and transfer.name[0] is Kind.REDUCE:
                 self.complete += held
                 held.clear()
-        assert all(map(int.__eq__, self.at, map(len, self.orders))), "lists in an order of one run get stuck"
+        if not all(map(int.__eq__, self.at, map(len, self.orders))):
+            return None
         return max(self.now, default=0)
 
     def make(self, transfer: Transfer) -> None:
@@ -125,14 +159,16 @@ class _OneQueue:
         if transfer.behind is not None:
             start, end = self.times[transfer.behind]
         for team in transfer.teams:
-            start = max(start, self.now[team], self.free[team])
-        computes, ns = transfer.name[0] in COMPUTES, transfer.ns
-        if not computes and transfer.name[0] is not Kind.REDUCE:
+            before = self.behind[team]
+            start = max(start, self.now[team] - before, self.free[team] - before * self.goes_back[team])
+        kind, ns = transfer.name[0], transfer.ns
+        computes, goes_back = kind in COMPUTES, kind is Kind.BACKWARD
+        if not computes and kind is not Kind.REDUCE:
             ns = max(0, ns - 2 * self.issue_ns)
         end = max(start + ns, end)
         self.times[transfer] = start, end
         for team in transfer.teams:
-            self.free[team] = end
+            self.free[team], self.goes_back[team], self.behind[team] = end, goes_back, 0
             if computes:
                 self.now[team] = end
             self.walk(team)
@@ -153,6 +189,8 @@ class _OneQueue:
             else:
                 if kind != COMPUTE:
                     now += self.issue_ns
+                if kind == REDUCE and at and order[at - 1] == place - 1:
+                    self.behind[team] = of.goes_behind.get(place, 0)
                 self.at[team], self.now[team] = at + 1, now
                 ready = self.first[transfer] = self.first.get(transfer, 0) + 1
                 if ready == len(transfer.teams):

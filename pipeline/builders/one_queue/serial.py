@@ -10,7 +10,8 @@ ranks that have yet to complete their gradients. Every rank issues its transfers
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
 well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
 where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
-simulated to take less is returned.
+simulated to take less is returned. Reductions that may go on behind the last backwards follow them at once,
+in front of everything else, if that runs to the end and takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -19,24 +20,27 @@ transfer, so it has a higher number.
 from collections import deque
 from collections.abc import Sequence
 
-from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns
+from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_early
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
-from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
+from pipeline.simulator import ComputeCost, MessageCost, Timeline, nothing, run
 
 PATIENCE = (0, 1)
 
 
-def serialise(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> list[list[Op]]:
-    """Reorder the issues of every team's list; compute keeps its order.
+def serialise(
+    domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, before_ns: ComputeCost = nothing
+) -> list[list[Op]]:
+    """Reorder the issues of every team's list; compute keeps its order. A REDUCE begins behind a backward
+    that it follows at once, `before_ns` before that ends.
 
     Raises:
         StuckError: if the lists cannot run to the end as they are.
     """
     timeline = run_freely(domain, compute_ns, message_ns)
-    return in_orders(domain, orders_of(timeline, moves_of(timeline)))
+    return in_orders(domain, orders_of(timeline, moves_of(timeline, before_ns)))
 
 
 def run_freely(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> Timeline:
@@ -54,12 +58,19 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     moves.
     """
     lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
-    numbered = [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]
-    if not any(of.computes_together for of in moves):
-        return numbered
-    # No waiting rule is best for all lists, so build one order per rule and keep the fastest in simulation.
-    tried = [numbered, *(meet(moves, patience) for patience in PATIENCE)]
-    return min(tried, key=lambda orders: queue_ns(moves, orders))
+    found = [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]
+    early = any(of.goes_behind for of in moves)
+    if any(of.computes_together for of in moves):
+        # No waiting rule is best for all lists, so build one order per rule and keep the fastest.
+        found = _quickest(moves, [found, *(meet(moves, patience) for patience in PATIENCE)])
+    return _quickest(moves, [found, reduced_early(moves, found)]) if early else found
+
+
+def _quickest(moves: Sequence[Moves], tried: Sequence[Orders]) -> Orders:
+    """The orders that are simulated to take least, of which the first run to the end."""
+    times = [queue_ns(moves, orders) for orders in tried]
+    assert times[0] is not None, "lists in an order of one run get stuck"
+    return tried[times.index(min(ns for ns in times if ns is not None))]
 
 
 def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
