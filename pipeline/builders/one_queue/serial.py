@@ -58,16 +58,14 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     moves.
     """
     lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
-    found = [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]
-    early = any(of.goes_behind for of in moves)
+    tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
+    # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept.
     if any(of.computes_together for of in moves):
-        # No waiting rule is best for all lists, so build one order per rule and keep the fastest.
-        found = _quickest(moves, [found, *(meet(moves, patience) for patience in PATIENCE)])
-    return _quickest(moves, [found, reduced_early(moves, found)]) if early else found
-
-
-def _quickest(moves: Sequence[Moves], tried: Sequence[Orders]) -> Orders:
-    """The orders that are simulated to take least, of which the first run to the end."""
+        tried += [meet(moves, patience) for patience in PATIENCE]
+    if any(of.goes_behind for of in moves):
+        tried += [reduced_early(moves, orders) for orders in tried]
+    if len(tried) == 1:
+        return tried[0]
     times = [queue_ns(moves, orders) for orders in tried]
     assert times[0] is not None, "lists in an order of one run get stuck"
     return tried[times.index(min(ns for ns in times if ns is not None))]
