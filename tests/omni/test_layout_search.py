@@ -60,6 +60,7 @@ def every(question: Question, ranks: int) -> dict[str, int]:
     return steps
 
 
+@pytest.mark.slow  # every layout of a small space
 def test_no_layout_is_much_better() -> None:
     question = asked(*FEW)
     out, steps = search(question, 4), every(question, 4)

@@ -180,6 +180,7 @@ def expected_refusal(case: Case) -> str | None:
     return None
 
 
+@pytest.mark.slow  # every combination
 def test_refused_is_exactly_what_is_no_combination(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every combination of a layout's axes, valid or not, with and without experts, through prepare_run."""
     one = prepare_run(configure(Case(), folder), 1)  # data and encoder have nothing to do with the layout
