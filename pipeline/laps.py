@@ -12,7 +12,7 @@ from pipeline.ops import COMPUTE, Kind, Op
 
 # Laps beside ops: waiting for the step to be prepared, waiting for the plan of the next one, what else the
 # host does before the first op, waiting for weights of the last update in front of the first pass that needs
-# them, and what follows the last op until all ranks know the step's totals.
+# them, and what follows the last op until the step's totals are summed over all ranks.
 DATA, PLAN, HOST, WEIGHTS, END = "data", "plan", "host", "weights", "end"
 SAVE = "save"  # of the step before: no part of a step's time
 PEERS = "peers"

@@ -280,15 +280,16 @@ class LLMStage:
         for part in self.partitioned:
             part.settle()
 
-    def balance_experts(self, learns: bool) -> None:
-        """Move the experts' bias once a step, unless the step taught nothing; every rank of a stage calls it.
+    def balance_experts(self, learns: torch.Tensor) -> None:
+        """Move the experts' bias once a step, unless the step taught nothing: `learns` [] is then 0, on the
+        device. Every rank of a stage calls it.
 
         Afterwards `expert_load` [], on the device, is the tokens of the busiest expert over the mean, summed
         over this stage's layers and divided by the ranks that have it.
         """
         if self.config.mixture is None:
             return
-        rate = self.config.mixture.bias_update_rate if learns else 0.0
+        rate = self.config.mixture.bias_update_rate * learns
         loads = update_expert_bias(self.models, self.groups, rate)
         self.expert_load = loads.sum() / self.groups.tp_dp_cp.size()
 

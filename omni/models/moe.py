@@ -211,12 +211,14 @@ def routers(model: torch.nn.Module) -> dict[str, CountingRouter]:
 
 
 @torch.no_grad()
-def update_expert_bias(model: torch.nn.Module, groups: ProcessGroupCollection, rate: float) -> torch.Tensor:
+def update_expert_bias(
+    model: torch.nn.Module, groups: ProcessGroupCollection, rate: float | torch.Tensor
+) -> torch.Tensor:
     """Move each expert's bias by `rate` towards an equal share of the tokens counted since the last call.
 
     Counts are summed over the tp·cp·dp ranks of the stage, which all call this, and start again from 0.
     A bias grows if its expert had less than the mean and shrinks if it had more (DeepSeek-V3, section 2.1.2);
-    the comparison is of integers, so all ranks agree. A rate of 0 only counts.
+    the comparison is of integers, so all ranks agree. A rate of 0, a number or [] on the device, only counts.
 
     Returns:
         For each layer with experts on this stage, the tokens of the busiest expert over the mean, 0 if there
@@ -232,7 +234,7 @@ def update_expert_bias(model: torch.nn.Module, groups: ProcessGroupCollection, r
     for router, direction in zip(found, directions, strict=True):
         router.tokens_per_expert.zero_()
         if router.expert_bias is not None:
-            router.expert_bias.add_(direction, alpha=rate)
+            router.expert_bias.add_(direction * rate)
     return counts.amax(1) * num_experts / totals.clamp(min=1)
 
 

@@ -2,8 +2,8 @@
 
 Losses are sums and so are gradients: each component sums its own over its own groups, and all are divided
 once, by the number of target tokens of the whole step. One norm over all components clips them. The number
-of targets, the losses and the squared norms of all components travel in one reduction (`StepTotals`), so that
-a step has one point where the host learns what happened.
+of targets, the losses and the squared norms of all components travel in one reduction (`StepSums`). The
+device divides, clips and skips by them itself: the host learns what happened while weights are updated.
 
 Each rank updates its shard of the weights, and gathers those of its peers behind the next step's first
 passes: component by component, the LLM last, bucket by bucket (`part_buckets.py`). Invariant: a pass comes to
@@ -29,7 +29,7 @@ from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
 from omni.rank.part_buckets import PartBuckets, in_flight
 from omni.rank.sharded_adamw import sharded_adamw
-from omni.rank.totals import StepTotals
+from omni.rank.totals import StepSums, StepTotals
 from parallel.copies import Copy
 from parallel.megatron import (
     DistributedDataParallel,
@@ -214,14 +214,16 @@ class ComponentOptimizer:
             grads += optimizer.get_main_grads_for_grad_norm()
         return grads
 
-    def scale(self, factor: float) -> None:
-        """Multiply this rank's shards of the summed gradients."""
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiply this rank's shards of the summed gradients by a number [] on the device."""
         grads = [p.grad for o in self.optimizers for p in o.get_parameters() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def update(self, lr: float) -> None:
-        """Take one AdamW step with the prepared gradients, and start to gather the new weights."""
+    def update(self, lr: float, skip: torch.Tensor) -> None:
+        """Take one AdamW step with the prepared gradients, or change nothing where `skip` [] is 1 on the
+        device, and start to gather the new weights.
+        """
         with contextlib.ExitStack() as stack:
             # Without this each optimizer would gather all weights, and wait for them.
             for ddp in self._buffers():
@@ -229,6 +231,7 @@ class ComponentOptimizer:
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = lr
+                optimizer.optimizer.found_inf = skip  # torch's fused AdamW reads it there
                 optimizer.step_with_ready_grads()
         self.gather_weights()
 
@@ -311,18 +314,24 @@ class JointOptimizer:
             if name not in self.frozen
         }
 
-    def update(self, step: int, totals: StepTotals) -> bool:
-        """Divide, clip and step. Returns False, and changes nothing, if the norm is not finite."""
-        norm = math.sqrt(sum(n * n for n in self.norms(totals).values()))
-        if not math.isfinite(norm):
-            return False
-        clip = min(1.0, self.clip / (norm + 1e-6)) if self.clip > 0 else 1.0
+    def is_sound(self, totals: StepTotals) -> bool:
+        """Whether a step updates: its norm is finite."""
+        return math.isfinite(math.sqrt(sum(n * n for n in self.norms(totals).values())))
+
+    def update(self, step: int, sums: StepSums) -> torch.Tensor:
+        """Divide, clip and step; nothing changes if the norm is not finite, as it is without targets. Returns
+        whether it is: 1.0 or 0.0, [] on the device.
+        """
+        targets = sums.num_targets
+        norm = (sums.squares.sqrt() / targets).square().sum().sqrt()  # squares of what is frozen are 0
+        clip = torch.clamp(self.clip / (norm + 1e-6), max=1.0) if self.clip > 0 else torch.ones_like(norm)
+        factor, sound = (clip / targets).float(), norm.isfinite().float()
         training = [name for name in self.components if name not in self.frozen]
         # The LLM last: its weights are gathered while encoders run.
         for name in sorted(training, key=lambda name: name == LLM):
-            self.components[name].scale(clip / totals.num_targets)
-            self.components[name].update(self.learning_rate(name, step))
-        return True
+            self.components[name].scale(factor)
+            self.components[name].update(self.learning_rate(name, step), 1 - sound)
+        return sound
 
     def learning_rate(self, name: str, step: int) -> float:
         """Learning rate of a component at `step`, 0 while it is frozen."""

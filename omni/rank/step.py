@@ -1,8 +1,8 @@
-"""What one rank does in a step: run the ops of a plan, learn the totals, update.
+"""What one rank does in a step: run the ops of a plan, sum its figures over all ranks, update.
 
 Whoever steps goes through here, in this order, and adds what is its own: training agrees on the plan before
-and reports after, parity collects gradients before the update, a rehearsal makes the totals up, evaluation
-runs ops only. Where the rank stands is noted before each wait, and a wait that fails names its peers.
+and reports after, parity collects gradients before the update, evaluation runs ops only. Where the rank
+stands is noted before each wait, and a wait that fails names its peers.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from omni.models.llm import NAME as LLM
 from omni.rank.build import Rank
-from omni.rank.totals import StepTotals, reduce_totals
+from omni.rank.totals import StepSums, sum_totals
 from parallel.waiting import waiting
 from pipeline.anchor import StepInputs
 from pipeline.engine import StepResult
@@ -53,14 +53,14 @@ def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | N
     return result
 
 
-def learn_totals(
+def sum_step(
     rank: Rank,
     plan: StepPlan,
     result: StepResult,
     stop: bool = False,
     differing: torch.Tensor | None = None,
-) -> StepTotals:
-    """Learn what a training step came to over all ranks: the one point where the host waits for the device.
+) -> StepSums:
+    """Sum what a training step came to over all ranks, on the device.
 
     `stop` is this rank's wish, and `differing` what it found where copies of weights were compared.
 
@@ -70,7 +70,7 @@ def learn_totals(
     squares = rank.optimizer.squares()
     expert_load = torch.zeros((), device=rank.device) if rank.stage is None else rank.stage.expert_load
     with waiting_at(rank, f"step {plan.step}: totals", rank.groups.world):
-        return reduce_totals(
+        return sum_totals(
             result.sums,
             len(rank.assembler.sources),
             squares,
@@ -81,18 +81,16 @@ def learn_totals(
         )
 
 
-def update(rank: Rank, plan: StepPlan, totals: StepTotals) -> bool:
+def update(rank: Rank, plan: StepPlan, sums: StepSums) -> None:
     """Update weights and the bias of experts, and start to gather the weights: whoever reads them before the
-    next step lets them arrive. Returns False, with nothing changed, for a bad norm.
+    next step lets them arrive. A bad norm changes nothing. The host waits for nothing of the device.
 
     Raises:
         StallError: if a peer does not answer in time.
     """
     with waiting_at(rank, f"step {plan.step}: update", rank.groups.world):
-        updated = rank.optimizer.update(plan.step, totals)
+        learns = rank.optimizer.update(plan.step, sums)
     if rank.stage is not None:
-        learns = updated and LLM not in rank.optimizer.frozen
         peers = rank.groups.components[LLM].tp_dp_cp
         with waiting_at(rank, f"step {plan.step}: the load of experts", peers):
-            rank.stage.balance_experts(learns)
-    return updated
+            rank.stage.balance_experts(learns * (LLM not in rank.optimizer.frozen))

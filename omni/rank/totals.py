@@ -1,4 +1,8 @@
-"""What all ranks learn of a step, in one reduction."""
+"""What all ranks learn of a step, in one reduction.
+
+The sums stay on the device, where the update takes what it divides and clips by: the host reads them when the
+update is under way, so that the device does not wait for it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +39,37 @@ class StepTotals:
         return sum(self.losses) / self.num_targets if self.num_targets else math.nan
 
 
-def reduce_totals(
+@dataclass(frozen=True)
+class StepSums:
+    """The figures of a step, summed over all ranks, on the device: fp64, those of so many `sources` and
+    `components`, in the order of `StepTotals`.
+    """
+
+    summed: torch.Tensor
+    sources: int
+    components: int
+
+    @property
+    def num_targets(self) -> torch.Tensor:
+        """Target tokens of the step, []."""
+        return self.summed[self.sources : 2 * self.sources].sum()
+
+    @property
+    def squares(self) -> torch.Tensor:
+        """Squared norms of the summed gradients, [components]."""
+        return self.summed[2 * self.sources :][: self.components]
+
+    def read(self) -> StepTotals:
+        """Learn them: the host waits for the device until they are summed."""
+        values = iter(self.summed.tolist())
+        losses, targets, squares = (
+            tuple(islice(values, count)) for count in (self.sources, self.sources, self.components)
+        )
+        expert_load, differing, stop = values
+        return StepTotals(losses, targets, squares, expert_load, stop > 0, differing > 0)
+
+
+def sum_totals(
     sums: torch.Tensor | None,
     num_sources: int,
     squares: torch.Tensor,
@@ -43,7 +77,7 @@ def reduce_totals(
     stop: bool,
     differing: torch.Tensor | None,
     group: dist.ProcessGroup,
-) -> StepTotals:
+) -> StepSums:
     """Sum one step's figures over all ranks. `sums` is [2 · sources], None on ranks that compute no loss;
     `differing` [] counts copies of weights that differ, None if they were not compared.
     """
@@ -51,24 +85,8 @@ def reduce_totals(
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
     if differing is None:
         differing = torch.zeros_like(expert_load)
-    slots = {
-        "losses": sums[:num_sources],
-        "targets": sums[num_sources:],
-        "squares": squares,
-        "expert_load": expert_load.double().reshape(1),
-        "differing": differing.double().reshape(1),
-    }
-    asked = torch.tensor([stop], dtype=torch.float64)
-    slots["stop"] = to_device(asked, squares.device)
-    packed = torch.cat(list(slots.values()))
-    dist.all_reduce(packed, group=group)
-    values = iter(packed.tolist())
-    found = {name: tuple(islice(values, len(slot))) for name, slot in slots.items()}
-    return StepTotals(
-        losses=found["losses"],
-        targets=found["targets"],
-        squares=found["squares"],
-        expert_load=found["expert_load"][0],
-        stop=found["stop"][0] > 0,
-        corrupted=found["differing"][0] > 0,
-    )
+    asked = to_device(torch.tensor([stop], dtype=torch.float64), squares.device)
+    few = (expert_load.double().reshape(1), differing.double().reshape(1), asked)
+    summed = torch.cat((sums, squares, *few))
+    dist.all_reduce(summed, group=group)
+    return StepSums(summed, num_sources, len(squares))

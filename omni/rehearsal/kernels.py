@@ -136,6 +136,7 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
     "index_put_": lambda args: None if any(args[3:4]) else 1,  # Indexing.cu sorts what it adds up
     "_foreach_add_": _foreach(1),
     "_foreach_mul_": _foreach(1),
+    "_foreach_sub_": _foreach(2),
     "_foreach_copy_": _foreach(2),
     # ForeachReduceOp.cu: zeros for the parts, the parts, their sums.
     "_foreach_norm": lambda args: 2 + _lists(args[0], 1),

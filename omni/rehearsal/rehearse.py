@@ -26,7 +26,7 @@ from omni.models.regions import Named, all_parameters
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
 from omni.rank.state import Piece, owned, read_state, snapshot, spread_weights
-from omni.rank.step import execute, learn_totals, update
+from omni.rank.step import execute, sum_step, update
 from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.instruments import Instruments
@@ -209,7 +209,10 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
-    update(own, plan, learn_totals(own, plan, result))
+    sums = sum_step(own, plan, result)
+    update(own, plan, sums)
+    own.note(f"step {plan.step}: totals on the host")
+    sums.read()
 
 
 def _footprint(own: Rank, meter: Meter) -> Footprint:

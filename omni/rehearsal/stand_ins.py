@@ -24,8 +24,8 @@ from omni.llm_config import MoEConfig
 from omni.models.llm_stage import LLMStage
 from omni.models.towers.module import TowerModule
 from omni.models.towers.probe import Prepared
-from omni.rank import build, inputs, state, step
-from omni.rank.totals import StepTotals
+from omni.rank import build, inputs, state
+from omni.rank.totals import StepSums, StepTotals
 from omni.rehearsal.meter import Meter
 from ops import attention
 from parallel.lane import Lane
@@ -67,7 +67,7 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
             # A shipment of two hops would run on a thread, which is outside the fake world.
             put(Lane, "run_long", lambda lane, job: job())
             # Totals are numbers, with which a fake GPU answers. Modules are born where they live.
-            put(step, "reduce_totals", _made_up)
+            put(StepSums, "read", _made_up)
             put(torch.nn.Module, "to", lambda module, *args: module)
             # Kernels of a GPU.
             choose = attention._choose_backend
@@ -147,9 +147,8 @@ def _gather_own(objects: list[Any], own: Any, group: Any = None) -> None:
     objects[:] = [own] * len(objects)
 
 
-def _made_up(sums: torch.Tensor | None, sources: int, squares: torch.Tensor, *more: object) -> StepTotals:
-    ones = (1.0,) * len(squares)
-    return StepTotals((1.0,), (1.0,), ones, 0.0, False)
+def _made_up(sums: StepSums) -> StepTotals:
+    return StepTotals((1.0,), (1.0,), (1.0,) * sums.components, 0.0, False)
 
 
 def _uncounted(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:

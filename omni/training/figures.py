@@ -11,7 +11,7 @@ from omni.planning.loads import imbalance, over_even, trained_flops
 from omni.planning.optim_schedule import stage_at, stages_of
 from omni.planning.plan_process import Predicted, reduces
 from omni.planning.run_spec import RunSpec
-from omni.rank.totals import StepTotals
+from omni.rank.totals import StepSums, StepTotals
 from omni.training.ahead import Prepared
 from omni.training.choice_watch import OVER
 from omni.training.idle import OfAllRanks
@@ -30,17 +30,22 @@ from pipeline.stopwatch import Timing
 @dataclass(frozen=True)
 class StepRun:
     """A step that has run and not updated yet: what was prepared, by which cost table, what the rank at
-    `position` of its domain made of it, what all ranks learnt, what they told of its plan, and how many
-    samples lost an item.
+    `position` of its domain made of it, its figures summed over all ranks, what they told of its plan, and
+    how many samples lost an item.
     """
 
     prepared: Prepared
     table: CostTable
     position: int
     result: StepResult
-    totals: StepTotals
+    sums: StepSums
     of_plan: OfPlan
     lost: int
+
+    @cached_property
+    def totals(self) -> StepTotals:
+        """What all ranks learnt. The host waits for it: ask when the update is under way."""
+        return self.sums.read()
 
     @cached_property
     def passes(self) -> tuple[Sample, ...]:

@@ -52,16 +52,15 @@ class Health:
         if self.config.compare_every:
             self.copies.seal()
 
-    def judge(self, corrupted: bool, compared: bool) -> None:
-        """Begin anew after a comparison.
+    def judge(self, corrupted: bool) -> None:
+        """Begin anew after a comparison, before anything is updated.
 
         Raises:
             CorruptionError: naming the rank that differs, if some rank's copies do.
         """
         if corrupted:
             raise self.copies.explain(self.control)
-        if compared:
-            self.copies.forget()
+        self.copies.forget()
 
     def compare_now(self, step: int) -> None:
         """Compare what was noted since the last comparison: what is saved is to come of sound weights.
@@ -74,7 +73,7 @@ class Health:
         with waiting_at(self.rank, f"step {step}: comparing copies of weights", self.rank.groups.world):
             differing = bool(self.copies.differing().item())
         found = self.control.share("copies", {str(self.rank.rank): True} if differing else {})
-        self.judge(bool(found), compared=True)
+        self.judge(bool(found))
 
     def tell(self, passes: Iterable[Sample], table: CostTable) -> dict[str, Part]:
         """Return what this rank tells of the time of its ops in a step: see `SlowRanks`."""

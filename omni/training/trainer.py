@@ -36,7 +36,7 @@ from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.bad_samples import BadSamples
 from omni.rank.build import Rank, build_rank
-from omni.rank.step import execute, learn_totals, update, waiting_at
+from omni.rank.step import execute, sum_step, update, waiting_at
 from omni.rank.totals import StepTotals
 from omni.training.ahead import Ahead, Prepared
 from omni.training.augmenting import augmenting_of
@@ -264,7 +264,7 @@ class Trainer:
         return frozenset(sample for domain, sample in lost if domain == plan.number)
 
     def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:
-        """Run a step once all ranks agree on its plan, and learn its totals, with laps on `watch`."""
+        """Run a step once all ranks agree on its plan, and sum its figures, with laps on `watch`."""
         plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
         of_plan = self.agree_on(plan)
         self.check_failures(prepared)
@@ -272,16 +272,18 @@ class Trainer:
         inputs = replace(prepared.inputs, before_loss=bad.mask)
         result = execute(self.rank, plan, inputs, watch)
         differing = self.health.compare(plan.step)
-        totals = learn_totals(self.rank, plan, result, stop=self.stop.requested, differing=differing)
-        self.health.judge(totals.corrupted, compared=differing is not None)
-        watch.done(END)
+        sums = sum_step(self.rank, plan, result, stop=self.stop.requested, differing=differing)
         table, lost = self.tables.at(plan.step), len(self.telling.lost(plan.step))
-        return StepRun(prepared, table, self.rank.position, result, totals, of_plan, lost)
+        done = StepRun(prepared, table, self.rank.position, result, sums, of_plan, lost)
+        if differing is not None:
+            self.health.judge(done.totals.corrupted)
+        watch.done(END)
+        return done
 
     def update(self, done: StepRun) -> None:
         """Update weights, count what the step did and move on in the stream."""
-        plan, totals = done.prepared.plan, done.totals
-        updated = update(self.rank, plan, totals)
+        plan = done.prepared.plan
+        update(self.rank, plan, done.sums)
         self.health.seal()
         laps = done.result.watch.laps()
         idle_ns = idle_of(laps, plan.domain, self.rank.position)
@@ -289,7 +291,9 @@ class Trainer:
         self.telling.spent = Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table)
         truncated = len(self.spec.planner.world.truncated(plan.taken))
         most = self.config.data.max_error_share
-        self.progression.advance(plan, totals, done.lost, truncated, updated, most)
+        self.rank.note(f"step {plan.step}: totals on the host")
+        updated = self.rank.optimizer.is_sound(done.totals)
+        self.progression.advance(plan, done.totals, done.lost, truncated, updated, most)
         self.watchdog.beat()
 
     def check_updates(self, totals: StepTotals) -> None:
