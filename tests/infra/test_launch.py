@@ -314,7 +314,7 @@ def test_a_run_may_be_told_to_outlive_its_shell(run_folder):
     time.sleep(1)
     assert all(map(is_alive, [launcher, *workers]))
     launcher.terminate()
-    assert gone(run_folder)
+    assert gone(run_folder, 30)
     assert (run_folder / "saved0").read_text() == "SIGTERM"
 
 
