@@ -280,9 +280,9 @@ class LLMStage:
         for part in self.partitioned:
             part.settle()
 
-    def balance_experts(self, learns: torch.Tensor) -> None:
-        """Move the experts' bias once a step, unless the step taught nothing: `learns` [] is then 0, on the
-        device. Every rank of a stage calls it.
+    def balance_experts(self, learns: torch.Tensor | bool) -> None:
+        """Move the experts' bias once a step, unless it taught nothing, which `learns` says, here or as a
+        number [] on the device; every rank of a stage calls it.
 
         Afterwards `expert_load` [], on the device, is the tokens of the busiest expert over the mean, summed
         over this stage's layers and divided by the ranks that have it.

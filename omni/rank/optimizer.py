@@ -214,15 +214,15 @@ class ComponentOptimizer:
             grads += optimizer.get_main_grads_for_grad_norm()
         return grads
 
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiply this rank's shards of the summed gradients by a number [] on the device."""
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply this rank's shards of the summed gradients by a number, or one [] on the device."""
         grads = [p.grad for o in self.optimizers for p in o.get_parameters() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)
 
-    def update(self, lr: float, skip: torch.Tensor) -> None:
-        """Take one AdamW step with the prepared gradients, or change nothing where `skip` [] is 1 on the
-        device, and start to gather the new weights.
+    def update(self, lr: float, skip: torch.Tensor | None = None) -> None:
+        """Take one AdamW step with the prepared gradients, or change nothing if `skip` [], on the device, is
+        1, and start to gather the new weights.
         """
         with contextlib.ExitStack() as stack:
             # Without this each optimizer would gather all weights, and wait for them.
