@@ -285,14 +285,14 @@ class Trainer:
         plan = done.prepared.plan
         update(self.rank, plan, done.sums)
         self.health.seal()
+        self.rank.note(f"step {plan.step}: totals on the host")
+        updated = self.rank.optimizer.is_sound(done.totals)
         laps = done.result.watch.laps()
         idle_ns = idle_of(laps, plan.domain, self.rank.position)
         passes = done.passes if self.config.costs.learn else ()
         self.telling.spent = Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table)
         truncated = len(self.spec.planner.world.truncated(plan.taken))
         most = self.config.data.max_error_share
-        self.rank.note(f"step {plan.step}: totals on the host")
-        updated = self.rank.optimizer.is_sound(done.totals)
         self.progression.advance(plan, done.totals, done.lost, truncated, updated, most)
         self.watchdog.beat()
 
