@@ -25,8 +25,6 @@ _modules.setdefault("wandb", None)  # as if it were not installed
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -50,7 +48,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -67,7 +64,6 @@ accelerator.patch()
 _set_global_memory_buffer()
 
 __all__ = [
-    "HAVE_TE",
     "AttnMaskType",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
@@ -86,10 +82,7 @@ __all__ = [
     "PackedSeqParams",
     "ProcessGroupCollection",
     "RowParallelLinear",
-    "SequentialMLP",
     "SharedExpertMLP",
-    "TEGroupedMLP",
-    "TESpecProvider",
     "TopKRouter",
     "TransformerBlock",
     "TransformerBlockSubmodules",

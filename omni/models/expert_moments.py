@@ -1,10 +1,10 @@
 """The fullest moments of a layer with experts, as megatron-core's MoELayer passes through it.
 
 Rows are what tokens are on their way: a token sends one to each expert that it takes. They are brought into
-the order of ranks, sent, brought into the order of this rank's experts, and back the same way. As in
+the order of experts, sent, brought into the order of this rank's experts, and back the same way. As in
 `layer_moments.py` each step makes bytes (positive) or frees them (negative).
 
-Shapes: t tokens between halves, E experts, D width, F width of an expert, r rows of one expert.
+Shapes: t tokens between halves, E experts, D width, F width of an expert, R rows of this rank's experts.
 """
 
 from collections.abc import Iterator
@@ -25,50 +25,48 @@ from parallel.work import FP32, Attended
 
 @dataclass(frozen=True)
 class Routed:
-    """Rows of a pass: those that this rank has `sent`, none if it is alone, and those that `each` of its
-    experts gets. `tokens` are t, `experts` E and `ffn` F.
+    """Rows of a pass: those that this rank has `sent`, none if it is alone, and those that it gets, R, for
+    its `local` experts. `tokens` are t, `experts` E and `ffn` F.
     """
 
     tokens: int
     experts: int
     ffn: int
     sent: int
-    each: tuple[int, ...]
+    rows: int
+    local: int
 
     @property
-    def several(self) -> bool:
-        """Whether rows are brought into the order of experts."""
-        return len(self.each) > 1
+    def reordered(self) -> bool:
+        """Whether rows do not come in the order of experts: from several ranks, for several experts."""
+        return 1 < self.local < self.experts
 
 
 def most_in_forward(stack: Layer, rows: Routed, *, graph: bool, inputs: bool) -> int:
     """Bytes that a forward holds at most beside all that it keeps. Without a `graph` it keeps its output
     alone; else all but, unless told, the `inputs` of linears.
     """
-    row, out = (
-        stack.hidden * stack.element,
-        rows.tokens * stack.hidden * stack.element,
-    )
-    own, sent, last = sum(rows.each) * row, rows.sent * row, rows.each[-1]
+    out = rows.tokens * stack.hidden * stack.element
+    own, sent = (count * stack.hidden * stack.element for count in (rows.rows, rows.sent))
     # Who calls holds rows as they were sent, as they came and, until experts are done, in their order.
-    held = sent + (own if rows.several or not inputs else 0)
-    ordered = own if rows.several and not inputs else 0
-    unit = last * rows.ffn * stack.element
-    input_ = 0 if inputs else unit  # of the second linear, in the precision of the run
-    expert = last * rows.ffn * FP32 + input_  # a product is weighed in single precision
+    held = sent + (own if rows.reordered or not inputs else 0)
+    ordered = own if rows.reordered and not inputs else 0
+    unit = rows.rows * rows.ffn * stack.element
+    taken = 0 if inputs else unit  # by the second linear, in the precision of the run
+    weighing = rows.rows * rows.ffn * FP32 * (stack.element < FP32) + taken
     if not graph:
-        expert = max(expert, unit * (5 if stack.gated else 2))
+        weighing = max(weighing + unit, unit * (4 if stack.gated else 2))
     back = sent or own
     shared = out if stack.ffn else 0
     moments = (
-        ordered + own - last * row + expert,  # what other experts put out, and the last one at work
-        ordered + own + input_,  # what each puts out, and what the last one took
-        ordered + own * (2 if rows.several else 1),  # what each puts out, and all of it together
+        ordered + weighing,  # in single precision
+        ordered + own + taken,  # what experts put out, and what their second linear took
+        ordered + own * (2 if rows.reordered else 1),  # what they put out, and the same as it came
         own + sent,  # on the way back
         back + out + shared,  # put together, and the sum with what the shared expert puts out
     )
     # The dispatcher has probabilities, the map, and probabilities as they came. The output is not there yet.
-    router = rows.tokens * rows.experts * (FP32 + 1) + sum(rows.each) * FP32 * rows.several
+    router = rows.tokens * rows.experts * (FP32 + 1) + rows.rows * FP32 * rows.reordered
     most = held + max(moments) + shared + router - out
     return most if graph else most + 2 * out  # of the norm, and the stream after attention
 
@@ -81,13 +79,15 @@ def most_in_backward(stack: Layer, seen: Attended, rows: Routed, kept: int, weig
 def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
     """Gradients of experts' weights that were put off: as in `layer_moments.half_products`."""
     first = rows.ffn * (2 if stack.gated else 1) * stack.element
-    last = len(rows.each) - 1
-    for done, r in enumerate(reversed(rows.each)):
-        # Gradients of what experts put out and rows are one tensor each, which goes with the last to need it.
-        shared = sum(rows.each) * stack.hidden * stack.element * (done == last)
-        second = rows.ffn * stack.element
-        yield WeightGradient(second * stack.hidden, r * second + shared)
-        yield WeightGradient(first * stack.hidden, r * first + shared)
+    second, row = rows.ffn * stack.element, stack.hidden * stack.element
+    yield WeightGradient(rows.local * second * stack.hidden, rows.rows * (second + row))
+    yield WeightGradient(rows.local * first * stack.hidden, rows.rows * (first + row))
+
+
+def copies_of_halves(stack: Layer) -> int:
+    """How many halves of a gated first linear's output are copied, and kept, before they are multiplied."""
+    clamped = stack.activation_clamp is not None
+    return stack.gated * (clamped + (clamped or stack.gate_offset != 0))
 
 
 def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> Iterator[int]:
@@ -113,22 +113,16 @@ def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights:
 
 
 def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Iterator[int]:
-    row = stack.hidden * stack.element
-    own, sent = sum(rows.each) * row, rows.sent * row
+    own, sent = (count * stack.hidden * stack.element for count in (rows.rows, rows.sent))
     yield sent or own
     if sent:
         yield own
         yield -sent
-    if rows.several:
+    if rows.reordered:
         yield own
         yield -own
-    first, *others = rows.each
-    for r in reversed(others):
-        yield from _expert(stack, rows.ffn, r, weights, 0)
-    yield from _expert(stack, rows.ffn, first, weights, own)  # the last to be asked for those of all
-    if rows.several:
-        yield own  # together, instead of each by itself
-        yield -own
+    yield from _experts(stack, rows, own, weights)
+    if rows.reordered:
         yield own
         yield -own
     if sent:
@@ -148,16 +142,16 @@ def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Ite
     yield -2 * out
 
 
-def _expert(stack: Layer, ffn: int, rows: int, weights: Weights, shared: int) -> Iterator[int]:
-    """An expert. Gradients of all that experts put out, and all that they took, are one tensor each, of
-    `shared` bytes where this expert is the last to need them: they go with its linears, unless they wait.
+def _experts(stack: Layer, rows: Routed, own: int, weights: Weights) -> Iterator[int]:
+    """Their feed-forwards. Gradients of what they put out, and rows, of `own` bytes, go with their linears,
+    unless they wait.
     """
-    unit, row = rows * ffn * stack.element, rows * stack.hidden * stack.element
+    unit = rows.rows * rows.ffn * stack.element
     yield unit
-    yield from _weight(stack, ffn, unit, weights)
-    yield -shared * (weights is not Weights.LATER)
+    yield from _weight(stack, rows, rows.ffn, unit, weights)
+    yield -own * (weights is not Weights.LATER)
     # Products are weighed in single precision: gradients of the product and of its weight.
-    single = rows * ffn * FP32
+    single = rows.rows * rows.ffn * FP32
     halves = stack.element < FP32
     yield single * halves
     yield -unit * halves
@@ -166,25 +160,26 @@ def _expert(stack: Layer, ffn: int, rows: int, weights: Weights, shared: int) ->
     yield unit * halves
     yield -single * (3 if halves else 2) - unit
     if stack.gated:
+        copies = copies_of_halves(stack)
         yield 2 * unit  # as in a feed-forward
-        yield -3 * unit
+        yield -2 * unit - unit * (copies > 0)
         yield unit
-        yield -3 * unit
+        yield -3 * unit - unit * (copies > 1)
         yield 2 * unit
         yield -2 * unit
     else:
         yield unit
         yield -2 * unit
     first = 2 if stack.gated else 1
-    yield row
-    yield from _weight(stack, first * ffn, 0, weights)
-    yield -shared * (weights is Weights.NOW)
+    yield own
+    yield from _weight(stack, rows, first * rows.ffn, 0, weights)
+    yield -own * (weights is Weights.NOW)
     yield -first * unit * (weights is not Weights.LATER)
 
 
-def _weight(stack: Layer, ffn: int, taken: int, weights: Weights) -> Iterator[int]:
-    """The gradient of a weight, and what the linear took, which goes."""
+def _weight(stack: Layer, rows: Routed, ffn: int, taken: int, weights: Weights) -> Iterator[int]:
+    """The gradient of a weight of all experts, and what the linear took, which goes."""
     if weights is Weights.NOW:
-        weight = ffn * stack.hidden * stack.element
+        weight = rows.local * ffn * stack.hidden * stack.element
         yield weight
         yield -taken - weight

@@ -11,7 +11,13 @@ width of an expert.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from omni.models.expert_moments import Routed, most_in_backward, most_in_forward, products
+from omni.models.expert_moments import (
+    Routed,
+    copies_of_halves,
+    most_in_backward,
+    most_in_forward,
+    products,
+)
 from omni.models.forward_moments import Tape, attention_half, expert_half
 from omni.models.layer_moments import WeightGradient, Weights, half_products, most_of_products
 from omni.models.pieces import Linears
@@ -109,15 +115,15 @@ class ExpertStack:
         dense = self.dense
         routed = (self.experts * dense.hidden, *((self.experts,) if dense.bias else ()))
         router = tuple(Weight(count, partial=dense.splits_tokens) for count in routed)
-        expert = tuple(
-            Weight(count, expert=True)
+        experts = tuple(
+            Weight(self.local * count, expert=True)
             for i, o in dense.feed_forward_linears(self.ffn)
             for count in (i * o, *((o,) if dense.bias else ()))
         )
         gate = (Weight(dense.hidden, partial=dense.splits_tokens),) if self.shared_gate else ()
         shared = (*gate, *(Weight(i * o // dense.tp, matrix=True) for i, o in self._shared()))
         ahead = (*dense.attention_weights(), *dense.ahead_norm())
-        return (*ahead, *router, *expert * self.local, *shared, *dense.after_norms())
+        return (*ahead, *router, *experts, *shared, *dense.after_norms())
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters of all layers."""
@@ -278,9 +284,9 @@ class ExpertStack:
 
     def _kept_by_experts(self, rows: int) -> int:
         """Rows and probabilities; of each row what a feed-forward keeps, and its product weighed: both halves
-        of the first linear's output, the gate, a copy of the other half, the product.
+        of the first linear's output, copies of them, the gate, the product.
         """
-        kept = 6 if self.dense.gated else 3
+        kept = 5 + copies_of_halves(self.dense) if self.dense.gated else 3
         return rows * (self.dense.hidden * self.element + FP32 + kept * self.ffn * self.element)
 
     def layer_kept(self, load: Load) -> int:
@@ -311,10 +317,6 @@ class ExpertStack:
 
     def rows(self, load: Load) -> Routed:
         """Rows on their way through a layer."""
-        senders, first = self._senders(load), load.router * self.local
-        own = senders[load.router]
-        each = [0] * self.local
-        for tokens in senders:
-            share, rest = divmod(tokens * self.topk, self.experts)
-            each = [count + share + (first + j < rest) for j, count in enumerate(each)]
-        return Routed(own, self.experts, self.ffn, own * self.topk * (self.ep > 1), tuple(each))
+        own = self._senders(load)[load.router]
+        sent = own * self.topk * (self.ep > 1)
+        return Routed(own, self.experts, self.ffn, sent, self._received(load), self.local)

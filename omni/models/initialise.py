@@ -29,33 +29,33 @@ def initialise(
     nets are as `_decays` says. Of an adapter A is uniform within 1/√fan-in and B zero, so that it begins as
     nothing. A module with `draw(seed)` draws weights itself, whole on every rank, and returns their names.
     """
-    own = getattr(module, "draw", None)
-    drawn_by_itself = own(_seed(seed, component, "draw")) if own else frozenset()
+    draw = getattr(module, "draw", None)
+    drawn_by_itself = draw(_seed(seed, component, "draw")) if draw else frozenset()
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
-        name, parameter, shape = named.name, named.parameter, named.region.shape
+        name, own, shape = named.name, named.own(named.parameter), named.region.shape
         if name in drawn_by_itself:
             continue
         if name.endswith((".A_log", ".dt_bias")):
             drawn = _decays(name, shape, torch.Generator().manual_seed(_seed(seed, component, name)))
-            parameter.copy_(named.cut(drawn))
+            own.copy_(named.cut(drawn))
             continue
         if name.endswith((A, B)):
             most = 0.0 if name.endswith(B) else shape[1] ** -0.5
             generator = torch.Generator().manual_seed(_seed(seed, component, name))
-            parameter.copy_(named.cut(torch.empty(shape).uniform_(-most, most, generator=generator)))
+            own.copy_(named.cut(torch.empty(shape).uniform_(-most, most, generator=generator)))
             continue
-        if parameter.dim() < 2:
+        if own.dim() < 2:
             # The norm of a delta net's heads multiplies by its weight, whatever the others do.
             one = 1.0 if name.endswith(".self_attention.norm.weight") else 1.0 - offset
-            parameter.fill_(one if "norm" in name and name.endswith("weight") else 0.0)
+            own.fill_(one if "norm" in name and name.endswith("weight") else 0.0)
             continue
         std = 0.02 if "embedding" in name else 0.8 / math.sqrt(math.prod(shape[1:]))
         if _RESIDUAL.search(name):
             std /= math.sqrt(2 * num_layers)
         generator = torch.Generator().manual_seed(_seed(seed, component, name))
         drawn = torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-        parameter.copy_(named.cut(drawn))
+        own.copy_(named.cut(drawn))
 
 
 def _decays(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

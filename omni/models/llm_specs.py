@@ -4,9 +4,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from omni.llm_config import LLMConfig
 from omni.models.delta import delta_heads
 from omni.models.delta_module import GatedDeltaNet
@@ -14,7 +11,7 @@ from omni.models.layers import PackedCoreAttention
 from omni.models.moe import experts_spec
 from omni.models.normed_layer import NormedLayer
 from omni.models.wide_norm import WideNorm
-from parallel.megatron import IdentityOp, ModuleSpec, RowParallelLinear
+from parallel.megatron import IdentityOp, ModuleSpec, ProcessGroupCollection, RowParallelLinear
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
@@ -28,33 +25,30 @@ def layer_specs(
     plain: ModuleSpec,
     config: LLMConfig,
     layers: Iterable[int],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
+    groups: ProcessGroupCollection,
 ) -> list[ModuleSpec]:
-    """Return the specs of `layers`, by their numbers in the model, out of that of a `plain` one; the ranks of
-    `group` divide their heads.
+    """Return the specs of `layers`, by their numbers in the model, out of that of a `plain` one, on a rank
+    that has these `groups`.
     """
-    return [_layer(plain, config, layer, device, group) for layer in layers]
+    return [_layer(plain, config, layer, groups) for layer in layers]
 
 
-def _layer(
-    plain: ModuleSpec, config: LLMConfig, layer: int, device: torch.device, group: dist.ProcessGroup | None
-) -> ModuleSpec:
+def _layer(plain: ModuleSpec, config: LLMConfig, layer: int, groups: ProcessGroupCollection) -> ModuleSpec:
     if config.kind(layer) == "delta":
         first = ModuleSpec(module=GatedDeltaNet, params={"heads": delta_heads(config)})
     else:
-        first = _attention(plain, config, layer, group)
+        first = _attention(plain, config, layer, groups)
     parts: dict[str, Any] = {"self_attention": first}
     if config.norms == "after":
         parts |= dict.fromkeys(("input_layernorm", "pre_mlp_layernorm"), IdentityOp)
     if config.mixture is not None and layer >= config.mixture.dense_layers:
-        parts["mlp"] = experts_spec(config.mixture, device)
+        parts["mlp"] = experts_spec(config.mixture, groups)
     module = plain.module if config.norms == "before" else NormedLayer
     return replace(plain, module=module, submodules=replace(plain.submodules, **parts))
 
 
 def _attention(
-    plain: ModuleSpec, config: LLMConfig, layer: int, group: dist.ProcessGroup | None
+    plain: ModuleSpec, config: LLMConfig, layer: int, groups: ProcessGroupCollection
 ) -> ModuleSpec:
     params = {"windowed": config.kind(layer) == "window", "rotated": config.rotates(layer)}
     params["sinks"] = config.sinks
@@ -64,6 +58,6 @@ def _attention(
         inner["linear_proj"] = BiasedRowParallelLinear
     if config.qk_norm and config.qk_norm_over == "all":
         for name, heads in (("q_layernorm", config.heads), ("k_layernorm", config.kv_heads)):
-            inner[name] = ModuleSpec(module=WideNorm, params={"heads": heads, "group": group})
+            inner[name] = ModuleSpec(module=WideNorm, params={"heads": heads, "group": groups.tp})
     core = ModuleSpec(module=PackedCoreAttention, params=params)
     return replace(attention, submodules=replace(attention.submodules, core_attention=core, **inner))

@@ -112,7 +112,7 @@ class LLMStage:
             tp=groups.tp.size(),
             sequence_parallel=True,
             stages=layout.pp,
-            more=moe_settings(config.mixture, groups.ep.size(), dtype, device) if config.mixture else None,
+            more=moe_settings(config.mixture, groups.ep.size(), dtype) if config.mixture else None,
         )
         self.groups = groups
         self.zero = layout.zero
@@ -142,8 +142,7 @@ class LLMStage:
             layer_specs,
             config=config,
             layers=range(first, first + layers[number]),
-            device=self.device,
-            group=groups.tp,
+            groups=groups,
         )
         # megatron numbers layers by pipeline stage. It uses the numbers in what we do not: names are ours.
         model = GPTModel(

@@ -15,7 +15,6 @@ Shapes: T tokens of this rank, D width, E experts.
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,30 +23,26 @@ import torch.distributed as dist
 
 from infra.checkpoint import CheckpointError
 from omni.llm_config import MoEConfig
+from omni.models.experts import Experts
 from parallel.megatron import (
-    HAVE_TE,
     ColumnParallelLinear,
     MLPSubmodules,
     ModuleSpec,
+    MoEAlltoAllTokenDispatcher,
     MoELayer,
     MoESubmodules,
     ProcessGroupCollection,
     RowParallelLinear,
-    SequentialMLP,
     SharedExpertMLP,
-    TEGroupedMLP,
-    TESpecProvider,
     TopKRouter,
     TransformerConfig,
 )
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
-# How an expert's weights are called by the two modules that can hold them.
-_SEQUENTIAL = re.compile(r"(?<=\.experts\.)local_experts\.(\d+)\.")
-_GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc[12]\.weight)(\d+)$")
+_EXPERTS = re.compile(r"(?<=\.experts\.)(?=linear_fc[12]\.)")
 
 
-def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return what a model with experts adds to its TransformerConfig.
 
     The dispatcher, "alltoall", is the same for dense models and not repeated here.
@@ -69,36 +64,23 @@ def moe_settings(moe: MoEConfig, ep: int, dtype: torch.dtype, device: torch.devi
         "moe_z_loss_coeff": None,
         # The bias is ours: megatron's would be updated by every finalisation, over global process groups.
         "moe_router_enable_expert_bias": False,
-        "moe_grouped_gemm": _grouped(device),
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
     }
 
 
-def experts_spec(moe: MoEConfig, device: torch.device) -> ModuleSpec:
-    """Specify router, experts and shared expert: what takes the place of a dense layer's MLP.
-
-    On a GPU with Transformer Engine the experts of a rank are one grouped product; without it, and on the
-    CPU, they run one after the other.
-    """
+def experts_spec(moe: MoEConfig, groups: ProcessGroupCollection) -> ModuleSpec:
+    """Specify router, experts and shared expert: what takes the place of a dense layer's MLP."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    whole = replace(linears, linear_fc2=ExpertRowParallelLinear)
-    experts = ModuleSpec(module=SequentialExperts, submodules=whole)
-    if _grouped(device):
-        _, grouped = TESpecProvider().grouped_mlp_modules(True, False)
-        experts = ModuleSpec(module=GroupedExperts, submodules=grouped)
     return ModuleSpec(
-        module=MoELayer,
+        module=ExpertLayer,
+        params={"pg_collection": groups},  # megatron hands them to its own modules alone
         submodules=MoESubmodules(
-            experts=experts,
+            experts=ModuleSpec(module=Experts),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
             router=partial(CountingRouter, balanced=moe.bias_update_rate > 0),
         ),
     )
-
-
-def _grouped(device: torch.device) -> bool:
-    return device.type == "cuda" and HAVE_TE
 
 
 def forget_passes(model: torch.nn.Module) -> None:
@@ -112,50 +94,52 @@ def forget_passes(model: torch.nn.Module) -> None:
 
 def _forget(layer: Any, inputs: object, output: object) -> None:
     dispatcher = layer.token_dispatcher
+    dispatcher.ends = None
     dispatcher.probs = dispatcher.routing_map = None
     dispatcher.reversed_local_input_permutation_mapping = None
 
 
-class ExpertRowParallelLinear(RowParallelLinear):
-    """megatron's, without the sum over ranks, which do not divide experts here.
+class ExpertLayer(MoELayer):
+    """megatron's, with its dispatcher for `Experts`."""
 
-    Where a group of one would do that sum, megatron adds an expert's bias in place to a view that a function
-    of autograd returned, which torch refuses.
+    def __init__(
+        self, config: TransformerConfig, submodules: MoESubmodules, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config, submodules, pg_collection=pg_collection)
+        self.token_dispatcher = Dispatcher(
+            self.num_local_experts, self.local_expert_indices, config, pg_collection
+        )
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """megatron's, which tells experts where the rows of each end, on the device: `ends` [E], int32.
+
+    The host learns how many rows come, once a layer, only where other ranks send some.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.explicit_expert_comm = True
+    def preprocess(self, routing_map: torch.Tensor) -> None:
+        """Count rows. What it returns would be copied to the host, where nobody needs it."""
+        self.ends = super().preprocess(routing_map).cumsum(0, dtype=torch.int32)
 
+    def dispatch_postprocess(
+        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows and their probabilities in the order of experts, and `ends`."""
+        if self.ep_size == 1:
+            return global_input_tokens, self.ends, global_probs
+        rows, _, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
+        return rows, self.ends, probs
 
-class SequentialExperts(SequentialMLP):
-    """The experts of this rank, one after the other."""
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Bring rows back into the order in which they came."""
+        return hidden_states if self.ep_size == 1 else super().combine_preprocess(hidden_states)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _mark(self)
-
-
-class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank in one grouped product, with Transformer Engine."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _mark(self)
-
-
-def _mark(experts: torch.nn.Module) -> None:
-    """Mark weights as an expert's, so that they are reduced and counted over the ranks that see them.
-
-    megatron leaves the first mark out when ep is 1, and would sum gradients over cp·dp alone although experts
-    see only a tp-th of the tokens. Without the second, which `mark_parallel` gives to linears it knows, their
-    norm would be that of the first tp rank's alone.
-    """
-    for parameter in experts.parameters():
-        parameter.allreduce = False  # type: ignore[attr-defined]
-        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-        # A bias of the second linear would be summed over tp once more.
-        parameter.sequence_parallel = False  # type: ignore[attr-defined]
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        if self.ep_size > 1:
+            super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
+        return None
 
 
 class CountingRouter(TopKRouter):
@@ -269,13 +253,12 @@ def first_expert(num_experts: int, groups: ProcessGroupCollection) -> int:
     return groups.ep.rank() * (num_experts // groups.ep.size())
 
 
-def expert_name(name: str, first: int) -> str:
-    """Number an expert from the first of the model, whichever rank and module holds it; leave other names.
+def expert_name(name: str, number: int) -> str:
+    """Name what expert `number` of the model has of a parameter of several; other names stay.
 
-    `first` is the first expert of this rank. Weights of expert 5 are "….experts.5.linear_fc1.weight".
+    Weights of expert 5 are "….experts.5.linear_fc1.weight".
     """
-    name = _SEQUENTIAL.sub(lambda match: f"{first + int(match[1])}.", name)
-    return _GROUPED.sub(lambda match: f"{first + int(match[2])}.{match[1]}", name)
+    return _EXPERTS.sub(f"{number}.", name)
 
 
 @contextmanager

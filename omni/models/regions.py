@@ -82,7 +82,8 @@ class Named:
 
     Ranks of a replica may hold the same: those of the first and the last part a tied embedding,
     tensor-parallel ranks what is not divided among them. `copy` is (0, 0) for the first of these, and tells
-    the others apart. Experts are no such copies: their ranks are those of data parallelism.
+    the others apart. Experts are no such copies: their ranks are those of data parallelism. Experts of a rank
+    have a parameter together, of which each `expert` has its own row, and a name; None for other parameters.
     """
 
     name: str
@@ -90,12 +91,22 @@ class Named:
     region: Region
     first: int
     copy: tuple[int, int]
-    is_expert: bool
+    expert: int | None = None
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what is of this name in the parameter or a tensor of its shape, as a view."""
+        return tensor if self.expert is None else tensor[self.expert]
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The first of its elements in the flattened parameter, and how many there are."""
+        count = self.own(self.parameter).numel()
+        return count * (self.expert or 0), count
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds out of the full tensor."""
-        own = self.region.cut(full).reshape(-1)[self.first :][: self.parameter.numel()]
-        return own.view(self.parameter.shape)
+        own = self.own(self.parameter)
+        return self.region.cut(full).reshape(-1)[self.first :][: own.numel()].view(own.shape)
 
     @property
     def is_copy(self) -> bool:
@@ -127,14 +138,15 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
     """Yield all parameters of a module that `mark_parallel` has seen."""
     gated = bool(getattr(getattr(module, "config", None), "gated_linear_unit", False))
     for name, parameter in module.named_parameters():
+        if not getattr(parameter, "allreduce", True):
+            yield from _experts(name, parameter, numbering)
+            continue
         canonical = canonical_name(name, numbering)
-        is_expert = not getattr(parameter, "allreduce", True)
-        size, rank = (1, 0) if is_expert else (numbering.tp_size, numbering.tp_rank)
         place = partition_of(parameter)
         held, first = (parameter.shape, 0) if place is None else (place.shape, place.first)
+        size, rank = numbering.tp_size, numbering.tp_rank
         if size == 1 or not getattr(parameter, "tensor_model_parallel", False):
-            shape = tuple(held) or (1,)  # a scalar is an element like any other
-            region = Region(shape, 0, ((0, shape[0]),))
+            region = _whole(tuple(held) or (1,))  # a scalar is an element like any other
         else:
             # Each rank holds its part of the gate, then its part of what the gate lets through.
             parts = 2 if gated and "linear_fc1" in name else 1
@@ -146,7 +158,19 @@ def named_parameters(module: torch.nn.Module, numbering: Numbering) -> Iterator[
             region = Region(tuple(full), dim, runs)
         of_parts = numbering.first_layer if canonical == TIED else 0
         copy = (of_parts, rank if region.is_whole else 0)
-        yield Named(canonical, parameter, region, first, copy, is_expert)
+        yield Named(canonical, parameter, region, first, copy)
+
+
+def _experts(name: str, parameter: torch.nn.Parameter, numbering: Numbering) -> Iterator[Named]:
+    """Each expert's own of a parameter of all experts of the rank."""
+    canonical, region = canonical_name(name, numbering), _whole(tuple(parameter.shape[1:]))
+    for expert in range(len(parameter)):
+        own = expert_name(canonical, numbering.first_expert + expert)
+        yield Named(own, parameter, region, 0, (0, 0), expert)
+
+
+def _whole(shape: tuple[int, ...]) -> Region:
+    return Region(shape, 0, ((0, shape[0]),))
 
 
 def all_parameters(
@@ -158,9 +182,10 @@ def all_parameters(
 
 
 def canonical_name(name: str, numbering: Numbering) -> str:
-    """Return the name of a parameter as if one rank held the whole component."""
+    """Return the name of a parameter as if one rank held the whole component, that of experts without their
+    numbers.
+    """
     name = _LAYER.sub(lambda match: str(int(match[0]) + numbering.first_layer), name)
-    name = expert_name(name, numbering.first_expert)
     if numbering.tied and name == "output_layer.weight":
         return TIED
     return name

@@ -7,11 +7,11 @@ this takes, and notes its input and the gradient of its output; `PendingProducts
 Then or at once, the product itself adds to `main_grad`, where megatron's DistributedDataParallel has given
 the weight one.
 
-Only megatron's parallel linears put off: attention, feed-forward, shared expert, experts one after the other.
-Everything else is computed in the input pass: norms, biases, the router (narrow), embedding and output, plain
-torch linears of an encoder, Transformer Engine's grouped experts. Where nothing is put off, megatron's own
-code runs. Frozen weights have nothing to put off. A weight that is a partition of a matrix is gathered for
-each pass and not kept from one to the other; its gradient is scattered as it is made.
+Only megatron's parallel linears put off: attention, feed-forward, shared expert; and those of experts, by
+themselves (`experts.py`). Everything else is computed in the input pass: norms, biases, the router (narrow),
+embedding and output, plain torch linears of an encoder. Where nothing is put off, megatron's own code runs.
+Frozen weights have nothing to put off. A weight that is a partition of a matrix is gathered for each pass and
+not kept from one to the other; its gradient is scattered as it is made.
 
 Memory: input and output gradient of each linear live until `PendingProducts.run` has used them; with
 recomputation, that is when the recomputed inputs go. Under sequence parallelism the input is kept
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,19 @@ from parallel.partitions import partition_of, whole_of
 # Without what asks for autocast, which nothing here uses: a tenth of what a small layer costs the host.
 _FORWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.forward)
 _BACKWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.backward)
+
+
+class PendingProduct(Protocol):
+    """The gradient of a weight, not yet made."""
+
+    @property
+    def weight(self) -> torch.nn.Parameter:
+        """The weight."""
+        ...
+
+    def add(self) -> None:
+        """Make it, and add it to the weight's `main_grad`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,13 +103,13 @@ class PendingProducts:
     """
 
     def __init__(self, comes_to: Callable[[torch.nn.Parameter], object] | None = None) -> None:
-        self._products: deque[_Product] = deque()
+        self._products: deque[PendingProduct] = deque()
         self._comes_to = comes_to
 
     def __len__(self) -> int:
         return len(self._products)
 
-    def put_off(self, product: _Product) -> None:
+    def put_off(self, product: PendingProduct) -> None:
         """Note one."""
         self._products.append(product)
 
@@ -135,8 +148,14 @@ class Deferral:
             self.pending = None
 
 
+class PutsOff(torch.nn.Module):
+    """A module that asks its `deferral`, if it was given one, and puts off by itself."""
+
+    deferral: Deferral | None = None
+
+
 def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
-    """Let the parallel linears of `module` put their weight gradients off when `deferral` says so, and have
+    """Let the linears of `module` put their weight gradients off when `deferral` says so, and have
     the product add them to `main_grad`. Those with adapters have products of their own.
     """
     for part in module.modules():
@@ -144,6 +163,8 @@ def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
             if not hasattr(part, A):
                 part._forward_impl = partial(_linear, part._forward_impl, deferral)
             _without_regions(part)
+        elif isinstance(part, PutsOff):
+            part.deferral = deferral
 
 
 def _without_regions(linear: ColumnParallelLinear | RowParallelLinear) -> None:

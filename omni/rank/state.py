@@ -94,6 +94,8 @@ def read_state(
     wanted: dict[int, list[Wanted]] = defaultdict(list)  # by the rank whose file has it
     pieces = pieces_of(index)
     for component, optimizer in components.items():
+        for inner, whole in optimizer.main_weights().values():
+            inner.optimizer.state.pop(whole, None)
         for shard in owned(optimizer, names[component]):
             if component in drawn and shard.name.endswith((A, B)):
                 continue
@@ -169,18 +171,30 @@ class Wanted:
 class Owned:
     """What a rank owns of one parameter: elements from `start` of its flattened `region`.
 
-    `main` are the fp32 weights, their gradient in `.grad` while a step is under way; `adam` is AdamW's state.
-    Of a parameter that never learns, `main` are its own elements in its own type, and `learns` is false.
-    `copy` tells apart what several ranks of a replica own alike (see `Named`); (0, 0) is saved.
+    `main` are the fp32 weights, flat; `adam` is AdamW's state. Both lie `at` these elements of those of the
+    optimizer's parameter, `whole`, which several experts share; the count of steps is of all of it. Of a
+    parameter that never learns, `whole` are elements in its own type, and `learns` is false. `copy` tells
+    apart what several ranks of a replica own alike (see `Named`); (0, 0) is saved.
     """
 
     name: str
     region: Region
     start: int
-    main: torch.Tensor
+    whole: torch.Tensor
+    at: slice
     adam: dict[str, torch.Tensor]
     copy: tuple[int, int]
     learns: bool = True
+
+    @property
+    def main(self) -> torch.Tensor:
+        """Its weights."""
+        return self.whole.detach().view(-1)[self.at]
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Their gradient, while a step is under way."""
+        return None if self.whole.grad is None else self.whole.grad.view(-1)[self.at]
 
     def places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where its elements lie in the flattened full tensor: see `Region.elements`."""
@@ -191,18 +205,23 @@ def owned(optimizer: ComponentOptimizer, numberings: Mapping[int, Numbering]) ->
     """Yield this rank's shards of a component's parameters, by canonical name."""
     owned, base = optimizer.main_weights(), optimizer.base_shards()
     for named in all_parameters(optimizer.modules, numberings):
-        if named.parameter in base:
-            start, shard = base[named.parameter]
-            if len(shard):
-                start += named.first
-                yield Owned(named.name, named.region, start, shard, {}, named.copy, learns=False)
-            continue
-        if named.parameter not in owned:
-            continue
-        inner, main = owned[named.parameter]
-        start = named.first + inner._get_model_param_range_map(named.parameter)["param"].start
-        adam = inner.optimizer.state.get(main, {})
-        yield Owned(named.name, named.region, start, main, adam, named.copy)
+        whole: torch.Tensor
+        state: dict[str, torch.Tensor] = {}
+        if learns := named.parameter not in base:
+            if named.parameter not in owned:
+                continue
+            inner, whole = owned[named.parameter]
+            held = inner._get_model_param_range_map(named.parameter)["param"].start
+            state = inner.optimizer.state.get(whole, {})
+        else:
+            held, whole = base[named.parameter]
+        first, count = named.elements
+        low, high = max(first, held), min(first + count, held + whole.numel())
+        if low < high:
+            at = slice(low - held, high - held)
+            adam = {key: of if of.dim() == 0 else of.view(-1)[at] for key, of in state.items()}
+            start = named.first + low - first
+            yield Owned(named.name, named.region, start, whole, at, adam, named.copy, learns)
 
 
 def pieces_of(index: Index) -> dict[str, list[tuple[int, Piece]]]:
@@ -229,18 +248,12 @@ def _want_shard(
     trained = {piece.trained for _, piece in pieces}
     if len(trained) > 1:
         raise CheckpointError(f"{key}: some of its optimizer state is missing in the checkpoint")
-    main = shard.main
-    targets = {"main": main.data.view(-1)}
+    targets = {"main": shard.main}
     step: torch.Tensor | None = None
-    if shard.learns:
-        inner: Any = optimizer.owner_of_main(main)
-        inner.optimizer.state.pop(main, None)
     if shard.learns and moments and trained == {True}:
-        # A step of its own for every parameter: a shared one would count every step many times.
-        step = torch.zeros((), dtype=torch.float32, device=main.device)
-        adam = {moment: torch.zeros_like(main) for moment in MOMENTS}
-        inner.optimizer.state[main] = {"step": step, **adam}
-        targets |= {moment: state.view(-1) for moment, state in adam.items()}
+        adam = _made_state(optimizer.owner_of_main(shard.whole), shard.whole)
+        step = adam["step"]
+        targets |= {moment: adam[moment].view(-1)[shard.at] for moment in MOMENTS}
     covered = 0
     places = shard.places()
     for holder, piece in pieces:
@@ -256,8 +269,18 @@ def _want_shard(
         for name, target in targets.items():
             size, dtype = (piece.size, DTYPES[piece.size]) if name == "main" else (_SIZE, None)
             wanted[holder].append(Wanted(f"{key}/{name}", low * size, high * size, target, runs, dtype))
-    if covered < main.numel():
-        raise CheckpointError(f"{key}: {main.numel() - covered} of its elements are not in the checkpoint")
+    if missing := len(targets["main"]) - covered:
+        raise CheckpointError(f"{key}: {missing} of its elements are not in the checkpoint")
+
+
+def _made_state(inner: Any, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """AdamW's state of one of its parameters, made anew where it was forgotten."""
+    states: dict[torch.Tensor, dict[str, torch.Tensor]] = inner.optimizer.state
+    if whole not in states:
+        # A step of its own for every parameter: a shared one would count every step many times.
+        step = torch.zeros((), dtype=torch.float32, device=whole.device)
+        states[whole] = {"step": step, **{moment: torch.zeros_like(whole) for moment in MOMENTS}}
+    return states[whole]
 
 
 def _want_buffers(

@@ -24,7 +24,7 @@ _NAMES = """
     zeros_like embedding gather index index_add_ index_copy_ index_select masked_fill_ scatter_ scatter_add_
     tril triu _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data
     nll_loss_forward native_layer_norm _fused_rms_norm
-    addmm addmm_ baddbmm baddbmm_ bmm convolution mm _grouped_mm
+    addmm addmm_ baddbmm baddbmm_ bmm convolution mm
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel
@@ -128,6 +128,9 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
     **dict.fromkeys(
         ("nll_loss_backward", "slice_backward", "constant_pad_nd"), _two
     ),  # a fill, then the rest
+    # GroupMM.cu: where each group's matrices begin and how large they are, then their products.
+    "_grouped_mm": _two,
+    "grouped_mm": _two,
     "convolution_backward": lambda args: sum(args[-1]),  # of each gradient that is asked for
     "nonzero_static": lambda args: 4 + (args[0].dim() > 1),  # Nonzero.cu: sums, their sums, places, the rest
     "topk": _two,  # TensorTopK.cpp: found, then sorted

@@ -187,7 +187,8 @@ def _check_dtypes(name: str, args: tuple[Any, ...]) -> None:
     adds up has its factors alone in one.
     """
     adds = any(isinstance(x, torch.dtype) for x in args)
-    dtypes = {x.dtype for x in args[adds:] if isinstance(x, torch.Tensor)}
+    factors = (x for x in args[adds:] if isinstance(x, torch.Tensor))
+    dtypes = {x.dtype for x in factors if x.is_floating_point()}  # where groups end is no factor
     if len(dtypes) > 1:
         raise RuntimeError(f"{name}: a product of {' and '.join(sorted(map(str, dtypes)))}")
 

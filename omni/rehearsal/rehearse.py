@@ -114,7 +114,7 @@ def owned_parameters(spec: RunSpec, rank: int) -> dict[str, int]:
     with _built(spec, rank, _CPU) as (own, _):
         for name, component in own.components.items():
             counts[name] = sum(
-                named.parameter.numel()
+                named.elements[1]
                 for named in all_parameters(component.modules, own.names[name])
                 if not _is_copy(named, component.groups)
             )
@@ -138,7 +138,7 @@ def owned_shards(spec: RunSpec, rank: int) -> dict[str, tuple[Piece, bool]]:
 
 def _is_copy(named: Named, groups: ProcessGroupCollection) -> bool:
     """Whether a rank before this one holds the same part of a parameter."""
-    replicas = groups.expt_dp if named.is_expert else groups.dp_cp
+    replicas = groups.expt_dp if named.expert is not None else groups.dp_cp
     if partition_of(named.parameter) is not None:
         replicas = groups.domains
     return bool(replicas.rank() > 0) or named.is_copy

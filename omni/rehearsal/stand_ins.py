@@ -97,9 +97,11 @@ def even_routing(
         layout, member = domain.microbatches[op.index].layout, domain.member(ranks.index(rank))
         return layout.padded_tokens(member, domain.tp) // domain.tp
 
-    def count_evenly(dispatcher: Any, routing_map: torch.Tensor) -> np.ndarray:
-        """Let megatron count, for what it sends in doing so, then give it numbers: numpy's, as on a GPU."""
-        preprocess(dispatcher, routing_map)
+    def count_evenly(dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
+        """Let megatron count, for what it sends in doing so and what stays on the device, then give it what
+        comes to the host: numbers, numpy's, as on a GPU.
+        """
+        counted: torch.Tensor = preprocess(dispatcher, routing_map)
         group = dispatcher.ep_group
         members = dist.get_process_group_ranks(group)
         counts = np.array([split_evenly(tokens(rank) * moe.topk, moe.experts) for rank in members])
@@ -109,7 +111,7 @@ def even_routing(
         dispatcher.output_splits = here.sum(1)
         dispatcher.output_splits_tp = None  # there is no tensor parallelism inside an expert
         dispatcher.num_global_tokens_per_local_expert = here
-        return here.sum(0)
+        return counted
 
     with _replaced(MoEAlltoAllTokenDispatcher, "preprocess", count_evenly):
         yield

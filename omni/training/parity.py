@@ -117,7 +117,7 @@ def first_loss(done: StepRun) -> float:
 
 
 def _gradient(targets: float, own: Owned) -> torch.Tensor | None:
-    return None if own.main.grad is None else own.main.grad / targets
+    return None if own.grad is None else own.grad / targets
 
 
 def collect(

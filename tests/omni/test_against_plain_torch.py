@@ -136,7 +136,7 @@ def trained(rank: int, config: Config) -> tuple[dict[str, torch.Tensor], list[St
         for number in range(1, config.train.steps + 1):
             done = trainer.run_step(trainer.begin(ahead, number))
             totals = done.totals
-            gradients = shaped(trainer, lambda own: own.main.grad)
+            gradients = shaped(trainer, lambda own: own.grad)
             trainer.update(done)
             frozen = trainer.rank.optimizer.frozen
             steps.append(

@@ -53,7 +53,7 @@ def made_groups() -> ProcessGroupCollection:
 
 def routed(rank: int, moe: MoEConfig, scores: torch.Tensor) -> torch.Tensor:
     sizes = llm_layers(replace(LLM, moe=moe))
-    settings = moe_settings(moe, 1, torch.float64, torch.device("cpu"))
+    settings = moe_settings(moe, 1, torch.float64)
     config = transformer_config(sizes, torch.float64, more=settings)
     router = CountingRouter(config, made_groups(), balanced=False)
     weights, _ = router.routing(scores.unsqueeze(1))

@@ -81,7 +81,7 @@ def test_one_expert_puts_off_what_a_feed_forward_of_its_rows_does():
     for _ in range(50):
         layer = replace(random_layer(rng, "none"), tp=1)
         width, rows = 32 * rng.randint(1, 9), rng.randint(1, 99)
-        alone = products(layer, Routed(rows, 4, width, 0, (rows,)))
+        alone = products(layer, Routed(rows, 4, width, 0, rows, 1))
         assert list(alone) == list(half_products(layer, layer.feed_forward_linears(width), rows))
 
 

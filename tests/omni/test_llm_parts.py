@@ -226,7 +226,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
         component.reduce(number)()
     component.tie()
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
-    gradients = [placed(shard, shard.main.grad) for shard in owned(component, built.names["llm"])]
+    gradients = [placed(shard, shard.grad) for shard in owned(component, built.names["llm"])]
     component.update(0.01)
     component.arrive()
     stage.balance_experts(True)

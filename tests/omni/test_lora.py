@@ -86,7 +86,7 @@ def trained(
 
 
 def _gradient(targets: float, own: Any) -> torch.Tensor | None:
-    return None if own.main.grad is None else own.main.grad / targets
+    return None if own.grad is None else own.grad / targets
 
 
 class Plain:

@@ -123,7 +123,7 @@ def trained(rank: int, config: Config, world: int) -> tuple[float, dict[str, tor
     trainer.checkpoints.wait()
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
-        found = collect(trainer, lambda own: own.main.grad)
+        found = collect(trainer, lambda own: own.grad)
     trainer.control.barrier("the end")
     trainer.close()
     return done.totals.loss, found, readers[0].bytes

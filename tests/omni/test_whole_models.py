@@ -122,7 +122,7 @@ def first_step(rank: int, config: Config, world: int) -> tuple[float, dict[str, 
     trainer.restore()
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
-        found = collect(trainer, lambda own: own.main.grad)
+        found = collect(trainer, lambda own: own.grad)
     trainer.control.barrier("the end")
     trainer.close()
     return done.totals.loss, found
