@@ -28,7 +28,7 @@ from ops.linear import add_weight_gradient
 from ops.loss import token_losses
 from ops.norm import Norm
 from ops.rotary import apply_rotary, rotary_table
-from ops.routing import permute
+from ops.routing import expert_numbers, order_rows, rows_of
 from ops.span import Span
 
 BF16 = torch.bfloat16
@@ -155,7 +155,8 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
 
     routing = torch.rand(unit, 16, device=device).argsort(1).argsort(1) < 2
     tokens = draw(unit, 256)
-    rows, _, of = permute(tokens, routing, None, 2 * unit)
+    order = order_rows(routing.nonzero()[:, 1].view(unit, 2), expert_numbers(16).to(device))
+    rows, of = rows_of(tokens, order), order.tokens
     expected = torch.cat([tokens[routing[:, expert]] for expert in range(16)])
     assert len(of) == 2 * unit
     yield row("tokens in the order of experts", f"{unit} tokens, 2 of 16", [rows], [expected.double()], 0.0)

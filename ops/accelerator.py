@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ops.linear import add_weight_gradient
-from ops.routing import permute
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -127,22 +126,15 @@ def patch() -> None:
     _define_missing_gemm()
     _take_torch_adam()
     _add_weight_gradients_with_torch()
-    _permute_without_waiting()
     if torch.cuda.is_available():
         return
     import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     rng: Any = megatron_random
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # Every fork of a generator changes the CPU state here, which megatron would warn of each time.
     logging.getLogger(rng.__name__).addFilter(lambda record: "CPU RNG state" not in record.getMessage())
-    # Split sizes are converted to numpy only if they sit on a GPU.
-    moe: Any = dispatcher
-    moe.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
-        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-    )
     proxy = _TorchOnCpu()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
@@ -162,14 +154,6 @@ def _add_weight_gradients_with_torch() -> None:
     import megatron.core.tensor_parallel.layers as layers
 
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
-
-
-def _permute_without_waiting() -> None:
-    """megatron's permutation has the host wait for the device, to learn how many rows there are."""
-    import megatron.core.transformer.moe.token_dispatcher as dispatcher
-
-    of_experts: Any = dispatcher
-    of_experts.permute = permute
 
 
 def _define_missing_gemm() -> None:

@@ -1,6 +1,7 @@
 """The device this process computes on: one GPU a rank with NCCL, or the CPU with gloo."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to bring a tensor to the host. What is returned waits for it, and returns it."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    host.copy_(tensor, non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+
+    def arrived() -> torch.Tensor:
+        event.synchronize()
+        return host
+
+    return arrived
 
 
 def backend_name() -> str:

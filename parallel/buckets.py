@@ -91,7 +91,7 @@ def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
     by_axis: dict[str, list[Weight]] = {REPLICAS: [], EXPERT_REPLICAS: [], PARTITION_REPLICAS: []}
     for weight in weights:
         if not weight.frozen:
-            axis = PARTITION_REPLICAS if weight.partition else EXPERT_REPLICAS if weight.expert else REPLICAS
+            axis = PARTITION_REPLICAS if weight.partition else EXPERT_REPLICAS if weight.experts else REPLICAS
             by_axis[axis].append(weight)
     return {axis: own for axis, own in by_axis.items() if own}
 

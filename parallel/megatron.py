@@ -39,6 +39,7 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.core.tensor_parallel.mappings import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -49,9 +50,9 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction, group_limited_topk
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -74,13 +75,13 @@ __all__ = [
     "LinearWithGradAccumulationAndAsyncCommunication",
     "MLPSubmodules",
     "MegatronModule",
-    "MoEAlltoAllTokenDispatcher",
     "MoELayer",
     "MoESubmodules",
     "ModuleSpec",
     "OptimizerConfig",
     "PackedSeqParams",
     "ProcessGroupCollection",
+    "RouterGatingLinearFunction",
     "RowParallelLinear",
     "SharedExpertMLP",
     "TopKRouter",
@@ -89,12 +90,14 @@ __all__ = [
     "TransformerConfig",
     "TransformerLayer",
     "VocabParallelEmbedding",
+    "all_to_all",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_global_memory_buffer",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
+    "group_limited_topk",
     "model_parallel_cuda_manual_seed",
     "quick_gelu",
     "reduce_from_tensor_model_parallel_region",

@@ -178,15 +178,15 @@ class Work:
 class Weight:
     """A parameter on one rank, of so many elements, and how its gradient is reduced.
 
-    Over the replicas of the component; of an `expert`, over those of the experts. That of a `partial` one is
-    first summed over tensor-parallel ranks, which see different tokens. A `tied` one is summed over the two
-    ends of the pipeline as well, and has a bucket of its own. A `frozen` one never learns: it has no
+    Over the replicas of the component; of so many `experts`, over those of the experts. That of a `partial`
+    one is first summed over tensor-parallel ranks, which see different tokens. A `tied` one is summed over
+    the two ends of the pipeline as well, and has a bucket of its own. A `frozen` one never learns: it has no
     gradient, no bucket and no state of an optimizer. A `matrix` is that of a linear, which ZeRO may
     partition; a `partition` is what a rank then holds of one, and its replicas are other domains.
     """
 
     elements: int
-    expert: bool = False
+    experts: int = 0
     partial: bool = False
     tied: bool = False
     frozen: bool = False

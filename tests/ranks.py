@@ -162,13 +162,5 @@ def _controls() -> list[Control]:
 def _release() -> None:
     """Let go of models and of their communicators, each of which keeps three threads: one wakes a hundred
     times a second, and hundreds of them take a core.
-
-    They hang in cycles; that of a layer with experts leads through the autograd graph, where Python does not
-    look: megatron's dispatcher keeps the probabilities of its last pass.
     """
-    from parallel.megatron import MoELayer
-
-    for layer in gc.get_objects():
-        if isinstance(layer, MoELayer):
-            layer.token_dispatcher.probs = None
     gc.collect()

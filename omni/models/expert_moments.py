@@ -52,22 +52,20 @@ def most_in_forward(stack: Layer, rows: Routed, *, graph: bool, inputs: bool) ->
     held = sent + (own if rows.reordered or not inputs else 0)
     ordered = own if rows.reordered and not inputs else 0
     unit = rows.rows * rows.ffn * stack.element
-    taken = 0 if inputs else unit  # by the second linear, in the precision of the run
-    weighing = rows.rows * rows.ffn * FP32 * (stack.element < FP32) + taken
-    if not graph:
-        weighing = max(weighing + unit, unit * (4 if stack.gated else 2))
+    taken = 0 if inputs else unit  # by the second linear
+    inside = taken if graph else unit * (4 if stack.gated else 2)
     back = sent or own
     shared = out if stack.ffn else 0
     moments = (
-        ordered + weighing,  # in single precision
+        ordered + inside,
         ordered + own + taken,  # what experts put out, and what their second linear took
         ordered + own * (2 if rows.reordered else 1),  # what they put out, and the same as it came
         own + sent,  # on the way back
-        back + out + shared,  # put together, and the sum with what the shared expert puts out
+        2 * back + out,  # by token, and their sums
+        back + out + shared,  # and those with what the shared expert puts out
     )
-    # The dispatcher has probabilities, the map, and probabilities as they came. The output is not there yet.
-    router = rows.tokens * rows.experts * (FP32 + 1) + rows.rows * FP32 * rows.reordered
-    most = held + max(moments) + shared + router - out
+    probs = rows.rows * FP32 * rows.reordered  # as they came. The output is not there yet.
+    most = held + max(moments) + shared + probs - out
     return most if graph else most + 2 * out  # of the norm, and the stream after attention
 
 
@@ -129,9 +127,9 @@ def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Ite
         yield sent
         yield -own
     # Tokens from rows, then the router, in single precision, and the sum of both.
+    yield sent or own
     yield out
-    yield out
-    yield -out - (sent or own)
+    yield -2 * (sent or own)
     single = rows.tokens * stack.hidden * FP32
     yield single
     yield out
@@ -150,15 +148,12 @@ def _experts(stack: Layer, rows: Routed, own: int, weights: Weights) -> Iterator
     yield unit
     yield from _weight(stack, rows, rows.ffn, unit, weights)
     yield -own * (weights is not Weights.LATER)
-    # Products are weighed in single precision: gradients of the product and of its weight.
+    # Gradients of what products are weighed by, in single precision, and of products.
     single = rows.rows * rows.ffn * FP32
-    halves = stack.element < FP32
-    yield single * halves
-    yield -unit * halves
     yield single
-    yield single
-    yield unit * halves
-    yield -single * (3 if halves else 2) - unit
+    yield -single
+    yield unit
+    yield -2 * unit
     if stack.gated:
         copies = copies_of_halves(stack)
         yield 2 * unit  # as in a feed-forward

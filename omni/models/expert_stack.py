@@ -43,6 +43,7 @@ from parallel.work import (
     all_to_all,
 )
 
+COUNT = 4  # bytes of how many rows an expert gets
 _COPIES = 5  # times that a row is read or written on its way to an expert and back
 
 
@@ -116,7 +117,7 @@ class ExpertStack:
         routed = (self.experts * dense.hidden, *((self.experts,) if dense.bias else ()))
         router = tuple(Weight(count, partial=dense.splits_tokens) for count in routed)
         experts = tuple(
-            Weight(self.local * count, expert=True)
+            Weight(self.local * count, experts=self.local)
             for i, o in dense.feed_forward_linears(self.ffn)
             for count in (i * o, *((o,) if dense.bias else ()))
         )
@@ -239,7 +240,7 @@ class ExpertStack:
         row = self.dense.hidden * self.element
         out = self._apart(load, [self._sent(senders[load.router], to) for to in range(self.ep)])
         back = self._apart(load, [self._sent(tokens, load.router) for tokens in senders])
-        counts = all_gather("ep", self.experts * INDEX, self.ep, self.layers) if forward else ()
+        counts = all_gather("ep", self.experts * COUNT, self.ep, self.layers) if forward else ()
         weighed = out if forward else back  # the way of the probabilities, or of their gradients
         return (
             *counts,

@@ -17,6 +17,7 @@ import torch
 
 from omni.models.weight_gradients import Deferral, PutsOff
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
+from ops.routing import weighed
 from parallel.megatron import MegatronModule, ProcessGroupCollection, TransformerConfig
 
 _COLUMNS = 8  # of ones, by which rows are summed: 16 bytes in half precision
@@ -41,11 +42,8 @@ class Experts(MegatronModule):
         self, rows: torch.Tensor, ends: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Rows [R, D] in the order of experts, their probabilities [R] → [R, D]; no bias is left to add."""
-        scale = probs.unsqueeze(-1)
-        product = self._activated(self.linear_fc1(rows, ends))
-        weighed = (product * scale).to(product.dtype)
-        del product  # the product behind is when a rank without a graph holds most
-        return self.linear_fc2(weighed, ends, scale), None
+        inner = weighed(self._activated(self.linear_fc1(rows, ends)), probs)
+        return self.linear_fc2(inner, ends, probs.unsqueeze(1)), None
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
         """[R, F] of a feed-forward, or [R, 2F], gates first and what they let through after → [R, F]."""

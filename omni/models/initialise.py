@@ -33,7 +33,7 @@ def initialise(
     drawn_by_itself = draw(_seed(seed, component, "draw")) if draw else frozenset()
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
-        name, own, shape = named.name, named.own(named.parameter), named.region.shape
+        name, own, shape = named.name, named.own, named.region.shape
         if name in drawn_by_itself:
             continue
         if name.endswith((".A_log", ".dt_bias")):

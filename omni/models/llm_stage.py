@@ -21,7 +21,6 @@ from omni.models.llm_specs import layer_specs
 from omni.models.moe import (
     expert_biases,
     first_expert,
-    forget_passes,
     load_expert_biases,
     moe_settings,
     update_expert_bias,
@@ -165,7 +164,6 @@ class LLMStage:
             self.partitioned.append(own)
         model.to(self.device)
         put_off_in(model.decoder, self.deferral)
-        forget_passes(model.decoder)
         numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,

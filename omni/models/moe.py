@@ -20,22 +20,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from infra.checkpoint import CheckpointError
 from omni.llm_config import MoEConfig
+from omni.models.dispatch import Dispatcher
 from omni.models.experts import Experts
+from ops.routing import RowOrder, expert_numbers, order_rows
 from parallel.megatron import (
     ColumnParallelLinear,
     MLPSubmodules,
     ModuleSpec,
-    MoEAlltoAllTokenDispatcher,
     MoELayer,
     MoESubmodules,
     ProcessGroupCollection,
+    RouterGatingLinearFunction,
     RowParallelLinear,
     SharedExpertMLP,
     TopKRouter,
     TransformerConfig,
+    group_limited_topk,
 )
 
 _LAYER = re.compile(r"(?<=layers\.)\d+")
@@ -83,67 +87,34 @@ def experts_spec(moe: MoEConfig, groups: ProcessGroupCollection) -> ModuleSpec:
     )
 
 
-def forget_passes(model: torch.nn.Module) -> None:
-    """Let dispatchers hold on to nothing of a pass that is done: they would hold its graph, and with it the
-    inputs and gradients at its ends, until the next one.
-    """
-    for layer in model.modules():
-        if isinstance(layer, MoELayer):
-            layer.register_forward_hook(_forget)
-
-
-def _forget(layer: Any, inputs: object, output: object) -> None:
-    dispatcher = layer.token_dispatcher
-    dispatcher.ends = None
-    dispatcher.probs = dispatcher.routing_map = None
-    dispatcher.reversed_local_input_permutation_mapping = None
-
-
 class ExpertLayer(MoELayer):
-    """megatron's, with its dispatcher for `Experts`."""
+    """megatron's, with our dispatcher."""
 
     def __init__(
         self, config: TransformerConfig, submodules: MoESubmodules, pg_collection: ProcessGroupCollection
     ) -> None:
         super().__init__(config, submodules, pg_collection=pg_collection)
-        self.token_dispatcher = Dispatcher(
-            self.num_local_experts, self.local_expert_indices, config, pg_collection
-        )
+        self.token_dispatcher = Dispatcher(config.num_moe_experts, pg_collection.ep)
 
 
-class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's, which tells experts where the rows of each end, on the device: `ends` [E], int32.
+class _Gate(RouterGatingLinearFunction):
+    """megatron's, whose forward casts what it multiplies: a GPU adds up in single precision without."""
 
-    The host learns how many rows come, once a layer, only where other ranks send some.
-    """
-
-    def preprocess(self, routing_map: torch.Tensor) -> None:
-        """Count rows. What it returns would be copied to the host, where nobody needs it."""
-        self.ends = super().preprocess(routing_map).cumsum(0, dtype=torch.int32)
-
-    def dispatch_postprocess(
-        self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows and their probabilities in the order of experts, and `ends`."""
-        if self.ep_size == 1:
-            return global_input_tokens, self.ends, global_probs
-        rows, _, probs = super().dispatch_postprocess(global_input_tokens, global_probs)
-        return rows, self.ends, probs
-
-    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Bring rows back into the order in which they came."""
-        return hidden_states if self.ep_size == 1 else super().combine_preprocess(hidden_states)
-
-    def _maybe_dtoh_and_synchronize(
-        self, point: str, tokens_per_expert: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        if self.ep_size > 1:
-            super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
-        return None
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if bias is not None or not hidden.is_cuda or hidden.dtype == dtype:
+            logits: torch.Tensor = RouterGatingLinearFunction.forward(ctx, hidden, weight, bias, dtype)
+            return logits
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.router_dtype, ctx.input_dtype, ctx.weight_dtype = dtype, hidden.dtype, weight.dtype
+        return torch.mm(hidden.flatten(0, -2), weight.t(), out_dtype=dtype).view(*hidden.shape[:-1], -1)
 
 
 class CountingRouter(TopKRouter):
-    """megatron's router, with the tokens of each expert counted and a bias for `update_expert_bias` to move.
+    """megatron's router, which orders the rows of tokens by the experts that they choose, with rows of each
+    expert counted and a bias for `update_expert_bias` to move.
 
     Tokens under `padding_mask` [T], True for the tail, are routed but not counted. Counting is left out
     without gradients, hence in evaluation and in the first of the two passes of a recomputed layer. The mask
@@ -158,22 +129,70 @@ class CountingRouter(TopKRouter):
         balanced: bool,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        counts = torch.zeros(config.num_moe_experts, dtype=torch.int64)
-        self.register_buffer("tokens_per_expert", counts, persistent=False)
+        experts = config.num_moe_experts
+        self.register_buffer("numbers", expert_numbers(experts), persistent=False)
+        # Of each expert and those before it together, as a pass has them at hand.
+        self.register_buffer("counted", torch.zeros(experts, dtype=torch.int64), persistent=False)
         if balanced:
             del self.expert_bias  # None, in the place of the buffer
-            self.register_buffer("expert_bias", torch.zeros(config.num_moe_experts, dtype=torch.float32))
+            self.register_buffer("expert_bias", torch.zeros(experts, dtype=torch.float32))
+
+    def forward(
+        self, hidden: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, RowOrder]:
+        """hidden [T, 1, D] → probabilities [T, k] of the experts of each token, and the order of rows."""
+        probs, chosen = self._choose(self.gating(hidden).flatten(0, -2))
+        order = order_rows(chosen, self.numbers)
+        if torch.is_grad_enabled():
+            self._count(order, padding_mask)
+        return probs, order
+
+    def gating(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [..., D] → logits [..., E], in single precision at least."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits: torch.Tensor = _Gate.apply(hidden, self.weight, self.bias, dtype)
+        return logits
+
+    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T, E] → probabilities and numbers [T, k] of the experts of each token: as megatron chooses,
+        without a map of all experts.
+        """
+        config = self.config
+        if self.score_function == "sigmoid":
+            scores = logits.sigmoid()
+            biased = scores if self.expert_bias is None else scores + self.expert_bias
+            chosen = self._best(biased)[1]
+            probs = scores.gather(1, chosen)
+            if self.topk > 1:
+                probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
+        elif config.moe_router_pre_softmax:
+            probs, chosen = self._best(logits.softmax(-1))
+        else:
+            best, chosen = self._best(logits)
+            probs = best.softmax(-1)
+        factor = config.moe_router_topk_scaling_factor
+        return (probs * factor if factor else probs), chosen
+
+    def _best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        config, groups = self.config, self.config.moe_router_group_topk
+        if not groups:
+            return scores.topk(self.topk, dim=1)
+        sizes = len(scores), config.num_moe_experts, config.moe_router_num_groups
+        best: tuple[torch.Tensor, torch.Tensor] = group_limited_topk(scores, self.topk, *sizes, groups)
+        return best
 
     @torch.no_grad()
-    def _count(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+    def _count(self, order: RowOrder, padding_mask: torch.Tensor | None) -> None:
+        ends = order.ends
         if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.unsqueeze(1)
-        self.tokens_per_expert += routing_map.sum(0)
+            real = (~padding_mask.reshape(-1)).index_select(0, order.tokens)
+            ends = F.pad(real.cumsum(0), (1, 0)).index_select(0, ends)
+        self.counted += ends
 
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Take megatron's place for its statistics; its own masks experts where it means to mask tokens."""
-        if torch.is_grad_enabled():
-            self._count(routing_map, padding_mask)
+    @property
+    def tokens_per_expert(self) -> torch.Tensor:
+        """Tokens that each expert had since the last update of the bias, [E]."""
+        return self.counted.diff(prepend=self.counted.new_zeros(1))
 
 
 def tail_mask(tokens: int, real: int, tp_rank: int, tp: int, device: torch.device) -> torch.Tensor | None:
@@ -211,12 +230,13 @@ def update_expert_bias(
     found = list(routers(model).values())
     if not found:
         return torch.zeros(0, device=next(model.parameters()).device)
-    counts = torch.stack([router.tokens_per_expert for router in found])
-    dist.all_reduce(counts, group=groups.tp_dp_cp)
+    counted = torch.stack([router.counted for router in found])
+    dist.all_reduce(counted, group=groups.tp_dp_cp)
+    counts = counted.diff(dim=1, prepend=counted.new_zeros(len(found), 1))
     totals, num_experts = counts.sum(1), counts.shape[1]
     directions = torch.sign(totals.unsqueeze(1) - counts * num_experts)
     for router, direction in zip(found, directions, strict=True):
-        router.tokens_per_expert.zero_()
+        router.counted.zero_()
         if router.expert_bias is not None:
             router.expert_bias.add_(direction * rate)
     return counts.amax(1) * num_experts / totals.clamp(min=1)

@@ -93,19 +93,20 @@ class Named:
     copy: tuple[int, int]
     expert: int | None = None
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what is of this name in the parameter or a tensor of its shape, as a view."""
-        return tensor if self.expert is None else tensor[self.expert]
+    @property
+    def own(self) -> torch.Tensor:
+        """What of the parameter is of this name, as a view."""
+        return self.parameter if self.expert is None else self.parameter[self.expert]
 
     @property
     def elements(self) -> tuple[int, int]:
         """The first of its elements in the flattened parameter, and how many there are."""
-        count = self.own(self.parameter).numel()
+        count = self.own.numel()
         return count * (self.expert or 0), count
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank holds out of the full tensor."""
-        own = self.own(self.parameter)
+        own = self.own
         return self.region.cut(full).reshape(-1)[self.first :][: own.numel()].view(own.shape)
 
     @property

@@ -75,9 +75,9 @@ def _entries(spec: RunSpec, part: str) -> int:
     replicas = len(mesh.group(mesh.ranks[0], *replicated))
     weights = work.weights()
     partitions = sum(weight.partition for weight in weights)
-    own = sum(not (weight.expert or weight.partial or weight.partition) for weight in weights)
-    shared = sum(not weight.expert and weight.partial for weight in weights)
-    experts = sum(weight.expert for weight in weights)
+    own = sum(not (weight.experts or weight.partial or weight.partition) for weight in weights)
+    shared = sum(not weight.experts and weight.partial for weight in weights)
+    experts = sum(weight.experts for weight in weights)
     pieces = work.tp * own + shared + work.tp * (replicas - 1)
     if partitions:
         pool = spec.arrangement.partitions

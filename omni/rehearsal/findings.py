@@ -61,8 +61,8 @@ ALLOWED = (
     Allowed(
         WAITS,
         "",
-        "megatron.core.transformer.moe.token_dispatcher.",
-        "megatron's dispatcher reads how many rows the router gave each expert: once a layer and pass",
+        "omni.models.dispatch.Dispatcher.host_counts",
+        "how many rows ranks send to each other's experts: once a layer and pass, with ep",
     ),
     Allowed(DOUBLE, "", "omni.models.llm_stage.LLMStage.loss", "one number a target token: sums stay exact"),
     Allowed(DOUBLE, "forward", "pipeline.engine._RunningStep.forward", "adds such sums over microbatches"),

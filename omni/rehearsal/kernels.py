@@ -16,15 +16,16 @@ from torch.utils._pytree import tree_iter
 # One launch: pointwise operators, sums and the like along dims, copies and fills, rows by index.
 _NAMES = """
     abs add add_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_min clone copy_ cos
-    div div_ eq exp exp_ expm1 ge gelu gelu_backward gt le log log_ logical_and logical_not lt maximum minimum
+    div div_ eq exp exp_ expm1 floor_divide ge gelu gelu_backward gt le log log_ logical_and logical_not lt
+    maximum minimum
     mul mul_ ne neg neg_ pow reciprocal remainder rsqrt rsub sigmoid sigmoid_backward sign silu silu_backward
     sin softplus softplus_backward sqrt sub sub_ tanh tanh_backward where _to_copy
     amax amin any argmax max mean min prod sum
-    arange scalar_tensor fill_ full full_like new_full new_ones new_zeros ones ones_like zero_ zeros
-    zeros_like embedding gather index index_add_ index_copy_ index_select masked_fill_ scatter_ scatter_add_
-    tril triu _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data
-    nll_loss_forward native_layer_norm _fused_rms_norm
-    addmm addmm_ baddbmm baddbmm_ bmm convolution mm
+    arange scalar_tensor searchsorted fill_ full full_like new_full new_ones new_zeros ones ones_like
+    zero_ zeros zeros_like embedding gather index index_add_ index_copy_ index_select masked_fill_
+    scatter_ scatter_add_ tril triu _log_softmax _log_softmax_backward_data _softmax
+    _softmax_backward_data nll_loss_forward native_layer_norm _fused_rms_norm addmm addmm_ baddbmm
+    baddbmm_ bmm convolution mm
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel

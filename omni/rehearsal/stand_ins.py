@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.llm_config import MoEConfig
+from omni.models.dispatch import Dispatcher
 from omni.models.llm_stage import LLMStage
 from omni.models.towers.module import TowerModule
 from omni.models.towers.probe import Prepared
@@ -30,7 +31,7 @@ from omni.rehearsal.meter import Meter
 from ops import attention
 from parallel.lane import Lane
 from parallel.layout import split_evenly
-from parallel.megatron import CudaRNGStatesTracker, MoEAlltoAllTokenDispatcher, get_global_memory_buffer
+from parallel.megatron import CudaRNGStatesTracker, get_global_memory_buffer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Op
 
@@ -53,9 +54,6 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         get_scratch = scratch.get_tensor
         put(scratch, "buffer", {})
         put(scratch, "get_tensor", lambda *args: _uncounted(meter, get_scratch, args))
-        # The dispatcher reads the order of experts as numbers.
-        init = MoEAlltoAllTokenDispatcher.__init__
-        put(MoEAlltoAllTokenDispatcher, "__init__", lambda *args, **kwargs: _with_content(init, args, kwargs))
         # An item's arrays are numpy's.
         silence = inputs._silence
         put(inputs, "_silence", lambda *args: _with_content(silence, args, {}))
@@ -89,7 +87,6 @@ def even_routing(
 
     `ranks` are those of `domain` by position, and `where` gives the op that runs, hence the microbatch.
     """
-    preprocess = MoEAlltoAllTokenDispatcher.preprocess
 
     def tokens(rank: int) -> int:
         op = where()
@@ -97,23 +94,18 @@ def even_routing(
         layout, member = domain.microbatches[op.index].layout, domain.member(ranks.index(rank))
         return layout.padded_tokens(member, domain.tp) // domain.tp
 
-    def count_evenly(dispatcher: Any, routing_map: torch.Tensor) -> torch.Tensor:
-        """Let megatron count, for what it sends in doing so and what stays on the device, then give it what
-        comes to the host: numbers, numpy's, as on a GPU.
-        """
-        counted: torch.Tensor = preprocess(dispatcher, routing_map)
-        group = dispatcher.ep_group
-        members = dist.get_process_group_ranks(group)
+    def host_counts(dispatcher: Dispatcher) -> np.ndarray:
+        """Wait for what was counted, which is fake."""
+        assert dispatcher.arrived is not None
+        assert dispatcher.order is not None
+        dispatcher.arrived()
+        members = dist.get_process_group_ranks(dispatcher.group)
         counts = np.array([split_evenly(tokens(rank) * moe.topk, moe.experts) for rank in members])
-        own, here = counts[group.rank()], counts[:, dispatcher.local_expert_indices]
-        assert own.sum() == dispatcher.num_out_tokens, "the plan and the router differ in tokens"
-        dispatcher.input_splits = own.reshape(group.size(), -1).sum(1)
-        dispatcher.output_splits = here.sum(1)
-        dispatcher.output_splits_tp = None  # there is no tensor parallelism inside an expert
-        dispatcher.num_global_tokens_per_local_expert = here
-        return counted
+        own = counts[dispatcher.group.rank()].sum()
+        assert own == len(dispatcher.order.slots), "the plan and the router differ in tokens"
+        return counts
 
-    with _replaced(MoEAlltoAllTokenDispatcher, "preprocess", count_evenly):
+    with _replaced(Dispatcher, "host_counts", host_counts):
         yield
 
 

@@ -135,7 +135,7 @@ def _load_and_save(rank: int, config: Config, world: int, expected: Path) -> lis
     for component, optimizer in trainer.rank.components.items():
         for named in all_parameters(optimizer.modules, trainer.rank.names[component]):
             value = full[f"{component}/{named.name}"]["main"].reshape(named.region.shape)
-            if not torch.equal(named.parameter, named.cut(value).to(named.parameter.dtype)):
+            if not torch.equal(named.own, named.cut(value).to(named.own.dtype)):
                 wrong.append(f"{component}/{named.name}")
     trainer.save()
     trainer.checkpoints.wait()

@@ -57,7 +57,7 @@ def draw_all(module: torch.nn.Module, **of: Any) -> None:
             if named.name.endswith(B):
                 seed = int.from_bytes(hashlib.sha256(named.name.encode()).digest()[:4], "big")
                 drawn = torch.randn(named.region.shape, generator=torch.Generator().manual_seed(seed)) * 0.1
-                named.parameter.copy_(named.cut(drawn))
+                named.own.copy_(named.cut(drawn))
 
 
 def trained(

@@ -132,7 +132,7 @@ def logits(
     stage = LLMStage(config, Layout(), groups=groups, **sizes)
     part = stage.parts[0]
     for named in all_parameters({0: part.model}, {0: part.numbering}):
-        named.parameter.copy_(full(folder, named.name))
+        named.own.copy_(full(folder, named.name))
     if positions is None:
         positions = torch.cat([torch.arange(length) for length in LENGTHS])
     packed = pack_llm(config, Sharding.whole(LENGTHS), positions, dtype=torch.float32, device=device)

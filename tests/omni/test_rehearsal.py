@@ -22,6 +22,7 @@ from omni.commands.plan import plan_of_step
 from omni.commands.rehearse import off_lines
 from omni.compose import compose_config
 from omni.config import ConfigError
+from omni.models.dispatch import Dispatcher
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
@@ -35,7 +36,7 @@ from omni.rehearsal.rehearse import classify, group_labels, owned_parameters, re
 from omni.rehearsal.stand_in_data import use_trace
 from omni.training.trainer import Trainer
 from parallel.layout import Layout
-from parallel.megatron import MoEAlltoAllTokenDispatcher, get_global_memory_buffer
+from parallel.megatron import get_global_memory_buffer
 from parallel.transports import node_map
 from parallel.work import Grad, Load, Part, Work
 from pipeline.rules.lists import ENCODES
@@ -371,10 +372,8 @@ def test_nothing_is_left_behind(data: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plan = plan_of_step(spec, 1)
 
     def replaced() -> list[object]:
-        dispatcher = MoEAlltoAllTokenDispatcher
         return [
-            dispatcher.__init__,
-            dispatcher.preprocess,
+            Dispatcher.host_counts,
             dist.new_group,
             dist.all_gather_object,
             torch.nn.Module.to,

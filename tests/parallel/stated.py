@@ -32,7 +32,7 @@ class Stated:
     shape: AttentionShape = field(default_factory=lambda: AttentionShape(1, 1))
 
     def weights(self) -> tuple[Weight, ...]:
-        return (Weight(1280), Weight(128, partial=True), Weight(256, tied=True), Weight(512, expert=True))
+        return (Weight(1280), Weight(128, partial=True), Weight(256, tied=True), Weight(512, experts=1))
 
     def forward(self, load: Load) -> Work:
         flops = self.token_flops * load.tokens + self.square_flops * load.squares
