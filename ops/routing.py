@@ -37,19 +37,19 @@ def order_rows(chosen: torch.Tensor, numbers: torch.Tensor) -> RowOrder:
 
 def rows_of(tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
     """tokens [T, D] → rows [R, D]."""
-    rows: torch.Tensor = _Rows.apply(tokens, order)
+    rows: torch.Tensor = _RowsOf.apply(tokens, order)
     return rows
 
 
 def sums_of(rows: torch.Tensor, order: RowOrder, tokens: int) -> torch.Tensor:
     """rows [R, D] of so many tokens T → their sums by token [T, D]."""
-    sums: torch.Tensor = _Sums.apply(rows, order, tokens)
+    sums: torch.Tensor = _SumsOf.apply(rows, order, tokens)
     return sums
 
 
 def weights_of(probs: torch.Tensor, order: RowOrder) -> torch.Tensor:
     """Probabilities of the choices [T, k] → those of rows [R]."""
-    weights: torch.Tensor = _Weights.apply(probs, order)
+    weights: torch.Tensor = _WeightsOf.apply(probs, order)
     return weights
 
 
@@ -64,7 +64,7 @@ def _summed(rows: torch.Tensor, slots: torch.Tensor, tokens: int) -> torch.Tenso
     return apart.view(tokens, -1 if tokens else 1, rows.shape[1]).sum(1)
 
 
-class _Rows(torch.autograd.Function):
+class _RowsOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, order: RowOrder) -> torch.Tensor:
         ctx.save_for_backward(order.slots)
@@ -77,7 +77,7 @@ class _Rows(torch.autograd.Function):
         return _summed(grads[0], slots, ctx.tokens), None
 
 
-class _Sums(torch.autograd.Function):
+class _SumsOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: RowOrder, tokens: int) -> torch.Tensor:
         ctx.save_for_backward(order.tokens)
@@ -89,7 +89,7 @@ class _Sums(torch.autograd.Function):
         return grads[0].index_select(0, of), None, None
 
 
-class _Weights(torch.autograd.Function):
+class _WeightsOf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor, order: RowOrder) -> torch.Tensor:
         ctx.save_for_backward(order.slots)

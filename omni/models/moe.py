@@ -161,19 +161,20 @@ class CountingRouter(TopKRouter):
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             biased = scores if self.expert_bias is None else scores + self.expert_bias
-            chosen = self._best(biased)[1]
+            chosen = self.best(biased)[1]
             probs = scores.gather(1, chosen)
             if self.topk > 1:
                 probs = probs / (probs.sum(-1, keepdim=True) + 1e-20)
         elif config.moe_router_pre_softmax:
-            probs, chosen = self._best(logits.softmax(-1))
+            probs, chosen = self.best(logits.softmax(-1))
         else:
-            best, chosen = self._best(logits)
+            best, chosen = self.best(logits)
             probs = best.softmax(-1)
         factor = config.moe_router_topk_scaling_factor
         return (probs * factor if factor else probs), chosen
 
-    def _best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The highest of the scores [T, E] of each token, and the experts that they are of, both [T, k]."""
         config, groups = self.config, self.config.moe_router_group_topk
         if not groups:
             return scores.topk(self.topk, dim=1)

@@ -61,7 +61,7 @@ ALLOWED = (
     Allowed(
         WAITS,
         "",
-        "omni.models.dispatch.Dispatcher.host_counts",
+        "ops.device.to_host",
         "how many rows ranks send to each other's experts: once a layer and pass, with ep",
     ),
     Allowed(DOUBLE, "", "omni.models.llm_stage.LLMStage.loss", "one number a target token: sums stay exact"),

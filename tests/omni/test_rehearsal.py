@@ -5,6 +5,7 @@ import gc
 import json
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from omni.models.dispatch import Dispatcher
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.llm import llm_parts
 from omni.models.llm_statement import llm_part
-from omni.models.moe import routers
+from omni.models.moe import CountingRouter, routers
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import Footprint, Sent, Traffic
@@ -149,16 +150,12 @@ class PatientMeter(Meter):
         super()._hold(storage, kind)
 
 
-class RoundRobin:
-    """What megatron asks for experts in place of the scores: it takes all in turn."""
-
-    def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, *unused: object, **more: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, experts = scores.shape
-        turns = (torch.arange(tokens * topk) % experts).view(tokens, topk)
-        # To gather them would keep the scores, which topk does not.
-        return (scores + torch.zeros_like(scores).scatter(1, turns, 100.0)).topk(topk, dim=1)
+def in_turn(router: CountingRouter, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens take all experts in turn, whatever their scores."""
+    tokens, experts = scores.shape
+    turns = (torch.arange(tokens * router.topk) % experts).view(tokens, router.topk)
+    # To gather them would keep the scores, which topk does not.
+    return (scores + torch.zeros_like(scores).scatter(1, turns, 100.0)).topk(router.topk, dim=1)
 
 
 def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dict[str, int]]:
@@ -167,7 +164,7 @@ def real_step(rank: int, line: list[str], world: int) -> tuple[Traffic, int, dic
     get_global_memory_buffer().buffer.clear()
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, CPU)
     for router in routers(trainer.rank.stage.models).values():
-        router.router_replay = RoundRobin()
+        router.best = partial(in_turn, router)
     meter = PatientMeter(node_map(range(world), spec.cluster.ranks_per_node))
     gc.disable()
     with trainer.ahead() as ahead:
