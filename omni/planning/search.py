@@ -6,8 +6,9 @@
                holds too much is out
     simulate   those that take least by another closed form, `SIMULATED` of them, but for those whose lower
                bound is no less than the best step; of what takes about as long those with small domains
-    change     one thing at a time of the best `STARTS`, as long as that gains, each `CHANGES` times at most
-    rank       these under the run's own schedule
+    change     one thing at a time of the best `STARTS`, as long as that gains, each `CHANGES` times at most;
+               with what would be faster but does not fit, one thing more that makes it leaner
+    rank       the best `RANKED` of each under the run's own schedule, in several domains
 
 Placement, domains, sharing, balance, pairing, passes and what is recomputed are changed, too. All candidates
 take the same samples, whole: the longest of the stream, unless `data.sample_tokens` is less. What is planned
@@ -66,7 +67,7 @@ from parallel.policy import find
 from pipeline.costs import simulate
 from pipeline.plan import StepPlan
 
-SIMULATED, STARTS, CHANGES = 16, 2, 20
+SIMULATED, STARTS, CHANGES, RANKED = 16, 2, 20, 4
 _NEVER = 1 << 60  # bytes beyond a device's memory
 SHARED = 4  # replicas of a domain that a candidate begins with, unless the longest sample needs more
 FILLED = 4  # passes a stage that a candidate begins with, at least
@@ -149,9 +150,9 @@ class Searching:
         """Fit, simulate, change, rank: of so many layouts, with so many changes of the best each."""
         first = (tried for tried in self.first(self.layouts(), simulated) if tried.step_ns)
         starts = sorted(first, key=_place)[:STARTS]
-        best = {text_of(tried.keys): tried.keys for tried in (self.climb(own, changes) for own in starts)}
-        found = map(self.under_own_schedule, best.values())
-        self.out.found = sorted(found, key=lambda planned: _place(planned.tried))
+        best = (self.best_near(start, changes) for start in starts)
+        found = {text_of(each.tried.keys): each for each in best}
+        self.out.found = sorted(found.values(), key=lambda each: _place(each.tried))
 
     def resolve(self, config: Config) -> RunSpec:
         """Prepare a candidate."""
@@ -189,6 +190,15 @@ class Searching:
             best = tried if best is None or _place(tried) < _place(best) else best
             yield tried
 
+    def best_near(self, start: Tried, changes: int) -> Finalist:
+        """Climb. Of the best that were simulated on the way, return that which is best in several domains."""
+        before = len(self.tried)
+        best = self.climb(start, changes)
+        others = (start, *islice(self.tried.values(), before, None))
+        simulated = sorted((own for own in others if own.step_ns and own is not best), key=_place)
+        ranked = [best, *simulated][:RANKED]
+        return min((self.under_own_schedule(own.keys) for own in ranked), key=lambda each: _place(each.tried))
+
     def climb(self, best: Tried, most: int) -> Tried:
         """Change one key after the other, until a round gains nothing or `most` have been simulated."""
         most += self.out.simulated
@@ -196,14 +206,29 @@ class Searching:
         while gained:
             gained = False
             for key in self.space.values:
-                for value in self.space.neighbours(best.keys, key):
-                    if self.out.simulated >= most:
-                        return best
-                    other = self.attempt({**best.keys, key: value}, best)
+                for other in self._changed(best, key):
                     if gains(other, best):
                         best, gained = other, True
+                    if self.out.simulated >= most:
+                        return best
+                    if other is best:
                         break
         return best
+
+    def _changed(self, best: Tried, key: str) -> Iterator[Tried]:
+        """Simulate the neighbours of the best on one key. One that would gain but does not fit is tried with
+        each change that makes it leaner, too.
+        """
+        for value in self.space.neighbours(best.keys, key):
+            other = self.attempt({**best.keys, key: value}, best)
+            yield other
+            tight = not best.refused and 0 < other.beyond < _NEVER
+            if not tight or (other.step_ns or 0) >= (best.step_ns or 0):
+                continue
+            spec = self.resolve(self.settled(other.keys))
+            for change in self._leaner(other.keys, self.least_held(spec), self.room(spec) or 0):
+                if key not in change:
+                    yield self.attempt({**other.keys, **change}, best)
 
     def attempt(self, keys: Keys, best: Tried | None = None) -> Tried:
         """Simulate a candidate, unless it holds too much or cannot take less than the `best`."""
@@ -326,13 +351,13 @@ class Searching:
             held, most = self.least_held(spec), self.room(spec)
             if most is None or held.total() <= most:
                 return keys, spec, held
-            leaner = self._leaner(keys, held, most)
-            if leaner is None:
+            change = next(self._leaner(keys, held, most), None)
+            if change is None:
                 return keys, spec, held
-            keys = leaner
+            keys = {**keys, **change}
 
-    def _leaner(self, keys: Keys, held: Parts, most: int) -> Keys | None:
-        """A candidate that holds less of that which there is most of; None if there is none."""
+    def _leaner(self, keys: Keys, held: Parts, most: int) -> Iterator[Keys]:
+        """Changes by which a candidate holds less, first of that which there is most of."""
         state, next_of = by_component(held, *STATE), self.space.next_of
         own = ((EP, ZERO) if name == LLM else (encoder_tp(name),) for name in state)
         of_state = (next_of(key, keys) for key in chain.from_iterable(own))
@@ -341,8 +366,7 @@ class Searching:
             {PASS: keys[PASS] // 2} if keys.get(PASS, 0) > LEAN_PASS else None,
         )
         options = of_state if sum(state.values()) > most else chain(of_passes, of_state)
-        change = next((option for option in options if option), None)
-        return {**keys, **change} if change else None
+        return (option for option in options if option)
 
     def bound(self, spec: RunSpec) -> Bound:
         """What the first step takes at least, in domains of this size."""

@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from omni.__main__ import main
 from omni.compose import compose_config, given_keys
 from omni.config import ConfigError
 from omni.planning import search as layout_search
-from omni.planning.choice import DOMAIN, RECOMPUTE, value_of
+from omni.planning.choice import DOMAIN, RECOMPUTE, ZERO, Keys, value_of
 from omni.planning.fullest import fullest_rank, likely_held
 from omni.planning.layout_question import Question, question_of
 from omni.planning.layout_space import CP, PP, TP
 from omni.planning.least_held import least_held
 from omni.planning.no_layout import check_found
-from omni.planning.search import Searching, search
+from omni.planning.search import Finalist, Searching, search
 
 KEYS = (
     "~experiment", "model=llama3_1b_so400m", "cluster=h100", "data.step_tokens=32768", "optim.lr=1e-4",
@@ -77,6 +78,44 @@ def test_the_same_is_found_each_time_and_what_was_given_stays() -> None:
     for found in first.found:
         assert {key: value_of(found.spec.config, key) for key in given} == given
     assert {found.spec.config.data.sample_tokens for found in first.found} == {question.longest}
+
+
+ONE_SPLIT = (
+    *FEW[:4], *FEW[5:7], "layout.llm.tp=1", "layout.llm.cp=1", "layout.llm.pp=1", "layout.domain=4",
+    "llm_sp=uniform", "encoder_sp=none", "packing=first_fit_decreasing", "packing.divisor=1",
+    "data.microbatch_tokens=8192", "data.sample_tokens=8192", "pipeline=encode_first",
+)  # fmt: skip
+
+
+def test_two_changes_are_made_at_once_where_the_one_that_gains_does_not_fit_by_itself() -> None:
+    """Recomputing less takes 26 GiB, and 24 with ZeRO-2, which by itself takes longer."""
+    question = asked(*ONE_SPLIT, f"cluster.memory_bytes={25 << 30}")
+    searching = Searching(question, 4)
+    assert set(searching.space.values) == {RECOMPUTE, ZERO}
+    start = {**searching.begun({TP: 1, CP: 1, PP: 1}), RECOMPUTE: "full"}
+    own, fuller, both = (
+        searching.under_own_schedule({**start, **change}).tried
+        for change in ({}, {ZERO: 2}, {ZERO: 2, RECOMPUTE: "none"})
+    )
+    assert not both.refused
+    assert both.step_ns < own.step_ns < fuller.step_ns
+    assert search(question, 4).found[0].tried == both
+
+
+def test_what_is_best_in_one_domain_is_held_against_others_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = Searching.under_own_schedule
+
+    def elsewhere(self: Searching, keys: Keys) -> Finalist:
+        found = planned(self, keys)
+        refused = "another domain holds more" if keys[RECOMPUTE] == "none" else ""
+        return replace(found, tried=replace(found.tried, refused=refused))
+
+    assert search(asked(*ONE_SPLIT), 4).found[0].tried.keys[RECOMPUTE] == "none"
+    monkeypatch.setattr(Searching, "under_own_schedule", elsewhere)
+    found = search(asked(*ONE_SPLIT), 4).found[0].tried
+    assert (found.keys[RECOMPUTE], found.refused) == ("selective", "")
 
 
 @pytest.mark.parametrize("split", [(1, 1, 4), (2, 2, 1), (2, 1, 2)])
