@@ -165,3 +165,23 @@ def check_parts(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedul
                 f"{schedule.parts} on a rank: set {layout}.parts={schedule.parts}, or choose one for "
                 "several, such as interleaved"
             )
+
+
+def check_pools(domain: int | None, others: Sequence[LLMLayoutConfig]) -> None:
+    """Refuse layouts for other numbers of ranks that divide weights or gradients over pools of one rank,
+    whatever the number. The `domain` is None where it is chosen for each.
+
+    Raises:
+        LayoutError: naming the key, the value and the remedy.
+    """
+    for number, sizes in enumerate(others):
+        if (sizes.zero or 1) == 1 or sizes.cp > 1 or 1 not in (domain, sizes.dp):
+            continue
+        own = f"launch.layouts[{number}]"
+        single, more = "layout.domain=1", "layout.domain=2"
+        if sizes.dp == 1:
+            single, more = f"{own}.dp=1", f"{own}.dp=2"
+        raise LayoutError(
+            f"{own}.zero={sizes.zero} divides what a pool's ranks hold, and with cp=1 and {single} that is "
+            f"one rank, with nothing to divide: set {more}, or {own}.zero=1"
+        )

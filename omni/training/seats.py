@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from infra.run_folder import RunFolder
 from omni.config import Config, ConfigError
 from omni.planning.choice import reopened
-from omni.planning.layouts import resolve_layout
+from omni.planning.layouts import check_zero, resolve_layout
 from parallel.layout import LayoutError
 
 _SLOW = "omni/slow"
@@ -64,7 +64,7 @@ def _misfit(config: Config, world: int) -> LayoutError | None:
     """
     config = reopened(config, world)
     try:
-        resolve_layout(config.layout, config.placement, tuple(config.model.encoders), world)
+        check_zero(resolve_layout(config.layout, config.placement, tuple(config.model.encoders), world))
     except LayoutError as error:
         return error
     return None

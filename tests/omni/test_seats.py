@@ -15,6 +15,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config, ConfigError, LLMLayoutConfig
 from omni.planning.layouts import check_layout, resolve_layout
+from omni.planning.prepare import prepare_run
 from omni.training.seats import Seat, end_standing_by, find_seat, fitting, remember_slow, seated, stand_by
 from parallel.layout import LayoutError
 
@@ -69,6 +70,32 @@ def test_a_layout_that_the_model_does_not_allow_is_refused_from_the_start(config
     arrangement = resolve_layout(config.layout, config.placement, tuple(config.model.encoders), 4)
     with pytest.raises(LayoutError, match=r"launch\.layouts\[1\]: .*heads"):
         check_layout(config.model.llm, {}, arrangement, config.launch.layouts, vocab_size=300)
+
+
+@pytest.mark.parametrize(
+    ("domain", "sizes", "said"),
+    [
+        (1, LLMLayoutConfig(zero=2), r"cp=1 and layout\.domain=1 .*: set layout\.domain=2, or "),
+        (None, LLMLayoutConfig(zero=3, dp=1), r"\[1\]\.dp=1 .*: set launch\.layouts\[1\]\.dp=2, or "),
+    ],
+)
+def test_a_layout_that_divides_over_pools_of_one_rank_is_refused_from_the_start(
+    config: Config, domain: int | None, sizes: LLMLayoutConfig, said: str
+) -> None:
+    own = replace(config, layout=replace(config.layout, domain=domain))
+    refused = rf"launch\.layouts\[1\]\.zero={sizes.zero} .*{said}launch\.layouts\[1\]\.zero=1"
+    with pytest.raises(LayoutError, match=refused):
+        prepare_run(with_layouts(own, TP2, sizes), 4)
+
+
+def test_a_world_whose_pools_would_have_one_rank_is_passed_over(config: Config) -> None:
+    """Two ranks that share no layers can divide what they hold; one rank cannot."""
+    chosen = replace(config, layout=replace(config.layout, domain=None))
+    divided = with_layouts(chosen, LLMLayoutConfig(zero=2))
+    assert fitting(divided, 2)[0].layout.llm.zero == 2
+    with pytest.raises(LayoutError, match="does not divide the 1 ranks"):
+        fitting(divided, 1)
+    assert fitting(with_layouts(divided, *divided.launch.layouts, ALONE), 1)[0].layout.llm.zero == 1
 
 
 def _sit(rank: int, config: Config, path: Path, port: int) -> Seat:
