@@ -150,6 +150,12 @@ def _checked(published: Path, config: "Config") -> bool:
             f"model.encoders has {', '.join(more)}, and {published} is a model of "
             f"{' and '.join(['text', *folder.family.encoders])}: leave these out"
         )
+    for name, own in config.model.encoders.items():
+        if (token := own.get("row_break")) is not None:
+            raise ConfigError(
+                f"model.encoders.{name}.row_break={token}: transformers' model of {published} has no token "
+                "between lines of rows: leave it out, or set it to null"
+            )
     quantised = folder.quantised
     if quantised is not None and quantised.kind == FP8 and importlib.util.find_spec("accelerate") is None:
         raise ConfigError(

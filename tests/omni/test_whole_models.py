@@ -24,6 +24,7 @@ from dataloader.tokenizer import get_tokenizer
 from dataloader.tokens import item_row_offsets, tokenize
 from infra.run_folder import RunFolder, read_metrics
 from omni.__main__ import main
+from omni.commands import parity
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.models.grid_positions import GridRows, grid_positions
@@ -147,6 +148,19 @@ def test_the_command_holds_with_pictures(referee: Referee, tmp_path: Path, capsy
     *keys, _ = line(referee.folder, referee.data, tmp_path)  # it has a run folder of its own
     assert main(["parity", "--against", str(referee.folder), *keys, "launch.ranks=2", "layout.llm.pp=2"]) == 0
     assert "parity holds" in capsys.readouterr().out
+
+
+def test_a_token_between_rows_is_refused_before_ranks_start(
+    referee: Referee, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' model of none of these folders has one."""
+    monkeypatch.setattr(parity, "run_to_end", lambda *unused: pytest.fail("ranks started"))
+    *keys, _ = line(referee.folder, referee.data, tmp_path)
+    keys.append("+model.encoders.image.row_break=7")
+    assert main(["parity", "--against", str(referee.folder), *keys]) == 2
+    said = capsys.readouterr().err
+    assert "model.encoders.image.row_break=7" in said
+    assert "leave it out, or set it to null" in said
 
 
 def stem(name: str) -> str:
