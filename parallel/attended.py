@@ -5,10 +5,11 @@ from itertools import pairwise
 
 from ops.delta_shape import DeltaHeads
 from parallel.delta_tiles import delta_exchanges
-from parallel.exchange_plan import Exchange, Side
+from parallel.exchange_lists import beside, sizes_of, total
+from parallel.exchange_plan import Exchange
 from parallel.held_pieces import num_during_incoming, pieces_of
 from parallel.sequence import SequenceLayout
-from parallel.tile_plan import own_groups, plan_tiles
+from parallel.tile_plan import KEY, own_groups, plan_tiles
 from parallel.tiles import AttentionShape, Tile
 from parallel.work import Attended
 
@@ -26,8 +27,8 @@ def attended(
     """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`, and
     what layers whose delta nets have the heads `delta` exchange.
 
-    Without `messages`, what it sends to each member, adds up and attends late is counted as nothing, which
-    takes far less time.
+    Without `messages`, what it sends to each member, lists, adds up and attends late is counted as nothing,
+    which takes far less time.
     """
     plan = plan_tiles(layout, tiles, rank, shape, head_dim) if messages else None
     groups = plan.groups if plan else own_groups(layout, tiles, rank, shape)
@@ -55,19 +56,14 @@ def attended(
     exchanges = delta_exchanges(layout, tiles, rank, delta) if delta is not None else None
     of_delta = _sent(*exchanges) if exchanges is not None else ()
     own = plan.incoming.source.counts[rank]
-    added = _added(plan.incoming.target, rank)
+    tokens_in, tiles_in = (sizes_of(side, rank) for side in (plan.incoming.source, plan.incoming.target))
+    lists = total(tokens_in) + total(tiles_in)
+    for one in (plan.outgoing, *(exchanges or ())):
+        lists += sum(total(sizes_of(side, rank)) for side in (one.source, one.target))
+    adding = beside(tiles_in.others), beside(tiles_in.own), beside(tokens_in.tensors[KEY])
     late = sum(alone[num_during_incoming(alone, shape.window, plan) :])
     sent = into, out, into_back, out_back
-    return Attended(tokens, local, rows, context, *sent, of_delta, own, calls, apart, added, late)
-
-
-def _added(tiles: Side, rank: int) -> tuple[int, int]:
-    """Numbers of the largest parcel that several tiles of the rank read: from other members, and its own."""
-    most = [
-        max((tiles.elements(parcel) for parcel in message if len(parcel) > 1), default=0)
-        for message in tiles.parcels
-    ]
-    return max((of for peer, of in enumerate(most) if peer != rank), default=0), most[rank]
+    return Attended(tokens, local, rows, context, *sent, of_delta, own, calls, apart, lists, adding, late)
 
 
 def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:

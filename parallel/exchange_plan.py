@@ -36,13 +36,19 @@ class Side:
     disjoint: tuple[bool, ...]
     complete: tuple[bool, ...]
 
+    @property
+    def size(self) -> int:
+        """The size of a head, which all tensors have."""
+        return self.shapes[0][2]
+
     def elements(self, parcel: Parcel) -> int:
         """Elements that a parcel takes in a message."""
-        return parcel[0].rows * parcel[0].heads * self.shapes[parcel[0].tensor][2]
+        return parcel[0].rows * parcel[0].heads * self.size
 
 
 def make_side(shapes: Sequence[tuple[int, int, int]], parcels: Sequence[Sequence[Parcel]]) -> Side:
     """Describe one side; `parcels[p]` are those exchanged with peer `p`, in the order of the message."""
+    assert len({size for _, _, size in shapes}) == 1, f"{shapes} are of several sizes"
     blocks: list[list[Block]] = [[] for _ in shapes]
     for parcel in (parcel for message in parcels for parcel in message):
         for block in parcel:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ops.attention import Packing, make_tile_packing, packed_attention
 from ops.span import Span
-from parallel.exchange import finish, start
+from parallel.exchange import Prepared, finish, prepare, start
 from parallel.held_pieces import EARLY, LATE, SHARED, num_during_incoming, pieces_of, runs_of
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import TileGroup, TilePlan, plan_tiles
@@ -32,8 +32,8 @@ class AttentionPlan:
     """All that attention on one rank needs to know of one microbatch, for every layer of one kind.
 
     `runs` divide the rank's `tokens` into neighbours that are SHARED, attended during the exchange in (EARLY)
-    or out (LATE). `packings` are those of the tile groups. If nothing is shared anywhere, `tiles` is None and
-    all tokens are EARLY.
+    or out (LATE). `packings` are those of the tile groups, `exchanges` bring queries, keys and values to the
+    tiles and outputs back. If nothing is shared anywhere, `tiles` is None and all tokens are EARLY.
     """
 
     tokens: int
@@ -42,6 +42,7 @@ class AttentionPlan:
     late: Packing
     tiles: TilePlan | None
     packings: tuple[Packing, ...]
+    exchanges: tuple[Prepared, ...]
 
 
 def plan_attention(
@@ -91,7 +92,9 @@ def plan_attention(
         for group in (tile_plan.groups if tile_plan else ())
     ]
     tokens = sum(length for _, length in pieces)
-    return AttentionPlan(tokens, runs_of(pieces, num_early), early, late, tile_plan, tuple(groups))
+    exchanges = prepare((tile_plan.incoming, tile_plan.outgoing), device) if tile_plan else ()
+    runs = runs_of(pieces, num_early)
+    return AttentionPlan(tokens, runs, early, late, tile_plan, tuple(groups), exchanges)
 
 
 def sharded_attention(
@@ -114,13 +117,26 @@ def sharded_attention(
         return packed_attention(query, key, value, plan.early, scale, sinks)
     assert group is not None, "shared sequences need a communicator"
     q, k, v = (divide(x, plan.runs) for x in (query, key, value))
-    incoming = start(plan.tiles.incoming, (q[SHARED], k[SHARED], v[SHARED]), group)
-    early = packed_attention(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks)
+    into, out = plan.exchanges
+    incoming = start(into, (q[SHARED], k[SHARED], v[SHARED]), group)
+    early = _attend_here(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks)
     tiles = _attend_tiles(finish(incoming), plan, scale, sinks)
-    outgoing = start(plan.tiles.outgoing, tiles, group)
-    late = packed_attention(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks)
+    outgoing = start(out, tiles, group)
+    late = _attend_here(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks)
     (shared,) = finish(outgoing)
     return join((shared, early, late), plan.runs)
+
+
+def _attend_here(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Without tokens nothing is launched: tiles alone keep all inputs in the graph."""
+    return packed_attention(q, k, v, packing, scale, sinks) if packing.tokens else q
 
 
 def _attend_tiles(
@@ -143,8 +159,11 @@ def _sinks_of(group: TileGroup, sinks: torch.Tensor) -> torch.Tensor:
 
 def divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     """The tokens of each kind. split() and cat(): the backward of a slice adds a zero tensor of full size. A
-    view would keep all that it is a view of for its backward, so what is attended here is copied.
+    view would keep all that it is a view of for its backward, so what is attended here is copied. Where all
+    tokens are shared, nothing is.
     """
+    if _all_shared(runs):
+        return [x, *(x.new_empty((0, *x.shape[1:])) for _ in (EARLY, LATE))]
     kinds: list[list[torch.Tensor]] = [[], [], []]
     for (kind, _), piece in zip(runs, x.split([length for _, length in runs]), strict=True):
         kinds[kind].append(piece)
@@ -157,5 +176,11 @@ def divide(x: torch.Tensor, runs: Sequence[tuple[int, int]]) -> list[torch.Tenso
 
 def join(kinds: Sequence[torch.Tensor], runs: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Undo `divide`."""
+    if _all_shared(runs):
+        return kinds[SHARED]
     pieces = [iter(x.split([n for kind, n in runs if kind == which])) for which, x in enumerate(kinds)]
     return torch.cat([next(pieces[kind]) for kind, _ in runs])
+
+
+def _all_shared(runs: Sequence[tuple[int, int]]) -> bool:
+    return all(kind == SHARED or not length for kind, length in runs)

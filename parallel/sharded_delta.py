@@ -23,8 +23,7 @@ import torch.distributed as dist
 from ops.delta import DeltaPacking, make_delta_packing, packed_delta
 from ops.delta_shape import DeltaHeads, DeltaShape
 from parallel.delta_tiles import delta_exchanges, delta_tiles
-from parallel.exchange import finish, start
-from parallel.exchange_plan import Exchange
+from parallel.exchange import Prepared, finish, prepare, start
 from parallel.held_pieces import EARLY, SHARED, pieces_of, runs_of
 from parallel.sequence import SequenceLayout
 from parallel.sharded_attention import divide, join
@@ -52,8 +51,8 @@ class DeltaPlan:
     heads: DeltaHeads
     runs: tuple[tuple[int, int], ...]
     local: DeltaPacking
-    incoming: Exchange | None = None
-    outgoing: Exchange | None = None
+    incoming: Prepared | None = None
+    outgoing: Prepared | None = None
     shares: tuple[tuple[HeadShare, ...], ...] = ()
 
 
@@ -78,7 +77,8 @@ def plan_delta(
     if exchanges is None:
         return DeltaPlan(heads, runs, packing)
     shares = _shares(layout, delta_tiles(layout, tiles, heads.count), rank, heads.shape.taps, device)
-    return DeltaPlan(heads, runs, packing, *exchanges, shares)
+    incoming, outgoing = prepare(exchanges, device)
+    return DeltaPlan(heads, runs, packing, incoming, outgoing, shares)
 
 
 def _shares(

@@ -19,6 +19,7 @@ from parallel.tiles import AttentionShape
 
 FP32 = 4  # bytes
 INDEX = 8  # bytes
+INT32 = 4  # bytes
 
 
 def part_name(llm: str, number: int) -> str:
@@ -51,9 +52,10 @@ class Attended:
     same four, in the order of the fields, of layers with a delta net. `own` are the numbers that it keeps in
     the first exchange, None if that was not counted, and `groups` the rows and context of the tiles of each
     kernel call, none if they are one. Shared tokens that lie `apart`, with others between, are first copied.
-    `added` are the most numbers whose gradients, from several tiles, are added up at once on the way back: of
-    those for other members, and of this one's own. `late` of the local tokens are attended during the
-    exchange after the tiles, the others during the one before.
+    `lists` are the int32 that say what exchanges copy where, those of delta nets included. `adding` are those
+    made for a moment where gradients of several tiles, or of several members, are added up on the way back:
+    of what others get, of what this rank keeps, and of its keys or its values. `late` of the local tokens are
+    attended during the exchange after the tiles, the others during the one before.
     """
 
     tokens: int
@@ -68,7 +70,8 @@ class Attended:
     own: int | None = None
     groups: tuple[tuple[int, int], ...] = ()
     apart: bool = False
-    added: tuple[int, int] = (0, 0)
+    lists: int = 0
+    adding: tuple[int, int, int] = (0, 0, 0)
     late: int = 0
 
 
@@ -99,6 +102,11 @@ class Load:
     def tokens(self) -> int:
         """Tokens that attention and feed-forward see on this rank."""
         return self.seen.tokens
+
+    @property
+    def list_bytes(self) -> int:
+        """Bytes of the lists of what exchanges copy where."""
+        return INT32 * (self.seen.lists + (self.windowed.lists if self.windowed else 0))
 
 
 def even_load(

@@ -302,8 +302,8 @@ class EncoderPart:
         return reduction(self.weights(), ranks, self.element)
 
     def input_bytes(self, load: Load) -> int:
-        """Values, positions and the rotation of each token."""
-        return load.tokens * (self.token_bytes + self.head_dim * self.element)
+        """Values, positions and the rotation of each token, and what exchanges copy where."""
+        return load.tokens * (self.token_bytes + self.head_dim * self.element) + load.list_bytes
 
 
 def value_bytes(values: int, axes: int) -> int:

@@ -202,7 +202,8 @@ def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bo
     tape.make("rotated", seen.tokens * (heads + kv_heads) * size * stack.element)
     if seen.into:
         _shared(stack, seen, tape, keeps)
-    tape.make("attended", output)
+    if not seen.into or seen.local:
+        tape.make("attended", output)
     if seen.into:
         tape.drop("local", "early out", "late out", "tile out", saved=keeps)
         tape.drop("shared", "shared out", "rotated")
@@ -225,8 +226,9 @@ def core_forward(stack: Layer, seen: Attended, tape: Tape, output: int) -> Tape:
 
 
 def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
-    """Sequences that ranks share: queries, keys and values to where their tiles are, and outputs back. What a
-    rank sends to itself lies in the buffer of what it sends.
+    """Sequences that ranks share: queries, keys and values to where their tiles are, and outputs back. They
+    are laid side by side to be packed. What a rank sends to itself lies in the buffer of what it receives.
+    Where all tokens are shared, what comes back is what attention puts out.
     """
     heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
     unit = size * stack.element
@@ -234,20 +236,28 @@ def _shared(stack: Layer, seen: Attended, tape: Tape, keeps: bool) -> None:
     sent, landed = (sum(of) * stack.element for of in (seen.into, seen.into_back))
     own = taken - landed if seen.own is None else seen.own * stack.element
     tape.make("local", seen.local * (heads + 2 * kv_heads) * unit)
-    tape.make("shared", (seen.tokens - seen.local) * (heads + 2 * kv_heads) * unit * seen.apart)
-    tape.make("wire", sent + own)
-    tape.make("landing", landed)
+    shared = (seen.tokens - seen.local) * (heads + 2 * kv_heads) * unit
+    tape.make("shared", shared * seen.apart)
+    tape.make("cells", shared)
+    tape.make("wire", sent)
+    tape.make("landing", own + landed)
+    tape.drop("cells")
     _alone("early", seen.local - seen.late, heads, unit, tape, keeps)
+    tape.drop("wire")
     tape.make("tiles", taken)
-    tape.drop("landing", "wire")
+    tape.drop("landing")
     tape.make("tile out", seen.rows * unit)
     tape.make("tile sums", seen.rows * FP32)
     tape.drop("tile sums", "tiles", saved=keeps)
-    tape.make("wire", seen.rows * unit)
-    tape.make("landing", sum(seen.out_back) * stack.element)
+    sent, landed = (sum(of) * stack.element for of in (seen.out, seen.out_back))
+    tape.make("cells", seen.rows * unit * (len(seen.groups) > 1))
+    tape.make("wire", sent)
+    tape.make("landing", seen.rows * unit - sent + landed)
+    tape.drop("cells")
     _alone("late", seen.late, heads, unit, tape, keeps)
-    tape.make("shared out", (seen.tokens - seen.local) * heads * unit)
-    tape.drop("landing", "wire")
+    tape.drop("wire")
+    tape.make("shared out" if seen.local else "attended", (seen.tokens - seen.local) * heads * unit)
+    tape.drop("landing")
 
 
 def _alone(when: str, tokens: int, heads: int, unit: int, tape: Tape, keeps: bool) -> None:

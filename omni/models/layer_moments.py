@@ -17,7 +17,7 @@ from omni.models.adapters import Adapter
 from omni.models.forward_moments import KEPT_OF_SHARED, Tape, core_forward, heads_forward
 from omni.models.layer import Layer
 from omni.models.pieces import Linears
-from parallel.work import FP32, Attended, Grad
+from parallel.work import FP32, INT32, Attended, Grad
 
 
 class Weights(Enum):
@@ -237,7 +237,7 @@ def _kernel_steps(stack: Layer, made: int, rows: int) -> Iterator[int]:
 
 def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Iterator[int]:
     """Attention of shared sequences: exchanges run the other way round, and tiles between them. Of the
-    gradient of the output so many bytes are `held`, once it is divided.
+    gradient of the output so many bytes are `held`, once it is divided, or sent where all tokens are shared.
     """
     heads, kv_heads, unit = (
         stack.heads // stack.tp,
@@ -248,10 +248,11 @@ def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Itera
     taken, rows, shared = (seen.rows + 2 * seen.context) * unit, seen.rows * unit, seen.tokens - seen.local
     early, late = (tokens * (heads + 2 * kv_heads) * unit for tokens in (seen.local - seen.late, seen.late))
     own = taken - landed if seen.own is None else seen.own * stack.element
-    yield output
-    yield held - output
+    divided = output * (seen.local > 0)
+    yield divided
+    yield (held - output) * (seen.local > 0)
     yield returned + rows
-    yield -shared * heads * unit
+    yield -shared * heads * unit + held * (not seen.local)
     yield from _kernel_steps(stack, late, seen.late * heads)
     yield -late - seen.late * heads * (2 * unit + FP32)
     yield rows - returned
@@ -259,17 +260,20 @@ def _shared_steps(stack: Layer, seen: Attended, output: int, held: int) -> Itera
     for row, context in reversed(seen.groups or ((seen.rows, seen.context),)):
         yield from _kernel_steps(stack, (row + 2 * context) * unit, row)
         yield -(3 * row + 2 * context) * unit - row * FP32
-    yield landed
-    for more, of_several in zip((0, sent + own), seen.added, strict=True):
-        yield more + of_several * FP32
-        yield -of_several * FP32
-    yield -taken
+    of_others, of_own, of_tensor = (numbers * INT32 for numbers in seen.adding)
+    yield taken  # side by side
+    yield landed + of_others
+    yield sent + own - of_others
+    yield of_own + own * (of_own > 0)
+    yield -of_own - own * (of_own > 0)
+    yield -2 * taken
     yield from _kernel_steps(stack, early, (seen.local - seen.late) * heads)
     yield -early - (seen.local - seen.late) * heads * (2 * unit + FP32)
-    # Of keys and values several tiles make gradients, which are added up in single precision.
-    wide, narrow = (shared * 2 * kv_heads * stack.head_dim * size for size in (FP32, stack.element))
-    yield shared * heads * unit + wide - landed
-    yield narrow
-    yield -own - sent - wide
-    yield seen.tokens * (heads + 2 * kv_heads) * unit
-    yield -early - late - shared * heads * unit - narrow
+    yield shared * heads * unit - landed
+    for _ in ("keys", "values"):  # of which several tiles make gradients
+        yield shared * kv_heads * unit + of_tensor
+        yield -of_tensor
+    yield -own - sent
+    if seen.local:
+        yield seen.tokens * (heads + 2 * kv_heads) * unit
+        yield -early - late - shared * (heads + 2 * kv_heads) * unit

@@ -207,8 +207,8 @@ class LLMPart:
         return True
 
     def shared_bytes(self, load: Load) -> int:
-        """The rotation."""
-        return load.tokens * self.head_dim * self.element
+        """The rotation, and what exchanges copy where."""
+        return load.tokens * self.head_dim * self.element + load.list_bytes
 
     def gathered_bytes(self, load: Load) -> int:
         """Tokens of all ranks of tp; frozen linears without adapters gather them in tensors of their own."""

@@ -122,6 +122,7 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
     "cat": _cat,
     "stack": _cat,
     "embedding_dense_backward": _embedding_backward,
+    "_embedding_bag_forward_only": lambda args: 1,  # EmbeddingBag.cu: a thread for each number of a bag
     # A copy of the whole, then what is changed of it.
     **dict.fromkeys(
         ("index_add", "index_copy", "index_fill", "index_put", "masked_fill", "scatter", "scatter_add"), _two

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import parallel.exchange as exchange_module
@@ -17,12 +18,13 @@ from omni.rehearsal.meter import Meter
 from ops.attention import make_packing, make_tile_packing, packed_attention
 from ops.span import Span
 from parallel.attended import attended
-from parallel.exchange import finish, start
+from parallel.exchange import finish, prepare, start
+from parallel.exchange_lists import Sums
 from parallel.exchange_plan import Block, Exchange, are_disjoint, make_side
 from parallel.held_pieces import EARLY, LATE, SHARED
 from parallel.sequence import SequenceLayout, Shard
 from parallel.sharded_attention import plan_attention, sharded_attention
-from parallel.tile_plan import Moved, moved_elements, plan_tiles
+from parallel.tile_plan import KEY, Moved, moved_elements, plan_tiles
 from parallel.tiles import (
     AttentionShape,
     Tile,
@@ -174,7 +176,7 @@ def mailbox(rank, size):
 
 def exchange_all(exchanges, tensors):
     groups = [mailbox(rank, len(exchanges)) for rank in range(len(exchanges))]
-    flights = [start(*one) for one in zip(exchanges, tensors, groups, strict=True)]
+    flights = [start(*one) for one in zip(prepare(exchanges, CPU), tensors, groups, strict=True)]
     return [finish(flight) for flight in flights]
 
 
@@ -300,25 +302,29 @@ def test_counts_say_where_shared_tokens_are_copied_and_which_local_ones_wait(see
 
 @settings(deadline=None, max_examples=50)
 @given(SEEDS, WORLDS)
-def test_counts_say_how_many_numbers_are_added_up_at_once(seed, world):
+def test_counts_say_how_many_numbers_lists_have_and_sums_make_beside(seed, world):
     case = random_case(seed, world)
-    for rank, plan in enumerate(case.tile_plans()):
+    for rank in range(world):
         seen = attended(case.layout, case.tiles, rank, case.tails[rank], case.shape, SIZE)
-        if plan is None:
-            assert seen.added == (0, 0)
+        plan = case.plan(rank)
+        lists = []
+        for side in (side for one in plan.exchanges for side in (one.source, one.target)):
+            side.each(lists.append)
+        assert seen.lists == sum(map(len, lists))
+        if not plan.exchanges:
+            assert seen.adding == (0, 0, 0)
             continue
-        back = plan.incoming.transpose().source
-        gradients = [torch.zeros(shape, dtype=torch.bfloat16) for shape in back.shapes]
-        others = [parcel for peer, of in enumerate(back.parcels) if peer != rank for parcel in of]
-        found = []
-        for parcels in (others, back.parcels[rank]):
-            flat = torch.empty(sum(map(back.elements, parcels)), dtype=torch.bfloat16)
-            with Meter([0]) as meter:
-                meter.adopt([*gradients, flat], "buffers")
+        into = plan.exchanges[0]
+        key = into.source.tensors[KEY]
+        for sums, numbers in zip((into.target.others, into.target.own, key), seen.adding, strict=True):
+            with FakeTensorMode() as fake, Meter([0]) as meter:
+                index, starts = (
+                    None if x is None else fake.from_tensor(x) for x in (sums.index, sums.starts)
+                )
+                cells = torch.empty(1 << 10, 8, dtype=torch.bfloat16)
                 before = meter.total
-                exchange_module._read(back, parcels, gradients, flat)
-            found.append((meter.most - before) // torch.float32.itemsize)
-        assert seen.added == tuple(found)
+                made = exchange_module._sum(Sums(index, starts), cells)
+            assert meter.most - before - made.nbytes == numbers * torch.int32.itemsize
 
 
 @settings(deadline=None, max_examples=120)
@@ -524,6 +530,8 @@ def test_tensors_and_blocks_that_do_not_fit_are_refused():
         make_side([(2, 1, 1)], [[(Block(0, 0, 2, 1, 1),)]])
     with pytest.raises(AssertionError, match="is empty"):
         make_side([(2, 1, 1)], [[(Block(0, 0, 0, 0, 1),)]])
+    with pytest.raises(AssertionError, match="of several sizes"):
+        make_side([(2, 1, 1), (2, 1, 2)], [[]])
     with pytest.raises(AssertionError, match="differ in shape"):
         make_side([(2, 2, 1)], [[(Block(0, 0, 1, 0, 2), Block(0, 1, 1, 0, 1))]])
     plan = two_ranks((Tile(0, 0, 2, 0, 6),))
@@ -696,13 +704,19 @@ def mutate(kind, case, plan, rank):
     if kind == "dropped":
         x = tiles.incoming
         x = Exchange(rank, without_values(x.source, rank, True), without_values(x.target, rank, False))
-        return replace(plan, tiles=replace(tiles, incoming=x))
+        return replace(plan, exchanges=prepare((x, tiles.outgoing), CPU))
     if kind == "tail":
         lengths = plan.late.lengths
         if len(lengths) > 1:
             lengths = (*lengths[:-2], lengths[-2] + lengths[-1])
         return replace(plan, late=make_packing(lengths, True, 1, CPU, torch.float64))
     return plan
+
+
+def last_of_each(sums, cells):
+    return cells.index_select(
+        0, sums.index if sums.starts is None else sums.index[sums.starts[1:].long() - 1]
+    )
 
 
 MUTATIONS = ("none", "offset", "top-left", "dropped", "tail", "overwritten")
@@ -716,7 +730,7 @@ def attend_mutants(rank):
         plan = mutate(kind, case, case.plan(rank), rank)
         with pytest.MonkeyPatch.context() as patch:
             if kind == "overwritten":  # replicated gradients overwrite each other instead of adding up
-                patch.setattr(torch.Tensor, "add_", torch.Tensor.copy_)
+                patch.setattr(exchange_module, "_sum", last_of_each)
             found[kind] = errors(case, problem, rank, run_case(case, problem, rank, torch.float64, plan=plan))
     return found
 
@@ -737,9 +751,10 @@ def test_planted_errors_are_seen(ranks):
 def attend_one_after_the_other(q, k, v, plan, group):
     """Every exchange finished where it was started, local sequences last."""
     divided = [sharded_module.divide(x, plan.runs) for x in (q, k, v)]
-    tensors = finish(start(plan.tiles.incoming, [x[SHARED] for x in divided], group))
+    into, out = plan.exchanges
+    tensors = finish(start(into, [x[SHARED] for x in divided], group))
     tiles = sharded_module._attend_tiles(tensors, plan, None, None)
-    (shared,) = finish(start(plan.tiles.outgoing, tiles, group))
+    (shared,) = finish(start(out, tiles, group))
     early = packed_attention(*[x[EARLY] for x in divided], plan.early)
     late = packed_attention(*[x[LATE] for x in divided], plan.late)
     return sharded_module.join([shared, early, late], plan.runs)
@@ -799,13 +814,17 @@ def note_order(rank):
         patch.setattr(exchange_module, "dist", SimpleNamespace(all_to_all_single=all_to_all_single))
         patch.setattr(sharded_module, "packed_attention", noted_attention)
         run_case(case, problem, rank, torch.float64, plan=plan)
-    return [note for i, note in enumerate(notes) if note not in notes[i - 1 : i]]
+    idle = {name for name, packing in (("early", plan.early), ("late", plan.late)) if not packing.tokens}
+    return [note for i, note in enumerate(notes) if note not in notes[i - 1 : i]], idle
 
 
 def test_local_attention_runs_while_exchanges_are_under_way(ranks):
     expected = ["launch", "early", "land", "tiles", "launch", "late", "land"]
     expected += ["launch", "late back", "land", "tiles back", "launch", "early back", "land"]
-    assert ranks.run(4, note_order) == [expected] * 4
+    answers = ranks.run(4, note_order)
+    assert [len(idle) for _, idle in answers] == [0, 2, 0, 2]
+    for notes, idle in answers:
+        assert notes == [note for note in expected if note.removesuffix(" back") not in idle]
 
 
 def two_layers(q, k, v, plan, group, recompute):

@@ -64,7 +64,8 @@ def computed(rank: int, seed: int, heads: int) -> tuple[list[torch.Tensor], tupl
     out = sharded_delta(*own, plan, group)
     gradients = torch.autograd.grad((out * weighed).sum(), own)
     sent = delta_exchanges(layout, tiles, rank, DeltaHeads(heads, SHAPE))
-    counts = tuple(0 if of is None else of.moved_elements() for of in (plan.incoming, sent and sent[0]))
+    told = (plan.incoming and plan.incoming.exchange, sent and sent[0])
+    counts = tuple(0 if of is None else of.moved_elements() for of in told)
     return [out.detach(), *gradients], counts
 
 
