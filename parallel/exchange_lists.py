@@ -149,8 +149,8 @@ def _starts(counts: np.ndarray[Any, Any]) -> Array | None:
     """Where the sums of so many cells each begin and the last ends, None where each is of one."""
     if (counts == 1).all():
         return None
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return _joined([np.zeros(1, np.int32), np.cumsum(counts)])
 
 
 def _joined(parts: Iterable[np.ndarray[Any, Any]]) -> Array:
-    return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
+    return np.concatenate([np.zeros(0, np.int32), *parts], dtype=np.int32, casting="same_kind")

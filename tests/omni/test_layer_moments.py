@@ -39,9 +39,11 @@ def random_load(rng: Random, tp: int, frozen: bool) -> Load:
     tokens = tp * rng.randint(1, 300)
     alone = Attended(tokens, tokens)
     sent = ((0, rng.randint(1, 9)), (0, 3), (0, 5), (0, 2))
-    local = rng.randint(0, tokens)
+    local = rng.choice((0, rng.randint(0, tokens)))
     shared = Attended(
-        tokens, local, rng.randint(0, 500), rng.randint(1, 500), *sent, late=rng.randint(0, local)
+        *(tokens, local, rng.randint(0, 500), rng.randint(1, 500), *sent),
+        adding=(rng.randint(0, 50), rng.randint(0, 50), rng.randint(0, 50)),
+        late=rng.randint(0, local),
     )
     return Load(rng.choice((alone, shared)), frozen=frozen)
 
