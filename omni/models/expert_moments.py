@@ -82,12 +82,6 @@ def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
     yield WeightGradient(rows.local * first * stack.hidden, rows.rows * (first + row))
 
 
-def copies_of_halves(stack: Layer) -> int:
-    """How many halves of a gated first linear's output are copied, and kept, before they are multiplied."""
-    clamped = stack.activation_clamp is not None
-    return stack.gated * (clamped + (clamped or stack.gate_offset != 0))
-
-
 def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> Iterator[int]:
     """A layer, from the gradient of its output to that of its input. Router and experts have `kept` bytes."""
     out, made, learning = stack.stream(seen.tokens), 0, Learning(weights, {})
@@ -155,11 +149,10 @@ def _experts(stack: Layer, rows: Routed, own: int, weights: Weights) -> Iterator
     yield unit
     yield -2 * unit
     if stack.gated:
-        copies = copies_of_halves(stack)
         yield 2 * unit  # as in a feed-forward
-        yield -2 * unit - unit * (copies > 0)
+        yield -2 * unit - unit * (stack.copied_halves > 0)
         yield unit
-        yield -3 * unit - unit * (copies > 1)
+        yield -3 * unit - unit * (stack.copied_halves > 1)
         yield 2 * unit
         yield -2 * unit
     else:

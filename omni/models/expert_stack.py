@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from omni.models.expert_moments import (
     Routed,
-    copies_of_halves,
     most_in_backward,
     most_in_forward,
     products,
@@ -287,7 +286,7 @@ class ExpertStack:
         """Rows and probabilities; of each row what a feed-forward keeps, and its product weighed: both halves
         of the first linear's output, copies of them, the gate, the product.
         """
-        kept = 5 + copies_of_halves(self.dense) if self.dense.gated else 3
+        kept = 5 + self.dense.copied_halves if self.dense.gated else 3
         return rows * (self.dense.hidden * self.element + FP32 + kept * self.ffn * self.element)
 
     def layer_kept(self, load: Load) -> int:

@@ -126,9 +126,9 @@ def feed_forward(stack: Layer, tokens: int, tape: Tape) -> None:
     inner = numbers * stack.element
     if stack.gated:
         tape.make("gate", inner)
-        tape.make("other", inner)
+        tape.make("copied", inner * stack.copied_halves)
     tape.make("product", inner)
-    tape.drop("gate", "other", "linear_fc1 out", saved=True)
+    tape.drop("gate", "copied", "linear_fc1 out", saved=True)
     _summed(stack, tokens, tape, "linear_fc2", "fc2")
     tape.enter("linear_fc2")
 

@@ -160,10 +160,10 @@ def feed_forward_steps(stack: Layer, tokens: int, learning: Learning) -> Iterato
     inner = tokens * stack.ffn // stack.tp * stack.element
     yield from _summed(stack, "linear_fc2", tokens, stack.ffn, learning)
     if stack.gated:
-        yield 2 * inner  # gradients of gate and other half, from that of the product; all three factors go
-        yield -3 * inner
-        yield inner  # through the gate; what it was made of goes
-        yield -3 * inner
+        yield 2 * inner  # gradients of gate and other half, from that of the product; what is no view goes
+        yield -2 * inner - inner * (stack.copied_halves > 0)
+        yield inner  # through the gate; what both were made of goes
+        yield -3 * inner - inner * (stack.copied_halves > 1)
         yield 2 * inner  # both halves together
         yield -2 * inner
     else:

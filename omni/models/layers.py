@@ -34,6 +34,18 @@ ACTIVATIONS = {
 }
 
 
+class _NoOffset:
+    """megatron adds an offset to what every gate lets through. Where that is 0, the sum would copy it, and
+    the copy would be kept for the backward.
+    """
+
+    def __radd__(self, other: torch.Tensor) -> torch.Tensor:
+        return other
+
+    def __bool__(self) -> bool:
+        return False
+
+
 class PackedCoreAttention(MegatronModule):
     """Core attention over packed tokens: rotates queries and keys by their own positions, then attends.
 
@@ -143,7 +155,7 @@ def transformer_config(
         gated_linear_unit=sizes.gated,
         activation_func=ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")],
         activation_func_clamp_value=sizes.activation_clamp,
-        glu_linear_offset=sizes.gate_offset,
+        glu_linear_offset=sizes.gate_offset or _NoOffset(),
         layernorm_zero_centered_gamma=sizes.norm_zero_centered,
         softmax_scale=sizes.attention_scale,
         attention_output_gate=sizes.output_gate,
