@@ -38,6 +38,8 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     """a [R, n], b [E, n, m] → [R, m], groups of rows; or a [m, R], b [R, n] → [E, m, n], groups of what is
     summed.
     """
+    if a.numel() == 0:  # no row came here
+        return torch.zeros_like(_empty(a, b, ends))
     if a.is_cuda and a.dtype == torch.bfloat16 and _is_aligned(a) and _is_aligned(b):
         return F.grouped_mm(a, b, offs=ends)
     out = _empty(a, b, ends)
