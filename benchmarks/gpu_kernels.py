@@ -24,6 +24,7 @@ import torch
 from infra.run_folder import write_json
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
+from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.linear import add_weight_gradient
 from ops.loss import token_losses
 from ops.norm import Norm
@@ -117,7 +118,7 @@ def attention_rows(device: torch.device, unit: int) -> Iterator[Row]:
 
 
 def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
-    """Weight gradients, losses, rotation, norms, the order of experts."""
+    """Weight gradients, losses, rotation, norms, the order of experts and their products."""
 
     def draw(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=dtype)
@@ -160,6 +161,16 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
     expected = torch.cat([tokens[routing[:, expert]] for expert in range(16)])
     assert len(of) == 2 * unit
     yield row("tokens in the order of experts", f"{unit} tokens, 2 of 16", [rows], [expected.double()], 0.0)
+
+    ends = torch.tensor([0, unit, unit, unit + 3], dtype=torch.int32, device=device)  # two without rows
+    rows, grads, weight = draw(unit + 3, 256), draw(unit + 3, 384), draw(4, 384, 256)
+    for product, factors in (
+        (grouped_linear, (rows, weight)),
+        (grouped_inputs, (grads, weight)),
+        (grouped_weights, (rows, grads)),
+    ):
+        found, exact = product(*factors, ends), product(*(x.double() for x in factors), ends)
+        yield row(product.__name__, f"{unit + 3} rows, 4 of 256 to 384", [found], [exact], ROUNDED)
 
 
 def timed_rows(device: torch.device, unit: int) -> Iterator[Row]:
