@@ -58,10 +58,12 @@ def delta_flops(tokens: int, heads: int, shape: DeltaShape) -> int:
 
 def delta_workspace(tokens: int, sequences: int, heads: int, shape: DeltaShape) -> int:
     """Bytes that a backward of the rule needs for the moment, about: it makes in fp32 what the chunks of all
-    tokens need, the last of each sequence half filled, seven times over, and keeps the state of each chunk.
+    tokens need, the last of each sequence half filled, seven and a half times, and keeps the state of each
+    chunk.
     """
     places = tokens + sequences * CHUNK // 2
-    numbers = 7 * (CHUNK + shape.key_dim + shape.value_dim) + 3 * shape.key_dim * shape.value_dim // CHUNK
+    keys, values = shape.key_dim, shape.value_dim
+    numbers = 15 * (CHUNK + keys + values) // 2 + 3 * keys * values // CHUNK
     return 4 * places * heads * shape.values * numbers
 
 
