@@ -13,9 +13,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import library as operators
 from torch.utils.flop_counter import register_flop_formula
 
 _ALIGNED = 16  # bytes: rows begin at a multiple, for the device's copies of tiles
+
+
+def is_one_product(dtype: torch.dtype, *widths: int) -> bool:
+    """Whether this machine's GPU multiplies rows of these widths in one product, whatever the groups. torch's
+    kernel is for Hopper and later (GroupMM.cu).
+    """
+    even = all(width * dtype.itemsize % _ALIGNED == 0 for width in widths)
+    return dtype == torch.bfloat16 and even and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -33,7 +42,7 @@ def grouped_weights(rows: torch.Tensor, grads: torch.Tensor, ends: torch.Tensor)
     return grouped_mm(grads.t(), rows, ends)
 
 
-@torch.library.custom_op("omni::grouped_mm", mutates_args=())
+@operators.custom_op("omni::grouped_mm", mutates_args=())
 def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """a [R, n], b [E, n, m] → [R, m], groups of rows; or a [m, R], b [R, n] → [E, m, n], groups of what is
     summed.

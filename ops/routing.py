@@ -25,6 +25,7 @@ class RowOrder:
 
 def expert_numbers(experts: int) -> torch.Tensor:
     """The numbers of experts [E], in as few bits as hold them: a sort takes a pass for 8 bits."""
+    assert experts <= 2**15, f"{experts} experts have no numbers of 16 bits"
     return torch.arange(experts, dtype=torch.uint8 if experts <= 256 else torch.int16)
 
 

@@ -96,11 +96,16 @@ def read_state(
     for component, optimizer in components.items():
         for inner, whole in optimizer.main_weights().values():
             inner.optimizer.state.pop(whole, None)
+        trained: dict[torch.Tensor, bool] = {}
         for shard in owned(optimizer, names[component]):
             if component in drawn and shard.name.endswith((A, B)):
                 continue
             key = f"{component}/{shard.name}"
-            _want_shard(optimizer, shard, key, pieces.get(key, []), wanted, moments)
+            own = _want_shard(optimizer, shard, key, pieces.get(key, []), wanted, moments)
+            if trained.setdefault(shard.whole, own) != own:
+                raise CheckpointError(
+                    f"{key}: some experts beside it have optimizer state and some have none"
+                )
     biases = _want_buffers(index, stage.biases() if stage else {}, wanted)
     rng = _want_rng(index, rank, wanted)
     for holder, wants in sorted(wanted.items()):
@@ -240,8 +245,10 @@ def _want_shard(
     pieces: list[tuple[int, Piece]],
     wanted: dict[int, list[Wanted]],
     moments: bool,
-) -> None:
-    """Note what a shard needs of the saved pieces, and give it room for its moments if they are asked for."""
+) -> bool:
+    """Note what a shard needs of the saved pieces, and give it room for its moments if they are asked for.
+    Returns whether the pieces have them.
+    """
     if not pieces or pieces[0][1].region.shape != shard.region.shape:
         found = f"has shape {pieces[0][1].region.shape}" if pieces else "is not in the checkpoint"
         raise CheckpointError(f"{key} {found}, the model has {shard.region.shape}")
@@ -271,6 +278,7 @@ def _want_shard(
             wanted[holder].append(Wanted(f"{key}/{name}", low * size, high * size, target, runs, dtype))
     if missing := len(targets["main"]) - covered:
         raise CheckpointError(f"{key}: {missing} of its elements are not in the checkpoint")
+    return trained == {True}
 
 
 def _made_state(inner: Any, whole: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from omni.planning.run_spec import RunSpec
 from omni.planning.work import num_parameters
 from omni.training.figures import restarts
 from omni.training.start import check_start
-from ops.device import device_name, precision_of
+from ops.device import device_name, device_type, dtype_of, precision_of
+from ops.grouped import is_one_product
 
 
 def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str) -> Iterator[str]:
@@ -65,7 +66,15 @@ def _data(spec: RunSpec) -> str:
 
 
 def _notes(spec: RunSpec) -> Iterator[str]:
-    """What the user should know of the data."""
+    """What the user should know of the data, and of experts on this GPU."""
+    llm, dtype = spec.config.model.llm, dtype_of(spec.config.train.precision)
+    mixture = llm.mixture
+    if mixture and device_type() == "cuda" and not is_one_product(dtype, llm.hidden, mixture.ffn):
+        yield (
+            f"experts are multiplied one after the other, and the host waits for each layer: one product for "
+            f"all takes a GPU from Hopper on, bf16, and widths that are multiples of 8 (model.llm.hidden="
+            f"{llm.hidden}, model.llm.moe.ffn={mixture.ffn})"
+        )
     yield from repeats(spec.config.data, {name: len(index) for name, index in spec.indexes.items()})
     for name, index in {**spec.heldout, **spec.indexes}.items():
         if index.manifest.hash is None:

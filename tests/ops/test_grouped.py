@@ -1,5 +1,7 @@
 """Products of groups of rows against one product after the other, and against the equations."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ops.grouped import grouped_inputs, grouped_linear, grouped_mm, grouped_weights
+from ops.grouped import grouped_inputs, grouped_linear, grouped_mm, grouped_weights, is_one_product
 
 COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
@@ -47,6 +49,22 @@ def test_a_fake_product_has_the_shape_and_the_flops_of_a_real_one(counts: list[i
         given_fakes = [fake.from_tensor(x) for x in (rows, weight, ends)]
         assert grouped_linear(*given_fakes).shape == out.shape
         assert grouped_weights(given_fakes[0], given_fakes[0], given_fakes[2]).shape == (len(counts), 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "capability", "one"),
+    [
+        (torch.bfloat16, (64, 24), (9, 0), True),
+        (torch.bfloat16, (64, 20), (9, 0), False),
+        (torch.bfloat16, (64, 24), (8, 0), False),
+        (torch.float32, (64, 24), (10, 0), False),
+    ],
+)
+def test_what_is_one_product_is_known(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, widths: tuple[int, ...], capability: Any, one: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert is_one_product(dtype, *widths) == one
 
 
 @pytest.mark.gpu
