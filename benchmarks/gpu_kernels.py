@@ -28,7 +28,7 @@ from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.linear import add_weight_gradient
 from ops.loss import token_losses
 from ops.norm import Norm
-from ops.rotary import apply_rotary, rotary_table
+from ops.rotary import rotary_table, rotated
 from ops.routing import expert_numbers, order_rows, rows_of
 from ops.span import Span
 
@@ -140,9 +140,9 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
     yield row("losses of tokens, gradient", f"{unit} of 32,000", found[1:], exact[1:], ROUNDED)
 
     x, places = draw(unit, 8, 128), torch.arange(unit, device=device) * 7
-    found = with_gradients(lambda x: apply_rotary(x, rotary_table(places, 128, 5e5, BF16)), [x])
+    found = with_gradients(lambda x: rotated(x, x, rotary_table(places, 128, 5e5, BF16))[0], [x])
     exact = with_gradients(
-        lambda x: apply_rotary(x, rotary_table(places, 128, 5e5, torch.float64)), [x.double()]
+        lambda x: rotated(x, x, rotary_table(places, 128, 5e5, torch.float64))[0], [x.double()]
     )
     yield row("rotary embedding", f"{unit} tokens, 8 heads of 128", found, exact, ROUNDED)
 

@@ -4,8 +4,9 @@ It imports megatron-core, which takes seconds, so import it in `build` and `pack
 only they import), and for annotations under `TYPE_CHECKING`. What stands here is kept stable.
 """
 
+from omni.models.attention import PackedCoreAttention
 from omni.models.encoders.transformer_module import TransformerModule
-from omni.models.layers import PackedCoreAttention, layer_submodules, transformer_config
+from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
 from parallel.megatron import ProcessGroupCollection, TransformerBlock, TransformerConfig
 from parallel.packed import PackedTokens, Sharding, pack_tokens

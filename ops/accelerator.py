@@ -16,8 +16,6 @@ from typing import Any
 
 import torch
 
-from ops.linear import add_weight_gradient
-
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn",
@@ -125,7 +123,6 @@ def patch() -> None:
     """Correct the megatron modules imported so far. Call it again after a lazy import of another one."""
     _define_missing_gemm()
     _take_torch_adam()
-    _add_weight_gradients_with_torch()
     if torch.cuda.is_available():
         return
     import megatron.core.tensor_parallel.random as megatron_random
@@ -147,13 +144,6 @@ def _take_torch_adam() -> None:
 
     optimizer.Adam = torch.optim.AdamW
     optimizer.USING_PYTORCH_OPTIMIZER = True
-
-
-def _add_weight_gradients_with_torch() -> None:
-    """megatron's linears add gradients of weights to `main_grad` by a kernel of apex. torch has one, too."""
-    import megatron.core.tensor_parallel.layers as layers
-
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=add_weight_gradient)
 
 
 def _define_missing_gemm() -> None:

@@ -3,7 +3,7 @@ an activated gate and what it lets through, as one operator forward and one back
 
 Nothing is kept for the backward but the operand: the activation is computed anew from it.
 
-Shapes: T tokens, F width; a row of `x` [T, 2F] holds the F gates and then the F others.
+Shapes: F width; a row of `x` [..., 2F] holds the F gates and then the F others.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ ACTIVATIONS: Mapping[str, Pointwise] = {kind: forward for kind, (forward, _) in 
 
 
 def gated(x: torch.Tensor, kind: str, clamp: float | None = None, offset: float = 0.0) -> torch.Tensor:
-    """x [T, 2F] → ACTIVATIONS[kind](gate) · (other + offset) [T, F].
+    """x [..., 2F] → ACTIVATIONS[kind](gate) · (other + offset) [..., F].
 
     With `clamp` gates are at most that, and others between minus that and that, before anything else.
     """
@@ -68,7 +68,7 @@ def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> to
     if takes_kernel(x):
         from ops.kernels import gates
 
-        return gates.gated(x, kind, clamp, offset)
+        return gates.gated(x.flatten(0, -2), kind, clamp, offset).unflatten(0, x.shape[:-1])
     gate, other = _halves(x, clamp)
     return ACTIVATIONS[kind](gate) * (other + offset if offset else other)
 
@@ -76,11 +76,12 @@ def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> to
 def _gated_backward(
     grad: torch.Tensor, x: torch.Tensor, kind: str, clamp: float | None, offset: float
 ) -> torch.Tensor:
-    """The gradient of x [T, 2F] from that of the product [T, F]."""
+    """The gradient of x [..., 2F] from that of the product [..., F]."""
     if takes_kernel(x):
         from ops.kernels import gates
 
-        return gates.gated_backward(grad, x, kind, clamp, offset)
+        rows = grad.flatten(0, -2), x.flatten(0, -2)
+        return gates.gated_backward(*rows, kind, clamp, offset).view_as(x)
     gate, other = _halves(x, clamp)
     out = torch.empty_like(x)
     of_gate, of_other = out.chunk(2, dim=-1)
@@ -102,7 +103,7 @@ def _halves(x: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.T
 
 
 def _product(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // 2)
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
 def _gradient(

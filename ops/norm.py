@@ -1,6 +1,9 @@
 """Normalisation layers that megatron-core's specs accept, on any device.
 
-Shapes: T tokens, D model width.
+Between two halves of a layer the sum with what went around the first, and the norm ahead of the second, are
+one operator, and so is their gradient.
+
+Shapes: t tokens, D model width.
 """
 
 from typing import Any
@@ -8,7 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ops.kernels.choice import takes_kernel
 from ops.names import NORMS
+from ops.operators import operator
+
+Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Norm(torch.nn.Module):
@@ -41,3 +48,237 @@ class Norm(torch.nn.Module):
         if self.bias is None:
             return F.rms_norm(x, self.shape, weight, self.eps)
         return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
+
+    def enter(self, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A stream [..., D] → itself, to go around what follows, and its norm: the gradients of both are
+        summed with the norm's.
+        """
+        found: tuple[torch.Tensor, torch.Tensor] = _Entered.apply(
+            stream, self.weight, self.bias, self.eps, self.offset
+        )
+        return found
+
+    def enter_sum(
+        self, stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `enter`, of stream + (out + bias), which are [..., D] and [D]."""
+        found: tuple[torch.Tensor, torch.Tensor] = _EnteredSum.apply(
+            stream, out, bias, self.weight, self.bias, self.eps, self.offset
+        )
+        return found
+
+
+def with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """stream + (out + bias), which are [..., D] and [D]."""
+    if bias is None:
+        return stream + out
+    total: torch.Tensor = _Summed.apply(stream, out, bias)
+    return total
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        weight: torch.Tensor,
+        shift: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, mean, scale = _NORM(stream, weight, shift, eps, offset)
+        ctx.save_for_backward(stream, mean, scale)
+        ctx.parameters, ctx.offset = (weight, shift, None), offset
+        return stream.view_as(stream), normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, of_weight, of_shift, _ = _entered_gradients(ctx, grads)
+        return grad, of_weight, of_shift, None, None
+
+
+class _EnteredSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        shift: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed, mean, scale = _ADD_NORM(stream, out, bias, weight, shift, eps, offset)
+        ctx.save_for_backward(total, mean, scale)
+        ctx.parameters, ctx.offset = (weight, shift, bias), offset
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, of_weight, of_shift, of_bias = _entered_gradients(ctx, grads)
+        return grad, grad, of_bias, of_weight, of_shift, None, None
+
+
+def _entered_gradients(
+    ctx: Any, grads: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of a normed total, and of the norm's weight, its shift and the bias in the total: None where
+    there is none, or where `main_grad` has taken it.
+    """
+    around, of_normed = (grad.contiguous() for grad in grads)
+    total, mean, scale = ctx.saved_tensors
+    weight, shift, bias = ctx.parameters
+    flags = ctx.offset, shift is not None, bias is not None
+    grad, rows = _NORM_BACKWARD(of_normed, around, total, mean, scale, weight, *flags)
+    found = dict(zip((x for x in ctx.parameters if x is not None), rows.unbind(), strict=True))
+    taken = [x for x in found if x.requires_grad and hasattr(x, "main_grad")]
+    if taken:
+        torch._foreach_add_([vars(x)["main_grad"] for x in taken], [found.pop(x) for x in taken])
+    of_weight, of_shift, of_bias = (found.get(x) for x in ctx.parameters)
+    return grad, of_weight, of_shift, of_bias
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = _WITH_BIAS(stream, out, bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (grad,) = grads
+        return grad, grad, grad.flatten(0, -2).sum(0)
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float, offset: float
+) -> Normed:
+    """x [..., D] → its norm, the means [t], none of an RMSNorm, and the factors [t], in single precision at
+    least, that it divides by.
+    """
+    if takes_kernel(x):
+        from ops.kernels import norms
+
+        normed, mean, scale = norms.norm(x.flatten(0, -2), weight, shift, eps, offset)
+        return normed.view_as(x), mean, scale
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    weight = weight.to(exact.dtype) + offset if offset else weight
+    if shift is not None:
+        normed, mean, scale = torch.native_layer_norm(x, x.shape[-1:], weight.to(x.dtype), shift, eps)
+        return normed, mean.flatten().to(exact.dtype), scale.flatten().to(exact.dtype)
+    scale = exact.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (exact * scale * weight).to(x.dtype), scale.new_empty(0), scale.flatten()
+
+
+def _add_norm(
+    stream: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """stream + (out + bias), rounded to their precision, and as `_norm` of it."""
+    if takes_kernel(stream):
+        from ops.kernels import norms
+
+        rows, added = stream.flatten(0, -2), out.flatten(0, -2)
+        total, normed, mean, scale = norms.add_norm(rows, added, bias, weight, shift, eps, offset)
+        return total.view_as(stream), normed.view_as(stream), mean, scale
+    total = stream + (out if bias is None else out + bias)
+    return total, *_norm(total, weight, shift, eps, offset)
+
+
+def _norm_backward(
+    grad: torch.Tensor,
+    around: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    shifted: bool,
+    biased: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of x [..., D], with the one from `around` the norm, and in one tensor [n, D], in single
+    precision at least, those of the weight, of a LayerNorm's shift if it is `shifted` and, if `biased`, of a
+    bias that was added to x.
+    """
+    if x.numel() == 0:
+        return torch.empty_like(x), scale.new_zeros(1 + shifted + biased, len(weight))
+    if takes_kernel(x):
+        from ops.kernels import norms
+
+        rows = (one.flatten(0, -2) for one in (grad, around, x))
+        of_x, parameters = norms.norm_backward(*rows, mean, scale, weight, offset, biased)
+        return of_x.view_as(x), parameters
+    grad, exact, scale = grad.flatten(0, -2).to(scale.dtype), x.flatten(0, -2).to(scale.dtype), scale[:, None]
+    normed = (exact - mean.unsqueeze(1) if shifted else exact) * scale
+    sums = [(grad * normed).sum(0), *((grad.sum(0),) if shifted else ())]
+    grad = grad * (weight.to(grad.dtype) + offset)
+    of_exact = grad - normed * (grad * normed).mean(1, keepdim=True)
+    if shifted:
+        of_exact -= grad.mean(1, keepdim=True)
+    of_x = of_exact.mul_(scale).view_as(x).add_(around).to(x.dtype)
+    if biased:
+        sums.append(of_x.flatten(0, -2).sum(0, dtype=scale.dtype))
+    return of_x, torch.stack(sums)
+
+
+def _with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """As `with_bias`."""
+    if takes_kernel(stream):
+        from ops.kernels import sums
+
+        return sums.summed(stream.flatten(0, -2), out.flatten(0, -2), bias).view_as(stream)
+    return stream + (out + bias)
+
+
+def _rows(x: torch.Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _made(
+    x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float, offset: float
+) -> Normed:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    mean, scale = (x.new_empty(rows, dtype=exact) for rows in (_rows(x) * (shift is not None), _rows(x)))
+    return torch.empty_like(x), mean, scale
+
+
+def _total_made(
+    stream: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(stream), *_made(stream, weight, shift, eps, offset)
+
+
+def _gradients_made(
+    grad: torch.Tensor,
+    around: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor,
+    offset: float,
+    shifted: bool,
+    biased: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), scale.new_empty(1 + shifted + biased, len(weight))
+
+
+def _sum_made(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(stream)
+
+
+_NORM = operator(_norm, _made)
+_ADD_NORM = operator(_add_norm, _total_made)
+_NORM_BACKWARD = operator(_norm_backward, _gradients_made)
+_WITH_BIAS = operator(_with_bias, _sum_made)

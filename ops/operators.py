@@ -13,12 +13,13 @@ _OURS = Library("omni", "FRAGMENT")  # it lives as long as the process
 
 
 def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` as operator omni::<its name> on CPUs and GPUs; `fake` makes its results without numbers.
+    """Return `run` as an operator of its name under "omni", on CPUs and GPUs; `fake` makes its results
+    without numbers.
 
     Both take the same annotated arguments. The operator changes none of them, returns none of them, and has
     no derivative: who needs one calls it in a `torch.autograd.Function`.
     """
-    name = run.__name__
+    name = run.__name__.strip("_")
     _OURS.define(name + infer_schema(run, mutates_args=()))
     for device in ("CPU", "CUDA"):
         _OURS.impl(name, run, device)

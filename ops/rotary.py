@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from ops.device import to_device
+from ops.kernels.choice import takes_kernel
+from ops.operators import operator
 
 
 @dataclass(frozen=True)
@@ -119,24 +121,109 @@ def rotary_table(
     return cos.to(dtype), sin.to(dtype)
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotate each pair (x[i], x[i + n/2]) of the first n of H; the backward is the rotation by the opposite
-    angle. What is behind them passes unchanged.
+Table = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotated(query: torch.Tensor, key: torch.Tensor, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [T, N, H] and key [T, K, H] → both rotated by `table` from `rotary_table`."""
+    both: tuple[torch.Tensor, torch.Tensor] = _Rotated.apply(query, key, *table)
+    return both
+
+
+def rotated_heads(joined: torch.Tensor, table: Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """joined [T, K, G + 2, H], for each head of keys and values G of queries, the key and the value →
+    queries [T, K · G, H] and keys [T, K, H], rotated by `table`, and values [T, K, H], which are a view.
     """
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _RotatedHeads.apply(joined, *table)
+    return heads
+
+
+class _Rotated(torch.autograd.Function):
+    """The backward is the rotation by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+        both: tuple[torch.Tensor, torch.Tensor] = _ROTATE(query, key, cos, sin, 1)
+        return both
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1), None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return *_ROTATE(*grads, *ctx.saved_tensors, -1), None, None
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+class _RotatedHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, joined: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        query, key, value = joined.split([joined.shape[2] - 2, 1, 1], dim=2)
+        return *_ROTATE(query, key.squeeze(2), cos, sin, 1), value.squeeze(2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _ROTATE_JOINED(*grads, *ctx.saved_tensors, -1), None, None
+
+
+def _rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate each pair (x[i], x[i + n/2]) of the first n of H in queries [T, N, H] or [T, K, G, H] and keys
+    [T, K, H], by the opposite angle where the sign is -1. The rest of a head is copied.
+    """
+    query, key = _even(query), _even(key)
+    if takes_kernel(key):
+        from ops.kernels import rotation
+
+        return rotation.rotate(query, key, cos, sin, sign)
+    query, key = _rotations(query, key, cos, sin, sign)
+    return query.flatten(1, -2), key
+
+
+def _rotate_joined(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sign: int,
+) -> torch.Tensor:
+    """Queries [T, N, H] and keys [T, K, H] rotated as `_rotate` does, and values [T, K, H], as one tensor
+    [T, K, G + 2, H].
+    """
+    query, key, value = _even(query), _even(key), _even(value)
+    if takes_kernel(key):
+        from ops.kernels import rotation
+
+        return rotation.rotate_joined(query, key, value, cos, sin, sign)
+    joined = _joined(query, key, value, cos, sin, sign)
+    groups = joined.shape[2] - 2
+    _turn(query.unflatten(1, (-1, groups)), joined[:, :, :groups], cos.unsqueeze(1), sin.unsqueeze(1), sign)
+    _turn(key, joined[:, :, groups], cos, sin, sign)
+    joined[:, :, groups + 1] = value
+    return joined
+
+
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of a head lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rotations(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    turned = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    more = (cos.unsqueeze(1), sin.unsqueeze(1)) if query.dim() == 4 else (cos, sin)
+    _turn(query, turned, *more, sign)
+    turned_key = torch.empty(key.shape, dtype=key.dtype, device=key.device)
+    _turn(key, turned_key, cos, sin, sign)
+    return turned, turned_key
+
+
+def _turn(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> None:
     half = cos.shape[-1]
     sizes = [half, half, x.shape[-1] - 2 * half] if x.shape[-1] > 2 * half else half
     low, high, *rest = x.split(sizes, dim=-1)
@@ -145,9 +232,26 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
         out_rest[0].copy_(rest[0])
     torch.mul(low, cos, out=out_low).addcmul_(high, sin, value=-sign)
     torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
-    return out
 
 
-def apply_rotary(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """[T, N, H] → [T, N, H], rotated by `table` from `rotary_table`."""
-    return _Rotate.apply(x, *table)
+def _turned(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    heads = key.shape[1] * query.shape[2] if query.dim() == 4 else query.shape[1]
+    return query.new_empty(query.shape[0], heads, query.shape[-1]), key.new_empty(key.shape)
+
+
+def _joined(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    sign: int,
+) -> torch.Tensor:
+    tokens, kv_heads, size = key.shape
+    return key.new_empty(tokens, kv_heads, query.shape[1] // kv_heads + 2, size)
+
+
+_ROTATE = operator(_rotate, _turned)
+_ROTATE_JOINED = operator(_rotate_joined, _joined)

@@ -25,7 +25,6 @@ _modules.setdefault("wandb", None)  # as if it were not installed
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -34,7 +33,6 @@ from megatron.core.parallel_state import _set_global_memory_buffer, get_global_m
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
-    LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -44,10 +42,15 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import RouterGatingLinearFunction, group_limited_topk
@@ -65,6 +68,7 @@ accelerator.patch()
 _set_global_memory_buffer()
 
 __all__ = [
+    "MLP",
     "AttnMaskType",
     "ColumnParallelLinear",
     "CudaRNGStatesTracker",
@@ -72,7 +76,6 @@ __all__ = [
     "DistributedDataParallelConfig",
     "GPTModel",
     "IdentityOp",
-    "LinearWithGradAccumulationAndAsyncCommunication",
     "MLPSubmodules",
     "MegatronModule",
     "MoELayer",
@@ -83,6 +86,7 @@ __all__ = [
     "ProcessGroupCollection",
     "RouterGatingLinearFunction",
     "RowParallelLinear",
+    "SelfAttention",
     "SharedExpertMLP",
     "TopKRouter",
     "TransformerBlock",
@@ -91,6 +95,7 @@ __all__ = [
     "TransformerLayer",
     "VocabParallelEmbedding",
     "all_to_all",
+    "checkpoint",
     "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
@@ -99,6 +104,5 @@ __all__ = [
     "get_megatron_optimizer",
     "group_limited_topk",
     "model_parallel_cuda_manual_seed",
-    "quick_gelu",
     "reduce_from_tensor_model_parallel_region",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from omni.models.feed_forward import activated
 from omni.models.weight_gradients import Deferral, PutsOff
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.routing import weighed
@@ -42,20 +43,8 @@ class Experts(MegatronModule):
         self, rows: torch.Tensor, ends: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """Rows [R, D] in the order of experts, their probabilities [R] → [R, D]; no bias is left to add."""
-        inner = weighed(self._activated(self.linear_fc1(rows, ends)), probs)
+        inner = weighed(activated(self.linear_fc1(rows, ends), self.config), probs)
         return self.linear_fc2(inner, ends, probs.unsqueeze(1)), None
-
-    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """[R, F] of a feed-forward, or [R, 2F], gates first and what they let through after → [R, F]."""
-        config = self.config
-        if not config.gated_linear_unit:
-            return config.activation_func(inner)
-        gate, other = inner.chunk(2, dim=-1)
-        if (most := config.activation_func_clamp_value) is not None:
-            gate, other = gate.clamp(max=most), other.clamp(min=-most, max=most)
-        if config.glu_linear_offset:
-            other = other + config.glu_linear_offset
-        return config.activation_func(gate) * other
 
 
 class ExpertLinear(PutsOff):

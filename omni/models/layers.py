@@ -1,104 +1,22 @@
-"""Transformer layers shared by the LLM and the encoders: megatron-core's, with our attention and norm.
-
-Shapes: T tokens, N heads, K key/value heads, H head size.
-"""
+"""Transformer layers shared by the LLM and the encoders, as megatron-core specifies and configures them."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from omni.models.attention import PackedCoreAttention, PackedSelfAttention
 from omni.models.layer_sizes import RECOMPUTE, LayerSizes
+from omni.models.packed_layer import PackedLayer
+from ops.gates import ACTIVATIONS
 from ops.norm import Norm
-from ops.rotary import apply_rotary
 from parallel.megatron import (
     AttnMaskType,
-    MegatronModule,
     ModuleSpec,
-    ProcessGroupCollection,
     TransformerBlockSubmodules,
     TransformerConfig,
     get_gpt_layer_local_spec,
-    quick_gelu,
 )
-from parallel.packed import PackedTokens
-from parallel.sharded_attention import sharded_attention
-
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "quick_gelu": quick_gelu,
-}
-
-
-class _NoOffset:
-    """megatron adds an offset to what every gate lets through. Where that is 0, the sum would copy it, and
-    the copy would be kept for the backward.
-    """
-
-    def __radd__(self, other: torch.Tensor) -> torch.Tensor:
-        return other
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class PackedCoreAttention(MegatronModule):
-    """Core attention over packed tokens: rotates queries and keys by their own positions, then attends.
-
-    Rotation happens here and not in megatron, which would restart positions at 0 on every shard. Shards of
-    shared sequences are exchanged over the pool of the process groups. A `windowed` layer sees the pack as
-    `PackedTokens.windowed` says; one that is not `rotated` knows no positions. `sinks`
-    [N] are learned, and divided over the tensor-parallel ranks as heads are.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        softmax_scale: float | None = None,
-        windowed: bool = False,
-        rotated: bool = True,
-        sinks: bool = False,
-        pg_collection: ProcessGroupCollection | None = None,
-        **unused: Any,
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale
-        self.windowed, self.rotated = windowed, rotated
-        self.pool = getattr(pg_collection, "pool", None)
-        self.sinks = None
-        if sinks:
-            own = config.num_attention_heads // config.tensor_model_parallel_size
-            self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
-            self.sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
-            self.sinks.partition_dim = 0  # type: ignore[attr-defined]
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: PackedTokens | None = None,
-    ) -> torch.Tensor:
-        """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the plan of the pack."""
-        assert isinstance(packed_seq_params, PackedTokens), "attention runs on packed tokens only"
-        packed = packed_seq_params.windowed if self.windowed else packed_seq_params
-        assert packed is not None
-        assert packed.attention is not None
-        if packed.rotary is not None and self.rotated:
-            query, key = apply_rotary(query, packed.rotary), apply_rotary(key, packed.rotary)
-        if (recalled := packed_seq_params.recalled) is not None:
-            key, value = recalled.extend(self, key, value)
-        return sharded_attention(
-            query, key, value, packed.attention, self.pool, self.scale, self.sinks
-        ).flatten(1)
 
 
 def layer_submodules(
@@ -114,9 +32,11 @@ def layer_submodules(
     where they are not all alike.
     """
     spec = get_gpt_layer_local_spec(normalization=normalization)
+    spec.module = PackedLayer
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention
+    attention.module = PackedSelfAttention
     attention.submodules.core_attention = PackedCoreAttention
     if qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
@@ -155,7 +75,7 @@ def transformer_config(
         gated_linear_unit=sizes.gated,
         activation_func=ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")],
         activation_func_clamp_value=sizes.activation_clamp,
-        glu_linear_offset=sizes.gate_offset or _NoOffset(),
+        glu_linear_offset=sizes.gate_offset,
         layernorm_zero_centered_gamma=sizes.norm_zero_centered,
         softmax_scale=sizes.attention_scale,
         attention_output_gate=sizes.output_gate,

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from omni.llm_config import LLMConfig
+from omni.models.attention import PackedCoreAttention
 from omni.models.delta import delta_heads
 from omni.models.delta_module import GatedDeltaNet
-from omni.models.layers import PackedCoreAttention
 from omni.models.moe import experts_spec
-from omni.models.normed_layer import NormedLayer
+from omni.models.packed_layer import NormedLayer
 from omni.models.wide_norm import WideNorm
 from parallel.megatron import IdentityOp, ModuleSpec, ProcessGroupCollection, RowParallelLinear
 

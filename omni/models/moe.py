@@ -26,6 +26,7 @@ from infra.checkpoint import CheckpointError
 from omni.llm_config import MoEConfig
 from omni.models.dispatch import Dispatcher
 from omni.models.experts import Experts
+from omni.models.feed_forward import SharedExpert
 from ops.routing import RowOrder, expert_numbers, order_rows
 from parallel.megatron import (
     ColumnParallelLinear,
@@ -36,7 +37,6 @@ from parallel.megatron import (
     ProcessGroupCollection,
     RouterGatingLinearFunction,
     RowParallelLinear,
-    SharedExpertMLP,
     TopKRouter,
     TransformerConfig,
     group_limited_topk,
@@ -81,7 +81,7 @@ def experts_spec(moe: MoEConfig, groups: ProcessGroupCollection) -> ModuleSpec:
         params={"pg_collection": groups},  # megatron hands them to its own modules alone
         submodules=MoESubmodules(
             experts=ModuleSpec(module=Experts),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpert, submodules=linears),
             router=partial(CountingRouter, balanced=moe.bias_update_rate > 0),
         ),
     )

@@ -9,9 +9,9 @@ the weight one.
 
 Only megatron's parallel linears put off: attention, feed-forward, shared expert; and those of experts, by
 themselves (`experts.py`). Everything else is computed in the input pass: norms, biases, the router (narrow),
-embedding and output, plain torch linears of an encoder. Where nothing is put off, megatron's own code runs.
-Frozen weights have nothing to put off. A weight that is a partition of a matrix is gathered for each pass and
-not kept from one to the other; its gradient is scattered as it is made.
+embedding and output, plain torch linears of an encoder. Frozen weights have nothing to put off. A weight that
+is a partition of a matrix is gathered for each pass and not kept from one to the other; its gradient is
+scattered as it is made.
 
 Memory: input and output gradient of each linear live until `PendingProducts.run` has used them; with
 recomputation, that is when the recomputed inputs go. Under sequence parallelism the input is kept
@@ -19,7 +19,6 @@ divided, and gathered over the tensor-parallel ranks a second time: their ranks 
 in the same order.
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,15 +33,10 @@ from omni.models.adapters import A
 from ops.linear import add_weight_gradient, weight_gradient
 from parallel.megatron import (
     ColumnParallelLinear,
-    LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
     get_global_memory_buffer,
 )
 from parallel.partitions import partition_of, whole_of
-
-# Without what asks for autocast, which nothing here uses: a tenth of what a small layer costs the host.
-_FORWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.forward)
-_BACKWARD = inspect.unwrap(LinearWithGradAccumulationAndAsyncCommunication.backward)
 
 
 class PendingProduct(Protocol):
@@ -84,17 +78,27 @@ def gathered(inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather shards [t, ...] of a group into the scratch memory that megatron's own passes take: the next
     product may overwrite it.
     """
-    size = [inputs.shape[0] * group.size(), *inputs.shape[1:]]
-    whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, inputs.dtype, "mpu")
-    dist.all_gather_into_tensor(whole, inputs.contiguous(), group=group)
+    whole, gathering = _gathering(inputs, group)
+    gathering.wait()
     return whole
 
 
 def scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum over the ranks of a group, of which each gets its share of the first dimension."""
-    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
-    dist.reduce_scatter_tensor(own, tensor, group=group)
+    own, reducing = _scattering(tensor, group)
+    reducing.wait()
     return own
+
+
+def _gathering(inputs: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    size = [inputs.shape[0] * group.size(), *inputs.shape[1:]]
+    whole: torch.Tensor = get_global_memory_buffer().get_tensor(size, inputs.dtype, "mpu")
+    return whole, dist.all_gather_into_tensor(whole, inputs.contiguous(), group=group, async_op=True)
+
+
+def _scattering(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+    own = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    return own, dist.reduce_scatter_tensor(own, tensor, group=group, async_op=True)
 
 
 class PendingProducts:
@@ -161,7 +165,7 @@ def put_off_in(module: torch.nn.Module, deferral: Deferral) -> None:
     for part in module.modules():
         if isinstance(part, ColumnParallelLinear | RowParallelLinear):
             if not hasattr(part, A):
-                part._forward_impl = partial(_linear, part._forward_impl, deferral)
+                part._forward_impl = partial(_linear, deferral)
             _without_regions(part)
         elif isinstance(part, PutsOff):
             part.deferral = deferral
@@ -180,65 +184,81 @@ def _without_regions(linear: ColumnParallelLinear | RowParallelLinear) -> None:
 
 
 def _linear(
-    megatron: Callable[..., torch.Tensor],
     deferral: Deferral,
+    *,
     input: torch.Tensor,
     weight: torch.nn.Parameter,
-    **settings: Any,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: dist.ProcessGroup | None,
+    **unused: Any,
 ) -> torch.Tensor:
-    is_partition = partition_of(weight) is not None
-    if not weight.requires_grad and not is_partition:
-        return megatron(input=input, weight=weight, **settings)
+    """Stand in for megatron's product."""
+    whole = whole_of(weight, back=False) if partition_of(weight) is not None else None
     output: torch.Tensor = _Linear.apply(
-        deferral,
-        whole_of(weight, back=False) if is_partition else None,
-        input,
-        weight,
-        settings["bias"],
-        hasattr(weight, "main_grad"),
-        settings["allreduce_dgrad"],
-        settings["sequence_parallel"],
-        None,
-        None,
-        settings["tp_group"],
+        deferral, whole, allreduce_dgrad, sequence_parallel, tp_group, input, weight, bias
     )
     return output
 
 
 class _Linear(torch.autograd.Function):
-    """megatron's linear, whose backward pass may put the weight's gradient off. `whole` is the matrix of a
-    weight that is a partition, else None: it is not kept, and gathered again on the way back.
+    """A linear, whose backward pass may put the weight's gradient off. `whole` is the matrix of a weight that
+    is a partition, else None: it is not kept, and gathered again on the way back.
+
+    With `gathers` ranks of the `group` divide the tokens, and its backward scatters the sums of gradients
+    that it all-reduces with `sums`. What it sends moves while the next product runs.
     """
 
     @staticmethod
-    def forward(ctx: Any, deferral: Deferral, whole: torch.Tensor | None, *inputs: Any) -> torch.Tensor:
-        input, weight, *settings = inputs
-        ctx.deferral = deferral
+    def forward(
+        ctx: Any,
+        deferral: Deferral,
+        whole: torch.Tensor | None,
+        sums: bool,
+        gathers: bool,
+        group: dist.ProcessGroup | None,
+        input: torch.Tensor,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.deferral, ctx.sums, ctx.group = deferral, sums, group
+        ctx.gathers = group if gathers else None
         # The parameter itself: hooks on saved tensors, which move them, bring back another object.
-        ctx.weight, ctx.learns = weight, ctx.needs_input_grad[3]
-        output: torch.Tensor = _FORWARD(ctx, input, weight if whole is None else whole, *settings)
-        if whole is not None:
-            ctx.save_for_backward(*(input,) * ctx.learns)
-        return output
+        ctx.weight, ctx.learns, ctx.biased = weight, ctx.needs_input_grad[6], bias is not None
+        ctx.save_for_backward(*(input,) * ctx.learns)
+        rows = input if ctx.gathers is None else gathered(input, ctx.gathers)
+        matrix = (weight if whole is None else whole).t()
+        if bias is None:
+            return rows.matmul(matrix)
+        return torch.addmm(bias, rows.flatten(0, -2), matrix).unflatten(0, rows.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pending, weight = ctx.deferral.pending, ctx.weight
-        if pending is None and partition_of(weight) is None:
-            return (None, None, *_BACKWARD(ctx, *grads))
-        (grad,) = grads
-        group = ctx.tp_group if ctx.sequence_parallel else None
+        (grad,), weight, pending = grads, ctx.weight, ctx.deferral.pending
+        is_partition = partition_of(weight) is not None
+        now = ctx.learns and pending is None and not is_partition
+        # Detached: what made the input holds the input and the gradient of a layer that was recomputed.
+        inputs = ctx.saved_tensors[0].detach() if ctx.learns else None
+        gathering = reducing = grad_weight = None
+        if inputs is not None and now and ctx.gathers is not None:
+            inputs, gathering = _gathering(inputs, ctx.gathers)
         grad_input = grad.matmul(whole_of(weight, back=True))
-        if ctx.allreduce_dgrad:
-            dist.all_reduce(grad_input, group=ctx.tp_group)
-        elif group is not None:
-            grad_input = scattered(grad_input, group)
-        if ctx.learns:
-            # Detached: what made the input holds the input and the gradient of a layer that was recomputed.
-            product = _Product(weight, ctx.saved_tensors[0].detach(), grad, group)
+        if gathering is not None:
+            gathering.wait()
+        if ctx.sums:
+            reducing = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
+        elif ctx.gathers is not None:
+            grad_input, reducing = _scattering(grad_input, ctx.gathers)
+        if inputs is not None:
+            product = _Product(weight, inputs, grad, None if now else ctx.gathers)
             if pending is not None:
                 pending.put_off(product)
-            else:
+            elif is_partition or hasattr(weight, "main_grad"):
                 product.add()
-        grad_bias = grad.contiguous().flatten(0, -2).sum(0) if ctx.use_bias else None
-        return (None, None, grad_input, None, grad_bias, *[None] * 6)
+            else:
+                grad_weight = grad.flatten(0, -2).t().matmul(inputs.flatten(0, -2))
+        if reducing is not None:
+            reducing.wait()
+        grad_bias = grad.flatten(0, -2).sum(0) if ctx.biased else None
+        return None, None, None, None, None, grad_input, grad_weight, grad_bias

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-# One launch: pointwise operators, sums and the like along dims, copies and fills, rows by index.
+# One launch: pointwise operators, sums and the like along dims, copies and fills, rows by index; and, last,
+# kernels of our own (ops/kernels).
 _NAMES = """
     abs add add_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or clamp clamp_ clamp_min clone copy_ cos
     div div_ eq exp exp_ expm1 floor_divide ge gelu gelu_backward gt le log log_ logical_and logical_not lt
@@ -26,6 +27,7 @@ _NAMES = """
     scatter_ scatter_add_ tril triu _log_softmax _log_softmax_backward_data _softmax
     _softmax_backward_data nll_loss_forward native_layer_norm _fused_rms_norm addmm addmm_ baddbmm
     baddbmm_ bmm convolution mm
+    gated gated_backward norm add_norm with_bias rotate rotate_joined
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel
@@ -133,6 +135,7 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
     # GroupMM.cu: where each group's matrices begin and how large they are, then their products.
     "_grouped_mm": _two,
     "grouped_mm": _two,
+    "norm_backward": _two,  # ops/kernels/norms.py: of rows, and the sums of what they leave for parameters
     "convolution_backward": lambda args: sum(args[-1]),  # of each gradient that is asked for
     "nonzero_static": lambda args: 4 + (args[0].dim() > 1),  # Nonzero.cu: sums, their sums, places, the rest
     "topk": _two,  # TensorTopK.cpp: found, then sorted

@@ -13,7 +13,7 @@ from omni.models.layers import transformer_config
 from omni.models.llm import llm_work
 from omni.models.llm_stage import LLMStage
 from omni.models.moe import CountingRouter, moe_settings
-from ops.rotary import Scaling, apply_rotary, rotary_table
+from ops.rotary import Scaling, rotary_table, rotated
 from parallel.layout import Layout
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
 
@@ -108,7 +108,7 @@ def test_a_part_of_a_head_is_rotated_and_the_rest_passes(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, 3, 16, dtype=torch.float64, generator=generator, requires_grad=True)
     positions, size = torch.arange(5, 12), int(16 * share)
-    out = apply_rotary(x, rotary_table(positions, 16, 100.0, torch.float64, Scaling(share=share)))
+    out, _ = rotated(x, x, rotary_table(positions, 16, 100.0, torch.float64, Scaling(share=share)))
     half = size // 2
     angles = positions[:, None] * 100.0 ** -(torch.arange(half, dtype=torch.float64) / half)
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)

@@ -6,9 +6,16 @@ import torch
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
 from ops.loss import token_losses
-from ops.norm import Norm
-from ops.rotary import apply_rotary, rotary_table
+from ops.norm import Norm, with_bias
+from ops.rotary import Scaling, Table, rotary_table, rotated, rotated_heads
 from ops.rows import gather_rows, scatter_rows
+
+
+def turned(x: torch.Tensor, table: Table) -> torch.Tensor:
+    """One of two alike."""
+    query, key = rotated(x, x, table)
+    assert query.equal(key)
+    return query
 
 
 def test_rotation_depends_on_distance_alone() -> None:
@@ -16,8 +23,8 @@ def test_rotation_depends_on_distance_alone() -> None:
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
 
     def score(i: int, j: int) -> float:
-        qi = apply_rotary(q, rotary_table(torch.tensor([i]), 16, 100.0, torch.float64))
-        kj = apply_rotary(k, rotary_table(torch.tensor([j]), 16, 100.0, torch.float64))
+        qi = turned(q, rotary_table(torch.tensor([i]), 16, 100.0, torch.float64))
+        kj = turned(k, rotary_table(torch.tensor([j]), 16, 100.0, torch.float64))
         return float((qi * kj).sum())
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-12)
@@ -26,10 +33,10 @@ def test_rotation_depends_on_distance_alone() -> None:
 
 def test_position_zero_is_not_rotated_and_lengths_are_kept() -> None:
     x = torch.randn(5, 2, 8)
-    rotated = apply_rotary(x, rotary_table(torch.arange(5), 8, 10000.0, torch.float32))
-    torch.testing.assert_close(rotated[0], x[0])
-    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
-    assert not torch.allclose(rotated[1], x[1])
+    out = turned(x, rotary_table(torch.arange(5), 8, 10000.0, torch.float32))
+    torch.testing.assert_close(out[0], x[0])
+    torch.testing.assert_close(out.norm(dim=-1), x.norm(dim=-1))
+    assert not torch.allclose(out[1], x[1])
 
 
 def test_two_axes_rotate_halves_of_the_frequencies() -> None:
@@ -42,7 +49,51 @@ def test_two_axes_rotate_halves_of_the_frequencies() -> None:
 def test_rotary_gradient() -> None:
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
     table = rotary_table(torch.tensor([[0, 1], [5, 2], [9, 9]]), 8, 10.0, torch.float64)
-    assert torch.autograd.gradcheck(lambda y: apply_rotary(y, table), x)
+    assert torch.autograd.gradcheck(lambda y: rotated(y, y[:, :1], table), x)
+
+
+@pytest.mark.parametrize(("kv_heads", "groups"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_heads_in_one_tensor_are_rotated_as_they_are_apart(kv_heads: int, groups: int) -> None:
+    torch.manual_seed(0)
+    heads = torch.randn(5, kv_heads, groups + 2, 8, dtype=torch.float64, requires_grad=True)
+    table = rotary_table(torch.arange(5), 8, 100.0, torch.float64, Scaling(share=0.75))
+    query, key, value = rotated_heads(heads, table)
+    apart = rotated(heads[:, :, :groups].flatten(1, 2), heads[:, :, groups], table)
+    torch.testing.assert_close((query, key, value), (*apart, heads[:, :, -1]), rtol=0, atol=0)
+    assert torch.autograd.gradcheck(lambda x: rotated_heads(x, table), heads)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_sum_and_its_norm_are_as_they_are_apart(
+    kind: str, zero_centered: bool, biased: bool, tokens: int
+) -> None:
+    torch.manual_seed(0)
+    config = types.SimpleNamespace(
+        normalization=kind,
+        layernorm_zero_centered_gamma=zero_centered,
+        params_dtype=torch.float64,
+        sequence_parallel=False,
+    )
+    norm = Norm(config, 6)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    stream, out = (torch.randn(tokens, 1, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(6, dtype=torch.float64, requires_grad=True) if biased else None
+    total = stream + (out if bias is None else out + bias)
+    torch.testing.assert_close(norm.enter_sum(stream, out, bias), (total, norm(total)))
+    torch.testing.assert_close(norm.enter(stream), (stream, norm(stream)))
+    torch.testing.assert_close(with_bias(stream, out, bias), total)
+    learn = [stream, out, *((bias,) if bias is not None else ()), *norm.parameters()]
+    for made in (norm.enter_sum(stream, out, bias), norm.enter(stream), [with_bias(stream, out, bias)]):
+        found = torch.autograd.grad(made, learn, [torch.ones_like(x) for x in made], allow_unused=True)
+        assert all(x is None or x.shape == of.shape for x, of in zip(found, learn, strict=True))
+    if tokens:
+        assert torch.autograd.gradcheck(lambda *_: norm.enter_sum(stream, out, bias), learn)
+        assert torch.autograd.gradcheck(lambda *_: norm.enter(stream), [stream, *norm.parameters()])
+        assert torch.autograd.gradcheck(lambda *_: with_bias(stream, out, bias), learn[: 2 + biased])
 
 
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
+from omni.models.attention import PackedCoreAttention
 from omni.models.layer_sizes import LayerSizes, TransformerEncoderConfig, transformer_layers
-from omni.models.layers import PackedCoreAttention, layer_submodules, transformer_config
+from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
 from parallel.megatron import ModuleSpec, ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens

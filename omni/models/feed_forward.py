@@ -1,0 +1,42 @@
+"""Feed-forwards: megatron-core's, with what is between their linears in one operator.
+
+Shapes: T tokens, D width, F feed-forward.
+"""
+
+from typing import Any
+
+import torch
+
+from ops.gates import ACTIVATIONS, gated
+from parallel.megatron import MLP, SharedExpertMLP, TransformerConfig
+
+_NAMES = {activation: name for name, activation in ACTIVATIONS.items()}
+
+
+def activated(inner: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
+    """What a first linear puts out, [..., F] or [..., 2F], gates first and what they let through after → what
+    the second takes, [..., F].
+    """
+    if not config.gated_linear_unit:
+        out: torch.Tensor = config.activation_func(inner)
+        return out
+    kind = _NAMES[config.activation_func]
+    return gated(inner, kind, config.activation_func_clamp_value, config.glu_linear_offset)
+
+
+class FeedForward(MLP):
+    """megatron-core's, whose first bias is in the product."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.linear_fc1.skip_bias_add = False
+
+    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[t, 1, D] → the same, and a bias that is still to be added."""
+        inner, _ = self.linear_fc1(hidden_states)
+        out, bias = self.linear_fc2(activated(inner, self.config))
+        return out, bias
+
+
+class SharedExpert(SharedExpertMLP, FeedForward):
+    """megatron-core's expert that takes every token, as such a feed-forward."""
