@@ -124,15 +124,15 @@ class Projector:
 
     def forward(self, load: Load) -> Work:
         """It keeps its input, what the first linear puts out, and the activation; of a frozen one the second
-        alone. All rows are there when a rank takes its share. FLOPs are those of the first linear: the
-        second is small beside the layers.
+        alone, while the others pass. All rows are there when a rank takes its share. FLOPs are those of the
+        first linear: the second is small beside the layers.
         """
-        rows = load.tokens // self.merge * self.width
+        stream, rows = load.tokens * self.hidden, load.tokens // self.merge * self.width
         return Work(
             flops=linear_flops(load.tokens, self.merged, self.merged) // self.merge,
-            kept=(1 if load.frozen else 3) * load.tokens * self.hidden * self.element,
-            workspace=rows * (self.tp > 1) * self.element,
-            passing=(2 * load.tokens * self.hidden + max(load.tokens * self.hidden, rows)) * self.element,
+            kept=(1 if load.frozen else 3) * stream * self.element,
+            workspace=(2 * stream * load.frozen + rows * (self.tp > 1)) * self.element,
+            passing=(2 * stream + max(stream, rows)) * self.element,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:

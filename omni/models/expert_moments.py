@@ -53,7 +53,7 @@ def most_in_forward(stack: Layer, rows: Routed, *, graph: bool, inputs: bool) ->
     ordered = own if rows.reordered and not inputs else 0
     unit = rows.rows * rows.ffn * stack.element
     taken = 0 if inputs else unit  # by the second linear
-    inside = taken if graph else unit * (4 if stack.gated else 2)
+    inside = taken if graph else unit * (3 if stack.gated else 2)
     back = sent or own
     shared = out if stack.ffn else 0
     moments = (
@@ -148,17 +148,9 @@ def _experts(stack: Layer, rows: Routed, own: int, weights: Weights) -> Iterator
     yield -single
     yield unit
     yield -2 * unit
-    if stack.gated:
-        yield 2 * unit  # as in a feed-forward
-        yield -2 * unit - unit * (stack.copied_halves > 0)
-        yield unit
-        yield -3 * unit - unit * (stack.copied_halves > 1)
-        yield 2 * unit
-        yield -2 * unit
-    else:
-        yield unit
-        yield -2 * unit
     first = 2 if stack.gated else 1
+    yield first * unit
+    yield -(1 + first) * unit
     yield own
     yield from _weight(stack, rows, first * rows.ffn, 0, weights)
     yield -own * (weights is Weights.NOW)

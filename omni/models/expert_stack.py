@@ -283,10 +283,8 @@ class ExpertStack:
         return tokens * (scores + chosen + permuted)
 
     def _kept_by_experts(self, rows: int) -> int:
-        """Rows and probabilities; of each row what a feed-forward keeps, and its product weighed: both halves
-        of the first linear's output, copies of them, the gate, the product.
-        """
-        kept = 5 + self.dense.copied_halves if self.dense.gated else 3
+        """Rows, probabilities and, of each, what the first linear puts out, the product, and that weighed."""
+        kept = 4 if self.dense.gated else 3
         return rows * (self.dense.hidden * self.element + FP32 + kept * self.ffn * self.element)
 
     def layer_kept(self, load: Load) -> int:

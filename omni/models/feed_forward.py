@@ -34,7 +34,8 @@ class FeedForward(MLP):
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, 1, D] → the same, and a bias that is still to be added."""
         inner, _ = self.linear_fc1(hidden_states)
-        out, bias = self.linear_fc2(activated(inner, self.config))
+        inner = activated(inner, self.config)
+        out, bias = self.linear_fc2(inner)
         return out, bias
 
 

@@ -34,13 +34,11 @@ KEPT_OF_SHARED = (
 class Tape:
     """Bytes of what a pass has made, by name: what is held `now`, and the `most` so far.
 
-    `graph` says whether autograd keeps anything, `learn` the linears whose inputs it keeps, and `gathers`
-    whether linears gather the tokens of all ranks in tensors of their own.
+    `graph` says whether autograd keeps anything, and `learn` the linears whose inputs it keeps.
     """
 
     graph: bool
     learn: Collection[str]
-    gathers: bool
     held: dict[str, int] = field(default_factory=dict)
     now: int = 0
     most: int = 0
@@ -75,7 +73,7 @@ def layer_forward(stack: Layer, seen: Attended, tape: Tape) -> Tape:
 
 
 def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
-    """Norm, attention, and the sum with what went around it, the "residual"."""
+    """Norm and attention; then the sum with what went around it, the "residual", and the norm of that."""
     _norm(stack, seen.tokens, tape, "1")
     if stack.latent is not None:
         between = stack.between(seen.tokens)
@@ -86,49 +84,44 @@ def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
         held = {"attended": True}
     else:
         (_, first), (attended, _) = stack.attention_linears()
-        bias = stack.bias or stack.qkv_bias
-        _first_linear(stack, seen.tokens, tape, "linear_qkv", seen.tokens * first // stack.tp, bias)
+        _first_linear(stack, seen.tokens, tape, "linear_qkv", seen.tokens * first // stack.tp)
         output = seen.tokens * attended // stack.tp * stack.element
         heads_forward(stack, seen.tokens, tape, output)
         held = _core(stack, seen, tape, output)
     _summed(stack, seen.tokens, tape, "linear_proj", "proj")
     for name, saved in held.items():
         tape.drop(name, saved=saved)
-    _around(stack, seen.tokens, tape, "residual", stack.bias or stack.output_bias)
     tape.enter("linear_qkv")
+    tape.make("residual", stack.stream(seen.tokens))
+    _norm(stack, seen.tokens, tape, "2")
     tape.drop("proj")
 
 
 def feed_forward_half(stack: Layer, tokens: int, tape: Tape) -> None:
-    """Norm, feed-forward, and the layer's output."""
-    _norm(stack, tokens, tape, "2")
+    """The feed-forward, and the layer's output."""
     feed_forward(stack, tokens, tape)
-    _around(stack, tokens, tape, "out", stack.bias)
     tape.enter("linear_fc1")
+    tape.make("out", stack.stream(tokens))
     tape.drop("fc2")
     tape.drop("residual", saved=True)
 
 
 def expert_half(stack: Layer, tokens: int, tape: Tape) -> None:
     """As `feed_forward_half`, of a shared expert beside others: none where its width is 0."""
-    _norm(stack, tokens, tape, "2")
     if stack.ffn:
         feed_forward(stack, tokens, tape)
+    tape.drop("norm 2", saved=True)
     tape.make("out", stack.stream(tokens))
     tape.drop("fc2")
-    tape.drop("norm 2", "residual", saved=True)
+    tape.drop("residual", saved=True)
 
 
 def feed_forward(stack: Layer, tokens: int, tape: Tape) -> None:
     """Two linears and what is between them."""
     numbers = tokens * stack.ffn // stack.tp
-    _first_linear(stack, tokens, tape, "linear_fc1", numbers * (2 if stack.gated else 1), stack.bias)
-    inner = numbers * stack.element
-    if stack.gated:
-        tape.make("gate", inner)
-        tape.make("copied", inner * stack.copied_halves)
-    tape.make("product", inner)
-    tape.drop("gate", "copied", "linear_fc1 out", saved=True)
+    _first_linear(stack, tokens, tape, "linear_fc1", numbers * (2 if stack.gated else 1))
+    tape.make("product", numbers * stack.element)
+    tape.drop("linear_fc1 out", saved=True)
     _summed(stack, tokens, tape, "linear_fc2", "fc2")
     tape.enter("linear_fc2")
 
@@ -140,19 +133,12 @@ def _norm(stack: Layer, tokens: int, tape: Tape, number: str) -> None:
     tape.drop(f"sums {number}", saved=True)
 
 
-def _first_linear(stack: Layer, tokens: int, tape: Tape, name: str, numbers: int, bias: bool) -> None:
-    """A linear that ranks divide by its outputs; a bias is added into another tensor."""
-    out = numbers * stack.element
+def _first_linear(stack: Layer, tokens: int, tape: Tape, name: str, numbers: int) -> None:
+    """A linear that ranks divide by its outputs."""
     adapter = stack.adapters().get(name)
-    if tape.gathers and adapter is None:
-        tape.make("gathered", tokens * stack.hidden * stack.element)
     if adapter is not None:
         tape.make(f"{name} inner", adapter.inner(tokens))
-    if bias and (adapter is None or name == "linear_fc1"):
-        tape.make("product alone", out)
-        tape.drop("gathered")
-    tape.make(f"{name} out", out)
-    tape.drop("product alone", "gathered")
+    tape.make(f"{name} out", numbers * stack.element)
     tape.drop(f"{name} inner", saved=name in tape.learn)
 
 
@@ -170,23 +156,14 @@ def _summed(stack: Layer, tokens: int, tape: Tape, linear: str, name: str) -> No
     tape.drop(f"{linear} inner", saved=linear in tape.learn)
 
 
-def _around(stack: Layer, tokens: int, tape: Tape, name: str, bias: bool) -> None:
-    """Add a bias, and what went around a half."""
-    out = stack.stream(tokens)
-    if bias:
-        tape.make("with bias", out)
-    tape.make(name, out)
-    tape.drop("with bias")
-
-
 def heads_forward(stack: Layer, tokens: int, tape: Tape, output: int) -> None:
     """Queries, of as many bytes as the `output` of attention, and keys by heads, normed where they are. These
     are not computed anew with attention alone.
     """
     heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
-    # Queries of several groups lie apart from their keys and values, so they are copied together.
-    tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
     if stack.qk_norm:
+        # Queries of several groups lie apart from their keys and values, so they are copied together.
+        tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
         tape.make("sums of heads", tokens * (heads + kv_heads) * FP32)
         tape.make("normed heads", tokens * (heads + kv_heads) * stack.head_dim * stack.element)
         tape.drop("sums of heads", saved=True)
@@ -212,7 +189,7 @@ def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bo
         tape.drop("sums", "rotated", saved=keeps)
     return {
         "normed heads": anew,
-        "queries": anew or stack.qk_norm,
+        "queries": True,
         "linear_qkv out": anew or stack.qk_norm or not seen.into,
         "attended": (keeps and not seen.into) or "linear_proj" in tape.learn,
     }

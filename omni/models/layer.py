@@ -48,12 +48,6 @@ class Layer(LayerSizes):
         return self.held_output or self.recompute == "full"
 
     @property
-    def copied_halves(self) -> int:
-        """Halves of a gated first linear's output that are copied, and kept, before they are multiplied."""
-        clamped = self.activation_clamp is not None
-        return self.gated * (clamped + (clamped or self.gate_offset != 0))
-
-    @property
     def shape(self) -> AttentionShape:
         """Heads of this rank."""
         return AttentionShape(self.heads // self.tp, self.kv_heads // self.tp, self.causal)

@@ -87,14 +87,12 @@ def backward_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator
 
 
 def normed_steps(stack: Layer, tokens: int, frees: bool, stays: bool) -> Iterator[int]:
-    """A norm, whose output goes with the linear behind it if that `frees` it, then the sum with what went
-    around both. The gradient from behind may stay, for the gradient of a weight.
+    """A norm, whose output goes with the linear behind it if that `frees` it, together with the sum with what
+    went around both. The gradient from behind may stay, for the gradient of a weight.
     """
     out = stack.stream(tokens)
     yield out - out * frees
-    yield -out - stack.between(tokens) * len(stack.one_norm) * FP32 - out
-    yield out
-    yield -2 * out + out * stays
+    yield -3 * out - stack.between(tokens) * len(stack.one_norm) * FP32 + out * stays
 
 
 def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learning) -> Iterator[int]:
@@ -159,17 +157,9 @@ def feed_forward_steps(stack: Layer, tokens: int, learning: Learning) -> Iterato
     """A feed-forward, from the gradient of its output to that of its input."""
     inner = tokens * stack.ffn // stack.tp * stack.element
     yield from _summed(stack, "linear_fc2", tokens, stack.ffn, learning)
-    if stack.gated:
-        yield 2 * inner  # gradients of gate and other half, from that of the product; what is no view goes
-        yield -2 * inner - inner * (stack.copied_halves > 0)
-        yield inner  # through the gate; what both were made of goes
-        yield -3 * inner - inner * (stack.copied_halves > 1)
-        yield 2 * inner  # both halves together
-        yield -2 * inner
-    else:
-        yield inner
-        yield -2 * inner
     first = inner * (2 if stack.gated else 1)
+    yield first
+    yield -inner - first  # of the product, and what it was made of
     yield from _linear(stack, "linear_fc1", tokens, stack.ffn * (2 if stack.gated else 1), learning)
     if learning.weights is not Weights.LATER:
         yield -first
@@ -198,8 +188,8 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
     qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
     anew = stack.recompute == "selective"
-    made = core_forward(stack.keeping, seen, Tape(True, (), gathers=False), output)
-    by_heads = Tape(True, (), gathers=False)
+    made = core_forward(stack.keeping, seen, Tape(True, ()), output)
+    by_heads = Tape(True, ())
     heads_forward(stack, seen.tokens, by_heads, output)
     if anew:
         yield made.most
@@ -216,8 +206,9 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     else:
         yield from _kernel_steps(stack, qkv, seen.tokens * heads)
     yield -gone
-    yield output  # through the rotation
-    yield -output
+    if stack.qk_norm:
+        yield output  # through the rotation
+        yield -output
     if anew or (not seen.into and learning.weights is not Weights.LATER):
         yield -output
     yield -output * held

@@ -11,7 +11,6 @@ from omni.models.blocks import FinalNorm, Frozen
 from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
-from omni.models.layer import FIRST
 from omni.models.layer_sizes import llm_layers, windowed
 from omni.models.partitions import Partitioned
 from omni.models.stack import Stack
@@ -211,10 +210,8 @@ class LLMPart:
         return load.tokens * self.head_dim * self.element + load.list_bytes
 
     def gathered_bytes(self, load: Load) -> int:
-        """Tokens of all ranks of tp; frozen linears without adapters gather them in tensors of their own."""
-        gathers = not load.frozen if self.lora is None else bool(set(FIRST) & set(self.lora.targets))
-        divided = self.tp > 1 and gathers
-        return load.tokens * self.stacks[0].hidden * self.element if divided else 0
+        """Tokens of all ranks of tp."""
+        return load.tokens * self.stacks[0].hidden * self.element * (self.tp > 1)
 
     def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
         """Gradients and weights; the tokens of each expert are counted over all ranks of a stage."""

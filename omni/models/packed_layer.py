@@ -44,11 +44,13 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[torch.Tensor, None]:
         """[t, 1, D] → the same, and no context. The tail under `padding_mask` is not counted by experts."""
         stream, normed = self.input_layernorm.enter(hidden_states)
-        out, bias = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        attended = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        del normed  # each goes as soon as nobody needs it
+        stream, normed = self.pre_mlp_layernorm.enter_sum(stream, *attended)
+        del attended
+        out = self.mlp(normed, padding_mask=padding_mask)
         del normed
-        stream, normed = self.pre_mlp_layernorm.enter_sum(stream, out, bias)
-        out, bias = self.mlp(normed, padding_mask=padding_mask)
-        return with_bias(stream, out, bias), None
+        return with_bias(stream, *out), None
 
 
 class NormedLayer(PackedLayer):

@@ -235,13 +235,10 @@ class Stack(Layer):
 
     def tape(self, load: Load, *, graph: bool) -> Tape:
         """An empty tape of a layer's forward. Where adapters learn, inputs of their linears alone are kept,
-        where nothing does none. Frozen linears gather what ranks divide in tensors of their own.
+        where nothing does none.
         """
         learn = LINEARS if self.lora is None else self.adapters()
-        frozen = load.frozen or self.lora is not None
-        return Tape(
-            graph, () if load.frozen else learn, gathers=frozen and self.splits_tokens and self.tp > 1
-        )
+        return Tape(graph, () if load.frozen else learn)
 
     def layer_workspace(self, load: Load, grad: Grad) -> int:
         """Bytes that a layer's backward needs at most, beside what was kept and the gradient of its output:

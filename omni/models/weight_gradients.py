@@ -243,13 +243,16 @@ class _Linear(torch.autograd.Function):
         gathering = reducing = grad_weight = None
         if inputs is not None and now and ctx.gathers is not None:
             inputs, gathering = _gathering(inputs, ctx.gathers)
-        grad_input = grad.matmul(whole_of(weight, back=True))
+        grad_input = whole = grad.matmul(whole_of(weight, back=True))
         if gathering is not None:
             gathering.wait()
         if ctx.sums:
             reducing = dist.all_reduce(grad_input, group=ctx.group, async_op=True)
         elif ctx.gathers is not None:
-            grad_input, reducing = _scattering(grad_input, ctx.gathers)
+            grad_input, reducing = _scattering(whole, ctx.gathers)
+        if reducing is not None and not now:
+            reducing.wait()
+            del whole
         if inputs is not None:
             product = _Product(weight, inputs, grad, None if now else ctx.gathers)
             if pending is not None:
