@@ -69,6 +69,12 @@ VARIABLES = (
         "them. From Blackwell on priorities of streams do that",
     ),
     Variable(
+        "OMNI_KERNELS",
+        _on_gpus("triton"),
+        "norms, rotations, gates and losses are one kernel each where Triton is installed; with torch, or "
+        "without Triton, they are several of torch's",
+    ),
+    Variable(
         "TORCH_NCCL_HIGH_PRIORITY",
         _on_gpus("1"),
         "a collective that others wait for comes before the next product",

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ops.kernels.choice import without_kernels
+
 _KERNELS = "32"  # about 0.6 MB each
 
 
@@ -18,6 +20,9 @@ def device_type() -> str:
 def select_device(local_rank: int | None = None) -> torch.device:
     """Return this process's device and make it current. `local_rank` defaults to torchrun's LOCAL_RANK. Call
     it before anything is computed: on a CPU it bounds what oneDNN keeps, which is read once.
+
+    Raises:
+        ValueError: if the environment asks for kernels that there are not.
     """
     if device_type() == "cpu":
         # oneDNN compiles a kernel for each size of a tensor and keeps 1,024 of them unless told otherwise.
@@ -26,6 +31,7 @@ def select_device(local_rank: int | None = None) -> torch.device:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
     torch.cuda.set_device(index)
+    without_kernels()
     return torch.device("cuda", index)
 
 

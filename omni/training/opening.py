@@ -15,6 +15,7 @@ from omni.training.figures import restarts
 from omni.training.start import check_start
 from ops.device import device_name, device_type, dtype_of, precision_of
 from ops.grouped import is_one_product
+from ops.kernels.choice import without_kernels
 
 
 def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str) -> Iterator[str]:
@@ -66,7 +67,9 @@ def _data(spec: RunSpec) -> str:
 
 
 def _notes(spec: RunSpec) -> Iterator[str]:
-    """What the user should know of the data, and of experts on this GPU."""
+    """What the user should know of the data, and of this GPU."""
+    if device_type() == "cuda" and (why := without_kernels()) is not None:
+        yield f"norms, rotations, gates and losses are several kernels of torch's each: {why}"
     llm, dtype = spec.config.model.llm, dtype_of(spec.config.train.precision)
     mixture = llm.mixture
     if mixture and device_type() == "cuda" and not is_one_product(dtype, llm.hidden, mixture.ffn):
