@@ -3,11 +3,12 @@
     python benchmarks/gpu_kernels.py [--out FOLDER] [--quick]
 
 Inputs are bf16, as in training. Attention: heads of 64 to 128, and 72 and 20, which kernels lack or fill up;
-causal and not, windows, grouped queries, and rows that are a part of their context. Each row is the largest
-relative error ‖a − b‖ / ‖b‖ of the output and of the gradients, and what is allowed. Long attention and
-products are timed, too, 20 times after 5, the median. Small shapes with --quick. The last line is JSON; the
-exit code is 1 where an error is beyond what is allowed. figures.json of FOLDER has each row as soon as it is
-known.
+causal and not, windows, grouped queries, and rows that are a part of their context. What is between the
+products of a layer runs by kernels in Triton where there are any, in fp64 by torch. Each row is the largest
+relative error ‖a − b‖ / ‖b‖ of the output and of the gradients, and what is allowed. Long attention, products
+and operators of a layer are timed, too, 20 times after 5, the median. Small shapes with --quick. The last
+line is JSON; the exit code is 1 where an error is beyond what is allowed. figures.json of FOLDER has each row
+as soon as it is known.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,11 +26,13 @@ import torch
 from infra.run_folder import write_json
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
+from ops.gates import ACTIVATIONS, gated
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
+from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
 from ops.loss import token_losses
-from ops.norm import Norm
-from ops.rotary import rotary_table, rotated
+from ops.norm import Norm, with_bias
+from ops.rotary import rotary_table, rotated, rotated_heads
 from ops.routing import expert_numbers, order_rows, rows_of
 from ops.span import Span
 
@@ -36,6 +40,7 @@ BF16 = torch.bfloat16
 ROUNDED = 2e-2  # several roundings of bf16, one after the other
 SUMMED = 1e-5  # sums in fp32 of what bf16 holds exactly
 TIMES, WARMUP = 20, 5
+NORM = {"sequence_parallel": False}
 Row = dict[str, Any]
 
 
@@ -173,6 +178,80 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
         yield row(product.__name__, f"{unit + 3} rows, 4 of 256 to 384", [found], [exact], ROUNDED)
 
 
+def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
+    """The operators of a layer between its products, by the kernels that this device runs."""
+    by = "torch" if device.type == "cpu" or without_kernels() else "triton"
+
+    def row(what: str, shape: str, function: Callable[..., Any], *shapes: tuple[int, ...]) -> Row:
+        def joined(*inputs: torch.Tensor) -> torch.Tensor:
+            out = function(*inputs)
+            return torch.cat([x.flatten() for x in (out if isinstance(out, tuple) else (out,))])
+
+        inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
+        found, exact = with_gradients(joined, inputs), with_gradients(joined, [x.double() for x in inputs])
+        error = relative(found, exact)
+        return {"what": what, "shape": shape, "by": by, "error": error, "allowed": ROUNDED}
+
+    for tokens in (1, unit + 3):
+        for kind in ACTIVATIONS:
+            for clamp, offset in ((None, 0.0), (1.0, 1.0)):
+                gate = partial(gated, kind=kind, clamp=clamp, offset=offset)
+                yield row(f"gate, {kind}, {clamp}, {offset}", f"{tokens} of 1400", gate, (tokens, 2800))
+        for size, kv_heads, groups in ((128, 2, 4), (72, 4, 1), (20, 1, 3)):
+            table = {
+                dtype: rotary_table(torch.arange(tokens, device=device) * 7, size, 5e5, dtype)
+                for dtype in (BF16, torch.float64)
+            }
+            turn = partial(lambda table, x: rotated_heads(x, table[x.dtype]), table)
+            shape = f"{tokens} tokens, {kv_heads} · {groups} heads of {size}"
+            yield row("rotation of heads", shape, turn, (tokens, kv_heads, groups + 2, size))
+        for width, normalization in ((4096, "RMSNorm"), (1152, "LayerNorm")):
+            norms = {
+                dtype: Norm(
+                    argparse.Namespace(**NORM, normalization=normalization, params_dtype=dtype), width
+                )
+                .to(device)
+                .requires_grad_(False)
+                for dtype in (BF16, torch.float64)
+            }
+            stream = (tokens, width)
+            enter = partial(lambda norms, x: norms[x.dtype].enter(x), norms)
+            enter_sum = partial(lambda norms, x, y, b: norms[x.dtype].enter_sum(x, y, b), norms)
+            shape = f"{tokens} tokens of {width}"
+            yield row(normalization, shape, enter, stream)
+            yield row(f"{normalization} of a sum", shape, enter_sum, stream, stream, (width,))
+            yield row("sum with a bias", shape, with_bias, stream, stream, (width,))
+
+
+def moved_rows(device: torch.device, tokens: int) -> Iterator[Row]:
+    """Bytes a second that operators of a layer of an 8B move, forward and backward."""
+    table = rotary_table(torch.arange(tokens, device=device), 128, 5e5, BF16)
+    norm = Norm(argparse.Namespace(**NORM, normalization="RMSNorm", params_dtype=BF16), 4096).to(device)
+    cases: tuple[tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...], int], ...] = (
+        ("gate", partial(gated, kind="silu"), ((tokens, 2 * 14336),), 8 * 14336),
+        ("rotation of heads", lambda x: rotated_heads(x, table), ((tokens, 8, 6, 128),), 2 * 2 * 48 * 128),
+        ("RMSNorm of a sum", lambda x, y: norm.enter_sum(x, y, None), ((tokens, 4096),) * 2, 8 * 4096),
+    )
+    for what, function, shapes, numbers in cases:
+        leaves = [torch.randn(shape, device=device, dtype=BF16).requires_grad_() for shape in shapes]
+        out = function(*leaves)
+        out = out if isinstance(out, tuple) else (out,)
+        grads = [torch.randn_like(x) for x in out]
+
+        def both(function: Any = function, leaves: Any = leaves, grads: Any = grads) -> None:
+            out = function(*leaves)
+            torch.autograd.grad(out if isinstance(out, tuple) else (out,), leaves, grads)
+
+        seconds = took(device, both)
+        moved = numbers * tokens * BF16.itemsize
+        yield {
+            "what": f"{what}, both ways",
+            "shape": f"{tokens} tokens",
+            "ms": seconds * 1e3,
+            "GB/s": moved / seconds / 1e9,
+        }
+
+
 def timed_rows(device: torch.device, unit: int) -> Iterator[Row]:
     """What long attention and a large product reach, forward alone and with the backward."""
     tokens, heads, groups, size = 32 * unit, 32, 8, 128
@@ -225,6 +304,8 @@ def main() -> int:
     sources = (
         ("checked", attention_rows(device, min(unit, 256))),
         ("checked", other_rows(device, unit)),
+        ("checked", layer_rows(device, unit)),
+        ("timed", moved_rows(device, 32 * unit if device.type == "cuda" else 8)),
         ("timed", timed_rows(device, min(unit, 256) if device.type == "cuda" else 8)),
     )
     for key, rows in sources:
