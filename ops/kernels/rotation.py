@@ -4,6 +4,8 @@ Shapes: T tokens, K groups, each of G heads of queries, one of keys and one of v
 queries, H head size, h half of what is rotated of it.
 """
 
+from math import gcd
+
 import torch
 import triton
 import triton.language as tl
@@ -15,12 +17,12 @@ _NUMBERS = 2048  # numbers that a program has
 def _turn(  # type: ignore[no-untyped-def]
     x, x_group, x_head, out, out_group, cos, sin, part,
     COUNT: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, SIGN: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Rotate a part of a token's COUNT heads; `x` and `out` point to the first of all."""
     head = part.to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
-    x += (head // GROUP) * x_group + (head % GROUP) * x_head
-    out += (head // GROUP) * out_group + (head % GROUP) * SIZE
+    x += ((head // GROUP) * x_group + (head % GROUP) * x_head) * UNIT
+    out += (head // GROUP) * out_group * UNIT + (head % GROUP) * SIZE
     there = head < COUNT
     if HALF > 0:
         place = tl.arange(0, BLOCK)[None, :]
@@ -40,13 +42,16 @@ def _turn(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
-    query, query_token, query_group, query_head, key, key_token, key_group, value, value_token, value_group,
-    cos, sin, q, q_token, q_group, k, k_token, k_group, v,
+    query, key, value, cos, sin, q, k, v,
+    query_token, query_group, query_head, key_token, key_group, value_token, value_group,
+    q_token, q_group, k_token, k_group,
     KEYS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, SIGN: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):  # fmt: skip
     """First come the programs of a token's queries, then those of its keys, then those of its values, which
-    are copied: heads of whose size nothing is rotated.
+    are copied: heads of whose size nothing is rotated. Strides are in units of UNIT numbers, which tells the
+    compiler how many numbers it may load at once.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -56,18 +61,18 @@ def _rotate(  # type: ignore[no-untyped-def]
     of_keys: tl.constexpr = (KEYS + HEADS - 1) // HEADS
     if part < of_queries:
         _turn(
-            query + token * query_token, query_group, query_head, q + token * q_token, q_group, cos, sin,
-            part, KEYS * GROUP, GROUP, SIZE, HALF, SIGN, HEADS, BLOCK, REST,
+            query + token * query_token * UNIT, query_group, query_head, q + token * q_token * UNIT, q_group,
+            cos, sin, part, KEYS * GROUP, GROUP, SIZE, HALF, SIGN, HEADS, BLOCK, REST, UNIT,
         )  # fmt: skip
     elif part < of_queries + of_keys:
         _turn(
-            key + token * key_token, key_group, 0, k + token * k_token, k_group, cos, sin,
-            part - of_queries, KEYS, 1, SIZE, HALF, SIGN, HEADS, BLOCK, REST,
+            key + token * key_token * UNIT, key_group, 0, k + token * k_token * UNIT, k_group, cos, sin,
+            part - of_queries, KEYS, 1, SIZE, HALF, SIGN, HEADS, BLOCK, REST, UNIT,
         )  # fmt: skip
     elif value is not None:
         _turn(
-            value + token * value_token, value_group, 0, v + token * k_token, k_group, cos, sin,
-            part - of_queries - of_keys, KEYS, 1, SIZE, 0, SIGN, HEADS, BLOCK, WHOLE,
+            value + token * value_token * UNIT, value_group, 0, v + token * k_token * UNIT, k_group, cos, sin,
+            part - of_queries - of_keys, KEYS, 1, SIZE, 0, SIGN, HEADS, BLOCK, WHOLE, UNIT,
         )  # fmt: skip
 
 
@@ -124,16 +129,17 @@ def _launch(
     tokens, keys, group, size = query.shape
     if not tokens:
         return
+    q, k, v = outs
     half = cos.shape[-1]
     rest = size - 2 * half
     heads = max(_NUMBERS // triton.next_power_of_2(size), 1)
     parts = triton.cdiv(keys * group, heads) + triton.cdiv(keys, heads) * (1 if value is None else 2)
-    q, k, v = outs
+    steps = [*query.stride()[:3], *key.stride()[:2], *((0, 0) if value is None else value.stride()[:2])]
+    steps += [*q.stride()[:2], *k.stride()[:2]]
+    unit = gcd(16, half, size, *steps)
     _rotate[(tokens, parts)](
-        query, *query.stride()[:3], key, *key.stride()[:2],
-        value, *((0, 0) if value is None else value.stride()[:2]),
-        cos, sin, q, *q.stride()[:2], k, *k.stride()[:2], v,
+        query, key, value, cos, sin, q, k, v, *(step // unit for step in steps),
         keys, group, size, half, sign,
         heads, triton.next_power_of_2(half), triton.next_power_of_2(rest) if rest else 0,
-        triton.next_power_of_2(size),
+        triton.next_power_of_2(size), unit,
     )  # fmt: skip
