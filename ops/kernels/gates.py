@@ -42,6 +42,13 @@ def _activated(gate, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _clamped(gate, other, most):  # type: ignore[no-untyped-def]
+    """Both within their bounds, as they are where they are no numbers: a minimum would hide that."""
+    gate = tl.where(gate > most, most, gate)
+    return gate, tl.where(other > most, most, tl.where(other < -most, -most, other))
+
+
+@triton.jit
 def _forward(x, out, width, most, offset, KIND: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -49,8 +56,7 @@ def _forward(x, out, width, most, offset, KIND: tl.constexpr, CLAMPED: tl.conste
     gate = tl.load(x + row * 2 * width + place, inside).to(tl.float32)
     other = tl.load(x + (row * 2 + 1) * width + place, inside).to(tl.float32)
     if CLAMPED:
-        gate = tl.minimum(gate, most)
-        other = tl.minimum(tl.maximum(other, -most), most)
+        gate, other = _clamped(gate, other, most)
     product = _activated(gate, KIND)[0] * (other + offset)
     tl.store(out + row * width + place, product.to(out.dtype.element_ty), inside)
 
@@ -65,14 +71,15 @@ def _backward(  # type: ignore[no-untyped-def]
     gate = tl.load(x + row * 2 * width + place, inside).to(tl.float32)
     other = tl.load(x + (row * 2 + 1) * width + place, inside).to(tl.float32)
     of_product = tl.load(grad + row * width + place, inside).to(tl.float32)
-    through_gate, through_other = gate == gate, other == other
+    raw_gate, raw_other = gate, other
     if CLAMPED:
-        through_gate, through_other = gate <= most, (other >= -most) & (other <= most)
-        gate = tl.minimum(gate, most)
-        other = tl.minimum(tl.maximum(other, -most), most)
+        gate, other = _clamped(gate, other, most)
     activated, slope = _activated(gate, KIND)
-    of_gate = tl.where(through_gate, of_product * (other + offset) * slope, 0.0)
-    of_other = tl.where(through_other, of_product * activated, 0.0)
+    of_gate = of_product * (other + offset) * slope
+    of_other = of_product * activated
+    if CLAMPED:
+        of_gate = tl.where(raw_gate > most, 0.0, of_gate)
+        of_other = tl.where((raw_other > most) | (raw_other < -most), 0.0, of_other)
     tl.store(out + row * 2 * width + place, of_gate.to(out.dtype.element_ty), inside)
     tl.store(out + (row * 2 + 1) * width + place, of_other.to(out.dtype.element_ty), inside)
 

@@ -1,0 +1,244 @@
+"""Kernels under Triton's interpreter against their equations in double precision."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from kernel_calls import assert_rounded, launches, process_with
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SIZES = [(0, 8), (1, 8), (257, 8), (257, 72), (3, 100), (3, 1152)]
+ACTIVATED = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,
+    "gelu_tanh": lambda x: x * (1 + ((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+    "quick_gelu": lambda x: x / (1 + (-1.702 * x).exp()),
+}
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[..., Any]]:
+    with process_with({"TRITON_INTERPRET": "1"}) as call:
+        yield call
+
+
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(shape, generator=generator) + 0.5).to(dtype)
+
+
+def normed_by(
+    x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float, offset: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A norm in fp64, its means and its reciprocal deviations."""
+    mean = x.mean(1) if shift is not None else x.new_zeros(0)
+    centred = x if shift is None else x - mean[:, None]
+    rstd = (centred.square().mean(1) + eps) ** -0.5
+    normed = centred * rstd[:, None] * (weight + offset)
+    return normed if shift is None else normed + shift, mean, rstd
+
+
+def check_norms(dtype: torch.dtype, rows: int, width: int, layer: bool) -> None:
+    from ops.kernels import norms
+
+    x, out = drawn(dtype, rows, width), drawn(dtype, rows, width, seed=1)
+    weight, bias = drawn(dtype, width, seed=2), drawn(dtype, width, seed=3)
+    shift = drawn(dtype, width, seed=4) if layer else None
+    eps, offset = 1e-2, float(layer)
+    wide = [weight.double(), shift.double() if layer else None, eps, offset]
+
+    def agree(found: tuple[torch.Tensor, ...], x: torch.Tensor) -> None:
+        for one, exact in zip(found, normed_by(x.double(), *wide), strict=True):
+            assert_rounded(one, exact)
+        assert found[1].dtype == found[2].dtype == torch.float32
+
+    with launches() as names:
+        agree(norms.norm(x, weight, shift, eps, offset), x)
+        total, *found = norms.add_norm(x, out, bias, weight, shift, eps, offset)
+        assert_rounded(total, x.double() + (out.double() + bias.double()))
+        agree(tuple(found), total)
+        total, *found = norms.add_norm(x, out, None, weight, shift, eps, offset)
+        assert_rounded(total, x.double() + out.double())
+        agree(tuple(found), total)
+    assert names == ["_forward"] * (3 if rows else 0)
+
+
+def check_norm_backward(
+    dtype: torch.dtype, rows: int, width: int, layer: bool, biased: bool, programs: int | None = None
+) -> None:
+    from ops.kernels import norms
+
+    total, grad = drawn(dtype, rows, width), drawn(dtype, rows, width, seed=1)
+    weight, offset = drawn(dtype, width, seed=2), float(layer)
+    through = drawn(dtype, rows, width, seed=3) if biased else None
+    exact, wide = total.double().requires_grad_(), weight.double().requires_grad_()
+    shift = torch.zeros(width, dtype=torch.float64, requires_grad=True) if layer else None
+    normed, mean, rstd = normed_by(exact, wide, shift, 1e-2, offset)
+    of_exact, *parameters = torch.autograd.grad(
+        normed, [exact, wide, *([shift] if shift is not None else [])], grad.double()
+    )
+    of_exact = of_exact if through is None else of_exact + through.double()
+    saved = [x.detach().float() for x in (mean, rstd)]
+    if biased:
+        parameters.append(of_exact.sum(0))
+    with launches() as names, patch.object(norms, "_PROGRAMS", programs or norms._PROGRAMS):
+        of_total, of_parameters = norms.norm_backward(grad, through, total, *saved, weight, offset, biased)
+    assert names == (["_backward", "_column_sums"] if rows else [])
+    assert of_total.dtype == of_parameters.dtype == dtype
+    assert_rounded(of_total, of_exact)
+    for one, gradient in zip(of_parameters, parameters, strict=True):
+        assert_rounded(one, gradient)
+
+
+def check_widest() -> None:
+    from ops.kernels import norms
+
+    check_norms(torch.float32, 1, 16384, True)
+    check_norm_backward(torch.float32, 1, 16384, False, False)
+    with pytest.raises(AssertionError, match="at most 16384"):
+        norms.norm(torch.ones(1, 16385), torch.ones(16385), None, 1e-5, 0.0)
+
+
+def check_sum(dtype: torch.dtype, rows: int, width: int) -> None:
+    from ops.kernels import sums
+
+    stream, out, bias = drawn(dtype, rows, width), drawn(dtype, rows, width, seed=1), drawn(dtype, width)
+    with launches() as names:
+        found = sums.summed(stream, out, bias)
+    assert names == ["_add"] * bool(rows)
+    assert_rounded(found, stream.double() + (out.double() + bias.double()))
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """[T, heads, H] in fp64, of which each pair is a complex number that is turned."""
+    half = cos.shape[-1]
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    pairs = pairs * torch.complex(cos.double(), sign * sin.double())
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :].double()], dim=-1)
+
+
+def check_rotation(
+    dtype: torch.dtype, tokens: int, keys: int, group: int, size: int, half: int, sign: int
+) -> None:
+    from ops.kernels import rotation
+
+    joined = drawn(dtype, tokens, keys, group + 2, size + 8)[..., :size]
+    query, key, value = joined[:, :, :group], joined[:, :, group], joined[:, :, group + 1]
+    cos, sin = drawn(dtype, tokens, 1, half, seed=1), drawn(dtype, tokens, 1, half, seed=2)
+    heads = query.flatten(1, 2)
+    exact = [turned(x, cos, sin, sign) for x in (heads, key)]
+    with launches() as names:
+        for given in (query, heads):
+            found = rotation.rotate(given, key, cos, sin, sign)
+            for one, whole in zip(found, exact, strict=True):
+                assert one.is_contiguous()
+                assert_rounded(one, whole)
+    assert names == ["_rotate"] * (2 if tokens else 0)
+    with launches() as names:
+        back = rotation.rotate_joined(heads, key, value, cos, sin, sign)
+    assert names == ["_rotate"] * bool(tokens)
+    assert back.is_contiguous()
+    parts = [exact[0].unflatten(1, (keys, group)), exact[1].unsqueeze(2), value.double().unsqueeze(2)]
+    assert_rounded(back, torch.cat(parts, dim=2))
+
+
+def check_gates(dtype: torch.dtype, rows: int, width: int, kind: str, clamp: float | None) -> None:
+    from ops.kernels import gates
+
+    offset = 0.0 if clamp is None else 1.0
+    x, grad = drawn(dtype, rows, 2 * width), drawn(dtype, rows, width, seed=1)
+    exact = x.double().requires_grad_()
+    gate, other = exact.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, other = gate.clamp(max=clamp), other.clamp(-clamp, clamp)
+    product = ACTIVATED[kind](gate) * (other + offset)
+    (of_exact,) = torch.autograd.grad(product, exact, grad.double())
+    with launches() as names:
+        assert_rounded(gates.gated(x, kind, clamp, offset), product.detach())
+        assert_rounded(gates.gated_backward(grad, x, kind, clamp, offset), of_exact)
+    assert names == (["_forward", "_backward"] if rows else [])
+
+
+def check_no_number(clamp: float | None) -> None:
+    from ops.kernels import gates
+
+    x = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]])
+    assert gates.gated(x, "silu", clamp, 0.0).isnan().all()
+    of_x = gates.gated_backward(torch.ones(1, 2), x, "silu", clamp, 0.0)
+    assert of_x.isnan().tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_norms(interpreted: Callable[..., Any], dtype: torch.dtype, rows: int, width: int) -> None:
+    for layer in (False, True):
+        interpreted(check_norms, dtype, rows, width, layer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_gradients_of_norms(
+    interpreted: Callable[..., Any], dtype: torch.dtype, rows: int, width: int
+) -> None:
+    interpreted(check_norm_backward, dtype, rows, width, False, True)
+    if rows:
+        interpreted(check_norm_backward, dtype, rows, width, True, False)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_program_walks_several_rows(interpreted: Callable[..., Any], layer: bool) -> None:
+    interpreted(check_norm_backward, torch.float32, 257, 100, layer, True, 2)
+    # More partial sums than are read at once.
+    interpreted(check_norm_backward, torch.float32, 70, 2100, layer, False, 66)
+
+
+def test_rows_that_a_program_just_holds(interpreted: Callable[..., Any]) -> None:
+    interpreted(check_widest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SIZES)
+def test_sums(interpreted: Callable[..., Any], dtype: torch.dtype, rows: int, width: int) -> None:
+    interpreted(check_sum, dtype, rows, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, 2, 4, 8, 4),
+        (1, 3, 1, 72, 36),
+        (3, 2, 4, 128, 64),
+        (3, 5, 7, 256, 32),
+        (3, 35, 1, 72, 20),
+        (3, 1, 3, 10, 3),
+        (33, 1, 1, 8, 4),
+    ],
+    ids=lambda sizes: "-".join(map(str, sizes)),
+)
+def test_rotations(interpreted: Callable[..., Any], dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Tokens, keys, heads of queries a key, size of a head, and half of what is rotated of it."""
+    for sign in (1, -1):
+        interpreted(check_rotation, dtype, *sizes, sign)
+
+
+@pytest.mark.parametrize("kind", ACTIVATED)
+@pytest.mark.parametrize("clamp", [None, 1.5])
+def test_gates(interpreted: Callable[..., Any], kind: str, clamp: float | None) -> None:
+    for rows, width in ((0, 8), (1, 8), (3, 100), (3, 1152)):
+        interpreted(check_gates, torch.float32, rows, width, kind, clamp)
+    for dtype in (torch.float16, torch.bfloat16):
+        interpreted(check_gates, dtype, 3, 72, kind, clamp)
+
+
+def test_many_gates(interpreted: Callable[..., Any]) -> None:
+    interpreted(check_gates, torch.float32, 257, 8, "silu", None)
+
+
+@pytest.mark.parametrize("clamp", [None, 7.0])
+def test_what_is_no_number_goes_through_a_gate(interpreted: Callable[..., Any], clamp: float | None) -> None:
+    interpreted(check_no_number, clamp)

@@ -1,0 +1,96 @@
+"""Kernels compiled for the GPUs they are taken on, of which this needs none: what launches would compile."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernel_calls import compiled, process_with
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+CAPABILITIES = pytest.mark.parametrize("capability", [80, 90, 100])
+TOKENS = 64
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    cache = tmp_path_factory.mktemp("triton")  # what another run compiled is not looked up
+    with process_with({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}) as call:
+        yield call
+
+
+def check(kernels: list[Any], names: list[str], capability: int) -> None:
+    """Assert that the kernels are those, and that all their numbers stay in registers."""
+    assert [kernel.name for kernel in kernels] == names
+    for kernel in kernels:
+        assert f".target sm_{capability}" in kernel.asm["ptx"]
+        assert len(kernel.asm["cubin"]) > 0
+        instructions = kernel.asm["sass"]
+        assert "EXIT" in instructions
+        spilled = re.findall(r"\b(?:STL|LDL)\b", instructions)
+        assert not spilled, f"{kernel.name} stores or loads {len(spilled)} times what registers do not hold"
+
+
+def check_norms(capability: int, dtype: torch.dtype, width: int) -> None:
+    from ops.kernels import norms
+
+    x, weight = torch.empty(TOKENS, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    mean = torch.empty(TOKENS)
+    with compiled(capability) as kernels:
+        norms.norm(x, weight, None, 1e-5, 0.0)
+        norms.add_norm(x, x, weight, weight, weight, 1e-5, 1.0)
+        norms.norm_backward(x, x, x, mean, mean, weight, 1.0, True)
+        norms.norm_backward(x, None, x, mean[:0], mean, weight, 0.0, False)
+    check(kernels, ["_forward"] * 2 + ["_backward", "_column_sums"] * 2, capability)
+
+
+def check_rotations(capability: int, keys: int, group: int, size: int, half: int) -> None:
+    from ops.kernels import rotation
+
+    joined = torch.empty(TOKENS, keys, group + 2, size, dtype=torch.bfloat16)
+    query, key, value = joined[:, :, :group], joined[:, :, group], joined[:, :, group + 1]
+    cos = torch.empty(TOKENS, 1, half, dtype=torch.bfloat16)
+    with compiled(capability) as kernels:
+        heads, key = rotation.rotate(query, key, cos, cos, 1)
+        rotation.rotate_joined(heads, key, value, cos, cos, -1)
+    check(kernels, ["_rotate"] * 2, capability)
+    for kernel in kernels:
+        loads = re.findall(r"ld\.global[\w.:]*", kernel.asm["ptx"])
+        assert loads
+        assert [load for load in loads if not re.search(r"\.v[24]", load)] == [], "numbers loaded one by one"
+
+
+def check_sum_and_gates(capability: int, kinds: list[str]) -> None:
+    from ops.kernels import gates, sums
+
+    stream, x = torch.empty(TOKENS, 4096, dtype=torch.bfloat16), torch.empty(2, 28672, dtype=torch.bfloat16)
+    with compiled(capability) as kernels:
+        sums.summed(stream, stream, stream[0])
+        for kind in kinds:
+            product = gates.gated(x, kind, 7.0, 1.0)
+            gates.gated_backward(product, x, kind, 7.0, 1.0)
+    check(kernels, ["_add", *(["_forward", "_backward"] * len(kinds))], capability)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("width", [4096, 8192])
+def test_norms(compiling: Callable[..., Any], capability: int, width: int) -> None:
+    compiling(check_norms, capability, torch.bfloat16, width)
+
+
+def test_norms_in_single_precision(compiling: Callable[..., Any]) -> None:
+    compiling(check_norms, 90, torch.float32, 1152)
+
+
+@CAPABILITIES
+@pytest.mark.parametrize("sizes", [(8, 4, 128, 64), (16, 1, 72, 36)], ids=["128", "72"])
+def test_rotations(compiling: Callable[..., Any], capability: int, sizes: tuple[int, ...]) -> None:
+    compiling(check_rotations, capability, *sizes)
+
+
+@CAPABILITIES
+def test_sums_and_gates(compiling: Callable[..., Any], capability: int) -> None:
+    kinds = ["silu", "gelu", "gelu_tanh", "quick_gelu"] if capability == 90 else ["silu"]
+    compiling(check_sum_and_gates, capability, kinds)
