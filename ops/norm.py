@@ -15,6 +15,7 @@ from ops.kernels.choice import takes_kernel
 from ops.names import NORMS
 from ops.operators import operator
 
+_WIDEST = 16384  # of which a kernel holds a row
 Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -157,7 +158,7 @@ def _norm(
     """x [..., D] → its norm, the means [t], none of an RMSNorm, and the factors [t], in single precision at
     least, that it divides by.
     """
-    if takes_kernel(x):
+    if _takes_kernel(x):
         from ops.kernels import norms
 
         normed, mean, scale = norms.norm(x.flatten(0, -2), weight, shift, eps, offset)
@@ -181,7 +182,7 @@ def _add_norm(
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """stream + (out + bias), rounded to their precision, and as `_norm` of it."""
-    if takes_kernel(stream):
+    if _takes_kernel(stream):
         from ops.kernels import norms
 
         rows, added = stream.flatten(0, -2), out.flatten(0, -2)
@@ -208,11 +209,11 @@ def _norm_backward(
     """
     if x.numel() == 0:
         return torch.empty_like(x), scale.new_zeros(1 + shifted + biased, len(weight))
-    if takes_kernel(x):
+    if _takes_kernel(x):
         from ops.kernels import norms
 
-        rows = (one.flatten(0, -2) for one in (grad, around, x))
-        of_x, parameters = norms.norm_backward(*rows, mean, scale, weight, offset, biased)
+        grad, around, rows = (one.flatten(0, -2) for one in (grad, around, x))
+        of_x, parameters = norms.norm_backward(grad, around, rows, mean, scale, weight, offset, biased)
         return of_x.view_as(x), parameters
     grad, exact, scale = grad.flatten(0, -2).to(scale.dtype), x.flatten(0, -2).to(scale.dtype), scale[:, None]
     normed = (exact - mean.unsqueeze(1) if shifted else exact) * scale
@@ -234,6 +235,10 @@ def _with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> t
 
         return sums.summed(stream.flatten(0, -2), out.flatten(0, -2), bias).view_as(stream)
     return stream + (out + bias)
+
+
+def _takes_kernel(x: torch.Tensor) -> bool:
+    return x.shape[-1] <= _WIDEST and takes_kernel(x)
 
 
 def _rows(x: torch.Tensor) -> int:

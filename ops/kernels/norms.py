@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 _NUMBERS = 4096  # numbers that a program has at once, where a row has no more
-_WIDEST = 16384
+WIDEST = 16384  # rows that a program holds
 _PROGRAMS = 264  # that walk the rows of a backward: two for each multiprocessor of an H100
 _SUMMED = (64, 32)  # rows and columns of partial sums that a program reads at once
 
@@ -50,7 +50,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    grad, through, total, mean, rstd, weight, of_total, partials, rows, offset,
+    grad, around, total, mean, rstd, weight, of_total, partials, rows, offset,
     LAYER: tl.constexpr, BIASED: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -80,8 +80,7 @@ def _backward(  # type: ignore[no-untyped-def]
         if LAYER:
             result -= tl.sum(of_normed, 1)[:, None] / WIDTH
         result *= scale
-        if through is not None:
-            result += tl.load(through + place, inside, 0.0).to(tl.float32)
+        result += tl.load(around + place, inside, 0.0).to(tl.float32)
         if BIASED:
             of_bias += result
         tl.store(of_total + place, result.to(of_total.dtype.element_ty), inside)
@@ -102,7 +101,7 @@ def _column_sums(partials, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.const
         row = tl.arange(0, ROWS) + first
         inside = (row < rows)[:, None] & in_width[None, :]
         total += tl.load(partials + row[:, None] * width + column[None, :], inside, 0.0)
-    tl.store(out + column, tl.sum(total, 0).to(out.dtype.element_ty), in_width)
+    tl.store(out + column, tl.sum(total, 0), in_width)
 
 
 def norm(
@@ -132,7 +131,7 @@ def add_norm(
 
 def norm_backward(
     grad: torch.Tensor,
-    through: torch.Tensor | None,
+    around: torch.Tensor,
     total: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
@@ -140,27 +139,24 @@ def norm_backward(
     offset: float,
     biased: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of a norm's operand `total` [T, D] from that of the norm, plus `through` [T, D];
-    and the gradients of parameters [n, D]: of weight, of shift if there are means, and of what the operand
-    was biased by if it was `biased`. All are contiguous.
+    """Return the gradient of a norm's operand `total` [T, D], T > 0, from that of the norm, plus the one from
+    `around` it [T, D]; and in fp32 the gradients of parameters [n, D]: of weight, of shift if there are
+    means, and of what the operand was biased by if it was `biased`. All are contiguous.
 
-    Sums over rows are added up in an order that depends on T and D alone. Without rows there are no means,
-    either, so the gradient of shift is left out.
+    Sums over rows are added up in an order that depends on T and D alone.
     """
     rows, width = total.shape
     layer = mean.numel() > 0
     count = 1 + layer + biased
     of_total = torch.empty_like(total)
-    if not total.numel():
-        return of_total, weight.new_zeros(count, width)
     at_once, block, warps = _tile(width)
     programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
     partials = torch.empty(programs, count, width, dtype=torch.float32, device=total.device)
     _backward[(programs,)](
-        grad, through, total, mean, rstd, weight, of_total, partials, rows, offset,
+        grad, around, total, mean, rstd, weight, of_total, partials, rows, offset,
         layer, biased, width, at_once, block, num_warps=warps,
     )  # fmt: skip
-    of_parameters = weight.new_empty(count, width)
+    of_parameters = rstd.new_empty(count, width)
     numbers = of_parameters.numel()
     _column_sums[(triton.cdiv(numbers, _SUMMED[1]),)](partials, of_parameters, programs, numbers, *_SUMMED)
     return of_total, of_parameters
@@ -192,6 +188,6 @@ def _launched(
 
 def _tile(width: int) -> tuple[int, int, int]:
     """Rows that a program has at once, their width rounded up to a power of two, and its warps."""
-    assert width <= _WIDEST, f"rows of {width} numbers: a program holds at most {_WIDEST}"
+    assert width <= WIDEST, f"rows of {width} numbers: a program holds at most {WIDEST}"
     block = triton.next_power_of_2(width)
     return max(_NUMBERS // block, 1), block, 8 if block <= _NUMBERS else 16

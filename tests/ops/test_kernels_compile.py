@@ -42,7 +42,7 @@ def check_norms(capability: int, dtype: torch.dtype, width: int) -> None:
         norms.norm(x, weight, None, 1e-5, 0.0)
         norms.add_norm(x, x, weight, weight, weight, 1e-5, 1.0)
         norms.norm_backward(x, x, x, mean, mean, weight, 1.0, True)
-        norms.norm_backward(x, None, x, mean[:0], mean, weight, 0.0, False)
+        norms.norm_backward(x, x, x, mean[:0], mean, weight, 0.0, False)
     check(kernels, ["_forward"] * 2 + ["_backward", "_column_sums"] * 2, capability)
 
 
