@@ -166,6 +166,19 @@ def test_large_logits_do_not_overflow(ranks: RankPool) -> None:
         assert own.isfinite().all()
 
 
+def _likely(rank: int) -> torch.Tensor:
+    weight = torch.zeros(VOCABULARY, 1)
+    weight[0], weight[-1] = 1e4, 1e4 - 3
+    part = weight.chunk(dist.group.WORLD.size())[rank]
+    return linear_losses(torch.ones(1, 1), part, torch.zeros(1).long(), dist.group.WORLD, 1, VOCABULARY)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_small_loss_of_large_logits_keeps_its_digits(ranks: RankPool, world: int) -> None:
+    for own in ranks.run(world, _likely):
+        torch.testing.assert_close(own, torch.tensor([-3.0]).exp().log1p(), rtol=1e-6, atol=0)
+
+
 def _padded(rank: int, chunk: int, ids: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     hidden, weight, labels, grads = case(dtype)
     return losses_and_gradients(hidden, weight, labels % IDS, grads, chunk, ids)
