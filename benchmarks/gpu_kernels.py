@@ -30,7 +30,7 @@ from ops.gates import ACTIVATIONS, gated
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
-from ops.loss import token_losses
+from ops.loss import logit_gradients, logit_sums
 from ops.norm import Norm, with_bias
 from ops.rotary import rotary_table, rotated, rotated_heads
 from ops.routing import expert_numbers, order_rows, rows_of
@@ -139,8 +139,15 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
         yield row("weight gradient, added in fp32", f"{tokens} tokens, 512 to 384", [total], [exact], allowed)
 
     logits, labels = draw(unit, 32_000), torch.randint(0, 32_000, (unit,), device=device)
-    found = with_gradients(lambda x: token_losses(x, labels), [logits])
-    exact = with_gradients(lambda x: token_losses(x, labels), [logits.double()])
+    weight = draw(unit, dtype=torch.float32)
+
+    def losses(x: torch.Tensor) -> list[torch.Tensor]:
+        sums = logit_sums(x, labels, 0, x.shape[1])
+        largest, total, target = sums
+        gradient = logit_gradients(weight.to(sums), x, labels, sums, 0, x.shape[1])
+        return [largest - target + total.log(), gradient]
+
+    found, exact = losses(logits), losses(logits.double())
     yield row("losses of tokens", f"{unit} of 32,000", found[:1], exact[:1], SUMMED)
     yield row("losses of tokens, gradient", f"{unit} of 32,000", found[1:], exact[1:], ROUNDED)
 

@@ -34,24 +34,6 @@ from parallel.work import (
 )
 
 
-@dataclass(frozen=True)
-class _Beside:
-    """Layers beside bytes of gradients that losses have made, and that are added to others' later."""
-
-    stack: Stack | ExpertStack
-    waits: int
-
-    def weights(self) -> tuple[Weight, ...]:
-        return self.stack.weights()
-
-    def forward(self, load: Load) -> Work:
-        return self.stack.forward(load)
-
-    def backward(self, load: Load, grad: Grad) -> Work:
-        work = self.stack.backward(load, grad)
-        return replace(work, workspace=work.workspace + self.waits)
-
-
 def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[Stack | ExpertStack]:
     """The same layers, the last one by itself: its output may be `held`, and outlive those of others."""
     *others, last = stacks
@@ -178,18 +160,15 @@ class LLMPart:
         """Further losses, losses, layers, embedding."""
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
-        waits, learns = 0, self.lora is None and not load.frozen
-        if self.embedding is not None and self.embedding.is_output:
-            # autograd adds both gradients of the one table up before it hands them on.
-            waits = self.embedding.ids * self.embedding.hidden * self.element * learns
+        learns = self.lora is None and not load.frozen
         # Who runs the pass of a part holds what it put out; losses are next to nothing.
         *others, last = self._apart
         # The gradient that came in a message may be put off: then what is put off stands for the output.
         dense = last.dense if isinstance(last, ExpertStack) else last
         stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)
-        beside = [self._partitioned(stack, _Beside(stack, waits)) for stack in (*others, last)]
-        work = self._chained(beside).backward(load, grad, self.row_bytes(load) * stays)
-        first = beside[0]
+        blocks = [self._partitioned(stack, stack) for stack in (*others, last)]
+        work = self._chained(blocks).backward(load, grad, self.row_bytes(load) * stays)
+        first = blocks[0]
         if work.last and isinstance(first, Partitioned) and grad is not Grad.INPUT:
             return replace(work, last=work.last + first.left(load))
         return work
@@ -253,9 +232,7 @@ def llm_part(
     )
     return LLMPart(
         stacks=_stacks(config, layers, number, layout, element),
-        embedding=WordEmbedding(ids, config.hidden, tp, element, apart, last and not losses.owned)
-        if first
-        else None,
+        embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),

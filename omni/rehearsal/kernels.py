@@ -27,7 +27,7 @@ _NAMES = """
     scatter_ scatter_add_ tril triu _log_softmax _log_softmax_backward_data _softmax
     _softmax_backward_data nll_loss_forward native_layer_norm _fused_rms_norm addmm addmm_ baddbmm
     baddbmm_ bmm convolution mm
-    gated gated_backward norm add_norm with_bias rotate rotate_joined
+    gated gated_backward norm add_norm with_bias rotate rotate_joined logit_sums logit_gradients
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel

@@ -33,9 +33,9 @@ OTHERS = {
     "waits, MoE step, ep 1": 1,
     "waits a layer and microbatch, MoE step, ep 2": 1,
     "bytes by the least, LLM layer of 8B": 2.1,
-    "loss of 8B, forward": 15,
-    "loss of 8B, backward": 15,
-    "bytes by the least, loss of 8B": 8.31,
+    "loss of 8B, forward": 16,
+    "loss of 8B, backward": 11,
+    "bytes by the least, loss of 8B": 1.04,
 }
 
 

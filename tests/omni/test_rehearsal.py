@@ -318,7 +318,9 @@ def test_heads_of_their_own_size_norms_and_gates_keep_what_is_stated(
     found, modelled = rehearse(spec, plan, 0).footprint, model_footprint(spec, plan, 0)
     assert modelled.traffic == found.traffic
     assert modelled.parameters == found.parameters
-    assert modelled.peak["activations"] == pytest.approx(found.peak["activations"], rel=0.01)
+    # Together: logits are kept, and their gradient may be there instead when a rank holds most.
+    passes = [of.peak["activations"] + of.peak["workspace"] for of in (modelled, found)]
+    assert passes[0] == pytest.approx(passes[1], rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1"])

@@ -5,7 +5,6 @@ import torch
 
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
-from ops.loss import token_losses
 from ops.norm import Norm, with_bias
 from ops.rotary import Scaling, Table, rotary_table, rotated, rotated_heads
 from ops.rows import gather_rows, scatter_rows
@@ -112,24 +111,6 @@ def test_an_unknown_norm_is_refused() -> None:
     config = types.SimpleNamespace(normalization="batch", params_dtype=torch.float32, sequence_parallel=False)
     with pytest.raises(ValueError, match="normalization='batch'"):
         Norm(config, 6)
-
-
-def test_losses_and_their_gradient_are_not_rounded() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(7, 11, requires_grad=True)
-    labels = torch.arange(7)
-    losses = token_losses(logits, labels)
-    exact = logits.detach().double().requires_grad_()
-    expected = -exact.log_softmax(-1)[labels, labels]
-    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
-    losses.sum().backward()
-    expected.sum().backward()
-    # bfloat16 has eight bits: a gradient that passed through it is off by about 1e-3.
-    assert (logits.grad.double() - exact.grad).norm() / exact.grad.norm() < 1e-6
-
-
-def test_half_precision_logits_give_losses_in_fp32() -> None:
-    assert token_losses(torch.zeros(2, 4, dtype=torch.bfloat16), torch.tensor([0, 1])).dtype == torch.float32
 
 
 def test_rows_gather_and_scatter_are_adjoint() -> None:

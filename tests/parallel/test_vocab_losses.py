@@ -43,14 +43,18 @@ def _losses(rank: int, chunk: int, tokens: int, dtype: torch.dtype) -> tuple[tor
     return losses_and_gradients(*case(dtype, tokens), chunk)
 
 
-def expected(dtype: torch.dtype, tokens: int) -> tuple[torch.Tensor, ...]:
+def expected(dtype: torch.dtype, tokens: int, ids: int = VOCABULARY) -> tuple[torch.Tensor, ...]:
+    """By the equations in fp64, of numbers and logits that were rounded to `dtype`."""
     hidden, weight, labels, grads = case(dtype, tokens)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    logits = F.linear(hidden, weight)
-    losses = F.cross_entropy(logits if dtype == torch.float64 else logits.float(), labels, reduction="none")
-    (losses * grads).sum().backward()
-    return losses.detach(), hidden.grad, weight.grad
+    logits = F.linear(hidden, weight)[:, :ids].double()
+    place, labels = torch.arange(tokens), labels % ids
+    logs = logits.logsumexp(1)
+    of_logits = (logits - logs[:, None]).exp()
+    of_logits[place, labels] -= 1
+    of_logits *= grads[:, None]
+    of_weight = torch.zeros_like(weight, dtype=torch.float64)
+    of_weight[:ids] = of_logits.T @ hidden.double()
+    return logs - logits[place, labels], of_logits @ weight[:ids].double(), of_weight
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -66,18 +70,66 @@ def test_shared_losses_equal_whole_ones(ranks: RankPool, world: int, chunk: int)
     torch.testing.assert_close(parts, weight_grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_losses_are_in_fp32_and_close(ranks: RankPool, world: int, dtype: torch.dtype) -> None:
-    losses, hidden_grad, _ = expected(dtype, TOKENS)
-    answers = ranks.run(world, _losses, 5, TOKENS, dtype)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+def away(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
+def test_losses_in_fp32_are_rounded_as_little_as_its_logits(ranks: RankPool, world: int, chunk: int) -> None:
+    exact = expected(torch.float32, TOKENS, IDS)
+    answers = ranks.run(world, _padded, chunk, IDS, torch.float32)
+    whole = (
+        answers[-1][0],
+        sum(of_hidden for _, of_hidden, _ in answers),
+        torch.cat([of_weight for _, _, of_weight in answers]),
+    )
+    assert all(away(a, b) < 2e-7 for a, b in zip(whole, exact, strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_low_precision_losses_are_in_fp32_and_close(ranks: RankPool, world: int) -> None:
+    losses, hidden_grad, weight_grad = expected(torch.bfloat16, TOKENS, IDS)
+    answers = ranks.run(world, _padded, 5, IDS, torch.bfloat16)
     for own, of_hidden, _ in answers:
         assert own.dtype == torch.float32
-        assert of_hidden.dtype == dtype
-        torch.testing.assert_close(own, losses.float(), rtol=tolerance, atol=tolerance)
-    summed = sum(of_hidden.float() for _, of_hidden, _ in answers)
-    torch.testing.assert_close(summed, hidden_grad.float(), rtol=tolerance, atol=tolerance)
+        assert of_hidden.dtype == torch.bfloat16
+        assert away(own, losses) < 1e-6, "logits are rounded, and nothing behind them"
+    assert away(sum(of_hidden.float() for _, of_hidden, _ in answers), hidden_grad) < 4e-3
+    assert away(torch.cat([of_weight for _, _, of_weight in answers]), weight_grad) < 4e-3
+
+
+def _added(rank: int, chunk: int) -> torch.Tensor:
+    hidden, weight, labels, grads = case(torch.bfloat16)
+    group = dist.group.WORLD
+    part = torch.nn.Parameter(weight.chunk(group.size())[rank].clone())
+    part.main_grad = torch.ones(part.shape)
+    for _ in range(2):
+        losses = linear_losses(hidden.clone().requires_grad_(), part, labels, group, chunk, VOCABULARY)
+        (losses * grads).sum().backward()
+    assert part.grad is None
+    return part.main_grad
+
+
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
+def test_gradients_of_the_weight_are_added_to_those_that_are_there(ranks: RankPool, chunk: int) -> None:
+    parts = torch.cat(ranks.run(2, _added, chunk))
+    assert parts.dtype == torch.float32
+    assert away(parts - 1, 2 * expected(torch.bfloat16, TOKENS)[2]) < 4e-3
+
+
+def _frozen(rank: int, chunk: int) -> torch.Tensor:
+    hidden, weight, labels, grads = case()
+    hidden.requires_grad_()
+    losses = linear_losses(hidden, weight, labels, dist.group.WORLD, chunk, VOCABULARY)
+    (losses * grads).sum().backward()
+    return hidden.grad
+
+
+@pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
+def test_a_frozen_weight_hands_gradients_on(ranks: RankPool, chunk: int) -> None:
+    (hidden_grad,) = ranks.run(1, _frozen, chunk)
+    torch.testing.assert_close(hidden_grad, expected(torch.float64, TOKENS)[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [NO_CHUNK, 1])
@@ -114,8 +166,21 @@ def test_large_logits_do_not_overflow(ranks: RankPool) -> None:
         assert own.isfinite().all()
 
 
-def _padded(rank: int, chunk: int, ids: int) -> tuple[torch.Tensor, ...]:
-    hidden, weight, labels, grads = case()
+def _likely(rank: int) -> torch.Tensor:
+    weight = torch.zeros(VOCABULARY, 1)
+    weight[0], weight[-1] = 1e4, 1e4 - 3
+    part = weight.chunk(dist.group.WORLD.size())[rank]
+    return linear_losses(torch.ones(1, 1), part, torch.zeros(1).long(), dist.group.WORLD, 1, VOCABULARY)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_small_loss_of_large_logits_keeps_its_digits(ranks: RankPool, world: int) -> None:
+    for own in ranks.run(world, _likely):
+        torch.testing.assert_close(own, torch.tensor([-3.0]).exp().log1p(), rtol=1e-6, atol=0)
+
+
+def _padded(rank: int, chunk: int, ids: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    hidden, weight, labels, grads = case(dtype)
     return losses_and_gradients(hidden, weight, labels % IDS, grads, chunk, ids)
 
 
@@ -125,21 +190,18 @@ IDS = 13  # of four ranks, the last has none, and the one before it one
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunk", [NO_CHUNK, 5])
 def test_rows_of_padding_take_no_part(ranks: RankPool, world: int, chunk: int) -> None:
-    hidden, weight, labels, grads = case()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    losses = F.cross_entropy(F.linear(hidden, weight[:IDS]), labels % IDS, reduction="none")
-    (losses * grads).sum().backward()
+    losses, hidden_grad, weight_grad = expected(torch.float64, TOKENS, IDS)
     answers = ranks.run(world, _padded, chunk, IDS)
     for own, _, _ in answers:
-        torch.testing.assert_close(own, losses.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(own, losses, rtol=0, atol=1e-12)
     summed = sum(of_hidden for _, of_hidden, _ in answers)
-    torch.testing.assert_close(summed, hidden.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(summed, hidden_grad, rtol=0, atol=1e-12)
     parts = torch.cat([of_weight for _, _, of_weight in answers])
-    torch.testing.assert_close(parts, weight.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(parts, weight_grad, rtol=0, atol=1e-12)
     assert not parts[IDS:].any()
+    hidden, weight, _, _ = case()
     best = F.linear(hidden, weight)[:, :IDS].argmax(1)
-    for tokens in ranks.run(world, _argmax, hidden.detach(), weight.detach(), IDS):
+    for tokens in ranks.run(world, _argmax, hidden, weight, IDS):
         assert torch.equal(tokens, best)
 
 
