@@ -66,7 +66,8 @@ def run_search(arguments: argparse.Namespace) -> int:
 def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Estimate]":
     """Search. Return with it the first of the best layouts whose step fits in all domains, and that step. A
     search plans few domains: where another holds more than there is, it is done again, which is told on
-    stderr, and as much is left free as that one holds beyond those. Candidates of all searches are counted.
+    stderr, and in domains of as many ranks as much is left free as that one holds beyond those. Candidates of
+    all searches are counted.
 
     Raises:
         ConfigError: where no layout can be, or none fits: of the best, naming the component and keys that
@@ -81,12 +82,14 @@ def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Es
     from omni.planning.search import search
     from omni.rehearsal.estimate import estimate
 
-    refused, spare, simulated = "", 0, 0
+    refused, simulated = "", 0
+    spare, unseen = dict[int, int](), dict[int, int]()
     for _ in range(_SEARCHES):
-        if spare:
-            told = f"{spare / GIB:.1f} GiB more than those that were planned: searching with as much to spare"
-            print(f"note: in a layout that was found another domain holds {told}", file=sys.stderr)
-        out, unseen = search(question, ranks, spare), list[int]()
+        for size, more in unseen.items():
+            told = f"{more / GIB:.1f} GiB more than those that were planned: searching with as much to spare"
+            print(f"note: in a layout that was found another domain of {size} holds {told}", file=sys.stderr)
+        spare, unseen = spare | unseen, {}
+        out = search(question, ranks, spare)
         simulated = out.simulated = out.simulated + simulated
         if not refused:
             check_found(question, ranks, out)
@@ -99,13 +102,13 @@ def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Es
                     f"launch.ranks={ranks}: no layout that was tried fits. Of that which comes nearest "
                     f"({text_of(each.told())}) {error} {nearest_text(each.spec, *question.begin)}"
                 )
-                if each.seen <= (each.spec.cluster.memory_bytes or 0):
-                    unseen.append(whole.fullest.bytes - each.seen)
+                size, more = each.spec.arrangement.domain_size, whole.fullest.bytes - each.seen
+                if each.seen <= (each.spec.cluster.memory_bytes or 0) and more > spare.get(size, 0):
+                    unseen[size] = max(more, unseen.get(size, 0))
             else:
                 return out, each, whole
-        if not unseen or max(unseen) <= spare:
+        if not unseen:
             break
-        spare = max(unseen)
     raise ConfigError(refused)
 
 

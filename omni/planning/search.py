@@ -16,9 +16,10 @@ of a candidate is its first step in the domain that samples load most, at the en
 a run chooses (`omni.planning.choose`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any
 
 from dataloader.tokens import SampleMeta
@@ -68,6 +69,7 @@ from pipeline.costs import simulate
 from pipeline.plan import StepPlan
 
 SIMULATED, STARTS, CHANGES, RANKED = 16, 2, 20, 4
+NOTHING: Mapping[int, int] = MappingProxyType({})
 _NEVER = 1 << 60  # bytes beyond a device's memory
 SHARED = 4  # replicas of a domain that a candidate begins with, unless the longest sample needs more
 FILLED = 4  # passes a stage that a candidate begins with, at least
@@ -115,9 +117,9 @@ class Search:
     simulated: int = 0
 
 
-def search(question: Question, ranks: int, spare: int = 0) -> Search:
-    """Search the layouts of so many ranks, on each of which `spare` bytes are to stay free: domains that are
-    not planned for a candidate may hold more than those that are.
+def search(question: Question, ranks: int, spare: Mapping[int, int] = NOTHING) -> Search:
+    """Search the layouts of so many ranks. By the ranks of a domain, `spare` bytes of each are to stay free:
+    domains that are not planned for a candidate may hold more than those that are.
     """
     searching = Searching(question, ranks, spare)
     searching.go(SIMULATED, CHANGES)
@@ -141,7 +143,7 @@ def _place(tried: Tried) -> tuple[bool, int, int]:
 class Searching:
     """A search under way: what was tried, by the text of its keys."""
 
-    def __init__(self, question: Question, ranks: int, spare: int = 0) -> None:
+    def __init__(self, question: Question, ranks: int, spare: Mapping[int, int] = NOTHING) -> None:
         self.of, self.ranks, self.space, self.spare = question, ranks, question.space(ranks), spare
         self.out, self.tried = Search(), dict[str, Tried]()
         self.metas: list[SampleMeta] = []
@@ -160,7 +162,8 @@ class Searching:
 
     def room(self, spec: RunSpec) -> int | None:
         """Bytes that a rank may hold."""
-        return None if spec.cluster.memory_bytes is None else spec.cluster.memory_bytes - self.spare
+        memory, spare = spec.cluster.memory_bytes, self.spare.get(spec.arrangement.domain_size, 0)
+        return None if memory is None else memory - spare
 
     def layouts(self) -> list[Keys]:
         """The layouts that fit by the closed form, by what their steps take by another; of those that take
