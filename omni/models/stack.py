@@ -41,7 +41,9 @@ from parallel.work import (
 )
 
 BETWEEN = 10
-"""Times that a layer reads or writes the stream between its halves: two norms, and two sums of two."""
+"""Times that a pass of a layer reads or writes the stream between its halves, at most: a forward nine times (a
+norm, a sum with its norm, a sum), a backward eight, and for gradients of biases.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
