@@ -26,7 +26,7 @@ import torch
 from infra.run_folder import write_json
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
-from ops.gates import ACTIVATIONS, gated
+from ops.gates import ACTIVATIONS, biased, gated
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
@@ -204,6 +204,8 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
             for clamp, offset in ((None, 0.0), (1.0, 1.0)):
                 gate = partial(gated, kind=kind, clamp=clamp, offset=offset)
                 yield row(f"gate, {kind}, {clamp}, {offset}", f"{tokens} of 1400", gate, (tokens, 2800))
+            act, wide = partial(biased, kind=kind), (tokens, 4304)
+            yield row(f"activation of a sum, {kind}", f"{tokens} of 4304", act, wide, (4304,))
         for size, kv_heads, groups in ((128, 2, 4), (72, 4, 1), (20, 1, 3)):
             table = {
                 dtype: rotary_table(torch.arange(tokens, device=device) * 7, size, 5e5, dtype)

@@ -1,9 +1,10 @@
-"""Gated feed-forwards between their linears (Shazeer, GLU Variants Improve Transformer, 2020): the product of
-an activated gate and what it lets through, as one operator forward and one backward.
+"""Feed-forwards between their linears, as one operator forward and one backward: of a gated one (Shazeer, GLU
+Variants Improve Transformer, 2020) the product of an activated gate and what it lets through, of another the
+activation of a sum with the first linear's bias.
 
 Nothing is kept for the backward but the operand: the activation is computed anew from it.
 
-Shapes: F width; a row of `x` [..., 2F] holds the F gates and then the F others.
+Shapes: F width; a row of a gate's `x` [..., 2F] holds the F gates and then the F others.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,6 +50,16 @@ def gated(x: torch.Tensor, kind: str, clamp: float | None = None, offset: float 
     return out
 
 
+def biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [..., F] and bias [F] → ACTIVATIONS[kind](x + bias).
+
+    The gradient of the bias is a sum over what that of x is made of, so it costs no pass of its own. It is
+    added to `main_grad`, where the bias has one.
+    """
+    out: torch.Tensor = _Biased.apply(x, bias, kind)
+    return out
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
@@ -61,6 +72,25 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
         return _GATED_BACKWARD(grads[0].contiguous(), x, *ctx.settings), None, None, None
+
+
+class _Biased(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        # The parameter itself: hooks on saved tensors, which move them, bring back another object.
+        ctx.bias, ctx.kind = bias, kind
+        out: torch.Tensor = _BIASED(x, bias, kind)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        (x,), bias = ctx.saved_tensors, ctx.bias
+        of_x, of_bias = _BIASED_BACKWARD(grads[0].contiguous(), x, bias, ctx.kind)
+        if bias.requires_grad and hasattr(bias, "main_grad"):
+            bias.main_grad.add_(of_bias)
+            return of_x, None, None
+        return of_x, of_bias, None
 
 
 def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
@@ -102,6 +132,32 @@ def _halves(x: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.T
     return gate, other
 
 
+def _biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
+    """As `biased` says, in torch where no kernel is taken; x is contiguous."""
+    if takes_kernel(x):
+        from ops.kernels import gates
+
+        return gates.biased(x.flatten(0, -2), bias, kind).view_as(x)
+    return ACTIVATIONS[kind](x + bias)
+
+
+def _biased_backward(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x [..., F] and, in single precision at least, of the bias [F]."""
+    if takes_kernel(x):
+        from ops.kernels import gates
+
+        of_x, of_bias = gates.biased_backward(grad.flatten(0, -2), x.flatten(0, -2), bias, kind)
+        return of_x.view_as(x), of_bias
+    of_x = _KINDS[kind][1](grad, x + bias)
+    return of_x, of_x.flatten(0, -2).sum(0, dtype=_exact(x))
+
+
+def _exact(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _product(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
@@ -112,5 +168,17 @@ def _gradient(
     return torch.empty_like(x)
 
 
+def _activation(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _gradients(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(bias, dtype=_exact(x))
+
+
 _GATED = operator(_gated, _product)
 _GATED_BACKWARD = operator(_gated_backward, _gradient)
+_BIASED = operator(_biased, _activation)
+_BIASED_BACKWARD = operator(_biased_backward, _gradients)

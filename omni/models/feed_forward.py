@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ops.gates import ACTIVATIONS, gated
+from ops.gates import ACTIVATIONS, biased, gated
 from parallel.megatron import MLP, SharedExpertMLP, TransformerConfig
 
 _NAMES = {activation: name for name, activation in ACTIVATIONS.items()}
@@ -25,16 +25,21 @@ def activated(inner: torch.Tensor, config: TransformerConfig) -> torch.Tensor:
 
 
 class FeedForward(MLP):
-    """megatron-core's, whose first bias is in the product."""
+    """megatron-core's. Its first bias is in the product if it is gated, else the activation adds it, which
+    then has the sum of its gradients at hand.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self.linear_fc1.skip_bias_add = False
+        self.linear_fc1.skip_bias_add = not config.gated_linear_unit
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, 1, D] → the same, and a bias that is still to be added."""
-        inner, _ = self.linear_fc1(hidden_states)
-        inner = activated(inner, self.config)
+        inner, bias = self.linear_fc1(hidden_states)
+        if bias is None:
+            inner = activated(inner, self.config)
+        else:
+            inner = biased(inner, bias, _NAMES[self.config.activation_func])
         out, bias = self.linear_fc2(inner)
         return out, bias
 

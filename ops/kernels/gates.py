@@ -1,13 +1,20 @@
-"""The product of a gate and what it lets through, and its gradient.
+"""What is between the linears of a feed-forward, and its gradients: the product of a gate and what it lets
+through, or the activation of a sum with a bias. Numbers are computed in fp32 and rounded once.
 
-Shapes: T tokens, F width; a row of `x` [T, 2F] holds the F gates and then the F others.
+Shapes: T tokens, F width, P programs that walk the rows of a backward; a row of a gate's `x` [T, 2F] holds
+the F gates and then the F others.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ops.kernels.columns import column_sums
+
 _BLOCK = 1024  # numbers of a row that a program has
+_PROGRAMS = 528  # of a backward that sums over rows: four for each multiprocessor of an H100
+_WALKED = (8, 256)  # rows and columns that such a program has at once
+_WARPS = 8  # of such a program, so that a thread has two loads of eight numbers under way
 
 
 @triton.jit
@@ -84,6 +91,37 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(out + (row * 2 + 1) * width + place, of_other.to(out.dtype.element_ty), inside)
 
 
+@triton.jit
+def _biased(x, bias, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = row * width + column
+    total = tl.load(x + place, inside).to(tl.float32) + tl.load(bias + column, inside).to(tl.float32)
+    tl.store(out + place, _activated(total, KIND)[0].to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _biased_backward(  # type: ignore[no-untyped-def]
+    grad, x, bias, out, partials, rows, width, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_width = column < width
+    shift = tl.load(bias + column, in_width, 0.0).to(tl.float32)[None, :]
+    of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = tl.arange(0, ROWS).to(tl.int64) + first
+        inside = (row < rows)[:, None] & in_width[None, :]
+        place = row[:, None] * width + column[None, :]
+        # Outside, `of_out` is 0, so nothing there gets into a sum.
+        of_out = tl.load(grad + place, inside, 0.0).to(tl.float32)
+        total = tl.load(x + place, inside, 0.0).to(tl.float32) + shift
+        result = of_out * _activated(total, KIND)[1]
+        of_bias += result
+        tl.store(out + place, result.to(out.dtype.element_ty), inside)
+    tl.store(partials + tl.program_id(0) * width + column, tl.sum(of_bias, 0), in_width)
+
+
 def gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
     """x [T, 2F], contiguous → [T, F]. See `ops.gates.gated`."""
     rows, width = x.shape[0], x.shape[1] // 2
@@ -107,3 +145,34 @@ def gated_backward(
         grid = (rows, triton.cdiv(width, _BLOCK))
         _backward[grid](grad, x, out, width, most, offset, kind, clamp is not None, _BLOCK)
     return out
+
+
+def biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
+    """x [T, F], contiguous, and bias [F] → [T, F]. See `ops.gates.biased`."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    if out.numel():
+        _biased[(rows, triton.cdiv(width, _BLOCK))](x, bias, out, width, kind, _BLOCK)
+    return out
+
+
+def biased_backward(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad [T, F] of the activation and x [T, F], contiguous, and bias [F] → the gradient of x, and in fp32
+    that of the bias.
+
+    Sums over rows are added up in an order that depends on T and F alone.
+    """
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    if not out.numel():
+        return out, torch.zeros(width, dtype=torch.float32, device=x.device)
+    at_once, block = _WALKED
+    blocks = triton.cdiv(width, block)
+    programs = min(max(_PROGRAMS // blocks, 1), triton.cdiv(rows, at_once))
+    partials = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _biased_backward[(programs, blocks)](
+        grad, x, bias, out, partials, rows, width, kind, at_once, block, num_warps=_WARPS
+    )
+    return out, column_sums(partials)

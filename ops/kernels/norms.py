@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ops.kernels.columns import column_sums
+
 _NUMBERS = 4096  # numbers that a program has at once, where a row has no more
 WIDEST = 16384  # rows that a program holds
 _PROGRAMS = 264  # that walk the rows of a backward: two for each multiprocessor of an H100
-_SUMMED = (64, 32)  # rows and columns of partial sums that a program reads at once
 
 
 @triton.jit
@@ -92,18 +93,6 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(partial + (1 + LAYER) * WIDTH, tl.sum(of_bias, 0), in_width)
 
 
-@triton.jit
-def _column_sums(partials, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    in_width = column < width
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in range(0, rows, ROWS):
-        row = tl.arange(0, ROWS) + first
-        inside = (row < rows)[:, None] & in_width[None, :]
-        total += tl.load(partials + row[:, None] * width + column[None, :], inside, 0.0)
-    tl.store(out + column, tl.sum(total, 0), in_width)
-
-
 def norm(
     x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -156,10 +145,7 @@ def norm_backward(
         grad, around, total, mean, rstd, weight, of_total, partials, rows, offset,
         layer, biased, width, at_once, block, num_warps=warps,
     )  # fmt: skip
-    of_parameters = rstd.new_empty(count, width)
-    numbers = of_parameters.numel()
-    _column_sums[(triton.cdiv(numbers, _SUMMED[1]),)](partials, of_parameters, programs, numbers, *_SUMMED)
-    return of_total, of_parameters
+    return of_total, column_sums(partials.flatten(1)).view(count, width)
 
 
 def _launched(

@@ -163,6 +163,22 @@ def check_gates(dtype: torch.dtype, rows: int, width: int, kind: str, clamp: flo
     assert names == (["_forward", "_backward"] if rows else [])
 
 
+def check_biased(dtype: torch.dtype, rows: int, width: int, kind: str, programs: int | None = None) -> None:
+    from ops.kernels import gates
+
+    x, bias, grad = drawn(dtype, rows, width), drawn(dtype, width, seed=1), drawn(dtype, rows, width, seed=2)
+    exact, wide = x.double().requires_grad_(), bias.double().requires_grad_()
+    out = ACTIVATED[kind](exact + wide)
+    gradients = torch.autograd.grad(out, [exact, wide], grad.double())
+    with launches() as names, patch.object(gates, "_PROGRAMS", programs or gates._PROGRAMS):
+        assert_rounded(gates.biased(x, bias, kind), out.detach())
+        found = gates.biased_backward(grad, x, bias, kind)
+    assert names == (["_biased", "_biased_backward", "_column_sums"] if rows else [])
+    assert [one.dtype for one in found] == [dtype, torch.float32]
+    for one, gradient in zip(found, gradients, strict=True):
+        assert_rounded(one, gradient)
+
+
 def check_no_number(clamp: float | None) -> None:
     from ops.kernels import gates
 
@@ -236,6 +252,19 @@ def test_gates(interpreted: Callable[..., Any], kind: str, clamp: float | None) 
 
 def test_many_gates(interpreted: Callable[..., Any]) -> None:
     interpreted(check_gates, torch.float32, 257, 8, "silu", None)
+
+
+@pytest.mark.parametrize("kind", ACTIVATED)
+def test_activations_of_sums(interpreted: Callable[..., Any], kind: str) -> None:
+    for rows, width in SIZES:
+        interpreted(check_biased, torch.float32, rows, width, kind)
+    for dtype in (torch.float16, torch.bfloat16):
+        interpreted(check_biased, dtype, 9, 300, kind)
+
+
+@pytest.mark.parametrize("programs", [1, 6])
+def test_a_program_walks_several_rows_of_activations(interpreted: Callable[..., Any], programs: int) -> None:
+    interpreted(check_biased, torch.float32, 43, 700, "gelu", programs)
 
 
 @pytest.mark.parametrize("clamp", [None, 7.0])

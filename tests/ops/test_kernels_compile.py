@@ -11,6 +11,7 @@ from kernel_calls import compiled, process_with
 pytest.importorskip("triton", reason="Triton is not installed")
 
 CAPABILITIES = pytest.mark.parametrize("capability", [80, 90, 100])
+KINDS = ["silu", "gelu", "gelu_tanh", "quick_gelu"]
 TOKENS = 64
 
 
@@ -74,6 +75,17 @@ def check_sum_and_gates(capability: int, kinds: list[str]) -> None:
     check(kernels, ["_add", *(["_forward", "_backward"] * len(kinds))], capability)
 
 
+def check_biased(capability: int, kinds: list[str], width: int) -> None:
+    from ops.kernels import gates
+
+    x = torch.empty(TOKENS, width, dtype=torch.bfloat16)
+    with compiled(capability) as kernels:
+        for kind in kinds:
+            gates.biased(x, x[0], kind)
+            gates.biased_backward(x, x, x[0], kind)
+    check(kernels, ["_biased", "_biased_backward", "_column_sums"] * len(kinds), capability)
+
+
 @CAPABILITIES
 @pytest.mark.parametrize("width", [4096, 8192])
 def test_norms(compiling: Callable[..., Any], capability: int, width: int) -> None:
@@ -92,5 +104,9 @@ def test_rotations(compiling: Callable[..., Any], capability: int, sizes: tuple[
 
 @CAPABILITIES
 def test_sums_and_gates(compiling: Callable[..., Any], capability: int) -> None:
-    kinds = ["silu", "gelu", "gelu_tanh", "quick_gelu"] if capability == 90 else ["silu"]
-    compiling(check_sum_and_gates, capability, kinds)
+    compiling(check_sum_and_gates, capability, KINDS if capability == 90 else ["silu"])
+
+
+@CAPABILITIES
+def test_activations_of_sums(compiling: Callable[..., Any], capability: int) -> None:
+    compiling(check_biased, capability, KINDS if capability == 90 else ["gelu"], 4304)
