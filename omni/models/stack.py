@@ -41,8 +41,8 @@ from parallel.work import (
 )
 
 BETWEEN = 10
-"""Times that a pass of a layer reads or writes the stream between its halves, at most: a forward nine times (a
-norm, a sum with its norm, a sum), a backward eight, and for gradients of biases.
+"""Times that a pass of a layer reads or writes the stream between its halves, at most: a forward nine times
+(a norm, a sum with its norm, a sum), a backward eight, and for gradients of biases.
 """
 
 
