@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.kernels.choice import takes_kernel
+from ops.kernels.choice import as_rows, takes_kernel
 from ops.operators import operator
 
 
@@ -71,7 +71,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        return _GATED_BACKWARD(grads[0].contiguous(), x, *ctx.settings), None, None, None
+        return _GATED_BACKWARD(grads[0], x, *ctx.settings), None, None, None
 
 
 class _Biased(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Biased(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         (x,), bias = ctx.saved_tensors, ctx.bias
-        of_x, of_bias = _BIASED_BACKWARD(grads[0].contiguous(), x, bias, ctx.kind)
+        of_x, of_bias = _BIASED_BACKWARD(grads[0], x, bias, ctx.kind)
         if bias.requires_grad and hasattr(bias, "main_grad"):
             bias.main_grad.add_(of_bias)
             return of_x, None, None
@@ -94,11 +94,11 @@ class _Biased(torch.autograd.Function):
 
 
 def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
-    """As `gated` says, in torch where no kernel is taken; x is contiguous."""
+    """As `gated` says, in torch where no kernel is taken."""
     if takes_kernel(x):
         from ops.kernels import gates
 
-        return gates.gated(x.flatten(0, -2), kind, clamp, offset).unflatten(0, x.shape[:-1])
+        return gates.gated(as_rows(x), kind, clamp, offset).unflatten(0, x.shape[:-1])
     gate, other = _halves(x, clamp)
     return ACTIVATIONS[kind](gate) * (other + offset if offset else other)
 
@@ -110,8 +110,7 @@ def _gated_backward(
     if takes_kernel(x):
         from ops.kernels import gates
 
-        rows = grad.flatten(0, -2), x.flatten(0, -2)
-        return gates.gated_backward(*rows, kind, clamp, offset).view_as(x)
+        return gates.gated_backward(as_rows(grad), as_rows(x), kind, clamp, offset).view_as(x)
     gate, other = _halves(x, clamp)
     out = torch.empty_like(x)
     of_gate, of_other = out.chunk(2, dim=-1)
@@ -133,11 +132,11 @@ def _halves(x: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, torch.T
 
 
 def _biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
-    """As `biased` says, in torch where no kernel is taken; x is contiguous."""
+    """As `biased` says, in torch where no kernel is taken."""
     if takes_kernel(x):
         from ops.kernels import gates
 
-        return gates.biased(x.flatten(0, -2), bias, kind).view_as(x)
+        return gates.biased(as_rows(x), bias, kind).view_as(x)
     return ACTIVATIONS[kind](x + bias)
 
 
@@ -148,7 +147,7 @@ def _biased_backward(
     if takes_kernel(x):
         from ops.kernels import gates
 
-        of_x, of_bias = gates.biased_backward(grad.flatten(0, -2), x.flatten(0, -2), bias, kind)
+        of_x, of_bias = gates.biased_backward(as_rows(grad), as_rows(x), bias, kind)
         return of_x.view_as(x), of_bias
     of_x = _KINDS[kind][1](grad, x + bias)
     return of_x, of_x.flatten(0, -2).sum(0, dtype=_exact(x))

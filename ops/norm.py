@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.kernels.choice import takes_kernel
+from ops.kernels.choice import as_rows, takes_kernel
 from ops.names import NORMS
 from ops.operators import operator
 
@@ -127,7 +127,7 @@ def _entered_gradients(
     """Gradients of a normed total, and of the norm's weight, its shift and the bias in the total: None where
     there is none, or where `main_grad` has taken it.
     """
-    around, of_normed = (grad.contiguous() for grad in grads)
+    around, of_normed = grads
     total, mean, scale = ctx.saved_tensors
     weight, shift, bias = ctx.parameters
     flags = ctx.offset, shift is not None, bias is not None
@@ -161,7 +161,7 @@ def _norm(
     if _takes_kernel(x):
         from ops.kernels import norms
 
-        normed, mean, scale = norms.norm(x.flatten(0, -2), weight, shift, eps, offset)
+        normed, mean, scale = norms.norm(as_rows(x), weight, shift, eps, offset)
         return normed.view_as(x), mean, scale
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     weight = weight.to(exact.dtype) + offset if offset else weight
@@ -185,8 +185,8 @@ def _add_norm(
     if _takes_kernel(stream):
         from ops.kernels import norms
 
-        rows, added = stream.flatten(0, -2), out.flatten(0, -2)
-        total, normed, mean, scale = norms.add_norm(rows, added, bias, weight, shift, eps, offset)
+        both = as_rows(stream), as_rows(out)
+        total, normed, mean, scale = norms.add_norm(*both, bias, weight, shift, eps, offset)
         return total.view_as(stream), normed.view_as(stream), mean, scale
     total = stream + (out if bias is None else out + bias)
     return total, *_norm(total, weight, shift, eps, offset)
@@ -212,7 +212,7 @@ def _norm_backward(
     if _takes_kernel(x):
         from ops.kernels import norms
 
-        grad, around, rows = (one.flatten(0, -2) for one in (grad, around, x))
+        grad, around, rows = (as_rows(one) for one in (grad, around, x))
         of_x, parameters = norms.norm_backward(grad, around, rows, mean, scale, weight, offset, biased)
         return of_x.view_as(x), parameters
     grad, exact, scale = grad.flatten(0, -2).to(scale.dtype), x.flatten(0, -2).to(scale.dtype), scale[:, None]
@@ -233,7 +233,7 @@ def _with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> t
     if takes_kernel(stream):
         from ops.kernels import sums
 
-        return sums.summed(stream.flatten(0, -2), out.flatten(0, -2), bias).view_as(stream)
+        return sums.summed(as_rows(stream), as_rows(out), bias).view_as(stream)
     return stream + (out + bias)
 
 

@@ -35,3 +35,8 @@ def without_kernels() -> str | None:
     if torch.cuda.get_device_capability() < OLDEST:
         return "Triton compiles for GPUs from Ampere on"
     return None
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] → [T, D], side by side in memory, as kernels take it."""
+    return x.contiguous().flatten(0, -2)
