@@ -26,7 +26,7 @@ import torch
 from infra.run_folder import write_json
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
-from ops.gates import ACTIVATIONS, biased, gated
+from ops.gates import FUNCTIONS, biased, gated
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
 from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
@@ -200,7 +200,7 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
         return {"what": what, "shape": shape, "by": by, "error": error, "allowed": ROUNDED}
 
     for tokens in (1, unit + 3):
-        for kind in ACTIVATIONS:
+        for kind in FUNCTIONS:
             for clamp, offset in ((None, 0.0), (1.0, 1.0)):
                 gate = partial(gated, kind=kind, clamp=clamp, offset=offset)
                 yield row(f"gate, {kind}, {clamp}, {offset}", f"{tokens} of 1400", gate, (tokens, 2800))

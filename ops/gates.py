@@ -38,11 +38,11 @@ _KINDS: Mapping[str, tuple[Pointwise, Pointwise]] = {
     ),
     "quick_gelu": (quick_gelu, _quick_gelu_backward),
 }
-ACTIVATIONS: Mapping[str, Pointwise] = {kind: forward for kind, (forward, _) in _KINDS.items()}
+FUNCTIONS: Mapping[str, Pointwise] = {kind: forward for kind, (forward, _) in _KINDS.items()}
 
 
 def gated(x: torch.Tensor, kind: str, clamp: float | None = None, offset: float = 0.0) -> torch.Tensor:
-    """x [..., 2F] → ACTIVATIONS[kind](gate) · (other + offset) [..., F].
+    """x [..., 2F] → FUNCTIONS[kind](gate) · (other + offset) [..., F].
 
     With `clamp` gates are at most that, and others between minus that and that, before anything else.
     """
@@ -51,7 +51,7 @@ def gated(x: torch.Tensor, kind: str, clamp: float | None = None, offset: float 
 
 
 def biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
-    """x [..., F] and bias [F] → ACTIVATIONS[kind](x + bias).
+    """x [..., F] and bias [F] → FUNCTIONS[kind](x + bias).
 
     The gradient of the bias is a sum over what that of x is made of, so it costs no pass of its own. It is
     added to `main_grad`, where the bias has one.
@@ -100,7 +100,7 @@ def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> to
 
         return gates.gated(as_rows(x), kind, clamp, offset).unflatten(0, x.shape[:-1])
     gate, other = _halves(x, clamp)
-    return ACTIVATIONS[kind](gate) * (other + offset if offset else other)
+    return FUNCTIONS[kind](gate) * (other + offset if offset else other)
 
 
 def _gated_backward(
@@ -137,7 +137,7 @@ def _biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
         from ops.kernels import gates
 
         return gates.biased(as_rows(x), bias, kind).view_as(x)
-    return ACTIVATIONS[kind](x + bias)
+    return FUNCTIONS[kind](x + bias)
 
 
 def _biased_backward(
@@ -157,13 +157,11 @@ def _exact(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _product(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
+def _product(x: torch.Tensor, *settings: Any) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _gradient(
-    grad: torch.Tensor, x: torch.Tensor, kind: str, clamp: float | None, offset: float
-) -> torch.Tensor:
+def _gradient(grad: torch.Tensor, x: torch.Tensor, *settings: Any) -> torch.Tensor:
     return torch.empty_like(x)
 
 

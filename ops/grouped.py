@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import library as operators
 from torch.utils.flop_counter import register_flop_formula
+
+from ops.operators import operator
 
 _ALIGNED = 16  # bytes: rows begin at a multiple, for the device's copies of tiles
 
@@ -42,8 +43,7 @@ def grouped_weights(rows: torch.Tensor, grads: torch.Tensor, ends: torch.Tensor)
     return grouped_mm(grads.t(), rows, ends)
 
 
-@operators.custom_op("omni::grouped_mm", mutates_args=())
-def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """a [R, n], b [E, n, m] → [R, m], groups of rows; or a [m, R], b [R, n] → [E, m, n], groups of what is
     summed.
     """
@@ -60,10 +60,12 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     return out
 
 
-@grouped_mm.register_fake
 def _empty(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     shape = (a.shape[0], b.shape[2]) if b.dim() == 3 else (len(ends), a.shape[0], b.shape[1])
     return a.new_empty(shape)
+
+
+grouped_mm = operator(_grouped_mm, _empty)
 
 
 @register_flop_formula(torch.ops.omni.grouped_mm)

@@ -11,6 +11,8 @@ parts together between both passes.
 Shapes: T tokens, v columns of the vocabulary, ids `first` to `first + own`; columns behind pad it.
 """
 
+from typing import Any
+
 import torch
 
 from ops.kernels.choice import takes_kernel
@@ -27,7 +29,7 @@ def _logit_sums(logits: torch.Tensor, labels: torch.Tensor, first: int, own: int
         from ops.kernels import logits as kernels
 
         return kernels.logit_sums(logits, labels, first, own)
-    sums = _sums(logits, labels, first, own)
+    sums = _sums(logits)
     if own:
         exact, (place, inside) = logits[:, :own].to(sums.dtype), _places(labels, first, own)
         sums[0] = exact.amax(1)
@@ -64,14 +66,12 @@ def _places(labels: torch.Tensor, first: int, own: int) -> tuple[torch.Tensor, t
     return place.clamp(0, own - 1).unsqueeze(1), (place >= 0) & (place < own)
 
 
-def _sums(logits: torch.Tensor, labels: torch.Tensor, first: int, own: int) -> torch.Tensor:
+def _sums(logits: torch.Tensor, *given: Any) -> torch.Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
     return logits.new_empty(3, len(logits), dtype=dtype)
 
 
-def _gradients(
-    grads: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor, sums: torch.Tensor, first: int, own: int
-) -> torch.Tensor:
+def _gradients(grads: torch.Tensor, logits: torch.Tensor, *given: Any) -> torch.Tensor:
     return torch.empty_like(logits)
 
 

@@ -254,15 +254,9 @@ def _made(
 
 
 def _total_made(
-    stream: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor,
-    shift: torch.Tensor | None,
-    eps: float,
-    offset: float,
+    stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *of_norm: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(stream), *_made(stream, weight, shift, eps, offset)
+    return torch.empty_like(stream), *_made(stream, *of_norm)
 
 
 def _gradients_made(
@@ -273,10 +267,9 @@ def _gradients_made(
     scale: torch.Tensor,
     weight: torch.Tensor,
     offset: float,
-    shifted: bool,
-    biased: bool,
+    *parameters: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), scale.new_empty(1 + shifted + biased, len(weight))
+    return torch.empty_like(x), scale.new_empty(1 + sum(parameters), len(weight))
 
 
 def _sum_made(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -199,7 +199,7 @@ def _rotate_joined(
         from ops.kernels import rotation
 
         return rotation.rotate_joined(query, key, value, cos, sin, sign)
-    joined = _joined(query, key, value, cos, sin, sign)
+    joined = _joined(query, key, value)
     groups = joined.shape[2] - 2
     _turn(query.unflatten(1, (-1, groups)), joined[:, :, :groups], cos.unsqueeze(1), sin.unsqueeze(1), sign)
     _turn(key, joined[:, :, groups], cos, sin, sign)
@@ -234,21 +234,12 @@ def _turn(x: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tens
     torch.mul(high, cos, out=out_high).addcmul_(low, sin, value=sign)
 
 
-def _turned(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _turned(query: torch.Tensor, key: torch.Tensor, *angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
     heads = key.shape[1] * query.shape[2] if query.dim() == 4 else query.shape[1]
     return query.new_empty(query.shape[0], heads, query.shape[-1]), key.new_empty(key.shape)
 
 
-def _joined(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    sign: int,
-) -> torch.Tensor:
+def _joined(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *angles: Any) -> torch.Tensor:
     tokens, kv_heads, size = key.shape
     return key.new_empty(tokens, kv_heads, query.shape[1] // kv_heads + 2, size)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ops.gates import ACTIVATIONS, biased, gated
+from ops.gates import FUNCTIONS, biased, gated
 from parallel.megatron import MLP, SharedExpertMLP, TransformerConfig
 
-_NAMES = {activation: name for name, activation in ACTIVATIONS.items()}
+_NAMES = {activation: name for name, activation in FUNCTIONS.items()}
 
 
 def activated(inner: torch.Tensor, config: TransformerConfig) -> torch.Tensor:

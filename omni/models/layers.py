@@ -8,7 +8,7 @@ import torch
 from omni.models.attention import PackedCoreAttention, PackedSelfAttention
 from omni.models.layer_sizes import RECOMPUTE, LayerSizes
 from omni.models.packed_layer import PackedLayer
-from ops.gates import ACTIVATIONS
+from ops.gates import FUNCTIONS
 from ops.norm import Norm
 from parallel.megatron import (
     AttnMaskType,
@@ -73,7 +73,7 @@ def transformer_config(
         normalization=sizes.norm,
         layernorm_epsilon=sizes.norm_eps,
         gated_linear_unit=sizes.gated,
-        activation_func=ACTIVATIONS[sizes.activation or ("silu" if sizes.gated else "gelu")],
+        activation_func=FUNCTIONS[sizes.activation or ("silu" if sizes.gated else "gelu")],
         activation_func_clamp_value=sizes.activation_clamp,
         glu_linear_offset=sizes.gate_offset,
         layernorm_zero_centered_gamma=sizes.norm_zero_centered,

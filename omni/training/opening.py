@@ -69,7 +69,10 @@ def _data(spec: RunSpec) -> str:
 def _notes(spec: RunSpec) -> Iterator[str]:
     """What the user should know of the data, and of this GPU."""
     if device_type() == "cuda" and (why := without_kernels()) is not None:
-        yield f"norms, rotations, gates and losses are several kernels of torch's each: {why}"
+        yield (
+            f"norms, rotations, gates and losses are several kernels of torch's each, and hold more for a "
+            f"moment than the plan's memory says: {why}"
+        )
     llm, dtype = spec.config.model.llm, dtype_of(spec.config.train.precision)
     mixture = llm.mixture
     if mixture and device_type() == "cuda" and not is_one_product(dtype, llm.hidden, mixture.ffn):

@@ -7,6 +7,8 @@ import pytest
 from runs import TINY, Running, data_keys, omni, picture, read_lines, strip, write
 
 from dataloader.format import PLACEHOLDER, Item, Sample
+from infra.run_folder import read_metrics
+from omni.__main__ import main
 from omni.compose import load_config
 
 
@@ -99,6 +101,15 @@ def test_scripts_are_rendered_for_what_each_job_takes(tmp_path, data):
         )
     shown = omni(["sweep", "show", "a/sweep"], tmp_path)
     assert shown.out.count("not begun") == 3
+
+
+def test_warnings_are_told_behind_a_sweep_as_before_it(tmp_path, data, monkeypatch, caplog):
+    """Hydra's own set-up of logging would silence every logger that there is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines.jsonl").write_text('[2]\n{"step": 1}\n')
+    assert main(sweep(data, "launch.ranks=2", "hydra/launcher=render")) == 0
+    read_metrics(tmp_path / "lines.jsonl")
+    assert "1 lines cannot be read" in caplog.text
 
 
 def test_a_single_job_is_launched_in_the_same_way(tmp_path, data):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops.gates import ACTIVATIONS, biased
+from ops.gates import FUNCTIONS, biased
 
 
 def drawn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -11,12 +11,12 @@ def drawn(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", FUNCTIONS)
 @pytest.mark.parametrize("shape", [(7, 1, 5), (0, 1, 5)])
 def test_it_is_the_activation_of_a_sum(kind: str, shape: tuple[int, ...]) -> None:
     x, bias, grad = drawn(torch.float64, *shape), drawn(torch.float64, 5), drawn(torch.float64, *shape)
     leaves, plain = ([one.clone().requires_grad_() for one in (x, bias)] for _ in range(2))
-    found, exact = biased(*leaves, kind), ACTIVATIONS[kind](plain[0] + plain[1])
+    found, exact = biased(*leaves, kind), FUNCTIONS[kind](plain[0] + plain[1])
     assert torch.equal(found, exact)
     found.backward(grad)
     exact.backward(grad)
