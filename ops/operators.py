@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import library as operators
 
-_OURS = operators.Library("omni", "FRAGMENT")  # it lives as long as the process
-
 
 def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` as an operator of its name under "omni", on CPUs and GPUs; `fake` makes its results
@@ -21,9 +19,8 @@ def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...,
     of them, and has no derivative: who needs one calls it in a `torch.autograd.Function`.
     """
     name = run.__name__.strip("_")
-    _OURS.define(name + operators.infer_schema(run, mutates_args=()))
-    for device in ("CPU", "CUDA"):
-        _OURS.impl(name, run, device)
-    operators.register_fake(f"omni::{name}", fake, lib=_OURS)
+    operators.define(f"omni::{name}", operators.infer_schema(run, mutates_args=()))
+    operators.impl(f"omni::{name}", ("cpu", "cuda"), run)
+    operators.register_fake(f"omni::{name}", fake)
     made: Callable[..., Any] = getattr(torch.ops.omni, name).default
     return made
