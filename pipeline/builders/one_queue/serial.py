@@ -62,13 +62,18 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept.
     if any(of.computes_together for of in moves):
         tried += [meet(moves, patience) for patience in PATIENCE]
-    if any(of.goes_behind for of in moves):
-        tried += [reduced_early(moves, orders) for orders in tried]
-    if len(tried) == 1:
+    goes_behind = any(of.goes_behind for of in moves)
+    if len(tried) == 1 and not goes_behind:
         return tried[0]
     times = [queue_ns(moves, orders) for orders in tried]
     assert times[0] is not None, "lists in an order of one run get stuck"
-    return tried[times.index(min(ns for ns in times if ns is not None))]
+    late_ns, late = min((ns, at) for at, ns in enumerate(times) if ns is not None)
+    if not goes_behind:
+        return tried[late]
+    # Reductions change little of what else waits: of several orders the best stays the best.
+    early = reduced_early(moves, tried[late])
+    early_ns = queue_ns(moves, early)
+    return tried[late] if early_ns is None or late_ns <= early_ns else early
 
 
 def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
