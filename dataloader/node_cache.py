@@ -1,12 +1,12 @@
-"""Tables that the ranks of a machine decode once: Arrow files in a folder that they share, bounded in bytes.
+"""Tables that the ranks of a machine make once: Arrow files in a folder that they share, bounded in bytes.
 
     rank 0: group 7 is not there: reads and decodes it, leaves it     (1 read of the source)
     rank 1: asks for group 7 meanwhile: waits, and maps the file      (none)
     rank 2: asks for group 7 later: maps the file                     (none)
 
-What is read of a compressed file is a whole row group, of which each rank needs a few rows. Whoever comes
-first holds a lock (flock), which ends with its process, while the others wait. Whatever goes wrong with the
-folder, such as a full disk, costs the reading that it saves and nothing else.
+What is read of a compressed file is a whole row group, of which each rank needs a few rows. Plans of steps
+lie in a folder of their own. Whoever comes first holds a lock (flock), which ends with its process, while the
+others wait. Whatever goes wrong with the folder, such as a full disk, costs what it saves and no more.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-WAIT_S = 120.0  # how long a rank waits for one that reads, before it reads by itself
+WAIT_S = 120.0  # how long a rank waits for one that makes a table, before it makes it, too
 _LOOK_S = 0.01
 _LOCKS = 64  # files to lock: tables share them, so that their number is bounded
 _ENDING = ".arrow"
@@ -48,18 +48,25 @@ class NodeCache:
         """
         if not self._ready():
             return make()
-        name = blake2b(repr(tuple(key)).encode(), digest_size=16).hexdigest()
-        path = self.folder / (name + _ENDING)
+        path = self._path(key)
         found = self._open(path)
         if found is not None:
             return found
-        with self._alone(int(name[:8], 16) % _LOCKS):
+        with self._alone(int(path.stem[:8], 16) % _LOCKS):
             found = self._open(path)  # made by another meanwhile
             if found is not None:
                 return found
             table = make()
             self._keep(path, table)
         return table
+
+    def drop(self, key: Sequence[object]) -> None:
+        """Remove the table of a key, which nobody will ask for any more. Who has opened it keeps it."""
+        with suppress(OSError):
+            self._path(key).unlink()
+
+    def _path(self, key: Sequence[object]) -> Path:
+        return self.folder / (blake2b(repr(tuple(key)).encode(), digest_size=16).hexdigest() + _ENDING)
 
     def _ready(self) -> bool:
         """Make the folder before its first use; where that fails, it is not asked again."""
@@ -109,7 +116,7 @@ class NodeCache:
         part = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             if not self._has_room(table.nbytes):
-                raise OSError(f"no room for a row group of {table.nbytes:,} bytes")
+                raise OSError(f"no room for a table of {table.nbytes:,} bytes")
             with pa.OSFile(str(part), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
                 writer.write_table(table)
             os.replace(part, path)
@@ -141,14 +148,14 @@ class NodeCache:
         if not self._said:
             self._said = True
             self._say(
-                f"the cache of row groups in {self.folder} cannot be used ({error}): ranks read them each by "
+                f"ranks of a node cannot share what lies in {self.folder} ({error}): each makes it by "
                 "itself, which takes longer; make room there, or set data.cache_dir or data.cache_gb=0"
             )
 
 
-def default_folder() -> Path:
-    """This user's folder for tables below the machine's folder for temporary files."""
-    return Path(tempfile.gettempdir()) / f"omni-cache-{os.getuid()}"
+def cache_folder(given: str | None) -> Path:
+    """The folder that is given, or this user's below the machine's folder for temporary files."""
+    return Path(given or Path(tempfile.gettempdir()) / f"omni-cache-{os.getuid()}")
 
 
 def _make_own(folder: Path) -> None:

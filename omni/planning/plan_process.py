@@ -4,7 +4,8 @@ Planning a step takes Python 50 to 600 ms in large domains, and the engine launc
 as threads of one process they share one lock, and a thread that wants it back waits 5 ms each time. So a rank
 forks a planner process before it has a process group, a device context or threads. The child has the planner
 and its memory-mapped indexes from the fork; it gets (step, cursor, domain, cost table) over a pipe and
-answers with the plan, or with the error that planning raised. It never touches torch.distributed or a device.
+answers with the plan, or with the error that planning raised. Ranks of a node share plans (`node_plans.py`).
+It never touches torch.distributed or a device.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ import torch.distributed as dist
 
 from infra.launch import ENDING
 from infra.lineage import end_with_parent
+from omni.planning.node_plans import NodePlans
 from omni.planning.planner import Planner
 from parallel.costs import CostTable
 from parallel.policy import PolicyError
@@ -89,14 +91,57 @@ def plan_step(
     """
     planner = planner if table is None else planner.with_table(table)
     start, cpu = time.perf_counter(), time.thread_time()
+    plan = _made(planner, step, cursor, domain)
+    wall_s, cpu_s = time.perf_counter() - start, time.thread_time() - cpu
+    return Planned(plan, wall_s, cpu_s, predict(planner, plan) if predicts else None)
+
+
+def _made(planner: Planner, step: int, cursor: int, domain: int) -> StepPlan:
     try:
         plan = planner.next_step(step, cursor, domain)
     except PolicyError as error:
         raise PolicyError(f"step {step} cannot be planned: {error}") from error
     planner.verify(plan)
     _ = plan.digests  # hash it here, not in the step; the plan keeps them, also through a pickle
+    return plan
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """A planned step on its way to the rank, its plan as bytes, which a reader of shared ones hands on."""
+
+    plan: bytes
+    wall_s: float
+    cpu_s: float
+    predicted: Predicted | None
+
+    def planned(self) -> Planned:
+        """Read the plan."""
+        return Planned(_load(self.plan), self.wall_s, self.cpu_s, self.predicted)
+
+
+def pickled_step(
+    planner: Planner, step: int, cursor: int, domain: int, predicts: bool, shared: NodePlans | None
+) -> Pickled:
+    """Plan a step as `plan_step` does; a plan that another rank of the node has `shared` is taken from there,
+    if this rank admits it.
+    """
+    start, cpu, own = time.perf_counter(), time.thread_time(), list[StepPlan]()
+
+    def make() -> bytes:
+        own.append(_made(planner, step, cursor, domain))
+        return pickle.dumps(own[0], protocol=5)
+
+    if shared is None:
+        content = make()
+    else:
+        table = planner.domain.table
+        content = shared.plan((step, cursor, domain, table.number, table.learnt), make)
+    if not own:
+        own.append(pickle.loads(content))
+        planner.admit(own[0])  # each rank has a memory of its own
     wall_s, cpu_s = time.perf_counter() - start, time.thread_time() - cpu
-    return Planned(plan, wall_s, cpu_s, predict(planner, plan) if predicts else None)
+    return Pickled(content, wall_s, cpu_s, predict(planner, own[0]) if predicts else None)
 
 
 def predict(planner: Planner, plan: StepPlan) -> Predicted:
@@ -116,14 +161,16 @@ def reduces(op: Op) -> bool:
 
 
 @contextlib.contextmanager
-def planning_apart(planner: Planner, timeout_s: float, predicts: bool = False) -> Iterator[PlanStep]:
+def planning_apart(
+    planner: Planner, timeout_s: float, predicts: bool = False, shared: NodePlans | None = None
+) -> Iterator[PlanStep]:
     """Plan in a process apart inside the block, and simulate there what is planned if it `predicts`; on
-    systems other than Linux, in the thread that asks.
+    systems other than Linux, in the thread that asks. All plans but the first are `shared`.
     """
     if sys.platform != "linux":  # elsewhere forking is unsafe or unknown, and a child outlives its parent
         yield partial(plan_step, planner, predicts=predicts)
         return
-    process = PlannerProcess(planner, timeout_s, predicts)
+    process = PlannerProcess(planner, timeout_s, predicts, shared)
     try:
         yield process
     finally:
@@ -137,7 +184,9 @@ class PlannerProcess:
     that ask a launch to stop, which torchrun sends to whole process groups: the rank decides.
     """
 
-    def __init__(self, planner: Planner, timeout_s: float, predicts: bool = False) -> None:
+    def __init__(
+        self, planner: Planner, timeout_s: float, predicts: bool = False, shared: NodePlans | None = None
+    ) -> None:
         """Fork. Raises RuntimeError where that is unsafe: with threads, a process group or a device."""
         _check_fork()
         self.timeout_s = timeout_s
@@ -152,7 +201,7 @@ class PlannerProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self._pipe.close()
-            _serve(planner, theirs, parent, predicts)
+            _serve(planner, theirs, parent, predicts, shared)
         theirs.close()
 
     def __call__(self, step: int, cursor: int, domain: int, table: CostTable | None = None) -> Planned:
@@ -177,10 +226,11 @@ class PlannerProcess:
                     f"this rank's planner process {self.pid} has not made the plan of step {step} in "
                     f"{self.timeout_s:g} s (train.timeout_s)"
                 )
-        result = _load(answer)
+        result = pickle.loads(answer)
         if isinstance(result, Exception):
             raise result
-        return result
+        planned: Planned = result.planned()
+        return planned
 
     def close(self) -> None:
         """End the child, with whatever it is planning. Harmless when called twice."""
@@ -217,9 +267,12 @@ def _check_fork() -> None:
         )
 
 
-def _serve(planner: Planner, pipe: Connection, parent: int, predicts: bool) -> NoReturn:
+def _serve(
+    planner: Planner, pipe: Connection, parent: int, predicts: bool, shared: NodePlans | None
+) -> NoReturn:
     """Be the child: answer requests until the parent lets go of the pipe or ends."""
     code = 1
+    known: NodePlans | None = None
     try:
         end_with_parent(parent)  # a closed pipe is noticed after a plan only
         ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME)
@@ -232,7 +285,8 @@ def _serve(planner: Planner, pipe: Connection, parent: int, predicts: bool) -> N
             step, cursor, domain, table = pipe.recv()
             if table is not None:
                 planner = planner.with_table(table)  # kept: what it derives of a table serves many steps
-            pipe.send_bytes(_answer(planner, step, cursor, domain, predicts))
+            pipe.send_bytes(_answer(planner, step, cursor, domain, predicts, known))
+            known = shared  # the first plan is its own: see `node_plans.py`
     except (EOFError, OSError):  # of the pipe: what planning raises is answered
         code = 0
     except BaseException:
@@ -242,9 +296,11 @@ def _serve(planner: Planner, pipe: Connection, parent: int, predicts: bool) -> N
         os._exit(code)  # never back into the code that forked
 
 
-def _answer(planner: Planner, step: int, cursor: int, domain: int, predicts: bool) -> bytes:
+def _answer(
+    planner: Planner, step: int, cursor: int, domain: int, predicts: bool, shared: NodePlans | None
+) -> bytes:
     try:
-        return pickle.dumps(plan_step(planner, step, cursor, domain, predicts=predicts), protocol=5)
+        return pickle.dumps(pickled_step(planner, step, cursor, domain, predicts, shared), protocol=5)
     except Exception as error:
         return pickle.dumps(_portable(error))
 

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dataloader.decoders import decoder_versions
 from dataloader.loader import Loader, default_threads
-from dataloader.node_cache import NodeCache, default_folder
+from dataloader.node_cache import NodeCache, cache_folder
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.reader import open_reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
@@ -103,8 +102,8 @@ class Trainer:
         if self.first and world > 1:
             print(self.warmed, flush=True)
         data = self.config.data
-        cache = default_folder() if data.cache_dir is None else Path(data.cache_dir)
-        self.files = SharedFiles(node=NodeCache(cache, int(data.cache_gb * 1e9), beside))
+        cache = NodeCache(cache_folder(data.cache_dir), int(data.cache_gb * 1e9), beside)
+        self.files = SharedFiles(node=cache)
         self.readers = {
             name: open_reader(index.path, self.files, spec.tokenizer) for name, index in spec.indexes.items()
         }

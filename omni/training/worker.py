@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dataloader.format import DataError
+from dataloader.node_cache import NodeCache, cache_folder
 from dataloader.tokens import SampleMeta
 from infra.checkpoint import CheckpointError
 from infra.launch import MISTAKE, new_launch
@@ -34,16 +35,19 @@ from infra.watchdog import EXIT_CODE as TRY_AGAIN
 from omni.compose import load_config
 from omni.config import ConfigError
 from omni.planning.fullest import check_rank
+from omni.planning.node_plans import MOST_BYTES, NodePlans, node_plans
 from omni.planning.plan_process import PlannerEndedError, PlanStep, planning_apart
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.planning.trainable import check_trainable
 from omni.training.alike import check_alike, datasets_of
+from omni.training.figures import restarts
 from omni.training.progression import BadDataError, NoUpdateError
 from omni.training.seats import Seat, end_standing_by, find_seat, stand_by
 from omni.training.trainer import Trainer
 from ops.device import backend_name, dump_memory, make_deterministic, select_device
 from parallel.consensus import DivergenceError
+from parallel.control_tree import Tree
 from parallel.copies import CorruptionError
 from parallel.handshake import secret_of_run
 from parallel.layout import LayoutError
@@ -81,7 +85,8 @@ def joined(
         if rank == 0:  # the launcher may hold it already, for all processes of the launch
             held.enter_context(holding(RunFolder(config_path.parent), launch_of_rank() or new_launch()))
         # The planner process is forked here: there is no device context, no process group and no thread yet.
-        plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s, rank == 0))
+        shared = _plans_of_node(spec, rank) if world > 1 else None
+        plan_step = held.enter_context(planning_apart(planner, config.train.timeout_s, rank == 0, shared))
         device = select_device()
         if config.train.deterministic:
             make_deterministic()
@@ -94,6 +99,16 @@ def joined(
         check_alike(spec.config, device, datasets_of(spec))  # with what this rank has chosen
         yield spec, RunFolder.create(config_path.parent), rank, device, plan_step
         dist.destroy_process_group()
+
+
+def _plans_of_node(spec: RunSpec, rank: int) -> NodePlans | None:
+    """The plans that this rank shares with others of its node."""
+    data, world = spec.config.data, spec.arrangement.world
+    cache = NodeCache(
+        cache_folder(data.cache_dir) / "plans", min(MOST_BYTES, int(data.cache_gb * 1e9)), beside
+    )
+    node = Tree(world, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))).node(rank)
+    return node_plans(spec, rank, node, (secret_of_run(), restarts()), cache)
 
 
 def _check_secret() -> None:

@@ -91,7 +91,7 @@ def test_the_folder_is_bounded_and_what_was_opened_longest_ago_goes(tmp_path):
     large = pa.table({"data": [b"\0" * (4 * one)]})
     assert said == []
     assert cache.table(("large",), lambda: large).equals(large)
-    assert ["no room for a row group of" in text for text in said] == [True]
+    assert ["no room for a table of" in text for text in said] == [True]
     cache.table((0,), refuse)  # it made room for nothing
 
 
