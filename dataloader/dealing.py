@@ -8,9 +8,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ops.ints import Ints
 from parallel.policy import Policy
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataloader.format import DataError
-from dataloader.stream import Ints, Order
+from dataloader.stream import Order
 from dataloader.tokens import SampleMeta, fit
+from ops.ints import Ints
 
 Lengths = Callable[[str, Ints, int, str], Ints]
 """From a source's name, ids [n] within it, the most tokens of a sample and the policy for longer ones to the

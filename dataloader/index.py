@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from dataloader.format import INDEX_SCHEMA, TURNS, DataError, SampleError
@@ -15,8 +14,7 @@ from dataloader.manifest import MANIFEST, Manifest, check_files, hash_of, read_m
 from dataloader.mapped import HeldFile
 from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import ItemMeta, SampleMeta, fit_lengths
-
-Ints = npt.NDArray[np.int64]
+from ops.ints import Ints
 
 # The index's columns, flattened: those of lists are offsets and values.
 _TEXT_TOKENS, _BYTES, _ITEMS, _MODALITY, _AT, _SIZES, _SIZE, _TURNS, _TURN = range(9)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from dataloader.format import DataError
 from dataloader.manifest import Manifest
-from dataloader.stream import Ints
+from ops.ints import Ints
 
 _SHOWN = 3
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dataloader.global_batch import Lengths
-from dataloader.stream import Ints, Order
+from dataloader.stream import Order
 from dataloader.tokens import SampleMeta, fit, length
+from ops.ints import Ints
 
 TRACE = "trace"
 

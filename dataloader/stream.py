@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from ops.ints import Ints
+
 Keys = npt.NDArray[np.uint64]
 
 _MASK = (1 << 64) - 1
@@ -197,8 +198,8 @@ class Stream:
 class _Epochs(NamedTuple):
     """Epochs of sources [e].
 
-    `missing` rows lack in the last group; `partial_window` is the window it is in (none, if it is whole), and
-    `partial_row` the row of the window that it would end before.
+    `missing` is how many rows the last group is short of; `partial_window` the window of that group, none if
+    it is whole, and `partial_row` the row of the window before which the group ends.
     """
 
     key: Keys

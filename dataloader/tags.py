@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from dataloader.format import DataError
 from dataloader.manifest import Manifest
-from dataloader.stream import Ints
+from ops.ints import Ints
 
 TAGS = "tags.arrow"
 PREFIX = "tag:"

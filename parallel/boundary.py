@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ops.ints import Ints
 from parallel.sequence import Interval
-from parallel.transports import TRANSPOSED, TWO_LEVEL, Ints, relays
+from parallel.transports import TRANSPOSED, TWO_LEVEL, relays
 
 
 class Rows(NamedTuple):

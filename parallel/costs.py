@@ -12,8 +12,8 @@ from parallel.cluster import Cluster, Link, Links
 from parallel.laws import FS_PER_NS, Direction, Law, Laws
 from parallel.work import Collective, Grad, Load, Part, Work, even_load, part_name
 
-# Tokens at which a statement is asked what a token takes: so many, of all usual sizes multiples, that integer
-# divisions by tensor-parallel ranks and merge windows leave nothing.
+# The number of tokens at which costs by token are taken: large, and divisible by usual sizes of tensor
+# parallelism and merge windows, so integer division is exact.
 _REFERENCE = 720_720 * 64
 _HALVES = (Grad.INPUT, Grad.WEIGHT)
 

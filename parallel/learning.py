@@ -88,8 +88,8 @@ def _rounded(part: int, whole: int) -> int:
 def undisturbed(samples: Sequence[_Shares]) -> list[_Shares]:
     """Leave out samples that took more than twice as long as the median of those that are most alike.
 
-    What disturbs a pass makes it longer. Alike are passes of which tokens, squares and any pass have like
-    shares: a linear law says the same of them, by whatever factors it corrects the three.
+    What disturbs a pass makes it longer. Two passes are alike if tokens, attention and the fixed cost have
+    similar shares in them: any linear law then corrects both alike.
     """
     if not samples:
         return []

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ops.ints import Ints
 from parallel.cluster import Links
 
 # Each transport and the one that carries the transposed route.
@@ -38,7 +38,6 @@ TRANSPOSED: Mapping[str, str] = {
 TWO_LEVEL = frozenset({"two_level", "two_level_back"})
 
 RowCounts = Mapping[tuple[int, int], int]  # rows by (source, destination)
-Ints = npt.NDArray[np.int64]
 _SAFE_BYTES = 2**63 // 10**9
 
 

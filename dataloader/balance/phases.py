@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dataloader.balance.costs import Ints, SampleCosts
+from dataloader.balance.costs import SampleCosts
+from ops.ints import Ints
 
 
 def phases_ns(samples: SampleCosts) -> Ints:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dataloader.balance.costs import Ints
+from ops.ints import Ints
 
 _MINE = 32  # samples of a fullest bin that are tried
 _OTHERS = 128  # samples of other bins to swap with

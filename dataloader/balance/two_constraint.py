@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from dataloader.balance.costs import Bins, Ints, SampleCosts
+from dataloader.balance.costs import Bins, SampleCosts
 from dataloader.balance.phases import floors_ns, phases_ns
 from dataloader.balance.policy import BalancePolicy
 from dataloader.balance.search import improve, sum_by_bin
 from dataloader.balance.simple import assign_lpt, assign_none
+from ops.ints import Ints
 from parallel.least_loaded import longest_first
 
 _BITS = 30  # of a bin's load, so that sums of products stay in int64

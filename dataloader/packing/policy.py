@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from dataloader.balance import SampleCosts
-from dataloader.balance.costs import Ints
+from ops.ints import Ints
 from parallel.policy import Policy
 
 Packs = tuple[tuple[int, ...], ...]

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from dataloader.balance import SampleCosts
 from dataloader.tokens import SampleMeta, length
 from omni.planning.domain_planner import DomainPlanner
 from omni.planning.planner import Planner
 from omni.planning.sharing import Sharing
+from ops.ints import Ints
 from parallel.schemes import Exchanges, SequenceCost, choose_tiling
 from parallel.sequence import SequenceLayout, Shard
 from parallel.tiles import pairs_before
@@ -32,7 +32,6 @@ from parallel.transports import node_map
 from pipeline.plan import Taken
 from pipeline.policies import spread
 
-Ints = npt.NDArray[np.int64]
 Groups = Sequence[Sequence[int]]
 """Samples, by number, of each domain or of each replica."""
 EVEN = 1000  # what a cost is multiplied by, in thousandths, where it is as planned

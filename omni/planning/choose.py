@@ -21,7 +21,6 @@ from itertools import islice
 import numpy as np
 
 from dataloader.samples import Samples
-from dataloader.stream import Ints
 from omni.config import Config, ConfigError
 from omni.planning.choice import (
     AUTO,
@@ -52,6 +51,7 @@ from omni.planning.choice import (
 )
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
+from ops.ints import Ints
 from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO
 from parallel.policies import SharingPolicy

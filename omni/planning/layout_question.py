@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 
-from dataloader.stream import Ints
 from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.models.registry import Encoder
@@ -16,6 +15,7 @@ from omni.planning.layout_space import DP, Space, space_of, spelt_out
 from omni.planning.prepare import make_encoders, prepare_run
 from omni.planning.run_data import RunData, open_data, tokenizer_of
 from omni.planning.run_spec import RunSpec
+from ops.ints import Ints
 
 
 @dataclass(frozen=True)

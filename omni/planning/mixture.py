@@ -22,11 +22,12 @@ from dataloader.global_batch import REMOVED, Lengths
 from dataloader.index import Index
 from dataloader.removed import among, read_keys, rows_of
 from dataloader.samples import Samples
-from dataloader.stream import Ints, Stream
+from dataloader.stream import Stream
 from dataloader.tags import PREFIX, rows_with
 from omni.config import ConfigError
 from omni.data_config import DataConfig, PhaseConfig
 from omni.planning.world_planner import MixturePhase, WorldPlanner
+from ops.ints import Ints
 
 KEY = "data.mixture"
 _TOLD_EVERY = 10_000  # steps, which take about 10 s to go through

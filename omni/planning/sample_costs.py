@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from dataloader.balance import SampleCosts
-from dataloader.balance.costs import Ints
 from dataloader.tokens import SampleMeta, length
 from omni.planning.sharing import Sharing
+from ops.ints import Ints
 from parallel.costs import CostTable
 from parallel.laws import FS_PER_NS
 from parallel.layout import Arrangement

@@ -12,9 +12,9 @@ import numpy as np
 from dataloader.dealing import DealPolicy
 from dataloader.global_batch import Budget, take_global_batch
 from dataloader.samples import Samples
-from dataloader.stream import Ints
 from dataloader.tokens import SampleMeta, fit
 from omni.planning.sample_costs import Costing
+from ops.ints import Ints
 from pipeline.plan import Taken
 
 

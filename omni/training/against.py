@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.lineage import end_with_parent
+from ops.ints import Ints
 
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
@@ -44,8 +45,6 @@ TOLERANCE = 1e-5
 OTHERS = 3  # labels that are drawn for each position, beside the token that comes
 FILE = "against.pt"
 _QUANTISED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,11 @@ def main(config_path: Path) -> int:
 
 
 def freeze() -> None:
-    """Leave what there is out of garbage collections, so that what steps leave is looked through soon."""
+    """Leave all objects there are out of garbage collections, so that those of steps are collected soon."""
     gc.collect()
     gc.freeze()
-    # Python looks through everything once a quarter more has come to stay than the last such collection left.
-    # That one saw a million objects, and this one none.
+    # A full collection waits until new objects exceed a quarter of those that the last one left: a million
+    # after the first, none after this one.
     gc.collect()
 
 

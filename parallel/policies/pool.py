@@ -79,9 +79,10 @@ class Pool:
 
     @cached_property
     def shares(self) -> Shares:
-        """For even cuts over k ranks, of one node if one has so many, else of as few nodes as have and as
-        many of each, `shares[k - 1]` lists each scheme that no other beats in both: the slowest rank's part
-        of the attention in 1 / 2**14, and its exchange in femtoseconds for a token of the sequence.
+        """`shares[k - 1]` are the schemes of attention for an even cut over k ranks that no other scheme
+        beats in both its figures: the slowest rank's part of the attention, in 1 / 2**14, and its exchange,
+        in femtoseconds for a token of the sequence. The ranks are of one node if one has k, else of the
+        fewest nodes that have, and as many of each.
         """
         size = self.node_size
         return tuple(
