@@ -22,11 +22,12 @@ Orders = list[list[int]]
 @dataclass(frozen=True, slots=True)
 class Moves:
     """The ops of a team by place: what each is, the transfer that it takes part in, if any, and, of compute,
-    its nanoseconds. By transfer, `issues` and `uses` say how much compute of the team stands before it comes
-    to it and before it waits for it; a receive needs no data, so it may come at once. Receives are also
-    listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together` says
-    whether some of its compute is a transfer as well. `goes_behind` has by place the reductions that follow a
-    backward at once: if they do so in an order, they begin behind it, so many nanoseconds before it ends.
+    its nanoseconds. By transfer, `issues` and `uses` say how much compute of the team stands before it
+    comes to it and before it waits for it; a receive needs no data, so it may come at once. Receives are
+    also listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together`
+    says whether some of its compute is a transfer as well, `computes_alone` whether some is not.
+    `goes_behind` has by place the reductions that follow a backward at once: if they do so in an order,
+    they begin behind it, so many nanoseconds before it ends.
     """
 
     kinds: list[int]
@@ -37,6 +38,7 @@ class Moves:
     receives: list[int]
     last_pass: int
     computes_together: bool
+    computes_alone: bool
     goes_behind: dict[int, int]
 
 
@@ -64,13 +66,13 @@ def _moves(
     receives: list[int] = []
     goes_behind: dict[int, int] = {}
     before = began = 0
-    last_pass, together = -1, False
+    last_pass, together, alone = -1, False, False
     ops, front = timeline.domain.ops[team], in_front(timeline.domain, team)
     for at, (op, transfer, end) in enumerate(zip(ops, transfers, ends, strict=True)):
         kind, ns = op.kind, 0
         what = COMPUTE if kind in COMPUTES else _OTHER.get(kind, ISSUE)
         if what == COMPUTE:
-            together = together or transfer is not None
+            together, alone = together or transfer is not None, alone or transfer is None
             ns = end - began if transfer is None else transfer.ns
             if kind is Kind.FORWARD or kind is Kind.BACKWARD:
                 last_pass = at
@@ -90,7 +92,7 @@ def _moves(
         takes.append(ns)
         before += ns
         began = end
-    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, goes_behind)
+    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, alone, goes_behind)
 
 
 def reduced_early(moves: Sequence[Moves], orders: Orders) -> Orders:

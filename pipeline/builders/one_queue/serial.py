@@ -10,8 +10,9 @@ ranks that have yet to complete their gradients. Every rank issues its transfers
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
 well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
 where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
-simulated to take less is returned. Reductions that may go on behind the last backwards follow them at once,
-in front of everything else, if that runs to the end and takes less.
+simulated to take less is returned; where all compute is of that kind, only the second is made. Reductions
+that may go on behind the last backwards follow them at once, in front of everything else, if that runs to the
+end and takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -57,11 +58,13 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     """Return the order of every team's ops, by place, from a run with a queue for each communicator and its
     moves.
     """
-    lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
-    tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
-    # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept.
-    if any(of.computes_together for of in moves):
-        tried += [meet(moves, patience) for patience in PATIENCE]
+    # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept. In the order of
+    # one run, lists take far longer than that run where all compute stands in the queue.
+    together = any(of.computes_together for of in moves)
+    tried = [meet(moves, patience) for patience in PATIENCE] if together else []
+    if not together or any(of.computes_alone for of in moves):
+        lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
+        tried.insert(0, [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)])
     goes_behind = any(of.goes_behind for of in moves)
     if len(tried) == 1 and not goes_behind:
         return tried[0]
