@@ -174,7 +174,7 @@ def bridge(route: Route, rank: int, mine: torch.Tensor) -> Callable[[], torch.Te
 
 def direct(route: Route, rank: int, mine: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Each row straight to its place."""
-    ends = make_ends(route, rank, mine.device)
+    ends = make_ends(route, rank)
     tokens = mine.new_empty(len(ends.receive), mine.shape[1])
 
     def run() -> torch.Tensor:

@@ -32,6 +32,7 @@ from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
 from ops.loss import logit_gradients, logit_sums
 from ops.norm import Norm, with_bias
+from ops.one_copy import brought
 from ops.rotary import rotary_table, rotated, rotated_heads
 from ops.routing import expert_numbers, order_rows, rows_of
 from ops.span import Span
@@ -107,7 +108,7 @@ def attention_rows(device: torch.device, unit: int) -> Iterator[Row]:
         )
     ]
     for name, spans, causal, window, size, (heads, groups) in cases:
-        packing = make_tile_packing(spans, causal, heads * size, device, BF16, window)
+        packing = brought(make_tile_packing(spans, causal, heads * size, device, BF16, window), device)
         context = sum(span.context for span in spans)
         shapes = ((packing.tokens, heads, size), (context, groups, size), (context, groups, size))
         inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
@@ -264,7 +265,7 @@ def moved_rows(device: torch.device, tokens: int) -> Iterator[Row]:
 def timed_rows(device: torch.device, unit: int) -> Iterator[Row]:
     """What long attention and a large product reach, forward alone and with the backward."""
     tokens, heads, groups, size = 32 * unit, 32, 8, 128
-    packing = make_tile_packing([Span(tokens, tokens, 0)], True, heads * size, device, BF16)
+    packing = brought(make_tile_packing([Span(tokens, tokens, 0)], True, heads * size, device, BF16), device)
     shapes = ((tokens, heads, size), (tokens, groups, size), (tokens, groups, size))
     inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
     flops = 2 * tokens * tokens * heads * size  # two products, half of the pairs

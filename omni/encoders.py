@@ -24,6 +24,7 @@ from omni.models.registry import Attention, Encoder, ItemArrays
 from omni.models.stack import Stack
 from ops.attention import attention_bytes, attention_flops
 from ops.linear import linear_bytes, linear_flops
+from ops.one_copy import brought, later
 from parallel.work import Block, Collective, Grad, Load, Part, Weight, Work
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "at_least",
     "attention_bytes",
     "attention_flops",
+    "brought",
     "check_divisible",
     "check_heads",
     "check_keys",
@@ -66,6 +68,7 @@ __all__ = [
     "encoder_layers",
     "get_tokenizer",
     "is_intact",
+    "later",
     "linear_bytes",
     "linear_flops",
     "linear_weights",

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ops.device import to_device
+from ops.one_copy import later
 from ops.sinks import LogSumExp, scores_log_sum, with_sinks
 from ops.span import Span
 
@@ -75,8 +75,8 @@ class Packing:
     """How packed tensors divide into sequences or tiles, with what the chosen backend needs.
 
     `lengths` counts the query rows of each and is known on the host, so nothing synchronises with the device.
-    `cu_seqlens` is int32 [S+1] on the device. `calls` are what the backend runs, in order; masks are built
-    here once and shared by all layers.
+    `cu_seqlens` is int32 [S+1]. `calls` are what the backend runs, in order; masks are built once and shared
+    by all layers. Tensors are on the host until they are brought to the device (`ops.one_copy`).
     """
 
     lengths: tuple[int, ...]
@@ -99,7 +99,8 @@ def make_packing(
     dtype: torch.dtype,
     window: int | None = None,
 ) -> Packing:
-    """Prepare attention within sequences of `lengths`; `width` is N·H, which decides between the backends.
+    """Prepare attention on `device` within sequences of `lengths`; `width` is N·H, which decides between the
+    backends.
 
     A token sees those at most `window` tokens away, on both sides or, if causal, before it. Zero-length
     sequences are allowed and ignored.
@@ -127,13 +128,13 @@ def make_tile_packing(
     lengths = tuple(span.rows for span in spans)
     backend = _choose_backend(spans, causal, width, device, dtype)
     if backend in RAGGED:
-        calls: list[Batch | Ragged] = [*_ragged_calls(spans, causal, window, device)]
+        calls: list[Batch | Ragged] = [*_ragged_calls(spans, causal, window)]
     elif backend == "masked":
         mask = _mask(spans, causal, window, device)
         calls = [Batch(sum(lengths), sum(span.context for span in spans), 1, False, mask)]
     else:
         calls = [_batch(span, len(list(same)), causal, window, device) for span, same in groupby(spans)]
-    return Packing(lengths, causal, backend, _cumulative(lengths, device), tuple(calls))
+    return Packing(lengths, causal, backend, _cumulative(lengths), tuple(calls))
 
 
 def _choose_backend(
@@ -166,8 +167,8 @@ def _ragged_kernel() -> str | None:
     return "flash" if importlib.util.find_spec("flash_attn") else None
 
 
-def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    return to_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+def _cumulative(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def _batch(span: Span, count: int, causal: bool, window: int | None, device: torch.device) -> Batch:
@@ -185,7 +186,17 @@ def _mask(spans: Sequence[Span], causal: bool, window: int | None, device: torch
     key_span = torch.cat([torch.full((span.context,), i) for i, span in enumerate(spans)])
     row = torch.cat([torch.arange(span.offset, span.offset + span.rows) for span in spans])
     key = torch.cat([torch.arange(span.context) for span in spans])
-    row_span, key_span, row, key = (to_device(x, device) for x in (row_span, key_span, row, key))
+    return later(device, _seen, row_span, key_span, row, key, causal, window)
+
+
+def _seen(
+    row_span: torch.Tensor,
+    key_span: torch.Tensor,
+    row: torch.Tensor,
+    key: torch.Tensor,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
     row = row.unsqueeze(1)
     mask = row_span.unsqueeze(1) == key_span
     if causal:
@@ -196,9 +207,7 @@ def _mask(spans: Sequence[Span], causal: bool, window: int | None, device: torch
     return mask
 
 
-def _ragged_calls(
-    spans: Sequence[Span], causal: bool, window: int | None, device: torch.device
-) -> list[Ragged]:
+def _ragged_calls(spans: Sequence[Span], causal: bool, window: int | None) -> list[Ragged]:
     calls = []
     for sides, run in groupby(spans, lambda span: _kernel_window(span, causal, window)):
         members = list(run)
@@ -207,8 +216,8 @@ def _ragged_calls(
             Ragged(
                 sum(rows),
                 sum(context),
-                _cumulative(rows, device),
-                _cumulative(context, device),
+                _cumulative(rows),
+                _cumulative(context),
                 max(rows),
                 max(context),
                 sides,

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 
 from ops.delta_shape import CHUNK, DeltaShape
-from ops.device import to_device
 
 LENGTH_EPS = 1e-6  # under the root of the squared length of a query or a key
 
@@ -40,7 +39,7 @@ of zeros where there were fewer, and S [G, R, P, V]."""
 
 @dataclass(frozen=True)
 class DeltaPacking:
-    """How whole sequences of a pack divide into chunks; all tables lie on the device, all sizes on the host.
+    """How whole sequences of a pack divide into chunks: tables are tensors, sizes stay on the host.
 
     `steps` counts the chunks of each step of the loop over states: those of the first sequences, from the one
     with most chunks on, in which `order` the loop has all S. `chunked` [M · C] says which token stands at
@@ -65,8 +64,10 @@ class DeltaPacking:
         return sum(self.lengths)
 
 
-def make_delta_packing(lengths: Sequence[int], taps: int, device: torch.device) -> DeltaPacking:
-    """Prepare the rule over sequences of `lengths`; those without tokens are allowed and ignored."""
+def make_delta_packing(lengths: Sequence[int], taps: int) -> DeltaPacking:
+    """Prepare the rule over sequences of `lengths`; those without tokens are allowed and ignored. Tables are
+    on the host until they are brought to a device (`ops.one_copy`).
+    """
     lengths = tuple(length for length in lengths if length)
     tokens, starts = sum(lengths), list(accumulate(lengths, initial=0))
     longest_first = sorted(range(len(lengths)), key=lambda s: -lengths[s])
@@ -86,8 +87,7 @@ def make_delta_packing(lengths: Sequence[int], taps: int, device: torch.device) 
     spaced[tapped + taps - 1] = np.arange(tokens)
     above = np.triu(np.ones((CHUNK, CHUNK), bool), 1)
     tables = (chunked, places[:-1], spaced, tapped, above)
-    on_device = (to_device(torch.from_numpy(x), device) for x in tables)
-    return DeltaPacking(lengths, tuple(steps), tuple(longest_first), *on_device)
+    return DeltaPacking(lengths, tuple(steps), tuple(longest_first), *map(torch.from_numpy, tables))
 
 
 def packed_delta(

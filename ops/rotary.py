@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ops.device import to_device
 from ops.kernels.choice import takes_kernel
 from ops.operators import operator
 
@@ -110,8 +109,8 @@ def rotary_table(
     exponent = torch.arange(half, device=positions.device, dtype=exact) / half
     frequencies = scaling.scaled(base**-exponent, base)
     if scaling.sections and positions.shape[1] > 1:
-        of_each = to_device(torch.tensor(scaling.axes), positions.device)
-        turned = positions.index_select(1, of_each).to(exact).mul_(frequencies)
+        columns = positions.unbind(1)
+        turned = torch.stack([columns[axis] for axis in scaling.axes], 1).to(exact).mul_(frequencies)
     else:
         turned = (positions.to(exact).unsqueeze(-1) * frequencies).flatten(1)
     angles = turned.unsqueeze(1)

@@ -6,9 +6,9 @@ same order, so nothing but the values travels, in one flat buffer and one uneven
 of the group takes part in, also with nothing to send or receive. What a rank keeps does not enter the
 collective: it goes to the front of the buffer in which the others' messages land.
 
-What is copied where is brought to the device as lists of cells (`parallel/exchange_lists.py`), once for all
-layers. Source tensors are laid side by side; the outgoing buffer, what the rank keeps and each target tensor
-are then one indexed copy, however many blocks there are.
+What is copied where is listed by cells (`parallel/exchange_lists.py`), once for all layers. Source tensors
+are laid side by side; the outgoing buffer, what the rank keeps and each target tensor are then one indexed
+copy, however many blocks there are.
 
 Invariant: the way back is the same code with source and target swapped. A cell that was sent twice receives
 the sum of two gradients, added in fp32 at least and in a fixed order, so ⟨A x, y⟩ = ⟨x, Aᵀ y⟩ and results do
@@ -21,24 +21,23 @@ Shapes: tensors are [rows, heads, size], cells [cells, heads of a cell · size].
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ops.device import to_device
+from ops.one_copy import ON_HOST
 from parallel.exchange_lists import Lists, Sums, lists_of
 from parallel.exchange_plan import Exchange
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An exchange, with the lists of its two sides on a device."""
+    """An exchange, with the lists of its two sides."""
 
-    exchange: Exchange
+    exchange: Exchange = field(metadata=ON_HOST)
     source: Lists[torch.Tensor]
     target: Lists[torch.Tensor]
 
@@ -47,17 +46,11 @@ class Prepared:
         return Prepared(self.exchange.transpose(), self.target, self.source)
 
 
-def prepare(exchanges: Sequence[Exchange], device: torch.device) -> tuple[Prepared, ...]:
-    """Bring the lists of `exchanges` to `device`, in one copy: once a microbatch, ahead of use."""
-    sides = [[lists_of(side, one.rank) for side in (one.source, one.target)] for one in exchanges]
-    arrays = [np.zeros(0, np.int32)]
-    for of in (of for pair in sides for of in pair):
-        of.each(arrays.append)
-    whole = to_device(torch.from_numpy(np.concatenate(arrays)), device)
-    brought = iter(whole.split([len(array) for array in arrays][1:]))
+def prepare(exchanges: Sequence[Exchange]) -> tuple[Prepared, ...]:
+    """Make the lists of `exchanges`, on the host: once a microbatch, ahead of use."""
     return tuple(
-        Prepared(one, *(of.each(lambda _: next(brought)) for of in pair))
-        for one, pair in zip(exchanges, sides, strict=True)
+        Prepared(one, *(lists_of(side, one.rank).each(torch.from_numpy) for side in (one.source, one.target)))
+        for one in exchanges
     )
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ops.one_copy import ON_HOST
+
 State = tuple[torch.Tensor, ...]
 
 
@@ -38,7 +40,7 @@ class Recalled:
     each, after which come `tail` padding tokens, kept of nobody.
     """
 
-    memory: Memory
+    memory: Memory = field(metadata=ON_HOST)
     names: tuple[int, ...]
     counts: tuple[int, ...]
     tail: int

@@ -10,7 +10,7 @@ import torch
 
 from ops.attention import Packing
 from ops.delta_shape import DeltaHeads
-from ops.device import to_device
+from ops.one_copy import later
 from ops.rotary import PLAIN, Scaling, rotary_table
 from parallel.megatron import PackedSeqParams
 from parallel.memory import Recalled
@@ -98,6 +98,7 @@ def pack_tokens(
     `heads` and `kv_heads` (as many unless given) are those of the whole model. A token sees those at most
     `window` tokens away, None for all. `delta` are the heads of delta nets, of the whole model too.
     `seen` are the tokens of each sequence that passes before this one have left keys and values of.
+    Tensors are on the host, to be brought to `device` (`ops.one_copy`).
     """
     attention = plan_attention(
         sharding.layout,
@@ -123,11 +124,11 @@ def pack_tokens(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         attention=attention,
-        rotary=rotary_table(to_device(positions, device), head_dim, rotary_base, dtype, scaling),
-        delta=_plan_delta(sharding, delta, device) if delta is not None else None,
+        rotary=later(device, rotary_table, positions, head_dim, rotary_base, dtype, scaling),
+        delta=_plan_delta(sharding, delta) if delta is not None else None,
     )
 
 
-def _plan_delta(sharding: Sharding, heads: DeltaHeads, device: torch.device) -> DeltaPlan:
+def _plan_delta(sharding: Sharding, heads: DeltaHeads) -> DeltaPlan:
     own = heads.over(sharding.tp)
-    return plan_delta(sharding.layout, sharding.tiles, sharding.rank, own, sharding.tail, device)
+    return plan_delta(sharding.layout, sharding.tiles, sharding.rank, own, sharding.tail)

@@ -13,12 +13,13 @@ Shapes: T tokens of this rank, N query heads, K key/value heads, H head size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from ops.attention import Packing, make_tile_packing, packed_attention
+from ops.one_copy import ON_HOST
 from ops.span import Span
 from parallel.exchange import Prepared, finish, prepare, start
 from parallel.held_pieces import EARLY, LATE, SHARED, num_during_incoming, pieces_of, runs_of
@@ -40,7 +41,7 @@ class AttentionPlan:
     runs: tuple[tuple[int, int], ...]
     early: Packing
     late: Packing
-    tiles: TilePlan | None
+    tiles: TilePlan | None = field(metadata=ON_HOST)
     packings: tuple[Packing, ...]
     exchanges: tuple[Prepared, ...]
 
@@ -92,7 +93,7 @@ def plan_attention(
         for group in (tile_plan.groups if tile_plan else ())
     ]
     tokens = sum(length for _, length in pieces)
-    exchanges = prepare((tile_plan.incoming, tile_plan.outgoing), device) if tile_plan else ()
+    exchanges = prepare((tile_plan.incoming, tile_plan.outgoing)) if tile_plan else ()
     runs = runs_of(pieces, num_early)
     return AttentionPlan(tokens, runs, early, late, tile_plan, tuple(groups), exchanges)
 

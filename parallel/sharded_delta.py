@@ -62,7 +62,6 @@ def plan_delta(
     rank: int,
     heads: DeltaHeads,
     tail: int,
-    device: torch.device,
 ) -> DeltaPlan:
     """Plan the rule of `rank` over the sequences of `layout`: once a microbatch, ahead of use.
 
@@ -72,12 +71,12 @@ def plan_delta(
     pieces = [*pieces_of(layout, tiles, rank), (False, tail)]
     local = [length for shared, length in pieces if not shared]
     runs = runs_of(pieces, len(local))
-    packing = make_delta_packing(local, heads.shape.taps, device)
+    packing = make_delta_packing(local, heads.shape.taps)
     exchanges = delta_exchanges(layout, tiles, rank, heads)
     if exchanges is None:
         return DeltaPlan(heads, runs, packing)
-    shares = _shares(layout, delta_tiles(layout, tiles, heads.count), rank, heads.shape.taps, device)
-    incoming, outgoing = prepare(exchanges, device)
+    shares = _shares(layout, delta_tiles(layout, tiles, heads.count), rank, heads.shape.taps)
+    incoming, outgoing = prepare(exchanges)
     return DeltaPlan(heads, runs, packing, incoming, outgoing, shares)
 
 
@@ -86,7 +85,6 @@ def _shares(
     tiles: Sequence[Sequence[Tile]],
     rank: int,
     taps: int,
-    device: torch.device,
 ) -> tuple[tuple[HeadShare, ...], ...]:
     """What `rank` computes, in the order of the plan's groups: tiles of equally many heads lie in one tensor,
     neighbours in which of the same heads are one share.
@@ -98,7 +96,7 @@ def _shares(
                 groups.setdefault(tile.head_count, []).append((tile.head_start, length))
     return tuple(
         tuple(
-            HeadShare(head, heads, make_delta_packing([length for _, length in same], taps, device))
+            HeadShare(head, heads, make_delta_packing([length for _, length in same], taps))
             for head, same in groupby(members, lambda member: member[0])
         )
         # There is always a group, if an empty one.

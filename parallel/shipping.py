@@ -12,7 +12,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from ops.device import to_device
 from parallel.boundary import Route, Segment
 from parallel.collectives import Handle, Slots, Stop, all_gather, all_to_all, reduce_scatter, two_hops
 from parallel.lane import Lane
@@ -21,7 +20,7 @@ from parallel.transports import TRANSPOSED, TWO_LEVEL, relays
 
 @dataclass(frozen=True)
 class Ends:
-    """One rank's ends of a route, on its device: which rows leave in which order, where the others land.
+    """One rank's ends of a route: which rows leave in which order, where the others land.
 
     `send` [rows out] and `receive` [rows in] are int64 indices into the rank's rows and tokens, in an order
     that suits the transport; the counts are rows for each peer that it sends to and receives from directly.
@@ -55,8 +54,8 @@ class Ends:
         )
 
 
-def make_ends(route: Route, rank: int, device: torch.device) -> Ends:
-    """Build the index lists of `rank` once a step, ahead of use."""
+def make_ends(route: Route, rank: int) -> Ends:
+    """Build the index lists of `rank`, on the host: once a step, ahead of use."""
     relay = relays(route.transport, route.nodes) if route.transport in TWO_LEVEL else None
 
     def sent_to(s: Segment) -> int:
@@ -70,24 +69,22 @@ def make_ends(route: Route, rank: int, device: torch.device) -> Ends:
     receives = sorted(
         (s for s in route.segments if s.destination == rank), key=lambda s: (received_from(s), s.source)
     )
-    receive = _ranges([(s.destination_start, s.length) for s in receives], device)
+    receive = _ranges([(s.destination_start, s.length) for s in receives])
     return Ends(
         is_local=route.is_local,
-        send=_ranges([(s.source_start, s.length) for s in sends], device),
+        send=_ranges([(s.source_start, s.length) for s in sends]),
         receive=receive,
         send_counts=_counts(sends, sent_to, route.num_ranks),
         receive_counts=_counts(receives, received_from, route.num_ranks),
         transport=route.transport,
-        stop=None
-        if relay is None
-        else _stop(route, [s for s in route.segments if sent_to(s) == rank], device),
-        slots=_slots(route, rank, device) if route.transport in ("reduce_scatter", "all_gather") else None,
-        landings=_landings(receives, receive, device),
+        stop=None if relay is None else _stop(route, [s for s in route.segments if sent_to(s) == rank]),
+        slots=_slots(route, rank) if route.transport in ("reduce_scatter", "all_gather") else None,
+        landings=_landings(receives, receive),
     )
 
 
 def _landings(
-    receives: Sequence[Segment], tokens: torch.Tensor, device: torch.device
+    receives: Sequence[Segment], tokens: torch.Tensor
 ) -> tuple[tuple[int, torch.Tensor | None, torch.Tensor], ...]:
     """Divide the rows that arrive, in the order of `receives` and at `tokens`, among attach points."""
     points = sorted({s.point for s in receives})
@@ -101,25 +98,24 @@ def _landings(
         at[s.point].append((filled, s.length))
         filled += s.length
     return tuple(
-        (p, _ranges(at[p], device), _ranges([(s.destination_start, s.length) for s in runs[p]], device))
-        for p in points
+        (p, _ranges(at[p]), _ranges([(s.destination_start, s.length) for s in runs[p]])) for p in points
     )
 
 
-def _stop(route: Route, passing: list[Segment], device: torch.device) -> Stop:
+def _stop(route: Route, passing: list[Segment]) -> Stop:
     """Rows come in by source and leave by destination."""
     arriving = sorted(passing, key=lambda s: (s.source, s.destination))
     leaving = sorted(passing, key=lambda s: (s.destination, s.source))
     at_arrival, at_departure = _starts(arriving), _starts(leaving)
     return Stop(
         receive_counts=_counts(arriving, lambda s: s.source, route.num_ranks),
-        order=_ranges([(at_arrival[s], s.length) for s in leaving], device),
-        inverse=_ranges([(at_departure[s], s.length) for s in arriving], device),
+        order=_ranges([(at_arrival[s], s.length) for s in leaving]),
+        inverse=_ranges([(at_departure[s], s.length) for s in arriving]),
         send_counts=_counts(leaving, lambda s: s.destination, route.num_ranks),
     )
 
 
-def _slots(route: Route, rank: int, device: torch.device) -> Slots:
+def _slots(route: Route, rank: int) -> Slots:
     """The buffer of a reduce-scatter holds the rows of each destination, that of an all-gather each source's.
 
     Within the share of a rank, rows stand as that rank receives or sends them.
@@ -133,7 +129,7 @@ def _slots(route: Route, rank: int, device: torch.device) -> Slots:
             mine.append(s)
     block = max((sum(s.length for s in segments) for segments in owned.values()), default=0)
     starts = {s: owner * block + at for owner, own in owned.items() for s, at in _starts(own).items()}
-    return Slots(block, _ranges([(starts[s], s.length) for s in mine], device))
+    return Slots(block, _ranges([(starts[s], s.length) for s in mine]))
 
 
 def _starts(segments: Sequence[Segment]) -> dict[Segment, int]:
@@ -152,9 +148,9 @@ def _counts(segments: Iterable[Segment], peer: Callable[[Segment], int], num_ran
     return tuple(counts)
 
 
-def _ranges(runs: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+def _ranges(runs: Sequence[tuple[int, int]]) -> torch.Tensor:
     parts = [torch.arange(start, start + length) for start, length in runs]
-    return to_device(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long), device)
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
 @dataclass

@@ -76,10 +76,12 @@ class Stage(Protocol):
 class StepInputs:
     """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, and the
     rank's ends of each route. `before_loss` is called with each microbatch, by number, before its loss is
-    computed from what it then holds.
+    computed from what it then holds; `arrive` once, before any of them is read: what a GPU runs from then on
+    waits for them, and the host does not.
     """
 
     microbatches: tuple[Any, ...]
     chunks: Mapping[int, Any]
     ends: tuple[Ends | None, ...]
     before_loss: Callable[[int, Any], None] = lambda number, inputs: None
+    arrive: Callable[[], None] = lambda: None

@@ -102,6 +102,7 @@ class Engine:
             StallError: if a peer does not answer within the timeout.
         """
         watch = watch or Stopwatch(self.device)
+        inputs.arrive()
         step = _RunningStep(self, plan, inputs, StepResult(watch))
         watch.done(HOST)
         with torch.set_grad_enabled(plan.train):

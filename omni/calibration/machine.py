@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ops.attention import make_packing, packed_attention
+from ops.one_copy import brought
 
 _LEAST, _MOST = 5, 50  # repetitions
 _ENOUGH_S = 0.3
@@ -63,7 +64,7 @@ def attention_rates(device: torch.device, dtype: torch.dtype) -> dict[int, tuple
             torch.randn(tokens, _HEADS, head, dtype=dtype, device=device, requires_grad=True)
             for _ in range(3)
         )
-        packing = make_packing((tokens,), True, _HEADS * head, device, dtype)
+        packing = brought(make_packing((tokens,), True, _HEADS * head, device, dtype), device)
         work = 2 * tokens * tokens * _HEADS * head
         with torch.no_grad():
             forward = _rate(work, partial(packed_attention, q, k, v, packing), device)
@@ -145,7 +146,7 @@ class _Layer:
     def __init__(self, width: int, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         shapes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
         self.weights = [torch.randn(shape, dtype=dtype, device=device) * width**-0.5 for shape in shapes]
-        self.packing = make_packing((tokens,), True, width, device, dtype)
+        self.packing = brought(make_packing((tokens,), True, width, device, dtype), device)
         self.width = width
         self.flops = 2 * tokens * sum(w.numel() for w in self.weights)
         self.attention_flops = 2 * tokens * tokens * width

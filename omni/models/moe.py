@@ -196,7 +196,7 @@ class CountingRouter(TopKRouter):
         return self.counted.diff(prepend=self.counted.new_zeros(1))
 
 
-def tail_mask(tokens: int, real: int, tp_rank: int, tp: int, device: torch.device) -> torch.Tensor | None:
+def tail_mask(tokens: int, real: int, tp_rank: int, tp: int) -> torch.Tensor | None:
     """Mark the tail in this rank's slice of a pack of `tokens`, the first `real` of which are not tail.
 
     Give it to the transformer block as `padding_mask`: [1, tokens / tp], True for tail tokens. None if the
@@ -206,7 +206,7 @@ def tail_mask(tokens: int, real: int, tp_rank: int, tp: int, device: torch.devic
     if real == tokens:
         return None
     share = tokens // tp
-    return (torch.arange(tp_rank * share, (tp_rank + 1) * share, device=device) >= real).unsqueeze(0)
+    return (torch.arange(tp_rank * share, (tp_rank + 1) * share) >= real).unsqueeze(0)
 
 
 def routers(model: torch.nn.Module) -> dict[str, CountingRouter]:

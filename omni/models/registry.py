@@ -70,8 +70,8 @@ class Encoder(Protocol):
     of them, one point after the other; those of a layer are added to its input.
 
     What `preprocess` returns goes to the device as it is, unless the encoder has `transfer(values, device)`,
-    which brings values [T, ...] of several items there and makes them what its module takes: bytes, for one,
-    are a quarter of what they become.
+    which makes values [T, ...] of several items what its module takes: bytes, for one, are a quarter of what
+    they become. What it computes `later` is computed on the device.
 
     An encoder whose rows are a grid may have `row_grid(size)`: (frames, rows, columns) of an item of this
     size, as many in all as `count` says, row after row and frame after frame. An LLM with `rotary.sections`
@@ -134,7 +134,9 @@ class Encoder(Protocol):
     def pack(
         self, sharding: "Sharding", positions: "torch.Tensor", dtype: "torch.dtype", device: "torch.device"
     ) -> "PackedTokens":
-        """Describe items, one sequence each, to attention. Runs ahead of the step."""
+        """Describe items, one sequence each, to attention. Runs ahead of the step, with `positions` on the
+        host. Tensors of what it returns are brought to `device`, with all other inputs of the step.
+        """
         ...
 
     def build(
@@ -158,13 +160,13 @@ def prepare_item(
 
 
 def transferred(encoder: Encoder, values: "np.ndarray", device: "torch.device") -> "torch.Tensor":
-    """Bring values [T, ...] that `preprocess` made to `device`, as the encoder's module takes them."""
+    """Return values [T, ...] that `preprocess` made as the encoder's module takes them, to be brought to
+    `device`.
+    """
     import torch
 
-    from ops.device import to_device
-
     own = getattr(encoder, "transfer", None)
-    tensor: torch.Tensor = own(values, device) if own else to_device(torch.from_numpy(values), device)
+    tensor: torch.Tensor = own(values, device) if own else torch.from_numpy(values)
     return tensor
 
 

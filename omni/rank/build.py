@@ -146,6 +146,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     ranks = arrangement.domain_ranks(domain)
     position = ranks.index(rank)
     stages = stages_of(config.optim, config.stages, config.train.steps)
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     return Rank(
         rank=rank,
         domain=domain,
@@ -178,7 +179,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             llm=config.model.llm,
             encoders=spec.encoders,
             sources=spec.sources,
-            place=Place(position, device, dtype),
+            place=Place(position, device, dtype, stream),
         ),
         note=note,
     )

@@ -8,7 +8,6 @@ Bad data keeps its planned shape. An item that cannot be prepared becomes zeros,
 see `bad_samples.py`.
 """
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +25,7 @@ from omni.models.llm_stage import MicrobatchInputs
 from omni.models.moe import tail_mask
 from omni.models.registry import Encoder, ItemArrays, transferred
 from omni.rank.literals import with_literals
-from ops.device import to_device
+from ops.one_copy import arrival, brought
 from parallel.memory import Continued, Recalled
 from parallel.packed import PackedTokens, Sharding
 from parallel.sequence import Shard
@@ -51,11 +50,14 @@ class ChunkInputs:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: its position in its domain, and its device."""
+    """Where this rank stands: its position in its domain, its device, and the stream of a GPU on which inputs
+    come.
+    """
 
     position: int
     device: torch.device
     dtype: torch.dtype
+    stream: torch.cuda.Stream | None = None
 
 
 @dataclass(frozen=True)
@@ -133,11 +135,15 @@ class Assembler:
         """Build the tensors of a step. With `predict`, the last stage gives each next token; tokens may
         be those that follow what passes before have `continued`.
 
-        It may run on any thread: a thread that touches the GPU must name it, or it takes the first one.
+        It may run on any thread: a thread that touches the GPU must name it, or it takes the first one. All
+        goes there in one copy, on a stream of its own, and may be read after `StepInputs.arrive`.
         """
-        on_gpu = self.place.device.type == "cuda"
-        with torch.cuda.device(self.place.device) if on_gpu else contextlib.nullcontext():
+        device, stream = self.place.device, self.place.stream
+        if stream is None:
             return self._assemble(domain, fetched, predict, continued)
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            inputs = brought(self._assemble(domain, fetched, predict, continued), device)
+            return replace(inputs, arrive=arrival(inputs, stream))
 
     def _assemble(
         self,
@@ -159,10 +165,7 @@ class Assembler:
             for number, chunk in enumerate(domain.chunks)
             if position in chunk.ranks
         }
-        ends = tuple(
-            None if route is None else make_ends(route, position, self.place.device)
-            for route in domain.routes
-        )
+        ends = tuple(None if route is None else make_ends(route, position) for route in domain.routes)
         return StepInputs(tuple(microbatches), chunks, ends)
 
     def _microbatch(
@@ -195,18 +198,18 @@ class Assembler:
             packed = replace(packed, recalled=Recalled(continued.memory, names, counts, tail))
         tensors: dict[str, Any] = {}
         if self.llm.mixture is not None:
-            tensors["padding"] = tail_mask(tokens, tokens - tail, place.position % tp, tp, place.device)
+            tensors["padding"] = tail_mask(tokens, tokens - tail, place.position % tp, tp)
         if domain.is_first(place.position):
             ids = [texts[p.sample][0][p.start : p.stop] for p in pieces]
             padded = np.concatenate([*ids, np.zeros(tail, np.int64)])
-            tensors["ids"] = self._tensor(padded).unsqueeze(0)
+            tensors["ids"] = torch.from_numpy(padded).unsqueeze(0)
         if domain.is_last(place.position):
             numbers = {name: number for number, name in enumerate(self.sources)}
             # Held-out sources have no number: evaluation sums losses by itself.
             sources = [numbers.get(domain.samples[p.sample].source, 0) for p in pieces]
             targets = _last_tokens(batch, pieces) if predict else _targets(pieces, texts, sources)
             wanted = _wanted(targets, tokens, tp, place.position % tp, predict)
-            tensors |= {name: self._tensor(array) for name, array in wanted.items()}
+            tensors |= {name: torch.from_numpy(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
     def _chunk(self, domain: DomainPlan, number: int, items: Mapping[int, ItemArrays | None]) -> ChunkInputs:
@@ -233,15 +236,12 @@ class Assembler:
         if tail:
             pieces.append(_silence(encoder, tail))
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
-        positions = self._tensor(np.concatenate([piece.positions for piece in pieces]))
+        positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
         grids = tuple(domain.items[i].grid for i in chunk.items)
         sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp, grids)
         packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
         counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
         return ChunkInputs(values, positions, packed, counts, tuple(names))
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return to_device(torch.from_numpy(array), self.place.device)
 
 
 def _cost(meta: SampleMeta, index: int) -> int:

@@ -11,8 +11,6 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
-from ops.device import to_device
-
 
 @dataclass(frozen=True)
 class StepTotals:
@@ -85,7 +83,7 @@ def sum_totals(
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
     if differing is None:
         differing = torch.zeros_like(expert_load)
-    asked = to_device(torch.tensor([stop], dtype=torch.float64), squares.device)
+    asked = torch.full((1,), float(stop), dtype=torch.float64, device=squares.device)
     few = (expert_load.double().reshape(1), differing.double().reshape(1), asked)
     summed = torch.cat((sums, squares, *few))
     dist.all_reduce(summed, group=group)

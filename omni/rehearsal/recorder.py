@@ -101,6 +101,8 @@ class Recorder(TorchDispatchMode):
         except DynamicOutputShapeException:
             found = self.note(WAITS, f"{name}, whose shape depends on values")
             raise DynamicShapeError(str(found)) from None
+        if kwargs.get("pin_memory"):
+            out._pinned = True  # which a fake tensor forgets
         if name in ("copy_", "_to_copy"):
             self._copy(name, args, kwargs, out)
         self._launch(func, name, args, kwargs, out)

@@ -11,10 +11,9 @@ replaced is in `stand_ins.py`.
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from omni.rehearsal.meter import Meter
 from omni.rehearsal.recorder import Recorder
 from omni.rehearsal.stand_in_data import stand_in
 from omni.rehearsal.stand_ins import even_routing, saving_all, stand_ins
+from ops.one_copy import mapped
 from parallel.groups import Groups
 from parallel.megatron import ProcessGroupCollection, get_global_memory_buffer
 from parallel.partitions import partition_of
@@ -188,24 +188,10 @@ def _assembled(spec: RunSpec, plan: StepPlan, own: Rank, seen: Instruments) -> S
 
     with ThreadPoolExecutor(1, "assembler") as thread:
         inputs = thread.submit(assemble).result()
-    faked: StepInputs = _mapped(inputs, seen.mode.from_tensor)
+    if seen.recorder is not None:  # the copy to the device has made fake ones
+        return inputs
+    faked: StepInputs = mapped(inputs, seen.mode.from_tensor)
     return faked
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy nested dataclasses, mappings and sequences with every tensor changed."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        copy = object.__new__(type(value))
-        for field in fields(value):
-            object.__setattr__(copy, field.name, _mapped(getattr(value, field.name), change))
-        return copy
-    if isinstance(value, Mapping):
-        return {key: _mapped(entry, change) for key, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_mapped(entry, change) for entry in value)
-    return value
 
 
 def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
@@ -254,7 +240,7 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
         found.append(tensor)
         return tensor
 
-    _mapped(inputs, note)
+    mapped(inputs, note)
     meter.adopt(found, "buffers")
     for component in own.components.values():
         for optimizer in component.optimizers:

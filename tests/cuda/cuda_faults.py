@@ -69,7 +69,7 @@ FAULTS = {
     "synchronize": Fault(_RunningStep, "backward", lambda op: torch.cuda.synchronize()),
     "event": Fault(_RunningStep, "hand_back", lambda rows: torch.cuda.Event().synchronize()),
     "stream": Fault(JointOptimizer, "update", lambda totals: torch.cuda.current_stream().synchronize()),
-    "pageable index list": Fault(attention, "to_device", lambda device: torch.ones(2).to(device)),
+    "pageable index list": Fault(attention, "_cumulative", lambda lengths: torch.ones(2).to(GPU)),
 }
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 from small import overrides, write_mixed
 
 from omni.commands.plan import plan_of_step
@@ -216,7 +215,7 @@ def test_it_knows_the_lists_of_places_of_rows(data: Path, policy: str) -> None:
     plan = plan_of_step(spec, 1)
     listed = 0
     for position in range(8):
-        ends = [make_ends(route, position, torch.device("cpu")) for route in plan.domain.routes if route]
+        ends = [make_ends(route, position) for route in plan.domain.routes if route]
         lists = [tensor for of in ends for tensor in (of.send, of.receive)]
         lists += [tensor for of in ends if of.stop for tensor in (of.stop.order, of.stop.inverse)]
         lists += [of.slots.index for of in ends if of.slots]

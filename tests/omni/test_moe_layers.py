@@ -163,7 +163,7 @@ def make_pack(number: int, groups: ProcessGroupCollection) -> Pack:
         device=CPU,
     )
     hidden, weights = (x.chunk(tp)[rank].clone() for x in (hidden, weights))
-    return Pack(number, hidden.requires_grad_(), weights, packed, tail_mask(total, real, rank, tp, CPU))
+    return Pack(number, hidden.requires_grad_(), weights, packed, tail_mask(total, real, rank, tp))
 
 
 def forward(block: TransformerBlock, pack: Pack) -> torch.Tensor:
@@ -455,7 +455,7 @@ def test_every_row_that_is_sent_to_experts_arrives() -> None:
 def test_the_tail_is_marked_where_it_lies(tp: int, share: int, data: st.DataObject) -> None:
     tokens = tp * share
     real = data.draw(st.integers(max(0, tokens - tp), tokens))
-    masks = [tail_mask(tokens, real, rank, tp, CPU) for rank in range(tp)]
+    masks = [tail_mask(tokens, real, rank, tp) for rank in range(tp)]
     if real == tokens:
         assert masks == [None] * tp
     else:

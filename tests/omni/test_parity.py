@@ -114,8 +114,8 @@ def measure_shifted(rank: int, config: Config, world: int) -> Measurement | None
         inputs.make_ends = make_ends
 
 
-def shifted_ends(route: Route, rank: int, device: torch.device) -> Ends:
-    ends = make_ends(route, rank, device)
+def shifted_ends(route: Route, rank: int) -> Ends:
+    ends = make_ends(route, rank)
     landings = tuple((point, rows, tokens - 1) for point, rows, tokens in ends.landings)
     return replace(ends, landings=landings)
 

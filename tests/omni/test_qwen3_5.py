@@ -89,8 +89,8 @@ FORGOTTEN = {
 }
 
 
-def one_sequence(lengths: Sequence[int], taps: int, device: torch.device) -> DeltaPacking:
-    return make_delta_packing((sum(lengths),), taps, device)
+def one_sequence(lengths: Sequence[int], taps: int) -> DeltaPacking:
+    return make_delta_packing((sum(lengths),), taps)
 
 
 def normed(own: GatedNorm, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

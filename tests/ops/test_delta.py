@@ -10,7 +10,6 @@ from ops import delta
 from ops.delta import continued_delta, make_delta_packing, packed_delta
 from ops.delta_shape import DeltaShape
 
-CPU = torch.device("cpu")
 SHAPE = DeltaShape(key_dim=6, values=3, value_dim=5, taps=4)
 HEADS = 2
 RAGGED = (37, 1, 0, 130, 64, 5, 65, 2)
@@ -67,7 +66,7 @@ def away(found: torch.Tensor, plain: torch.Tensor) -> float:
 def test_values_and_gradients_are_those_of_the_recurrence(dtype, tolerance):
     exact, inputs = drawn(RAGGED), drawn(RAGGED, dtype)
     plain = plainly(RAGGED, exact)
-    found = packed_delta(*inputs, make_delta_packing(RAGGED, SHAPE.taps, CPU), SHAPE)
+    found = packed_delta(*inputs, make_delta_packing(RAGGED, SHAPE.taps), SHAPE)
     assert found.dtype == dtype
     assert away(found, plain) < tolerance
     for own, theirs in zip(gradients(found, inputs), gradients(plain, exact), strict=True):
@@ -77,10 +76,10 @@ def test_values_and_gradients_are_those_of_the_recurrence(dtype, tolerance):
 def test_a_pack_is_its_sequences_alone():
     inputs = drawn(RAGGED)
     x, *weights = inputs
-    packed = packed_delta(*inputs, make_delta_packing(RAGGED, SHAPE.taps, CPU), SHAPE)
+    packed = packed_delta(*inputs, make_delta_packing(RAGGED, SHAPE.taps), SHAPE)
     alone = torch.cat(
         [
-            packed_delta(of, *weights, make_delta_packing((len(of),), SHAPE.taps, CPU), SHAPE)
+            packed_delta(of, *weights, make_delta_packing((len(of),), SHAPE.taps), SHAPE)
             for of in x.split(RAGGED)
         ]
     )
@@ -99,7 +98,7 @@ def test_passes_over_parts_are_one_pass_over_all(cuts):
     out, kept = [list[torch.Tensor]() for _ in lengths], dict[int, delta.DeltaState]()
     for half in (0, 1):
         there = [n for n, of in enumerate(halves) if len(of[half])]
-        packing = make_delta_packing([len(halves[n][half]) for n in there], SHAPE.taps, CPU)
+        packing = make_delta_packing([len(halves[n][half]) for n in there], SHAPE.taps)
         news, before = torch.cat([halves[n][half] for n in there]), [kept.get(n) for n in there]
         with torch.no_grad():
             found, after = continued_delta(news, *weights, packing, SHAPE, before)
@@ -113,7 +112,7 @@ def test_passes_over_parts_are_one_pass_over_all(cuts):
 def test_what_follows_is_not_seen_before_it_nor_in_another_sequence():
     lengths = (70, 3, 66)
     inputs = drawn(lengths)
-    packing = make_delta_packing(lengths, SHAPE.taps, CPU)
+    packing = make_delta_packing(lengths, SHAPE.taps)
     for token, seen in ((0, range(0, 70)), (69, range(69, 70)), (71, range(71, 73)), (75, range(75, 139))):
         changed = inputs[0].detach().clone()
         changed[token] += 1
@@ -124,7 +123,7 @@ def test_what_follows_is_not_seen_before_it_nor_in_another_sequence():
 @pytest.mark.parametrize("lengths", [(), (0, 0)])
 def test_a_rank_without_tokens_belongs_to_the_graph(lengths):
     inputs = drawn(lengths)
-    out = packed_delta(*inputs, make_delta_packing(lengths, SHAPE.taps, CPU), SHAPE)
+    out = packed_delta(*inputs, make_delta_packing(lengths, SHAPE.taps), SHAPE)
     assert out.shape == (0, HEADS, SHAPE.out)
     assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), inputs))
 
@@ -137,7 +136,7 @@ def test_strong_decay_and_weak_stay_finite():
         own = [x, *inputs[1:]]
         for of in own:
             of.requires_grad_()
-        out = packed_delta(*own, make_delta_packing((200,), SHAPE.taps, CPU), SHAPE)
+        out = packed_delta(*own, make_delta_packing((200,), SHAPE.taps), SHAPE)
         assert all(of.isfinite().all() for of in (out, *gradients(out, own)))
 
 
@@ -148,7 +147,7 @@ def test_decays_learn_exactly_where_they_are_strong():
         inputs = [x, conv, a_log + 2, dt_bias]
         for of in inputs:
             of.requires_grad_()
-        packing = make_delta_packing((200,), SHAPE.taps, CPU)
+        packing = make_delta_packing((200,), SHAPE.taps)
         found.append(gradients(packed_delta(*inputs, packing, SHAPE), inputs)[2])
     exact, single = found
     assert away(single, exact) < 1e-6
@@ -163,18 +162,18 @@ def test_only_inputs_are_kept_for_the_backward():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        packed_delta(*inputs, make_delta_packing((300,), SHAPE.taps, CPU), SHAPE)
+        packed_delta(*inputs, make_delta_packing((300,), SHAPE.taps), SHAPE)
     assert {of.data_ptr() for of in kept} == {of.data_ptr() for of in inputs}
 
 
 def test_chunks_shorter_than_a_sequence_give_what_a_longer_one_gives(monkeypatch):
     inputs = drawn((100, 7))
-    whole = packed_delta(*inputs, make_delta_packing((100, 7), SHAPE.taps, CPU), SHAPE)
+    whole = packed_delta(*inputs, make_delta_packing((100, 7), SHAPE.taps), SHAPE)
     monkeypatch.setattr(delta, "CHUNK", 8)
-    assert away(packed_delta(*inputs, make_delta_packing((100, 7), SHAPE.taps, CPU), SHAPE), whole) < 1e-12
+    assert away(packed_delta(*inputs, make_delta_packing((100, 7), SHAPE.taps), SHAPE), whole) < 1e-12
 
 
 def test_gradients_are_finite_differences():
     shape = DeltaShape(2, 2, 2, 2)
-    inputs, packing = drawn((3, 2), shape=shape, heads=1), make_delta_packing((3, 2), 2, CPU)
+    inputs, packing = drawn((3, 2), shape=shape, heads=1), make_delta_packing((3, 2), 2)
     assert gradcheck(lambda *of: packed_delta(*of, packing, shape), inputs)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import ops.attention as attention
 from ops.attention import Packing, make_packing, make_tile_packing, packed_attention
+from ops.one_copy import brought
 from ops.span import Span
 
 CPU = torch.device("cpu")
@@ -276,7 +277,7 @@ def test_variable_length_kernel_equals_the_definition(
         after = [0, 0, 0] if causal else [0, 30, 11] if window == 30 else [0, 0, 0]
         rows, before = [64, 1, 100], [0, 30, 30]
         spans = [Span(n, b + n + a, b) for n, b, a in zip(rows, before, after, strict=True)]
-    packing = make_tile_packing(spans, causal, 256, device, torch.bfloat16, window)
+    packing = brought(make_tile_packing(spans, causal, 256, device, torch.bfloat16, window), device)
     assert packing.backend in attention.RAGGED
     torch.manual_seed(0)
     context = sum(span.context for span in spans)

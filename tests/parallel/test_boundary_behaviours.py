@@ -103,7 +103,7 @@ def check(case: TwoLayouts, route: Route, ranks: list[int], carry: Carry) -> Non
     encoded = torch.randn(total, WIDTH, generator=generator)
     places = torch.tensor([case.position(row) for row in range(total)])
     packed = torch.randn(2 * len(case.rows) + total, WIDTH, generator=generator)
-    ends = [make_ends(route, rank, CPU) for rank in ranks]
+    ends = [make_ends(route, rank) for rank in ranks]
 
     # Forward: concatenation or slicing in the order of slots.
     own = [encoded[case.encoded_by(rank).start : case.encoded_by(rank).stop] for rank in ranks]
@@ -184,7 +184,7 @@ def fan_in(rank: int) -> tuple[list[float], list[float]]:
     """Ranks 0 and 1 encode 3 and 5 rows; all eight belong to rank 0."""
     layout = SequenceLayout.whole([10], [0], 2)
     route = make_route([Rows(0, 0, 1, 3), Rows(1, 0, 5, 5)], layout.intervals(), 2)
-    ends = make_ends(route, rank, CPU)
+    ends = make_ends(route, rank)
     mine = torch.arange(3.0 if rank == 0 else 5.0).unsqueeze(1) + 10 * (rank + 1)
     sent = ship(ends, mine[ends.send], dist.group.WORLD)
     assert sent.work is not None
@@ -241,7 +241,7 @@ def test_every_placeholder_token_gets_one_row_and_no_other_token_does():
     placeholders = [at for at, token in enumerate(packed) if token == BYTES.item]
     places = {(i.rank, i.local_start + k): i.start + k for i in layout.intervals(2) for k in range(i.length)}
     filled_places = [
-        places[rank, local] for rank in range(4) for local in make_ends(route, rank, CPU).receive.tolist()
+        places[rank, local] for rank in range(4) for local in make_ends(route, rank).receive.tolist()
     ]
     assert sorted(filled_places) == placeholders
     assert len(placeholders) == route.num_rows == 10
@@ -266,7 +266,7 @@ def test_a_batch_of_text_alone_needs_no_rows_and_no_communicator():
     route = make_route([], SequenceLayout.whole([6, 4], [0, 1], 2).intervals(2), 4)
     assert route.is_local
     for rank in range(4):
-        for ends in (make_ends(route, rank, CPU), make_ends(route, rank, CPU).transpose()):
+        for ends in (make_ends(route, rank), make_ends(route, rank).transpose()):
             shipment = ship(ends, torch.zeros(0, WIDTH), None)
             assert shipment.work is None
             assert shipment.rows.shape == (0, WIDTH)

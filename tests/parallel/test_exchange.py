@@ -106,7 +106,7 @@ def exchange_many(rank, world, seeds):
         if seed % 2:  # as the values of one linear that puts out queries and keys too
             x = [torch.cat([one, one], 2).detach().requires_grad_() for one in x]
         given = [one[:, :, :SIZE] for one in x]
-        (prepared,) = prepare([own], CPU)
+        (prepared,) = prepare([own])
         out = finish(start(prepared, given, dist.group.WORLD))
         again = finish(start(prepared, given, dist.group.WORLD))
         grads = torch.autograd.grad(out, given, weights[rank])
@@ -177,7 +177,7 @@ def launched_by_blocks(rank, rows):
     source = make_side([(rows, 2, SIZE)] * 3, [parcels] * 2)
     target = make_side([(2 * rows, 2, SIZE)] * 3, [copies[: len(parcels)], copies[len(parcels) :]])
     x = [torch.ones(rows, 2, SIZE, requires_grad=True) for _ in range(3)]
-    (prepared,) = prepare([Exchange(rank, source, target)], CPU)
+    (prepared,) = prepare([Exchange(rank, source, target)])
     with Launched() as forward:
         out = finish(start(prepared, x, dist.group.WORLD))
     with Launched() as backward:

@@ -9,7 +9,6 @@ from parallel.boundary import Rows, Segment, make_route
 from parallel.sequence import Interval, SequenceLayout, Shard
 from parallel.shipping import make_ends, ship
 
-CPU = torch.device("cpu")
 WIDTH = 3
 
 problems = st.randoms(use_true_random=False).map(random_problem)
@@ -72,7 +71,7 @@ def test_every_row_is_delivered_exactly_once_to_the_holder_of_its_position(probl
 
 
 def landed(route, rank):
-    return [(rank, token) for token in make_ends(route, rank, CPU).receive.tolist()]
+    return [(rank, token) for token in make_ends(route, rank).receive.tolist()]
 
 
 @settings(deadline=None, max_examples=200)
@@ -92,7 +91,7 @@ def test_only_rows_that_must_move_do(problem):
     assert route.moved_rows() == must
     assert route.is_local == (must == 0)
     crossing = [
-        sum(make_ends(route, rank, CPU).send_counts) - make_ends(route, rank, CPU).send_counts[rank]
+        sum(make_ends(route, rank).send_counts) - make_ends(route, rank).send_counts[rank]
         for rank in range(route.num_ranks)
     ]
     assert sum(crossing) == must
@@ -102,7 +101,7 @@ def test_only_rows_that_must_move_do(problem):
 @given(problems)
 def test_what_one_side_sends_the_other_expects(problem):
     route = problem.route()
-    ends = [make_ends(route, rank, CPU) for rank in range(route.num_ranks)]
+    ends = [make_ends(route, rank) for rank in range(route.num_ranks)]
     for one in range(route.num_ranks):
         assert len(ends[one].send) == sum(ends[one].send_counts)
         assert len(ends[one].receive) == sum(ends[one].receive_counts)
@@ -186,7 +185,7 @@ LOCAL = Problem(
 
 def ship_both_ways(rank, problem):
     route = problem.route()
-    ends = make_ends(route, rank, CPU)
+    ends = make_ends(route, rank)
     group = None if route.is_local else dist.group.WORLD
     number = torch.arange(problem.rows_out(rank), dtype=torch.float64)
     x = torch.stack([number + 100 * rank] * WIDTH, dim=1)
@@ -217,7 +216,7 @@ def test_rows_and_gradients_arrive_on_real_ranks(ranks, problem):
 
 
 def ship_too_little(rank, problem):
-    ends = make_ends(problem.route(), rank, CPU)
+    ends = make_ends(problem.route(), rank)
     with pytest.raises(AssertionError, match="rows for"):
         ship(ends, torch.zeros(len(ends.send) + 1, WIDTH), dist.group.WORLD)
 
@@ -227,6 +226,6 @@ def test_rows_that_do_not_match_the_route_are_refused(ranks):
 
 
 def test_a_route_between_ranks_needs_a_communicator():
-    ends = make_ends(CROSSING.route(), 1, CPU)
+    ends = make_ends(CROSSING.route(), 1)
     with pytest.raises(AssertionError, match="needs a communicator"):
         ship(ends, torch.zeros(len(ends.send), WIDTH), None)

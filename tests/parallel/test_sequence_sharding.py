@@ -176,7 +176,7 @@ def mailbox(rank, size):
 
 def exchange_all(exchanges, tensors):
     groups = [mailbox(rank, len(exchanges)) for rank in range(len(exchanges))]
-    flights = [start(*one) for one in zip(prepare(exchanges, CPU), tensors, groups, strict=True)]
+    flights = [start(*one) for one in zip(prepare(exchanges), tensors, groups, strict=True)]
     return [finish(flight) for flight in flights]
 
 
@@ -704,7 +704,7 @@ def mutate(kind, case, plan, rank):
     if kind == "dropped":
         x = tiles.incoming
         x = Exchange(rank, without_values(x.source, rank, True), without_values(x.target, rank, False))
-        return replace(plan, exchanges=prepare((x, tiles.outgoing), CPU))
+        return replace(plan, exchanges=prepare((x, tiles.outgoing)))
     if kind == "tail":
         lengths = plan.late.lengths
         if len(lengths) > 1:

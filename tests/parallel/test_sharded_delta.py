@@ -17,7 +17,6 @@ from parallel.tiles import AttentionShape, gather_tiles
 
 SHAPE = DeltaShape(key_dim=4, values=2, value_dim=3, taps=4)
 TAIL = 2
-CPU = torch.device("cpu")
 
 
 def layout_of(seed: int, world: int) -> SequenceLayout:
@@ -60,7 +59,7 @@ def computed(rank: int, seed: int, heads: int) -> tuple[list[torch.Tensor], tupl
     inputs = drawn(sum(layout.lengths), heads)
     weighed = parts(torch.ones(sum(layout.lengths), heads, SHAPE.out).double().cumsum(0).sin(), layout, rank)
     own = [of.requires_grad_() for of in (parts(inputs[0], layout, rank), *inputs[1:])]
-    plan = plan_delta(layout, tiles, rank, DeltaHeads(heads, SHAPE), TAIL, CPU)
+    plan = plan_delta(layout, tiles, rank, DeltaHeads(heads, SHAPE), TAIL)
     out = sharded_delta(*own, plan, group)
     gradients = torch.autograd.grad((out * weighed).sum(), own)
     sent = delta_exchanges(layout, tiles, rank, DeltaHeads(heads, SHAPE))
@@ -73,7 +72,7 @@ def computed(rank: int, seed: int, heads: int) -> tuple[list[torch.Tensor], tupl
 def test_shared_sequences_are_computed_as_if_they_were_whole(ranks: RankPool, seed, heads, world):
     layout = layout_of(seed, world)
     inputs = [of.requires_grad_() for of in drawn(sum(layout.lengths), heads)]
-    packing = make_delta_packing(layout.lengths, SHAPE.taps, CPU)
+    packing = make_delta_packing(layout.lengths, SHAPE.taps)
     plain = packed_delta(*inputs, packing, SHAPE)
     weighed = torch.ones_like(plain).cumsum(0).sin()
     x, *weights = torch.autograd.grad((plain * weighed).sum(), inputs)

@@ -231,8 +231,8 @@ def test_the_ends_of_the_way_back_are_the_transposed_ends(random, transport):
     )
     for rank in range(route.num_ranks):
         # Gradients land nowhere: they go back to the chunks that put the rows out.
-        expected = replace(make_ends(back, rank, CPU), landings=())
-        assert_same(make_ends(route, rank, CPU).transpose(), expected)
+        expected = replace(make_ends(back, rank), landings=())
+        assert_same(make_ends(route, rank).transpose(), expected)
 
 
 def assert_same(here, there):
@@ -250,7 +250,7 @@ def test_every_transport_is_exact_and_its_transpose_the_adjoint(random, transpor
     problem = random_problem(random)
     route = problem.route().over(transport, random_nodes(random, problem.num_ranks))
     world = range(route.num_ranks)
-    ends = [make_ends(route, rank, CPU) for rank in world]
+    ends = [make_ends(route, rank) for rank in world]
     x = [torch.randn(problem.rows_out(rank), WIDTH, dtype=torch.float64) for rank in world]
     y = [torch.randn(problem.tokens(rank), WIDTH, dtype=torch.float64) for rank in world]
     arrived = carry(ends, [x[rank][ends[rank].send] for rank in world])
@@ -273,7 +273,7 @@ def test_what_is_sent_is_what_was_planned(random, transport):
     problem = random_problem(random)
     nodes = random_nodes(random, problem.num_ranks)
     route = problem.route().over(transport, nodes)
-    ends = [make_ends(route, rank, CPU) for rank in range(route.num_ranks)]
+    ends = [make_ends(route, rank) for rank in range(route.num_ranks)]
     planned = hops(transport, route.traffic(), nodes)
     if ends[0].slots is not None:
         n, block = len(ends), ends[0].slots.block
@@ -321,7 +321,7 @@ def check_all_transports(rank, problems):
             rows[:, 0] = -0.0  # a sum with +0.0 would lose the sign
         for transport in MOVING:
             route = problem.route().over(transport, NODES[number % len(NODES)])
-            ends = make_ends(route, rank, CPU)
+            ends = make_ends(route, rank)
             embeddings = torch.full_like(y[rank], 7.0)
             sent = ship(ends, x[rank][ends.send], dist.group.WORLD, lane)
             wait(sent)
@@ -365,7 +365,7 @@ def ship_while_others_wait(rank, problems):
     flights = []
     for number, problem in enumerate(problems):
         transport = ("two_level", "direct", "reduce_scatter", "two_level_back")[number % 4]
-        ends = make_ends(problem.route().over(transport, NODES[0]), rank, CPU)
+        ends = make_ends(problem.route().over(transport, NODES[0]), rank)
         rows = torch.arange(problem.rows_out(rank), dtype=torch.float64) + 1000 * rank + 10000 * number
         sent = ship(ends, rows[ends.send].unsqueeze(1), group, lane)
         flights.append((problem, ends, sent))
@@ -393,7 +393,7 @@ def test_shipments_of_two_hops_do_not_hang_ranks_that_wait_in_different_places(r
 def wait_for_a_late_rank(rank, problem):
     if rank == 3:
         time.sleep(1.5)
-    ends = make_ends(problem.route().over("two_level", NODES[0]), rank, CPU)
+    ends = make_ends(problem.route().over("two_level", NODES[0]), rank)
     sent = ship(ends, torch.full((len(ends.send), 1), 1.0), dist.group.WORLD, Lane(CPU))
     if rank != 3:
         with pytest.raises(RuntimeError, match=r"not done after 0\.2 s"):
@@ -422,7 +422,7 @@ def test_a_shipment_that_fails_says_so_where_it_is_waited_for():
 
 
 def test_two_hops_need_a_lane():
-    ends = make_ends(Route(2, (Segment(0, 0, 1, 0, 4),)).over("two_level", (0, 1)), 1, CPU)
+    ends = make_ends(Route(2, (Segment(0, 0, 1, 0, 4),)).over("two_level", (0, 1)), 1)
     with pytest.raises(AssertionError, match="two_level needs a lane"):
         ship(ends, torch.zeros(0, WIDTH), object())
 

@@ -33,7 +33,6 @@ from omni.models.registry import ItemArrays
 from omni.models.towers.folder import NO_FOLDER, open_tower, weights_of
 from omni.models.towers.images import GridImages
 from omni.open_models.folder import Folder
-from ops.device import to_device
 from parallel.work import Block
 
 if TYPE_CHECKING:
@@ -160,7 +159,7 @@ class QwenViT(GridImages, TransformerEncoder):
         windowed = super().pack(Sharding.whole(lengths, sharding.tp), where, dtype, device)
         known = {own.name: getattr(packed, own.name) for own in fields(packed)}
         known["windowed"] = replace(windowed, rotary=packed.rotary)
-        return InWindows(**known, order=to_device(torch.from_numpy(order), device))
+        return InWindows(**known, order=torch.from_numpy(order))
 
     def _windows(self, grids: Sequence[tuple[int, ...]]) -> tuple[list[int], np.ndarray]:
         """Tokens of each window of items whose rows have these grids, and which of the rows that come out is

@@ -23,7 +23,7 @@ from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.item_layout import lines
 from omni.models.layer_sizes import TransformerEncoderConfig
 from omni.models.registry import ItemArrays
-from ops.device import to_device
+from ops.one_copy import later
 from parallel.work import Block
 from pipeline.domain_plan import RowRuns
 
@@ -142,20 +142,23 @@ class ViTEncoder(TransformerEncoder):
         where nothing is seen.
         """
         c = self.config
-        pixels = to_device(torch.from_numpy(values), device)[:, : self.values]
-        planes = pixels.unflatten(1, (c.patch**2, c.channels)).permute(0, 2, 1)
-        normal = planes.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
-        if c.channels == 1:
-            normal.div_(3.0)
-        normal.div_(255.0).sub_(c.mean).div_(c.std)
         # Only few patches are padded. They are looked for here, since to ask a GPU is to wait for it.
         edge = np.flatnonzero((values[:, self.values :] < c.patch).any(1))
         side = np.arange(c.patch)
         row, column = (side < of[:, None] for of in values[edge, self.values :].T)
         seen = np.repeat((row[:, :, None] & column[:, None, :])[:, None], c.channels, 1)
         seen = seen.reshape(len(edge), self.values)
-        where, kept = (to_device(torch.from_numpy(array), device) for array in (edge, seen))
-        normal[where] = normal[where].where(kept, 0.0)
+        return later(device, self._normal, *map(torch.from_numpy, (values, edge, seen)))
+
+    def _normal(self, patches: torch.Tensor, edge: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Normalise patches, of which those of `edge` are padded where they are not `seen`."""
+        c = self.config
+        planes = patches[:, : self.values].unflatten(1, (c.patch**2, c.channels)).permute(0, 2, 1)
+        normal = planes.to(torch.float32, memory_format=torch.contiguous_format).flatten(1)
+        if c.channels == 1:
+            normal.div_(3.0)
+        normal.div_(255.0).sub_(c.mean).div_(c.std)
+        normal[edge] = normal[edge].where(seen, 0.0)
         return normal
 
     def stem(self, dtype: torch.dtype) -> torch.nn.Module:

@@ -20,7 +20,6 @@ from omni.models.towers.encoder import TowerConfig, WrappedTower
 from omni.models.towers.folder import BATCHES, GRIDS
 from omni.models.towers.processors import open_processor, processed
 from ops.attention import make_packing
-from ops.device import to_device
 from pipeline.domain_plan import RowRuns
 
 
@@ -175,5 +174,5 @@ class BatchTower(WrappedTower):
             one = np.arange(self.tokens).reshape(rows // merge, merge, columns // merge, merge)
             order = one.transpose(0, 2, 1, 3).ravel()
             every = (np.arange(squares)[:, None] * self.tokens + order).ravel()
-            places["neighbours"] = to_device(torch.from_numpy(every), device)
+            places["neighbours"] = torch.from_numpy(every)
         return Given({WHOLE: packing}, places=places)

@@ -16,7 +16,6 @@ from omni.models.towers.encoder import TowerConfig, WrappedTower
 from omni.models.towers.folder import GRIDS
 from omni.models.towers.images import GridImages
 from ops.attention import make_packing
-from ops.device import to_device
 
 
 class GridTower(GridImages, WrappedTower):
@@ -86,7 +85,7 @@ class GridTower(GridImages, WrappedTower):
         if self.packs:
             tensors, lengths = self.prepared.arguments(patches)
             packings = {name: make_packing(of, False, heads, device, dtype) for name, of in lengths.items()}
-            arguments: dict[str, Any] = {name: to_device(own, device) for name, own in tensors.items()}
+            arguments: dict[str, Any] = dict(tensors)
             arguments |= dict.fromkeys(self.prepared.longest, max(map(max, lengths.values())))
             return Given(packings, arguments, patches)
         counts = [prod(grid) for grid in patches]
@@ -94,4 +93,4 @@ class GridTower(GridImages, WrappedTower):
         place = np.concatenate([np.arange(n) + longest * i for i, n in enumerate(counts)])
         whole = [part for n in counts for part in (n, longest - n)]
         packing = make_packing(tuple(whole), False, heads, device, dtype)
-        return Given({WHOLE: packing}, {}, patches, {"padded": to_device(torch.from_numpy(place), device)})
+        return Given({WHOLE: packing}, {}, patches, {"padded": torch.from_numpy(place)})
